@@ -1,0 +1,324 @@
+"""The scheduler's tree: SGLang's `RadixCache` with one node per chunk. It owns KV slots; it decides no order.
+
+    root ── head tokens ── C1 ── C2 ── question ── answer          chunk nodes: `chunk`, `chain`, `promoted`
+                            └─── C3 ── question                    token nodes: as in SGLang
+
+Requests without spans pass through untouched, so plain traffic sees stock SGLang. For the front's requests the key that
+SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay SGLang's.
+
+Invariants beside SGLang's own: a node of ours is one segment of its key (a chunk or tokens between chunks); no inserted
+key ends inside a chunk, or two chunks that begin alike would give one slot two owners; a key is never cut shorter than
+what the tree already owns of the request (`cache_protected_len`), or the caller would free the tree's slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.evict_policy import EvictionStrategy
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+
+from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain
+from sglang_chunkcache.chunk_key import ChunkKey
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.event_log import EventLog, Evicted, Inserted
+from sglang_chunkcache.request_spans import ANSWER_KEY, RequestSpans, unpack
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+logger = logging.getLogger(__name__)
+
+MAX_UNREAD_EVENTS = 65_536
+"""Events kept for the front; a rank that is not asked for longer has its mirror rebuilt. About 150 bytes each."""
+
+_UNREAD = object()
+
+
+class PromotedFirst(EvictionStrategy):  # type: ignore[misc]
+    """Nodes that are not promoted leave first; within each kind `base` decides.
+
+    A token node inherits the mark of its nearest chunk above; without one (plain traffic, prompt heads) it counts as
+    promoted, so that traffic without spans sees `base` alone.
+    """
+
+    def __init__(self, base: EvictionStrategy) -> None:
+        self.base = base
+
+    def get_priority(self, node: TreeNode) -> tuple[bool, Any]:
+        return is_promoted(node), self.base.get_priority(node)
+
+
+def is_promoted(node: TreeNode | None) -> bool:
+    """The mark of a node, inherited from the nearest chunk node of the first chunk area."""
+    while node is not None:
+        if chain_id_of(node) is not None:
+            return bool(node.promoted)
+        node = node.parent
+    return True
+
+
+def chain_id_of(node: TreeNode) -> ChainId | None:
+    """The node's place in the global tree; None for token nodes and for chunks of later turns, which it does not hold."""
+    return getattr(node, "chain", None)
+
+
+class ChunkRadixCache(RadixCache):  # type: ignore[misc]
+    """Radix cache with chunk-keyed nodes for the front's requests (CRAFT 4.1's GPU-local chunk-prefix tree)."""
+
+    def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
+        """Build the cache of one rank.
+
+        Raises:
+            ValueError: page size above 1, or speculative decoding, named in the message.
+        """
+        if params.page_size != 1:
+            raise ValueError(f"the chunk cache needs --page-size 1, got {params.page_size}")
+        if params.is_eagle:
+            raise ValueError("the chunk cache does not support speculative decoding (--speculative-algorithm)")
+        self.config = config
+        self.log = EventLog(MAX_UNREAD_EVENTS)
+        self.fallbacks: Counter[str] = Counter()
+        self.num_inserted_chunks = self.num_evicted_chunks = 0
+        self._clear_counts()
+        super().__init__(params)
+        self.eviction_strategy: EvictionStrategy
+        if config.eviction == "promoted":
+            self.eviction_strategy = PromotedFirst(self.eviction_strategy)
+
+    # SGLang's calls, in a request's order
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called again and again."""
+        spans = self._spans_of(params.req)
+        if spans is None or self.disable:
+            return super().match_prefix(params)
+        key = self._key(params.req, params.key.token_ids, spans, len(params.key))
+        return super().match_prefix(dataclasses.replace(params, key=key))
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
+        if self.disable or not isinstance(params.key, ChunkKey):
+            return super().insert(params)
+        value = params.value if params.value is not None else torch.tensor(params.key.token_ids, dtype=torch.int64)
+        matched, path = self._insert_segments(params.key, value, params.priority, params.chunked)
+        return InsertResult(prefix_len=matched, last_device_node=path[-1] if path else self.root_node)
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        super().cache_unfinished_req(req, chunked=chunked)
+        if not chunked:
+            self._report(req)
+
+    def insert_req(self, req: Req, *, up_to: int) -> None:
+        super().insert_req(req, up_to=up_to)
+        self._report(req)  # a request that ends on its first token never gets to cache_unfinished_req
+
+    def reset(self) -> None:
+        """Empty tree, new epoch: the front drops this rank's mirror with the next answer."""
+        super().reset()
+        self.log.restart()
+        self._clear_counts()
+
+    # What we add
+
+    def stats(self) -> dict[str, int | float | dict[str, int]]:
+        """Counts for `/chunkcache/stats`; all sizes in tokens unless they say chunks or nodes. No chunk is named."""
+        allocator = self.token_to_kv_pool_allocator
+        return {
+            "epoch": self.log.epoch,
+            "seq": self.log.seq,
+            "digest": self._digest,
+            "chunk_nodes": self._num_chunk_nodes,
+            "chunk_tokens": self._num_chunk_tokens,
+            "promoted_nodes": sum(1 for node in self._nodes() if chain_id_of(node) is not None and node.promoted),
+            "inserted_chunks": self.num_inserted_chunks,
+            "evicted_chunks": self.num_evicted_chunks,
+            "duplicate_tokens": self._duplicate_tokens(),
+            "free": allocator.available_size() if allocator else 0,
+            "evictable": self.evictable_size(),
+            "protected": self.protected_size(),
+            "fallbacks": dict(self.fallbacks),
+        }
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
+        violations: list[str] = []
+        slots: Counter[int] = Counter()
+        chunks = digest = tokens = 0
+        for node in self._nodes():
+            slots.update(node.value.tolist())
+            if len(node.key) != len(node.value):
+                violations.append(f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots")
+            if isinstance(node.key, ChunkKey) and len(list(node.key.segments())) != 1:
+                violations.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
+            if (chain := chain_id_of(node)) is not None:
+                chunks, digest, tokens = chunks + 1, digest ^ chain, tokens + len(node.key)
+        twice = [slot for slot, count in slots.items() if count > 1]
+        if twice:
+            violations.append(f"slots with two owners: {twice[:8]}")
+        if self.evictable_size() + self.protected_size() != sum(slots.values()):
+            violations.append(
+                f"evictable {self.evictable_size()} + protected {self.protected_size()} != {sum(slots.values())} in the tree"
+            )
+        if (chunks, digest, tokens) != (self._num_chunk_nodes, self._digest, self._num_chunk_tokens):
+            violations.append(
+                f"counted {chunks} chunk nodes, {tokens} tokens; booked {self._num_chunk_nodes}, {self._num_chunk_tokens}"
+            )
+        if violations:
+            raise IntegrityError(violations)
+
+    # Overridden internals of SGLang's cache (pinned by tests/contract)
+
+    def _insert_cache(
+        self,
+        req: Req,
+        token_ids: array[int],
+        *,
+        chunked: bool = False,
+        key_limit: int | None = None,
+        split_prompt: bool = False,
+    ) -> tuple[Any, torch.Tensor, int]:
+        """SGLang builds a plain key of the request here; ours is chunk-keyed, and ends at a whole chunk."""
+        spans = self._spans_of(req)
+        if spans is None:
+            return super()._insert_cache(  # type: ignore[no-any-return]
+                req, token_ids, chunked=chunked, key_limit=key_limit, split_prompt=split_prompt
+            )
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(token_ids)]
+        owned = req.kv.cache_protected_len
+        up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
+        if self.config.admission == "promoted":
+            up_to = spans.promoted_end(up_to)
+        key = self._key(req, token_ids, spans, max(up_to, owned))
+        borders = (len(req.origin_input_ids),) if split_prompt else ()
+        values = row[: len(key)].to(dtype=torch.int64, copy=True)
+        matched, path = self._insert_segments(key, values, req.priority or 0, chunked, borders)
+        self._mark(path, spans)
+        self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
+        return key, row, matched
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        if (chain := chain_id_of(node)) is not None:
+            self._count(chain, -len(node.key))
+            self.num_evicted_chunks += 1
+            self.log.append(Evicted(chain))
+
+    # Private, in order of use
+
+    def _spans_of(self, req: Req | None) -> RequestSpans | None:
+        """The request's spans, read once; None for plain requests."""
+        if req is None:
+            return None
+        spans: Any = getattr(req, "chunkcache_spans", _UNREAD)
+        if spans is _UNREAD:
+            try:
+                spans = unpack(
+                    req.sampling_params.custom_params,
+                    req.origin_input_ids,
+                    prompt_len=len(req.origin_input_ids),
+                    secret=self.config.secret,
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                self._fall_back("bad_spans", error)
+                spans = None
+            req.chunkcache_spans = spans
+        return spans  # type: ignore[no-any-return]
+
+    def _key(self, req: Req, token_ids: array[int], spans: RequestSpans, up_to: int) -> ChunkKey:
+        return ChunkKey.cut(token_ids, spans.spans, up_to, extra_key=req.extra_key, cache_salt=req.cache_salt)
+
+    def _insert_segments(
+        self, key: ChunkKey, values: torch.Tensor, priority: int | None, chunked: bool, borders: tuple[int, ...] = ()
+    ) -> tuple[int, list[TreeNode]]:
+        """Insert `key`, one node per segment; returns (tokens already there, the last node of every segment)."""
+        node, matched, path = self.root_node, 0, []
+        for start, end, chunk in key.segments(*borders):
+            found, node = self._insert_helper(node, key[start:end], values[start:end], priority, chunked)
+            if matched == start:
+                matched += found
+            node.chunk = chunk
+            path.append(node)
+        return matched, path
+
+    def _mark(self, path: list[TreeNode], spans: RequestSpans) -> None:
+        """Give the nodes of the first chunk area their place in the global tree and this request's promotion marks."""
+        parent, area = None, [node for node in path if node.chunk is not None][: spans.area_len]
+        for index, node in enumerate(area):
+            promoted = index < spans.promoted_len
+            if chain_id_of(node) is None:
+                node.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, node.chunk)
+                self._count(node.chain, len(node.key))
+                self.num_inserted_chunks += 1
+                self.log.append(Inserted(node.chunk, len(node.key), parent, spans.namespace, promoted))
+            node.promoted, parent = promoted, node.chain
+
+    def _report(self, req: Req) -> None:
+        """Attach the unread events to the request's first token, once."""
+        spans = self._spans_of(req)
+        if spans is None or self.disable or getattr(req, "chunkcache_reported", False):
+            return
+        req.chunkcache_reported = True
+        req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [tuple(self.log.unread(spans.ack))]}
+
+    def _fall_back(self, reason: str, error: Exception) -> None:
+        if not self.fallbacks[reason]:
+            logger.warning(
+                "chunk cache: %s, the request is computed as plain text (further ones are counted): %s", reason, error
+            )
+        self.fallbacks[reason] += 1
+
+    def _count(self, chain: ChainId, num_tokens: int) -> None:
+        self._digest ^= chain
+        self._num_chunk_nodes += 1 if num_tokens > 0 else -1
+        self._num_chunk_tokens += num_tokens
+
+    def _clear_counts(self) -> None:
+        self._digest = self._num_chunk_nodes = self._num_chunk_tokens = 0
+
+    def _nodes(self) -> Iterator[TreeNode]:
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def _duplicate_tokens(self) -> int:
+        """Tokens of chunk-keyed paths that the plain part of the tree holds too: the price of keeping them apart."""
+        total, stack = (
+            0,
+            [(child, array("q")) for child in self.root_node.children.values() if isinstance(child.key, ChunkKey)],
+        )
+        while stack:
+            node, above = stack.pop()
+            path = above + node.key.token_ids
+            shared = max(0, self._plain_match_len(path, node.key) - len(above))
+            total += shared
+            if shared == len(node.key):
+                stack.extend((child, path) for child in node.children.values())
+        return total
+
+    def _plain_match_len(self, token_ids: array[int], namespace: ChunkKey) -> int:
+        """How much of `token_ids` plain nodes hold. Unlike `match_prefix` it splits nothing and touches no clock."""
+        key = RadixKey(token_ids, namespace.extra_key, cache_salt=namespace.cache_salt)
+        node, matched = self.root_node, 0
+        while len(key) and (child := node.children.get(key.child_key())) is not None:
+            found = child.key.match(key)
+            matched += found
+            if found < len(child.key):
+                break
+            node, key = child, key[found:]
+        return matched
+
+
+def chunk_of(node: TreeNode) -> ChunkId | None:
+    """The chunk a node holds, or None for a token node."""
+    return getattr(node, "chunk", None)

@@ -1,0 +1,122 @@
+"""Every knob of the project: default, unit, range and reason. Command line flags and `--help` come from here.
+
+SGLang starts fresh processes and calls `plugin.register()` without arguments, so `launch_server` hands the configuration
+over as JSON in one environment variable that only this file reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ENV_VAR = "SGLANG_CHUNKCACHE_CONFIG"
+
+
+def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
+    """A dataclass field that carries its help text (with the unit), its range and its choices."""
+    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ChunkCacheConfig:
+    """Configuration of one server. Raises ValueError naming the flag, its value and its range."""
+
+    order: str = knob("tree", "how a request's chunks are ordered", choices=("retriever", "frequency", "tree"))
+    """`tree` puts the deepest cached chain first; `frequency` is CRAFT's order; `retriever` leaves the order alone."""
+    tail: str = knob("rank", "order of the chunks behind the cached chain (tree)", choices=("rank", "frequency"))
+    """`rank` beats `frequency` on the RAGPulse trace at every capacity (radix_ext/README.md)."""
+    admission: str = knob("all", "which chunks enter the cache", choices=("all", "promoted"))
+    """`promoted` is CRAFT to the letter: only leading chunks over the threshold are inserted."""
+    eviction: str = knob("promoted", "what leaves the KV pool first", choices=("promoted", "lru"))
+    """`promoted`: nodes that are not promoted first, then SGLang's own policy; `lru`: SGLang's own policy alone."""
+    window_requests: int = knob(1000, "sliding window of the access table, in requests", low=1, high=10_000_000)
+    """CRAFT section 5."""
+    promotion_threshold: int = knob(2, "accesses within the window that promote a chunk", low=1, high=1_000_000)
+    """CRAFT section 5."""
+    max_tree_nodes: int = knob(200_000, "nodes of the global tree, oldest leaves go first", low=100, high=100_000_000)
+    """About 400 bytes each; far above what a KV pool holds in chunks."""
+    max_search_visits: int = knob(256, "nodes visited by one order decision", low=1, high=1_000_000)
+    """Bounds the decision on adversarial trees."""
+    routing: str = knob("kv_aware", "which DP rank serves a request", choices=("round_robin", "kv_aware"))
+    """`round_robin` is CRAFT's baseline."""
+    max_load_ratio: float = knob(1.25, "a rank over this multiple of the mean load gets no more (kv_aware)", low=1.0)
+    """Load is prompt tokens in flight."""
+    dedup: str = knob("shown", "what a conversation drops as already seen", choices=("shown", "paper", "off"))
+    """`shown`: chunks still in the prompt; `paper`: also chunks of turns that have left it (CRAFT 4.3)."""
+    max_conversations: int = knob(10_000, "conversations remembered", low=1)
+    """Least recently used leave first."""
+    max_conversation_tokens: int = knob(50_000_000, "prompt and answer tokens remembered over all conversations", low=1)
+    """8 bytes each at most."""
+    conversation_idle_s: float = knob(3600.0, "seconds after which an idle conversation is forgotten", low=1.0)
+    """A forgotten conversation costs a prefix, never an answer."""
+    max_chunks: int = knob(256, "chunks in one request", low=1, high=100_000)
+    """Bounds one request's work in the front process."""
+    max_chunk_chars: int = knob(200_000, "characters in one chunk", low=1)
+    """Tokenised on the event loop; the context length bounds it further."""
+    answer_reserve_tokens: int = knob(256, "room kept for the answer when max_tokens is not given", low=1)
+    """Decides when a conversation overflows; at most an eighth of the context is kept."""
+    wait_ms: float = knob(
+        0.0, "longest wait for a chunk another request is computing right now, ms", low=0.0, high=50.0
+    )
+    """0 by default: see eval/LOG.md for the share of planned hits that did not materialise."""
+    rag_template: str | None = knob(None, "file with {chunks} and {question}: the user message around the chunks")
+    """Default: the chunks, then the question."""
+    chunk_separator: str = knob("\n\n", "text behind every chunk; part of the chunk's span")
+    """A span includes its separator, so that the chunk area is contiguous."""
+    secret: str = field(default="", metadata={"internal": True})
+    """Marks the front's own requests in `custom_params`; drawn at start, so no client can forge it."""
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value, flag = getattr(self, f.name), flag_name(f.name)
+            choices, low, high = (f.metadata.get(k) for k in ("choices", "low", "high"))
+            if choices and value not in choices:
+                raise ValueError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
+            if low is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < low):
+                raise ValueError(f"{flag} must be at least {low}, got {value!r}")
+            if high is not None and value > high:
+                raise ValueError(f"{flag} must be at most {high}, got {value!r}")
+
+    def to_env(self) -> dict[str, str]:
+        """The environment that hands this configuration to SGLang's processes; draws the secret."""
+        return {ENV_VAR: json.dumps({**dataclasses.asdict(self), "secret": self.secret or secrets.token_hex(16)})}
+
+
+def from_env(environ: Mapping[str, str] = os.environ) -> ChunkCacheConfig | None:
+    """The launcher's configuration, or None where the server was not started by our launcher."""
+    text = environ.get(ENV_VAR)
+    return ChunkCacheConfig(**json.loads(text)) if text else None
+
+
+def flag_name(field_name: str) -> str:
+    """The command line flag of a field."""
+    return "--chunkcache-" + field_name.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per knob."""
+    group = parser.add_argument_group("chunk cache")
+    for f in dataclasses.fields(ChunkCacheConfig):
+        if f.metadata.get("internal"):
+            continue
+        kind = type(f.default) if f.default is not None else str
+        group.add_argument(
+            flag_name(f.name),
+            dest=f.name,
+            type=kind,
+            default=f.default,
+            choices=f.metadata["choices"],
+            help=f"{f.metadata['help']} (default: {f.default!r})".replace("%", "%%"),
+        )
+
+
+def from_flags(args: argparse.Namespace) -> ChunkCacheConfig:
+    """The configuration of a parsed command line. Raises ValueError as the class does."""
+    names = [f.name for f in dataclasses.fields(ChunkCacheConfig) if not f.metadata.get("internal")]
+    return ChunkCacheConfig(**{name: getattr(args, name) for name in names})

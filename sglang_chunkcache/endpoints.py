@@ -1,0 +1,346 @@
+"""HTTP in and out: `/rag/v1/*` and `/chunkcache/*` on SGLang's own app. `/v1/*` stays SGLang's.
+
+POST /rag/v1/chat/completions   a chat completion with `chunks` and `conversation_id`
+POST /rag/v1/generate           SGLang's /generate with `parts`: texts and chunk areas (frontend programs use it)
+GET  /chunkcache/stats          counts only
+GET  /chunkcache/tree           the global tree, depth-limited; shows other tenants' chunks, so admin level
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from typing import Annotated, Any, TypeVar
+
+import orjson
+import requests
+from fastapi import APIRouter, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import ORJSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from requests.adapters import HTTPAdapter
+from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.utils.auth import AuthLevel, auth_level
+from urllib3.util.retry import Retry
+
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.hooks import STATE_KEY
+from sglang_chunkcache.prompt import PromptAssembler, PromptError, read_template
+from sglang_chunkcache.service import Identity, Passage, RagRequest, RagService
+from sglang_chunkcache.serving import RagServingChat, TappedManager
+
+logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=BaseModel)
+
+MAX_ID_CHARS = 256
+"""Conversation ids and chunk labels; they are kept, so they are bounded."""
+
+
+class ChunkIn(BaseModel):
+    """A retrieved chunk. `id` is only shown back."""
+
+    model_config = ConfigDict(extra="ignore")
+    text: str = Field(min_length=1)
+    id: str | int | None = None
+
+
+class RagFields(BaseModel):
+    """What a RAG chat request has beside OpenAI's fields."""
+
+    chunks: list[ChunkIn] = []
+    conversation_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
+
+
+class ChunkArea(BaseModel):
+    """Chunks inside `/rag/v1/generate`'s parts."""
+
+    model_config = ConfigDict(extra="forbid")
+    chunks: list[ChunkIn]
+
+
+class GenerateIn(BaseModel):
+    """Body of `/rag/v1/generate`."""
+
+    model_config = ConfigDict(extra="forbid")
+    parts: list[str | ChunkArea] = Field(min_length=1, max_length=10_000)
+    sampling_params: dict[str, Any] = {}
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class _State:
+    """The one service of this process; made with the first request or the start-up check, when SGLang is ready."""
+
+    def __init__(self, config: ChunkCacheConfig) -> None:
+        self.config = config
+        self._service: RagService | None = None
+        self._chat: RagServingChat | None = None
+
+    @property
+    def manager(self) -> Any:
+        return http_server.get_global_state().tokenizer_manager
+
+    @property
+    def service(self) -> RagService:
+        if self._service is None:
+            args = self.manager.server_args
+            assembler = PromptAssembler(
+                self.manager.tokenizer,
+                template=read_template(self.config.rag_template),
+                separator=self.config.chunk_separator,
+            )
+            self._service = RagService(
+                self.config,
+                assembler,
+                context_len=self.manager.model_config.context_len,
+                num_ranks=args.dp_size,
+                prometheus=args.enable_metrics,
+            )
+        return self._service
+
+    @property
+    def chat(self) -> RagServingChat:
+        if self._chat is None:
+            self._chat = RagServingChat(self.manager, http_server.get_global_state().template_manager, self.service)
+        return self._chat
+
+
+router = APIRouter()
+_state: _State
+
+
+def install(config: ChunkCacheConfig) -> None:
+    """Put our routes into SGLang's app. Once per process."""
+    global _state
+    _state = _State(config)
+    http_server.app.include_router(router)
+
+
+@router.post("/rag/v1/chat/completions")
+async def rag_chat_completions(raw_request: Request) -> Any:
+    """A chat completion over `chunks`. 400 names the field that is wrong."""
+    try:
+        body = await _json_object(raw_request)
+        rag_fields = _parse(RagFields, {key: body.pop(key) for key in ("chunks", "conversation_id") if key in body})
+        if "retrieve" in body:
+            raise PromptError("retrieve: this server has no index; send chunks")
+        for field in ("input_ids", "continue_final_message"):
+            if body.get(field):
+                raise PromptError(f"{field}: not supported here; use /v1/chat/completions")
+        request = _parse(ChatCompletionRequest, body)
+        passages = _passages(rag_fields.chunks)
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        rag = _state.service.begin_chat(
+            messages,
+            passages,
+            identity=_identity(raw_request, request.cache_salt, request.extra_key, request.lora_path, request.model),
+            conversation_id=rag_fields.conversation_id,
+            max_new_tokens=request.max_completion_tokens or request.max_tokens,
+            tools=[tool.model_dump() for tool in request.tools]
+            if request.tools and request.tool_choice != "none"
+            else None,
+            template_kwargs=request.chat_template_kwargs,
+        )
+    except ValueError as error:
+        return _refuse(error)
+    request.input_ids = rag.input_ids
+    request.custom_params = {**(request.custom_params or {}), **rag.custom_params}
+    request.routed_dp_rank = rag.rank if len(_state.service.mirrors) > 1 else None
+    raw_request.state.chunkcache = rag
+    response = await _state.chat.handle_request(request, raw_request)
+    if isinstance(response, ORJSONResponse) and response.status_code >= 400:
+        _state.service.release(rag)
+    return response
+
+
+@router.post("/rag/v1/generate")
+async def rag_generate(raw_request: Request) -> Any:
+    """SGLang's `/generate` over `parts`. 400 names the field that is wrong."""
+    try:
+        body = _parse(GenerateIn, await _json_object(raw_request))
+        parts = [part if isinstance(part, str) else _passages(part.chunks) for part in body.parts]
+        params = dict(body.sampling_params)
+        custom = params.pop("custom_params", None) or {}
+        if not isinstance(custom, dict):
+            raise PromptError("sampling_params.custom_params: must be an object")
+        limit = params.get("max_new_tokens")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise PromptError("sampling_params.max_new_tokens: must be a number of tokens")
+        rag = _state.service.begin_parts(
+            parts,
+            identity=_identity(raw_request, body.cache_salt, body.extra_key, None, ""),
+            max_new_tokens=limit,
+        )
+    except ValueError as error:
+        return _refuse(error)
+    raw_request.state.chunkcache = rag
+    obj = GenerateReqInput(
+        input_ids=rag.input_ids,
+        sampling_params={**params, "custom_params": {**custom, **rag.custom_params}},
+        stream=body.stream,
+        return_logprob=body.return_logprob,
+        logprob_start_len=body.logprob_start_len,
+        top_logprobs_num=body.top_logprobs_num,
+        extra_key=body.extra_key,
+        cache_salt=body.cache_salt,
+        routed_dp_rank=rag.rank if len(_state.service.mirrors) > 1 else None,
+    )
+    outputs = TappedManager(_state.manager, _state.service).generate_request(obj, raw_request)
+    try:
+        first = await outputs.__anext__()
+    except ValueError as error:
+        _state.service.release(rag)
+        return _refuse(error)
+    except BaseException:
+        _state.service.release(rag)
+        raise
+    if not body.stream:
+        _state.service.finish(rag, None)
+        return ORJSONResponse({**first, "chunkcache": rag.answer()})
+    return StreamingResponse(
+        _generate_events(first, outputs, rag),
+        media_type="text/event-stream",
+        background=_state.manager.create_abort_task(obj),
+    )
+
+
+@router.get("/chunkcache/stats")
+async def chunkcache_stats() -> Any:
+    """Counts of the front and of every rank."""
+    from sglang_chunkcache import __version__
+
+    service = _state.service
+    states = await _state.manager.get_internal_state()
+    ranks = []
+    for rank, state in enumerate(states):
+        stats = state.get(STATE_KEY)
+        if stats is None:
+            return ORJSONResponse({"error": f"rank {rank} runs without the chunk cache"}, status_code=500)
+        mirror = service.mirrors[rank]
+        seen = mirror.acknowledgement
+        if seen.epoch and seen.epoch != stats["epoch"]:
+            mirror.restart(stats["epoch"])
+            seen = mirror.acknowledgement
+        nodes, digest = service.tree.digest(rank)
+        behind = stats["seq"] - seen.seq
+        ranks.append(
+            {
+                **{key: value for key, value in stats.items() if key not in ("epoch", "digest")},
+                "mirror": {
+                    "chunk_nodes": nodes,
+                    "events_behind": behind,
+                    "agrees": (nodes, digest) == (stats["chunk_nodes"], stats["digest"]) if behind == 0 else None,
+                    "restarts": mirror.num_restarts,
+                    "gaps": mirror.num_gaps,
+                },
+            }
+        )
+    return ORJSONResponse({"version": __version__, **service.stats(), "ranks": ranks})
+
+
+@router.get("/chunkcache/tree")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
+async def chunkcache_tree(
+    depth: Annotated[int, Query(ge=1, le=64)] = 3, max_nodes: Annotated[int, Query(ge=1, le=100_000)] = 200
+) -> Any:
+    """The first levels of the global tree."""
+    return ORJSONResponse(_state.service.tree.snapshot(depth=depth, max_nodes=max_nodes))
+
+
+def check_ranks(server_args: Any) -> None:
+    """Start-up check: every rank reports our cache, and the tokenizer suits us. Otherwise the server stops, with the reason."""
+    key = server_args.admin_api_key or server_args.api_key
+    try:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        session = requests.Session()
+        for scheme in ("http://", "https://"):  # the port may not be open yet
+            session.mount(scheme, HTTPAdapter(max_retries=Retry(connect=40, backoff_factor=0.2, backoff_max=2)))
+        answer = session.get(server_args.url() + "/chunkcache/stats", headers=headers, timeout=60, verify=False)
+        answer.raise_for_status()
+        logger.info("chunk cache: in on %d rank(s)", len(answer.json()["ranks"]))
+    except Exception as error:
+        logger.critical("chunk cache: start-up check failed, stopping: %s", error)
+        os.kill(os.getpid(), signal.SIGQUIT)
+
+
+# Private, in order of use
+
+
+async def _json_object(raw_request: Request) -> dict[str, Any]:
+    try:
+        body = orjson.loads(await raw_request.body())
+    except orjson.JSONDecodeError as error:
+        raise PromptError(f"body: not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise PromptError("body: must be a JSON object")
+    return body
+
+
+def _parse(model: type[Model], body: dict[str, Any]) -> Model:
+    try:
+        return model.model_validate(body)
+    except (ValidationError, RequestValidationError) as error:
+        raise PromptError("; ".join(_field_error(item) for item in error.errors()[:5])) from None
+
+
+def _field_error(error: Any) -> str:
+    return f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}"
+
+
+def _passages(chunks: list[ChunkIn]) -> list[Passage]:
+    config = _state.config
+    if len(chunks) > config.max_chunks:
+        raise PromptError(f"chunks: {len(chunks)} given, at most {config.max_chunks}")
+    for i, chunk in enumerate(chunks):
+        if len(chunk.text) > config.max_chunk_chars:
+            raise PromptError(f"chunks.{i}.text: {len(chunk.text)} characters, at most {config.max_chunk_chars}")
+        if chunk.id is not None and len(str(chunk.id)) > MAX_ID_CHARS:
+            raise PromptError(f"chunks.{i}.id: at most {MAX_ID_CHARS} characters")
+    return [Passage(str(i) if chunk.id is None else str(chunk.id), chunk.text) for i, chunk in enumerate(chunks)]
+
+
+def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, lora_path: Any, model: str) -> Identity:
+    for name, value in (("cache_salt", cache_salt), ("extra_key", extra_key)):
+        if value is not None and not isinstance(value, str):
+            raise PromptError(f"{name}: must be a string")
+    adapter = lora_path or model.partition(":")[2] or None
+    return Identity(
+        raw_request.headers.get("authorization", ""), cache_salt, extra_key, str(adapter) if adapter else None
+    )
+
+
+def _refuse(error: ValueError) -> ORJSONResponse:
+    _state.service.metrics.count("requests", "refused")
+    message = str(error)
+    body = {
+        "object": "error",
+        "message": message,
+        "type": "BadRequestError",
+        "param": message.split(":")[0],
+        "code": 400,
+    }
+    return ORJSONResponse(body, status_code=400)
+
+
+async def _generate_events(first: dict[str, Any], outputs: Any, rag: RagRequest) -> Any:
+    try:
+        yield b"data: " + orjson.dumps(first) + b"\n\n"
+        async for output in outputs:
+            yield b"data: " + orjson.dumps(output) + b"\n\n"
+        _state.service.finish(rag, None)
+        yield b"data: " + orjson.dumps({"chunkcache": rag.answer()}) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+    except (ValueError, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        yield b"data: " + orjson.dumps({"error": {"message": str(error)}}) + b"\n\n"
+    finally:
+        _state.service.release(rag)

@@ -1,0 +1,135 @@
+"""Start SGLang's server with the chunk cache.
+
+    python -m sglang_chunkcache.launch_server --model-path M [our flags] [any SGLang flag]
+
+`--model-path bundled` serves the small model that comes with the package. `--stock` starts SGLang as it is, for
+comparison: only the CPU platform is ours then. On a machine without GPU the flags that SGLang's CPU path needs are added
+unless they are given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from sglang_chunkcache import config
+from sglang_chunkcache.plugin import BACKEND
+from sglang_chunkcache.torchvision_shim import define_torchvision_ops
+
+define_torchvision_ops()  # SGLang's processes import this module again before anything of SGLang
+
+CPU_FLAGS = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--disable-cuda-graph": None,
+    "--disable-overlap-schedule": None,
+    "--mem-fraction-static": "0.1",
+    "--max-total-tokens": "65536",
+}
+"""What SGLang's CPU path needs without `sgl_kernel`. The pool is kept small, since its memory is the machine's."""
+
+
+def main(argv: list[str]) -> None:
+    """Parse, check, start; returns when the server stops. Exits with 2 and one line on a mistake in the flags."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_chunkcache.launch_server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All flags of SGLang's own server are accepted too: python -m sglang.launch_server --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--stock", action="store_true", help="SGLang as it is, for comparison")
+    config.add_flags(parser)
+    args, rest = parser.parse_known_args(argv)
+    try:
+        settings = config.from_flags(args)
+        rest = server_flags(rest, stock=args.stock)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.stock:
+        os.environ.pop(config.ENV_VAR, None)
+    else:
+        os.environ.update(settings.to_env())
+    _run(rest, stock=args.stock, fail=parser.error)
+
+
+def server_flags(rest: list[str], *, stock: bool) -> list[str]:
+    """SGLang's flags: the user's, the bundled model's path, what the CPU path needs, and our cache.
+
+    Raises:
+        ValueError: a flag that would leave us out.
+    """
+    rest = list(rest)
+    given = {flag.split("=", 1)[0] for flag in rest if flag.startswith("--")}
+    if "--model-path" in given:
+        index = next(i for i, flag in enumerate(rest) if flag.startswith("--model-path"))
+        rest[index:] = ["--model-path", *rest[index].split("=", 1)[1:], *rest[index + 1 :]]
+        if rest[index + 1 : index + 2] == ["bundled"]:
+            from sglang_chunkcache.bundled_model import model_dir
+
+            rest[index + 1] = str(model_dir())
+    if not stock:
+        if "--radix-cache-backend" in given:
+            raise ValueError("--radix-cache-backend is ours to choose; use --stock for SGLang's own cache")
+        rest += ["--radix-cache-backend", BACKEND]
+    import torch
+
+    if not torch.cuda.is_available():
+        for flag, value in CPU_FLAGS.items():
+            if flag not in given:
+                rest += [flag] if value is None else [flag, value]
+    return rest
+
+
+def refusals(server_args: Any) -> list[str]:
+    """SGLang settings that our cache cannot serve, each with the reason."""
+    checks = {
+        "--tokenizer-worker-num > 1": (server_args.tokenizer_worker_num or 1) > 1,
+        "--disable-radix-cache": server_args.disable_radix_cache,
+        "--page-size > 1": (server_args.page_size or 1) > 1,
+        "--speculative-algorithm": bool(server_args.speculative_algorithm),
+        "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
+        "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
+        "--skip-tokenizer-init": server_args.skip_tokenizer_init,
+    }
+    return [name for name, refused in checks.items() if refused]
+
+
+def _run(flags: list[str], *, stock: bool, fail: Any) -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    server_args = prepare_server_args(flags)
+    if not stock and (refused := refusals(server_args)):
+        fail(f"not supported together with the chunk cache: {', '.join(refused)}")
+    if (server_args.device or "cuda") == "cpu":
+        _bind_cpu_ranks(server_args.dp_size)
+    from sglang.srt.entrypoints.http_server import launch_server
+
+    try:
+        if stock:
+            launch_server(server_args)
+        else:
+            from sglang_chunkcache.endpoints import check_ranks
+
+            launch_server(server_args, launch_callback=lambda: check_ranks(server_args))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _bind_cpu_ranks(dp_size: int) -> None:
+    """Give every DP rank cores of its own: SGLang dies at start on one NUMA node without it."""
+    cores = sorted(os.sched_getaffinity(0))
+    if dp_size > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
+        share = max(1, len(cores) // dp_size)
+        groups = [cores[i * share % len(cores) :][:share] for i in range(dp_size)]
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

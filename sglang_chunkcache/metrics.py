@@ -1,0 +1,63 @@
+"""Counters of the front process: plain integers for `/chunkcache/stats`, and Prometheus under SGLang's `/metrics`.
+
+`prometheus_client` decides on its multiprocess mode when it is imported, and SGLang sets that up only while it starts. So the
+import waits until the first count, and with metrics off never happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+COUNTERS = {
+    "requests": ("outcome", "RAG requests by outcome: finished, aborted, refused"),
+    "prompt_tokens": ("fate", "prompt tokens by fate: exact, relocated, recomputed, computed"),
+    "chunks": ("kind", "chunks by kind: retrieved, repeated (in one request), dropped (already seen), planned, hit"),
+    "fallbacks": ("reason", "things that were computed because reuse was not possible, by reason"),
+}
+"""Name -> (label, help). Every count is a number of requests, tokens or chunks, as its name says."""
+
+ORDER_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+
+
+class Metrics:
+    """Counts once, shows twice."""
+
+    def __init__(self, *, prometheus: bool) -> None:
+        self._prometheus = prometheus
+        self._totals: dict[str, Counter[str]] = {name: Counter() for name in COUNTERS}
+        self._exported: dict[str, Any] = {}
+        self.order_seconds = 0.0
+        self.num_orders = 0
+
+    def count(self, name: str, label: str, amount: int = 1) -> None:
+        """Add to one counter."""
+        if not amount:
+            return
+        self._totals[name][label] += amount
+        if self._prometheus:
+            self._export(name).labels(label).inc(amount)
+
+    def observe_order(self, seconds: float) -> None:
+        """One order decision."""
+        self.order_seconds += seconds
+        self.num_orders += 1
+        if self._prometheus:
+            self._export("order_seconds").observe(seconds)
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """All counts since the start."""
+        return {name: dict(counter) for name, counter in self._totals.items()}
+
+    def _export(self, name: str) -> Any:
+        if name not in self._exported:
+            from prometheus_client import Counter as PrometheusCounter
+            from prometheus_client import Histogram
+
+            if name in COUNTERS:
+                label, text = COUNTERS[name]
+                self._exported[name] = PrometheusCounter(f"chunkcache:{name}", text, [label])
+            else:
+                text = "time of one order and route decision"
+                self._exported[name] = Histogram(f"chunkcache:{name}", text, buckets=ORDER_BUCKETS_S)
+        return self._exported[name]

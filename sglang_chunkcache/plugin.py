@@ -1,0 +1,53 @@
+"""What SGLang loads (entry point group `sglang.srt.plugins`), in the main process and in every scheduler.
+
+SGLang logs a plugin's exception and goes on without the plugin. Two things make that loud: the launcher selects the cache
+by name, so a scheduler without it does not start, and the launcher's start-up check asks every rank for our stats.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+from sglang_chunkcache import config
+
+BACKEND = "cp_tree"
+"""Name of our cache for `--radix-cache-backend` (chunk-prefix tree)."""
+
+
+def register() -> None:
+    """Register cache and hooks; in the main process of our launcher also the HTTP endpoints."""
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    from sglang_chunkcache.hooks import register_hooks
+
+    register_radix_cache_backend(BACKEND, create_cache)
+    register_hooks()
+    settings = config.from_env()
+    if settings is not None and multiprocessing.parent_process() is None:
+        from sglang_chunkcache.endpoints import install
+
+        install(settings)
+
+
+def create_cache(ctx: Any) -> Any:
+    """Build the cache of one scheduler from SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        RuntimeError: the server was not started by our launcher, or a hook is not in. Stops the start.
+        ValueError: the model or a flag is not supported; names it.
+    """
+    from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache
+    from sglang_chunkcache.hooks import missing_hooks
+
+    settings = config.from_env()
+    if settings is None:
+        raise RuntimeError(
+            f"--radix-cache-backend {BACKEND} is set by `python -m sglang_chunkcache.launch_server`: start it so"
+        )
+    if missing := missing_hooks():
+        raise RuntimeError(f"SGLang did not apply our hooks {missing}; see the log above for the cause")
+    allocator = type(ctx.params.token_to_kv_pool_allocator).__name__
+    if "SWA" in allocator or "Hybrid" in type(ctx.params.req_to_token_pool).__name__:
+        raise ValueError(f"sliding-window and hybrid models are not supported (KV allocator {allocator})")
+    return ChunkRadixCache(ctx.params, settings)

@@ -1,0 +1,221 @@
+"""From messages and chunks to token ids and spans: the model's own chat template, rendered around the chunks.
+
+    <bos><system>…<user> | You may use: | chunk 1 + separator | chunk 2 + separator | question<end><assistant>
+           lead          |     intro    |            spans, one per chunk            |          outro
+
+The pieces are tokenised apart, so that a chunk has the same ids wherever it stands; ids go to the engine as they are, since
+tokenising the text again would move the borders. Nothing here knows the cache, an order or a conversation's past tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from radix_ext import Chunk, Span, chunk_id
+
+CHUNK_CACHE_SIZE = 16_384
+"""Chunk texts whose token ids are remembered: a popular chunk is tokenised once, not once a request."""
+
+DEFAULT_TEMPLATE = "{chunks}{question}"
+
+
+class PromptError(ValueError):
+    """The caller's messages, chunks or template cannot become a prompt; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedChunk:
+    """A chunk's ids, separator included, and what the trees know it by."""
+
+    chunk: Chunk
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPieces:
+    """Token ids of one turn around its chunks. `lead` joins it to what stands before; the body is the rest."""
+
+    lead: tuple[int, ...]
+    intro: tuple[int, ...]
+    outro: tuple[int, ...]
+
+    def body(self, chunks: Sequence[TokenizedChunk]) -> tuple[array[int], tuple[Span, ...]]:
+        """Ids (array 'i') of intro, chunks and outro, and the spans in them."""
+        ids, spans = array("i", self.intro), []
+        for item in chunks:
+            spans.append(Span(len(ids), len(ids) + len(item.token_ids), item.chunk.id))
+            ids.extend(item.token_ids)
+        ids.extend(self.outro)
+        return ids, tuple(spans)
+
+
+class PromptAssembler:
+    """Renders and tokenises for one model.
+
+    Args:
+        tokenizer: the served model's Hugging Face tokenizer.
+        template: the user message around the chunks; holds `{chunks}`, then `{question}`, each once.
+        separator: text behind every chunk.
+    Raises:
+        PromptError: the template's placeholders, or a tokenizer whose pieces cannot be put together again.
+    """
+
+    def __init__(self, tokenizer: Any, *, template: str = DEFAULT_TEMPLATE, separator: str) -> None:
+        if template.count("{chunks}") != 1 or template.count("{question}") != 1:
+            raise PromptError("the rag template must hold {chunks} and {question}, each once")
+        self._intro, rest = template.split("{chunks}")
+        if "{question}" not in rest:
+            raise PromptError(
+                "the rag template must name {chunks} before {question}: nothing behind the question is shared"
+            )
+        self._before_question, self._after_question = rest.split("{question}")
+        self._tokenizer, self._separator = tokenizer, separator
+        # Stand-ins for the places where the rendered text is cut; random, so that no message can hold them.
+        nonce = secrets.token_hex(8)
+        self._start, self._chunks, self._answer = (f"\ue000{name}{nonce}\ue001" for name in ("s", "c", "a"))
+        self._guard = self._find_guard()
+        self.chunk = lru_cache(CHUNK_CACHE_SIZE)(self._tokenize_chunk)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of one piece; pieces decode to their texts put together."""
+        if not text:
+            return ()
+        if not self._guard:
+            return self._raw(text)
+        guarded, guard = self._raw(self._guard + text), self._raw(self._guard)
+        if guarded[: len(guard)] != guard:
+            raise PromptError("the tokenizer joins a piece to what stands before it")
+        return guarded[len(guard) :]
+
+    @property
+    def bos_ids(self) -> tuple[int, ...]:
+        """What the tokenizer puts in front of a plain text prompt; chat templates bring their own."""
+        ids = tuple(self._tokenizer.encode(""))
+        return ids if ids == (self._tokenizer.bos_token_id,) else ()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    def turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        num_agreed: int,
+        has_chunks: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TurnPieces:
+        """The pieces of the turn that the last message opens.
+
+        `num_agreed` messages, the last an answer, are there as tokens already: `lead` begins behind that answer.
+
+        Raises:
+            PromptError: the last message is not a user's text, or the chat template refuses the messages.
+        """
+        if not messages or messages[-1].get("role") != "user":
+            raise PromptError("messages: the last one must have role 'user'")
+        question = text_of(messages[-1], len(messages) - 1)
+        shaped = [{**message, "content": text_of(message, i)} for i, message in enumerate(messages)]
+        intro, before, after = (
+            (self._intro, self._before_question, self._after_question) if has_chunks else ("", "", "")
+        )
+        shaped[-1]["content"] = self._start + intro + self._chunks + before + question + after
+        if num_agreed:
+            shaped[num_agreed - 1]["content"] = self._answer
+        text = self._render(shaped, tools, template_kwargs)
+        if num_agreed:
+            text = self._split(text, self._answer)[1]
+        lead, rest = self._split(text, self._start)
+        intro, outro = self._split(rest, self._chunks)
+        return TurnPieces(self.encode(lead), self.encode(intro), self.encode(outro))
+
+    def head(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Ids in front of a conversation's first user message: what stays when the oldest turns leave."""
+        opening = []
+        for i, message in enumerate(messages):
+            if message.get("role") not in ("system", "developer"):
+                break
+            opening.append({**message, "content": text_of(message, i)})
+        text = self._render([*opening, {"role": "user", "content": self._start}], tools, template_kwargs)
+        return self.encode(self._split(text, self._start)[0])
+
+    def _tokenize_chunk(self, text: str) -> TokenizedChunk:
+        ids = self.encode(text + self._separator)
+        return TokenizedChunk(Chunk(chunk_id(ids), len(ids)), ids)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, kwargs: Mapping[str, Any] | None) -> str:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise PromptError("messages: the model has no chat template; start the server with --chat-template FILE")
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **(kwargs or {})
+                )
+            )
+        except Exception as error:  # jinja's and the template's own, which share no base
+            raise PromptError(f"messages: the chat template refuses them: {error}") from error
+
+    def _split(self, text: str, mark: str) -> tuple[str, str]:
+        parts = text.split(mark)
+        if len(parts) != 2:
+            raise PromptError(f"messages: the chat template shows a message {len(parts) - 1} times instead of once")
+        return parts[0], parts[1]
+
+    def _raw(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _find_guard(self) -> str:
+        """Text to tokenise in front of a piece and take off again: "" for byte-level tokenizers, a newline for those
+        that put a space in front of whatever they are given."""
+        words = ("Aa", "b c", "\n\n", "Dd é 中 🙂")
+        for guard in ("", "\n", "\n\n"):
+            self._guard = guard
+            try:
+                ids = [i for word in words for i in self.encode(word)]
+            except PromptError:
+                continue
+            if self.decode(ids).removeprefix(" ") == "".join(words):
+                return guard
+        raise PromptError("the tokenizer's pieces cannot be put together again: text would change between chunks")
+
+
+def text_of(message: Mapping[str, Any], index: int) -> Any:
+    """A message's content as text; parts are joined. Content that is no text (null in tool calls) is passed on.
+
+    Raises:
+        PromptError: a part that is not text.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise PromptError(f"messages.{index}.content: only text parts are supported")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def read_template(path: str | None) -> str:
+    """The user's template file, or the default. Raises PromptError for a file that cannot be read."""
+    if path is None:
+        return DEFAULT_TEMPLATE
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"--chunkcache-rag-template: {error}") from error

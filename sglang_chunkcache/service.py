@@ -1,0 +1,485 @@
+"""A RAG request's way through the front process: what is sent to which rank, and what its answer teaches.
+
+    begin    drop what the conversation has shown -> order and route by table and tree -> ids and spans -> custom_params
+    observe  the answer's first token: the rank's events go to its mirror, `cached_tokens` become fates
+    finish   the conversation gets its turn;  release  gives plan and load back, whatever happened
+
+Holds no KV and no HTTP. One event loop, so nothing here is locked; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from radix_ext import (
+    AccessTable,
+    Chunk,
+    ChunkId,
+    ChunkPrefixTree,
+    ConversationKey,
+    ConversationMap,
+    KvAware,
+    Ordering,
+    OrderPolicy,
+    Plan,
+    RoundRobin,
+    Router,
+    Span,
+    TailPolicy,
+    Turn,
+    keep_recent,
+    order_per_rank,
+    running_hashes,
+    shown,
+)
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.event_log import Batch
+from sglang_chunkcache.metrics import Metrics
+from sglang_chunkcache.prompt import PromptAssembler, PromptError, TokenizedChunk, TurnPieces
+from sglang_chunkcache.rank_mirror import RankMirror
+from sglang_chunkcache.request_spans import ANSWER_KEY, namespace_of, pack
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A retrieved chunk as the client sent it. `label` is only shown back: identity is the token ids."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose request it is; keeps caches and conversations of different tenants apart."""
+
+    api_key: str = ""
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    lora: str | None = None
+
+
+@dataclass
+class RagRequest:
+    """One request under way. Everything the client may see is in `answer()`."""
+
+    input_ids: list[int]
+    custom_params: dict[str, Any]
+    rank: int
+    plan: Plan
+    spans: tuple[Span, ...]
+    area: tuple[Span, ...]
+    order: list[str]
+    dropped: list[str]
+    repeated: list[str]
+    planned_len: int
+    num_turns: int
+    num_departed: int
+    remember: Callable[[Sequence[int], str], None] | None
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    exact: int | None = None
+    hit_len: int = 0
+    served_by: int | None = None
+    fallbacks: list[str] = field(default_factory=list)
+    released: bool = False
+
+    def answer(self) -> dict[str, Any]:
+        """The `chunkcache` object of an answer."""
+        prompt_len = len(self.input_ids)
+        exact = self.exact or 0
+        return {
+            "order": self.order,
+            "dropped": self.dropped,
+            "repeated": self.repeated,
+            "fates": {"exact": exact, "relocated": 0, "recomputed": 0, "computed": prompt_len - exact},
+            "chunks_hit": self.hit_len,
+            "chunks_planned": self.planned_len,
+            "turns_reused": self.num_turns,
+            "turns_departed": self.num_departed,
+            "dp_rank": self.served_by,
+            "fallbacks": self.fallbacks,
+        }
+
+
+class RagService:
+    """The front's state: access table, global tree, mirrors, router, conversations.
+
+    Args:
+        context_len: the model's context in tokens, prompt and answer together.
+        num_ranks: DP ranks.
+        prometheus: whether SGLang serves metrics.
+    """
+
+    def __init__(
+        self,
+        config: ChunkCacheConfig,
+        assembler: PromptAssembler,
+        *,
+        context_len: int,
+        num_ranks: int,
+        prometheus: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self.assembler, self.context_len = config, assembler, context_len
+        self.table = AccessTable(config.window_requests)
+        self.tree = ChunkPrefixTree(max_nodes=config.max_tree_nodes)
+        self.mirrors = [RankMirror(self.tree, rank) for rank in range(num_ranks)]
+        self.router: Router = (
+            KvAware(num_ranks, max_load_ratio=config.max_load_ratio)
+            if config.routing == "kv_aware"
+            else RoundRobin(num_ranks)
+        )
+        self.conversations = ConversationMap(
+            max_conversations=config.max_conversations,
+            max_tokens=config.max_conversation_tokens,
+            idle_s=config.conversation_idle_s,
+        )
+        self.metrics = Metrics(prometheus=prometheus)
+        self._clock = clock
+
+    def begin_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        passages: Sequence[Passage],
+        *,
+        identity: Identity,
+        conversation_id: str | None = None,
+        max_new_tokens: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RagRequest:
+        """Plan a chat turn.
+
+        Raises:
+            PromptError: messages or chunks that make no prompt, or one longer than the context; names the field.
+        """
+        chunks, labels, repeated = self._tokenize(passages)
+        settings = {"role": "\0settings", "tools": tools, "kwargs": template_kwargs}
+        hashes = running_hashes([settings, *messages])
+        key = self._conversation_key(identity, conversation_id)
+        agreed = self.conversations.agree(key, hashes, self._clock()) if key else ()
+        pieces = self._pieces(messages, agreed, bool(chunks), tools, template_kwargs)
+        new_len = len(pieces.lead) + len(pieces.intro) + len(pieces.outro) + sum(c.chunk.num_tokens for c in chunks)
+        turns = self._fit(agreed, new_len, max_new_tokens, messages, tools, template_kwargs)
+        if not turns and agreed:
+            pieces = replace(pieces, lead=self.assembler.head(messages, tools=tools, template_kwargs=template_kwargs))
+        seen = self._seen(turns, agreed)
+        kept = [chunk for chunk in chunks if chunk.chunk.id not in seen]
+        history = array("i")
+        spans: list[Span] = []
+        for turn in turns:
+            offset = len(history) + len(turn.lead_ids)
+            history = history + turn.lead_ids + turn.body_ids
+            spans += [Span(s + offset, e + offset, c) for s, e, c in turn.spans]
+
+        def assemble(ordered: Sequence[TokenizedChunk]) -> tuple[array[int], list[Span]]:
+            body, new_spans = pieces.body(ordered)
+            offset = len(history) + len(pieces.lead)
+            return history + array("i", pieces.lead) + body, [
+                *spans,
+                *(Span(s + offset, e + offset, c) for s, e, c in new_spans),
+            ]
+
+        head = history + array("i", pieces.lead) + array("i", pieces.intro)
+        request = self._begin(
+            head[: spans[0].start] if spans else head,
+            spans,
+            kept,
+            [c.chunk.id for c in chunks],
+            labels,
+            assemble,
+            identity,
+            max_new_tokens,
+        )
+        request.repeated = repeated
+        request.dropped = [labels[c.chunk.id] for c in chunks if c.chunk.id in seen]
+        request.num_turns, request.num_departed = len(turns), len(agreed) - len(turns)
+        self.metrics.count("chunks", "repeated", len(repeated))
+        self.metrics.count("chunks", "dropped", len(request.dropped))
+        if key:
+            body_start = len(history) + len(pieces.lead)
+            request.remember = self._rememberer(
+                key, turns, agreed, pieces.lead, request, body_start, [settings, *messages]
+            )
+        return request
+
+    def begin_parts(
+        self,
+        parts: Sequence[str | Sequence[Passage]],
+        *,
+        identity: Identity,
+        max_new_tokens: int | None = None,
+    ) -> RagRequest:
+        """Plan a prompt of texts and chunk areas as they come; only the first area is ordered.
+
+        Raises:
+            PromptError: nothing to send, or more than the context.
+        """
+        encode = self.assembler.encode
+        areas = [index for index, part in enumerate(parts) if not isinstance(part, str) and part]
+        first = areas[0] if areas else len(parts)
+        head = array("i", self.assembler.bos_ids)
+        for part in parts[:first]:
+            head.extend(encode(cast(str, part)) if part else ())
+        chunks, labels, repeated = self._tokenize(cast(Sequence[Passage], parts[first]) if areas else ())
+        later: list[tuple[tuple[int, ...], ChunkId | None]] = []
+        for part in parts[first + 1 :]:
+            if isinstance(part, str):
+                later.append((encode(part), None))
+                continue
+            more, more_labels, more_repeated = self._tokenize(part)
+            labels |= more_labels
+            repeated += more_repeated
+            later += [(item.token_ids, item.chunk.id) for item in more]
+
+        def assemble(ordered: Sequence[TokenizedChunk]) -> tuple[array[int], list[Span]]:
+            ids, spans = array("i", head), []
+            for token_ids, chunk in [*((c.token_ids, c.chunk.id) for c in ordered), *later]:
+                if chunk is not None:
+                    spans.append(Span(len(ids), len(ids) + len(token_ids), chunk))
+                ids.extend(token_ids)
+            return ids, spans
+
+        retrieved = [c.chunk.id for c in chunks]
+        request = self._begin(head, [], chunks, retrieved, labels, assemble, identity, max_new_tokens)
+        request.order += [labels[chunk] for _, chunk in later if chunk is not None]
+        request.repeated = repeated
+        return request
+
+    def observe(self, request: RagRequest, output: dict[str, Any], *, incremental: bool) -> None:
+        """Take what is ours out of one output of SGLang's, and learn from it."""
+        meta = output["meta_info"]
+        entry = meta.pop(ANSWER_KEY, None)
+        if request.served_by is None:
+            request.served_by = meta.get("dp_rank") or 0
+        if entry:
+            self.mirrors[request.served_by].apply(Batch(*entry[0]))
+        if request.exact is None and meta.get("completion_tokens", 0) > 0:
+            self._book_fates(request, int(meta.get("cached_tokens", 0)))
+        if output.get("index", 0) == 0:
+            ids = output.get("output_ids") or []
+            request.output_ids = [*request.output_ids, *ids] if incremental else ids
+            if meta.get("finish_reason"):
+                request.finish_reason = meta["finish_reason"]["type"]
+
+    def finish(self, request: RagRequest, content: str | None) -> None:
+        """The answer is complete; `content` is the message the client got, None where it is not plain text."""
+        if request.remember is not None and content is not None and request.finish_reason in ("stop", "length"):
+            request.remember(request.output_ids, content)
+        self.release(request)
+
+    def release(self, request: RagRequest) -> None:
+        """Give plan and load back. Safe to call again."""
+        if request.released:
+            return
+        request.released = True
+        self.tree.cancel(request.plan)
+        self.router.end(request.rank, len(request.input_ids))
+        self.metrics.count("requests", "finished" if request.finish_reason in ("stop", "length") else "aborted")
+
+    def stats(self) -> dict[str, Any]:
+        """The front's part of `/chunkcache/stats`."""
+        tree = self.tree.stats
+        orders = self.metrics.num_orders
+        return {
+            "tree": {
+                "nodes": tree.num_nodes,
+                "promoted": tree.num_promoted,
+                "namespaces": tree.num_namespaces,
+                "open_plans": tree.num_open_plans,
+                "trimmed": tree.num_trimmed,
+                "unknown_notices": tree.num_unknown_notices,
+            },
+            "table": {"requests": self.table.num_requests, "chunks": len(self.table)},
+            "conversations": {"count": len(self.conversations), "tokens": self.conversations.num_tokens},
+            "prompt_tokens_in_flight": list(self.router.in_flight),
+            "order_us_mean": round(1e6 * self.metrics.order_seconds / orders, 1) if orders else None,
+            **self.metrics.totals(),
+        }
+
+    # Private, in order of use
+
+    def _tokenize(self, passages: Sequence[Passage]) -> tuple[list[TokenizedChunk], dict[ChunkId, str], list[str]]:
+        """Chunks in retriever order, each content once; labels by id; labels of repeats."""
+        chunks: dict[ChunkId, TokenizedChunk] = {}
+        labels: dict[ChunkId, str] = {}
+        repeated = []
+        for passage in passages:
+            item = self.assembler.chunk(passage.text)
+            if item.chunk.id in chunks:
+                repeated.append(passage.label)
+                continue
+            if item.chunk.num_tokens >= self.context_len:
+                raise PromptError(
+                    f"chunks: {passage.label!r} has {item.chunk.num_tokens} tokens, the context is {self.context_len}"
+                )
+            chunks[item.chunk.id] = item
+            labels[item.chunk.id] = passage.label
+        return list(chunks.values()), labels, repeated
+
+    def _conversation_key(self, identity: Identity, conversation_id: str | None) -> ConversationKey | None:
+        if not conversation_id:
+            return None
+        return ConversationKey(
+            identity.api_key,
+            identity.cache_salt or "",
+            f"{identity.extra_key or ''}\0{identity.lora or ''}",
+            conversation_id,
+        )
+
+    def _pieces(
+        self, messages: Sequence[Mapping[str, Any]], agreed: Sequence[Turn], has_chunks: bool, tools: Any, kwargs: Any
+    ) -> TurnPieces:
+        num_agreed = agreed[-1].num_messages - 1 if agreed else 0  # the settings come first in the hashes
+        pieces = self.assembler.turn(
+            messages, num_agreed=num_agreed, has_chunks=has_chunks, tools=tools, template_kwargs=kwargs
+        )
+        if agreed and pieces.lead and agreed[-1].body_ids[-1] == pieces.lead[0]:
+            # The answer ended with the token that the template puts behind it: once is enough.
+            pieces = replace(pieces, lead=pieces.lead[1:])
+        return pieces
+
+    def _fit(
+        self, agreed: tuple[Turn, ...], new_len: int, max_new_tokens: int | None, messages: Any, tools: Any, kwargs: Any
+    ) -> tuple[Turn, ...]:
+        """The turns to keep: all that fit, else the most recent that leave half of the context free (CRAFT 4.3)."""
+        reserve = self._reserve(max_new_tokens)
+        if sum(turn.num_tokens for turn in agreed) + new_len + reserve <= self.context_len or not agreed:
+            return agreed
+        head = array("i", self.assembler.head(messages, tools=tools, template_kwargs=kwargs))
+        budget = min(self.context_len // 2, self.context_len - new_len - reserve) - len(head)
+        turns = keep_recent(agreed, max(0, budget))
+        return (replace(turns[0], lead_ids=head), *turns[1:]) if turns else ()
+
+    def _seen(self, turns: Sequence[Turn], agreed: Sequence[Turn]) -> frozenset[ChunkId]:
+        if self.config.dedup == "off":
+            return frozenset()
+        return shown(agreed, "paper") if self.config.dedup == "paper" else shown(turns, "kept")
+
+    def _begin(
+        self,
+        head: array[int],
+        history_spans: Sequence[Span],
+        chunks: Sequence[TokenizedChunk],
+        retrieved: Iterable[ChunkId],
+        labels: Mapping[ChunkId, str],
+        assemble: Callable[[Sequence[TokenizedChunk]], tuple[array[int], list[Span]]],
+        identity: Identity,
+        max_new_tokens: int | None,
+    ) -> RagRequest:
+        """Order and route, then assemble. A history with chunks is fixed: then only its rank is chosen, nothing ordered."""
+        retrieved = list(retrieved)
+        namespace = namespace_of(head, identity.extra_key, identity.cache_salt, identity.lora)
+        by_id = {item.chunk.id: item for item in chunks}
+        if history_spans:
+            area = _leading_area(history_spans)
+            candidates = [Chunk(span.chunk, span.end - span.start) for span in area]
+            decision = self._decide("retriever", namespace, candidates)
+            ordered = list(chunks)
+        else:
+            decision = self._decide(cast(OrderPolicy, self.config.order), namespace, [c.chunk for c in chunks])
+            ordered = [by_id[chunk.id] for chunk in decision[1].chunks]
+        rank, ordering = decision
+        ids, spans = assemble(ordered)
+        if len(ids) + self._reserve(max_new_tokens, least=1) > self.context_len:
+            raise PromptError(
+                f"messages: prompt of {len(ids)} tokens and answer of {self._reserve(max_new_tokens, least=1)} "
+                f"exceed the context of {self.context_len}"
+            )
+        if not ids:
+            raise PromptError("messages: the prompt is empty")
+        area = _leading_area(spans)
+        self.table.observe(retrieved)
+        promoted_len = self.table.promoted_run((span.chunk for span in area), self.config.promotion_threshold)
+        plan = self.tree.plan(namespace, [Chunk(s.chunk, s.end - s.start) for s in area], rank=rank)
+        self.tree.mark_promoted(namespace, (span.chunk for span in area), promoted_len=promoted_len)
+        self.router.begin(rank, len(ids))
+        self.metrics.count("chunks", "retrieved", len(retrieved))
+        planned_len = ordering.held_len + ordering.planned_len
+        self.metrics.count("chunks", "planned", planned_len)
+        return RagRequest(
+            input_ids=ids.tolist(),
+            custom_params=dict(
+                pack(
+                    spans,
+                    namespace=namespace,
+                    promoted_len=promoted_len,
+                    ack=self.mirrors[rank].acknowledgement,
+                    secret=self.config.secret,
+                )
+            ),
+            rank=rank,
+            plan=plan,
+            spans=tuple(spans),
+            area=area,
+            order=[labels[item.chunk.id] for item in ordered],
+            dropped=[],
+            repeated=[],
+            planned_len=planned_len,
+            num_turns=0,
+            num_departed=0,
+            remember=None,
+        )
+
+    def _decide(self, policy: OrderPolicy, namespace: str, chunks: Sequence[Chunk]) -> tuple[int, Ordering]:
+        start = time.perf_counter()
+        orderings = order_per_rank(
+            policy,
+            cast(TailPolicy, self.config.tail),
+            self.tree,
+            self.table,
+            namespace,
+            chunks,
+            ranks=range(len(self.mirrors)),
+            max_visits=self.config.max_search_visits,
+        )
+        rank = self.router.choose({r: ordering.cached_tokens for r, ordering in orderings.items()})
+        self.metrics.observe_order(time.perf_counter() - start)
+        return rank, orderings[rank]
+
+    def _reserve(self, max_new_tokens: int | None, *, least: int | None = None) -> int:
+        """Tokens to keep free for the answer."""
+        if max_new_tokens is not None:
+            return max(1, max_new_tokens)
+        return least if least is not None else min(self.config.answer_reserve_tokens, self.context_len // 8)
+
+    def _rememberer(
+        self,
+        key: ConversationKey,
+        turns: tuple[Turn, ...],
+        agreed: Sequence[Turn],
+        lead: Sequence[int],
+        request: RagRequest,
+        body_start: int,
+        messages: Sequence[Mapping[str, Any]],
+    ) -> Callable[[Sequence[int], str], None]:
+        """What to do with the answer: store history and this turn under the hash of all messages, answer included."""
+        spans = tuple(Span(s - body_start, e - body_start, c) for s, e, c in request.spans if s >= body_start)
+        seen = frozenset(span.chunk for span in spans) | (agreed[-1].seen if agreed else frozenset())
+
+        def remember(output_ids: Sequence[int], content: str) -> None:
+            history = [*messages, {"role": "assistant", "content": content}]
+            body = array("i", [*request.input_ids[body_start:], *output_ids])
+            turn = Turn(len(history), running_hashes(history)[-1], array("i", lead), body, spans, seen)
+            self.conversations.finish(key, turns, turn, self._clock())
+
+        return remember
+
+    def _book_fates(self, request: RagRequest, cached_tokens: int) -> None:
+        request.exact = min(cached_tokens, len(request.input_ids))
+        request.hit_len = sum(1 for span in request.area if span.end <= request.exact)
+        self.metrics.count("chunks", "hit", request.hit_len)
+        self.metrics.count("prompt_tokens", "exact", request.exact)
+        self.metrics.count("prompt_tokens", "computed", len(request.input_ids) - request.exact)
+
+
+def _leading_area(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The first chunk area: the spans that follow each other from the first on."""
+    length = 1 if spans else 0
+    while length < len(spans) and spans[length].start == spans[length - 1].end:
+        length += 1
+    return tuple(spans[:length])

@@ -1,0 +1,24 @@
+"""Lets a published torchvision be imported beside torch's CPU build.
+
+The wheel registers CUDA kernels for two operators and fails where their schemas do not exist. Must run in every process
+before SGLang or transformers is imported, so it imports nothing but torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+_library: Any = None
+
+
+def define_torchvision_ops() -> None:
+    """Define the two operators. Safe to call twice; does nothing beside a CUDA build of torch."""
+    global _library
+    if _library is not None or torch.version.cuda or importlib.util.find_spec("torchvision") is None:
+        return
+    _library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]  # kept: the definitions die with it
+    _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
