@@ -1,0 +1,45 @@
+"""`python -m eval COMMAND [options]`: one module per command, imported only when asked for.
+
+A command's module has `main(argv: Sequence[str]) -> int`, which parses its own options and returns the exit code. What the
+user got wrong raises `CommandError`: one line on stderr, exit code 2. Run: `python -m eval replay --help`.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from eval.errors import CommandError
+
+COMMANDS = {
+    "replay": ("eval.replay", "hit rate of an order and an eviction policy on a trace of retrieved chunks"),
+}
+"""Command -> its module and one line for the help."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; returns the exit code."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if argv else 2
+    name, *options = argv
+    if name not in COMMANDS:
+        print(f"eval: unknown command {name!r}; there is {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module, _ = COMMANDS[name]
+    try:
+        return int(import_module(module).main(options))
+    except CommandError as error:
+        print(f"eval {name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        sys.stderr.close()
+        return 1
+
+
+def _usage() -> str:
+    lines = ["usage: python -m eval COMMAND [options]", "", "commands:"]
+    return "\n".join(lines + [f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items()])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

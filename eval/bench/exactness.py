@@ -1,0 +1,182 @@
+"""Does reuse change an answer? Our server against stock SGLang, token by token (design contract 1).
+
+    python -m eval.bench.exactness --model-path M [--questions DIR] [--requests 200] [--record]
+
+Our server gets RAG requests while its pool is too small for them (eviction), with prefill pieces smaller than a chunk and
+SGLang's strict memory checks on. The very same prompts then go, as token ids, to stock SGLang, and to stock SGLang that
+never reuses (`SGLANG_RADIX_FORCE_MISS=1`). A cached length changes rounding even in stock SGLang: the largest difference of
+a log probability between the two stock runs, up to where they part, is the tolerance. Our first different token is excused
+only where stock's two best tokens are closer than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.http import get, post
+from eval.passages import Sample, load_samples, world_samples
+from eval.record import make_record, write_record
+from eval.server import Server
+
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens, their log probabilities, and the gap to the second best at each step."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two answers part: step, and the reference's gap there."""
+
+    request: int
+    step: int
+    gap: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run; 1 if a difference is not excused."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", default="bundled")
+    parser.add_argument("--chat-template")
+    parser.add_argument(
+        "--questions", type=Path, help="folder with passages and questions; default: the generated world"
+    )
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=12)
+    parser.add_argument("--chunked-prefill-size", type=int, default=48)
+    parser.add_argument("--max-total-tokens", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--logs", type=Path, default=Path("logs"))
+    parser.add_argument("--record", action="store_true", help="write eval/results/")
+    args = parser.parse_args(argv)
+    samples = load_samples(args.questions, args.requests) if args.questions else world_samples(args.requests, args.seed)
+    results = compare(args, samples)
+    record = make_record("exactness", spec=vars(args) | {"requests": len(samples)}, results=results)
+    record = json.loads(json.dumps(record, default=str))
+    if args.record:
+        print("record:", write_record(record))
+    print(json.dumps(record["results"]))
+    return 1 if results["unexcused"] else 0
+
+
+def compare(args: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The three runs and their differences."""
+    model = ["--model-path", args.model_path]
+    model += ["--chat-template", args.chat_template] if args.chat_template else []
+    tight = [
+        *model,
+        "--chunked-prefill-size",
+        str(args.chunked_prefill_size),
+        "--max-total-tokens",
+        str(args.max_total_tokens),
+    ]
+    with Server(tight, log=args.logs / "exactness-ours.log", env=STRICT) as server:
+        prompts, ours, fates = run_ours(server.url, samples, args)
+        stats = get(server.url + "/chunkcache/stats")
+    with Server(["--stock", *tight], log=args.logs / "exactness-stock.log") as server:
+        stock = [run_stock(server.url, ids, args) for ids in prompts]
+    with Server(
+        ["--stock", *tight], log=args.logs / "exactness-miss.log", env={"SGLANG_RADIX_FORCE_MISS": "1"}
+    ) as server:
+        miss = [run_stock(server.url, ids, args) for ids in prompts]
+    tolerance = max((logprob_difference(a, b) for a, b in zip(stock, miss, strict=True)), default=0.0)
+    found = differences(miss, ours)
+    unexcused = [d for d in found if d.gap > tolerance]
+    rank = stats["ranks"][0]
+    return {
+        "requests": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "exact_tokens": fates,
+        "evicted_chunks": rank["evicted_chunks"],
+        "mirror_agrees": rank["mirror"]["agrees"],
+        "tolerance": tolerance,
+        "stock_vs_itself": len(differences(miss, stock)),
+        "ours_vs_stock": len(found),
+        "unexcused": len(unexcused),
+        "largest_excused_gap": max((d.gap for d in found if d not in unexcused), default=0.0),
+    }
+
+
+def run_ours(
+    url: str, samples: Sequence[Sample], args: argparse.Namespace
+) -> tuple[list[list[int]], list[Answer], int]:
+    """Every sample through `/rag/v1/chat/completions`, four at a time in spirit of real load: order stays fixed here."""
+    prompts, answers, exact = [], [], 0
+    for sample in samples:
+        body = {
+            "messages": [{"role": "user", "content": sample.question}],
+            "chunks": [{"id": chunk.id, "text": chunk.text} for chunk in sample.chunks],
+            "temperature": 0,
+            "max_tokens": args.max_new_tokens,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "return_meta_info": True,
+            "return_token_ids": True,
+        }
+        reply = post(url + "/rag/v1/chat/completions", body)
+        prompts.append(prompt_ids(reply))
+        answers.append(_answer(reply["choices"][0]["meta_info"]))
+        exact += reply["chunkcache"]["fates"]["exact"]
+    return prompts, answers, exact
+
+
+def prompt_ids(reply: dict[str, Any]) -> list[int]:
+    """The prompt's token ids in a reply to `return_token_ids`."""
+    return list(reply.get("prompt_token_ids") or reply["choices"][0]["prompt_token_ids"])
+
+
+def run_stock(url: str, input_ids: list[int], args: argparse.Namespace) -> Answer:
+    """The same ids through `/generate`."""
+    params = {"temperature": 0, "max_new_tokens": args.max_new_tokens}
+    body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
+    return _answer(post(url + "/generate", body)["meta_info"])
+
+
+def logprob_difference(a: Answer, b: Answer) -> float:
+    """Largest difference while both say the same."""
+    worst = 0.0
+    for token_a, token_b, x, y in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=False):
+        if token_a != token_b:
+            break
+        worst = max(worst, abs(x - y))
+    return worst
+
+
+def differences(reference: Sequence[Answer], answers: Sequence[Answer]) -> list[Difference]:
+    """The first different token of every answer that has one."""
+    found = []
+    for i, (want, got) in enumerate(zip(reference, answers, strict=True)):
+        step = next((s for s, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=False)) if a != b), None)
+        if step is None and len(want.tokens) != len(got.tokens):
+            step = min(len(want.tokens), len(got.tokens)) - 1
+        if step is not None:
+            found.append(Difference(i, step, want.gaps[step]))
+    return found
+
+
+def _answer(meta: dict[str, Any]) -> Answer:
+    chosen = meta["output_token_logprobs"]
+    top = meta["output_top_logprobs"]
+    return Answer(
+        [entry[1] for entry in chosen],
+        [entry[0] for entry in chosen],
+        [abs(best[0][0] - best[1][0]) for best in top],
+    )
+
+
+if __name__ == "__main__":
+    random.seed(0)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,33 @@
+"""HTTP with JSON, standard library only."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from eval.errors import CommandError
+
+
+def post(url: str, body: Any, *, timeout_s: float = 600.0) -> dict[str, Any]:
+    """POST JSON, get JSON. Raises CommandError with status and body for anything but 200."""
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    return _open(request, timeout_s)
+
+
+def get(url: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+    """GET JSON. Raises as `post`."""
+    return _open(urllib.request.Request(url), timeout_s)
+
+
+def _open(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            text = response.read()
+    except urllib.error.HTTPError as error:
+        raise CommandError(f"{request.full_url}: {error.code} {error.read().decode(errors='replace')[:500]}") from None
+    except urllib.error.URLError as error:
+        raise CommandError(f"{request.full_url}: {error.reason}") from None
+    return json.loads(text) if text else {}

@@ -1,0 +1,58 @@
+"""A run's evidence: `eval/results/<date>-<name>/record.json`. Records are added, never edited."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("sglang-chunkcache", "sglang", "torch", "transformers", "flashinfer-python")
+
+
+def make_record(name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
+    """What was run (`spec`), with which versions on which machine, and what came out."""
+    return {
+        "name": name,
+        "command": " ".join(["python", *_module_args()]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "git": {"sha": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))},
+        "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
+        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": None},
+        "spec": dict(spec),
+        "results": dict(results),
+    }
+
+
+def write_record(record: Mapping[str, Any], *, results_dir: Path = RESULTS) -> Path:
+    """Write a new folder and return it. Raises FileExistsError rather than touch an older record."""
+    stamp = str(record["date"])[:16].replace(":", "")
+    folder = results_dir / f"{stamp}-{record['name']}"
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    return folder
+
+
+def _module_args() -> list[str]:
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]] if spec else sys.argv
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", *args], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,95 @@
+"""A server for tests, demos and benchmarks: start it, wait until it answers, stop it with everything it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from eval.errors import CommandError
+
+
+class Server:
+    """One `sglang_chunkcache.launch_server` process on 127.0.0.1; use it as a context manager.
+
+    Args:
+        flags: the server's flags, without host and port.
+        log: file for its output.
+        env: environment beside ours.
+        timeout_s: seconds until it must be healthy.
+    Raises (on entering):
+        CommandError: it ended or did not become healthy; holds the log's last lines.
+    """
+
+    def __init__(
+        self, flags: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, timeout_s: float = 180.0
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [sys.executable, "-m", "sglang_chunkcache.launch_server"]
+        self.command += ["--host", "127.0.0.1", "--port", str(self.port), *flags]
+        self.log = log
+        self._env = {**os.environ, **(env or {})}
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as out:
+            self._process = subprocess.Popen(
+                self.command, stdout=out, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
+            )
+        deadline = time.monotonic() + self._timeout_s
+        while not self.is_healthy():
+            if not self.is_running or time.monotonic() > deadline:
+                self.__exit__(None, None, None)
+                raise CommandError(f"the server did not start; {self.log} ends with:\n{self.log_tail()}")
+            time.sleep(0.5)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None:
+            return
+        for sign, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
+            try:
+                os.killpg(self._process.pid, sign)
+                self._process.wait(patience_s)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.wait()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    def is_healthy(self) -> bool:
+        """Whether it answers `/health`, which SGLang does once the scheduler has answered its first request."""
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        """The end of its output."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

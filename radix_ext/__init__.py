@@ -1,0 +1,113 @@
+"""What a RAG cache decides: chunk identity, the access table, the chunk-prefix tree, order, rank and conversations.
+
+Standard library only, no KV, no clock and no numbers of its own; see README.md in this folder.
+"""
+
+from radix_ext.access_table import AccessTable
+from radix_ext.chunk import (
+    ChainId,
+    Chunk,
+    ChunkId,
+    Span,
+    chain_of,
+    check_spans,
+    chunk_id,
+    extend_chain,
+    root_chain,
+)
+from radix_ext.conversation import (
+    SHOWN_POLICIES,
+    ConversationKey,
+    ConversationMap,
+    ShownPolicy,
+    Turn,
+    keep_recent,
+    running_hashes,
+    shown,
+)
+from radix_ext.errors import (
+    CallerError,
+    ChunkError,
+    IntegrityError,
+    LimitError,
+    MessageError,
+    PolicyError,
+    SpanError,
+)
+from radix_ext.order import (
+    ORDER_POLICIES,
+    TAIL_POLICIES,
+    Ordering,
+    OrderPolicy,
+    TailPolicy,
+    longest_chain,
+    order_chunks,
+    order_per_rank,
+)
+from radix_ext.prefix_tree import ChainNode, ChunkPrefixTree, HeldStats, Plan, Tier, TreeStats
+from radix_ext.replay import (
+    ADMISSION_POLICIES,
+    EVICTION_POLICIES,
+    AdmissionPolicy,
+    EvictionPolicy,
+    EvictionQueue,
+    ReplayResult,
+    ReplaySettings,
+    overlap,
+    replay_trace,
+)
+from radix_ext.route import KvAware, RoundRobin, Router
+
+__all__ = [
+    "ADMISSION_POLICIES",
+    "EVICTION_POLICIES",
+    "ORDER_POLICIES",
+    "SHOWN_POLICIES",
+    "TAIL_POLICIES",
+    "AccessTable",
+    "AdmissionPolicy",
+    "CallerError",
+    "ChainId",
+    "ChainNode",
+    "Chunk",
+    "ChunkError",
+    "ChunkId",
+    "ChunkPrefixTree",
+    "ConversationKey",
+    "ConversationMap",
+    "EvictionPolicy",
+    "EvictionQueue",
+    "HeldStats",
+    "IntegrityError",
+    "KvAware",
+    "LimitError",
+    "MessageError",
+    "OrderPolicy",
+    "Ordering",
+    "Plan",
+    "PolicyError",
+    "ReplayResult",
+    "ReplaySettings",
+    "RoundRobin",
+    "Router",
+    "ShownPolicy",
+    "Span",
+    "SpanError",
+    "TailPolicy",
+    "Tier",
+    "TreeStats",
+    "Turn",
+    "chain_of",
+    "check_spans",
+    "chunk_id",
+    "extend_chain",
+    "keep_recent",
+    "longest_chain",
+    "order_chunks",
+    "order_per_rank",
+    "overlap",
+    "replay_trace",
+    "root_chain",
+    "running_hashes",
+    "shown",
+]

@@ -1,0 +1,67 @@
+"""How often each chunk was retrieved by the last W requests (CRAFT 4.1, "Chunk-Access Table").
+
+It knows ids and counts, no tree and no order. A request costs O(k): one count up per chunk of the new request, one
+down per chunk of the request that leaves the window.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterable
+
+from radix_ext.chunk import ChunkId
+from radix_ext.errors import check_at_least
+
+
+class AccessTable:
+    """Counts over a sliding window of `window` requests. A chunk counts once per request however often it is in it.
+
+    Ids are kept as Python's own 61-bit string hashes, 8 bytes in the window where a string would take 81. Should two chunks
+    ever share one, they share a count: an order may suffer, an answer never.
+
+    Raises:
+        LimitError: window < 1.
+    """
+
+    def __init__(self, window: int) -> None:
+        check_at_least("window", window, 1)
+        self.window = window
+        self._counts: dict[int, int] = {}
+        self._requests: deque[array[int]] = deque()
+
+    def observe(self, ids: Iterable[ChunkId]) -> None:
+        """Count one request; the one that thereby leaves the window is taken off."""
+        request = array("q", list({hash(chunk) for chunk in ids}))  # from a list: exactly its size
+        for key in request:
+            self._counts[key] = self._counts.get(key, 0) + 1
+        self._requests.append(request)
+        if len(self._requests) > self.window:
+            self._forget(self._requests.popleft())
+
+    def count(self, chunk: ChunkId) -> int:
+        """Requests in the window that retrieved this chunk."""
+        return self._counts.get(hash(chunk), 0)
+
+    def promoted_run(self, ids: Iterable[ChunkId], threshold: int) -> int:
+        """Length of the longest leading run whose chunks all count `threshold` or more (CRAFT 4.2)."""
+        length = 0
+        for chunk in ids:
+            if self.count(chunk) < threshold:
+                break
+            length += 1
+        return length
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the window, at most `window`."""
+        return len(self._requests)
+
+    def __len__(self) -> int:
+        """Distinct chunks in the window."""
+        return len(self._counts)
+
+    def _forget(self, request: "array[int]") -> None:
+        for key in request:
+            if self._counts[key] == 1:
+                del self._counts[key]
+            else:
+                self._counts[key] -= 1

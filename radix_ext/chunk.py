@@ -1,0 +1,97 @@
+"""Identity: chunks by the hash of their token ids, chains by the hash of the path that leads to them.
+
+Front and scheduler processes compute both on their own and must agree, so nothing here depends on the process, on
+Python's hash seed or on the byte order. Texts, labels and positions are not known here.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple, NewType
+
+from radix_ext.errors import ChunkError, SpanError
+
+ChunkId = NewType("ChunkId", str)
+"""32 hex digits: blake2b-128 of the chunk's token ids, each as 4 little-endian bytes."""
+
+ChainId = NewType("ChainId", int)
+"""63-bit id of the path from a namespace's root to one node. Two ends need it to agree, nobody needs it to be secret: a
+collision (2**31 chains for an even chance) makes a mirror wrong, which costs speed and never correctness."""
+
+_MASK_63 = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A passage as the trees see it. `num_tokens` >= 1, its separator included."""
+
+    id: ChunkId
+    num_tokens: int
+
+
+class Span(NamedTuple):
+    """One chunk's tokens `[start, end)` in one prompt, its separator included."""
+
+    start: int
+    end: int
+    chunk: ChunkId
+
+
+def chunk_id(token_ids: Sequence[int]) -> ChunkId:
+    """Hash token ids (any integer sequence; `array('i')` is fastest). Equal ids give one shared string object.
+
+    Raises:
+        ChunkError: no tokens, or something that is no 32-bit integer.
+    """
+    if not len(token_ids):
+        raise ChunkError("a chunk must have at least 1 token but got 0")
+    try:
+        ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+    except (TypeError, OverflowError) as error:
+        raise ChunkError(f"token ids must be 32-bit integers: {error}") from None
+    if sys.byteorder == "big":
+        ids = ids[:]
+        ids.byteswap()
+    return ChunkId(sys.intern(blake2b(ids, digest_size=16).hexdigest()))
+
+
+def root_chain(namespace: str) -> ChainId:
+    """Chain id of the empty path in one namespace."""
+    return _chain(blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=8, person=b"root"))
+
+
+def extend_chain(chain: ChainId, chunk: ChunkId) -> ChainId:
+    """Chain id of the path that goes on from `chain` with one more chunk."""
+    data = chain.to_bytes(8, "little") + chunk.encode("utf-8", "surrogatepass")
+    return _chain(blake2b(data, digest_size=8, person=b"chain"))
+
+
+def chain_of(namespace: str, ids: Iterable[ChunkId]) -> ChainId:
+    """Chain id of a whole path; O(length), so walk with `extend_chain` where the parent's id is at hand."""
+    chain = root_chain(namespace)
+    for chunk in ids:
+        chain = extend_chain(chain, chunk)
+    return chain
+
+
+def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
+    """Check that spans are non-empty, in order, disjoint and inside a prompt of `num_tokens`.
+
+    Raises:
+        SpanError: names the first span that is not.
+    """
+    previous_end = 0
+    for index, span in enumerate(spans):
+        if span.start < previous_end:
+            raise SpanError(f"span {index} must start at {previous_end} or later but got {span.start}")
+        if span.end <= span.start:
+            raise SpanError(f"span {index} must end after {span.start} but got {span.end}")
+        if span.end > num_tokens:
+            raise SpanError(f"span {index} must end by {num_tokens} but got {span.end}")
+        previous_end = span.end
+
+
+def _chain(digest: blake2b) -> ChainId:
+    return ChainId(int.from_bytes(digest.digest(), "little") & _MASK_63)

@@ -1,0 +1,565 @@
+"""The global chunk-prefix tree (CRAFT 4.1): which chains of chunks the ranks hold, as far as the front process knows.
+
+It holds metadata only, no KV, and mirrors the ranks' own trees from answers and eviction notices. A wrong mirror
+costs speed, never correctness, so a notice about an unknown chain is ignored and counted.
+
+```
+namespace "a" ── C1 ─┬─ C2 ── C5        one node is one chunk behind one particular chain
+                     └─ C4              a node's path, root downward, is the chain; ChainId finds it directly
+```
+Invariants (`check_integrity`): what a rank holds or plans below a node, it holds or plans at the node; a node that no
+rank holds or plans does not exist; a parent was used no earlier than its children, so the least recently used node is
+a leaf.
+
+`held` nodes have KV on some rank; `planned` ones belong to requests under way, influence order only and vanish on
+abort.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from radix_ext.chunk import ChainId, Chunk, ChunkId, extend_chain, root_chain
+from radix_ext.errors import IntegrityError, LimitError, check_at_least
+
+_PLAN_BITS = 32
+_PLAN_MASK = (1 << _PLAN_BITS) - 1
+
+
+class Tier(IntEnum):
+    """Where a rank keeps the KV of a node; 0 in a packed field means that it does not."""
+
+    DEVICE = 1
+    HOST = 2
+    DISK = 3
+
+
+class ChainNode:
+    """One chunk behind one chain. Read it freely; only the tree writes.
+
+    `tiers` packs 2 bits per rank, `plans` a 32-bit count per rank. `children` is None, the only child, or a dict:
+    most nodes of a deep tree have one child, and a dict for each would be half of the tree's memory. A root's
+    `chunk_id` is its namespace.
+    """
+
+    __slots__ = (
+        "chain",
+        "children",
+        "chunk_id",
+        "hits",
+        "last_access",
+        "newer",
+        "num_tokens",
+        "older",
+        "parent",
+        "plans",
+        "promoted",
+        "tiers",
+    )
+    children: "ChainNode | dict[ChunkId, ChainNode] | None"
+    newer: "ChainNode"
+    older: "ChainNode"
+
+    def __init__(self, chain: ChainId, chunk_id: ChunkId, num_tokens: int, parent: "ChainNode | None") -> None:
+        self.chain = chain
+        self.chunk_id = chunk_id
+        self.num_tokens = num_tokens
+        self.parent = parent
+        self.children = None
+        self.hits = 0
+        self.last_access = 0
+        self.promoted = False
+        self.tiers = 0
+        self.plans = 0
+        self.newer = self.older = self
+
+    def child(self, chunk: ChunkId) -> "ChainNode | None":
+        """The child for this chunk, held or planned."""
+        children = self.children
+        if type(children) is dict:
+            return children.get(chunk)
+        if children is not None and children.chunk_id == chunk:  # type: ignore[union-attr]
+            return children  # type: ignore[return-value]
+        return None
+
+    def child_nodes(self) -> tuple["ChainNode", ...]:
+        """All children, in no promised order."""
+        children = self.children
+        if children is None:
+            return ()
+        return tuple(children.values()) if isinstance(children, dict) else (children,)
+
+    def tier(self, rank: int) -> Tier | None:
+        """Where this rank holds the node, None if it does not."""
+        packed = self.tiers >> 2 * rank & 3
+        return Tier(packed) if packed else None
+
+    def is_held(self, rank: int | None = None) -> bool:
+        """Whether this rank (None: any) holds the node."""
+        return bool(self.tiers & held_mask(rank))
+
+    def num_plans(self, rank: int) -> int:
+        """Requests under way on this rank whose chain passes through the node."""
+        return self.plans >> _PLAN_BITS * rank & _PLAN_MASK
+
+    def held_by(self) -> Iterator[tuple[int, Tier]]:
+        """(rank, tier) of every rank that holds the node."""
+        rank, packed = 0, self.tiers
+        while packed:
+            if packed & 3:
+                yield rank, Tier(packed & 3)
+            rank, packed = rank + 1, packed >> 2
+
+    def path(self) -> tuple["ChainNode", ...]:
+        """The chain: nodes from below the root down to this one."""
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return tuple(reversed(nodes))
+
+
+class Plan:
+    """A request under way: the chain it will leave behind on `rank`. Give it back once, by `cancel` or `settle`."""
+
+    __slots__ = ("chunks", "namespace", "node", "rank")
+
+    def __init__(self, namespace: str, chunks: tuple[Chunk, ...], rank: int, node: ChainNode | None) -> None:
+        self.namespace = namespace
+        self.chunks = chunks
+        self.rank = rank
+        self.node = node
+
+
+class HeldStats(NamedTuple):
+    """What one rank holds in one tier."""
+
+    rank: int
+    tier: str
+    num_nodes: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeStats:
+    """A tree at one moment; `num_hits` and what follows are counters that run since the tree was made."""
+
+    num_nodes: int
+    num_promoted: int
+    num_namespaces: int
+    num_open_plans: int
+    held: tuple[HeldStats, ...]
+    num_hits: int
+    num_trimmed: int
+    num_unknown_notices: int
+    num_collisions: int
+
+
+class ChunkPrefixTree:
+    """The mirror: at most `max_nodes` nodes besides planned ones, the least recently used leaves are forgotten first.
+
+    Ranks are small integers from 0; chunk lists are the whole chain from the root of the namespace. Every operation is
+    O(chain) dict steps except `drop_rank`, `snapshot` and `check_integrity`, and `evict`, which is O(nodes dropped).
+
+    Raises (all methods):
+        LimitError: a negative rank, or max_nodes < 1.
+    """
+
+    def __init__(self, *, max_nodes: int) -> None:
+        check_at_least("max_nodes", max_nodes, 1)
+        self.max_nodes = max_nodes
+        self._roots: dict[str, ChainNode] = {}
+        self._nodes: dict[ChainId, ChainNode] = {}
+        # Circular list through all nodes, least recently used first: _ends.newer is the oldest, _ends.older the newest.
+        self._ends = ChainNode(ChainId(0), ChunkId(""), 0, None)
+        self._clock = 0
+        self._held: dict[tuple[int, int], list[int]] = {}
+        self._num_promoted = self._num_open_plans = 0
+        self._num_hits = self._num_trimmed = self._num_unknown_notices = self._num_collisions = 0
+
+    def __len__(self) -> int:
+        """Nodes, planned ones included, roots not."""
+        return len(self._nodes)
+
+    def root(self, namespace: str) -> ChainNode | None:
+        """Where the chains of a namespace begin, None if there are none."""
+        return self._roots.get(namespace)
+
+    def find(self, chain: ChainId) -> ChainNode | None:
+        """The node at the end of a chain, held or planned."""
+        return self._nodes.get(chain)
+
+    def match(self, namespace: str, ids: Iterable[ChunkId], *, rank: int | None = None) -> tuple[ChainNode, ...]:
+        """Longest leading run of `ids` that this rank (None: any one rank) holds, as nodes. Changes nothing.
+
+        A prefix of a longer chain matches too (CRAFT's "prefix slicing").
+        """
+        mask, nodes, node = held_mask(rank), [], self._roots.get(namespace)
+        for chunk in ids:
+            node = node.child(chunk) if node is not None else None
+            if node is None or not node.tiers & mask:
+                break
+            nodes.append(node)
+        return tuple(nodes)
+
+    def insert(
+        self, namespace: str, chunks: Sequence[Chunk], *, rank: int, tier: Tier, promoted_len: int
+    ) -> ChainNode | None:
+        """`rank` now holds this whole chain in `tier`; the first `promoted_len` nodes are promoted, the others are not.
+
+        Nodes that the rank held before count a hit. Returns the chain's last node; None for an empty chain, or if
+        trimming already forgot it.
+        """
+        self._check_rank(rank)
+        path = self._reach(namespace, chunks)
+        self._hold(path, rank, tier, promoted_len)
+        self._trim()
+        return self._nodes.get(path[-1].chain) if path else None
+
+    def extend(
+        self, chain: ChainId, chunks: Sequence[Chunk], *, rank: int, tier: Tier, promoted_len: int
+    ) -> ChainNode | None:
+        """Like `insert`, for a chain that goes on from a known one by `chunks`; `promoted_len` counts in these.
+
+        None, counted as an unknown notice, if the rank does not hold `chain`.
+        """
+        base = self._held_node(chain, rank)
+        if base is None:
+            return None
+        path = self._descend(base, chunks)
+        self._hold(path, rank, tier, promoted_len)
+        self._touch((*base.path(), *path))
+        self._trim()
+        return self._nodes.get((path[-1] if path else base).chain)
+
+    def mark_promoted(self, namespace: str, ids: Iterable[ChunkId], *, promoted_len: int) -> None:
+        """Set the marks along a chain as `insert` would: promoted before `promoted_len`, not promoted from there on."""
+        node = self._roots.get(namespace)
+        for index, chunk in enumerate(ids):
+            node = node.child(chunk) if node is not None else None
+            if node is None:
+                break
+            self._mark(node, index < promoted_len)
+
+    def plan(self, namespace: str, chunks: Sequence[Chunk], *, rank: int) -> Plan:
+        """A request with this chain is under way to `rank`. Its nodes exist from now on, as planned."""
+        self._check_rank(rank)
+        path = self._reach(namespace, chunks)
+        for node in path:
+            node.plans += 1 << _PLAN_BITS * rank
+        self._num_open_plans += 1
+        self._trim()
+        return Plan(namespace, tuple(chunks), rank, path[-1] if path else None)
+
+    def cancel(self, plan: Plan) -> None:
+        """The request failed or was aborted: nodes that only it planned vanish. A plan given back before: no effect."""
+        if plan.rank < 0:
+            return
+        rank, plan.rank = plan.rank, -1
+        self._num_open_plans -= 1
+        if plan.node is not None:
+            path = plan.node.path()
+            for node in path:
+                node.plans -= 1 << _PLAN_BITS * rank
+            self._drop_unused(path)
+
+    def settle(self, plan: Plan, *, rank: int, tier: Tier, num_chunks: int, promoted_len: int) -> ChainNode | None:
+        """The request was served by `rank`, planned or not, and left its first `num_chunks` chunks there."""
+        node = self.insert(plan.namespace, plan.chunks[:num_chunks], rank=rank, tier=tier, promoted_len=promoted_len)
+        self.cancel(plan)
+        return node
+
+    def evict(self, chain: ChainId, *, rank: int) -> int:
+        """`rank` no longer holds this chain, nor anything behind it. Returns the number of nodes it lost."""
+        top = self._held_node(chain, rank)
+        if top is None:
+            return 0
+        lost, pending = [], [top]
+        while pending:
+            node = pending.pop()
+            lost.append(node)
+            pending.extend(child for child in node.child_nodes() if child.is_held(rank))
+        for node in lost:
+            self._set_tier(node, rank, 0)
+        self._drop_unused(lost)
+        return len(lost)
+
+    def move(self, chain: ChainId, *, rank: int, tier: Tier) -> bool:
+        """`rank` keeps this one node's KV in `tier` from now on. False, and counted, if it does not hold the chain."""
+        node = self._held_node(chain, rank)
+        if node is None:
+            return False
+        self._set_tier(node, rank, tier)
+        return True
+
+    def drop_rank(self, rank: int) -> int:
+        """`rank` lost everything (flush, restart, missed notices) but its plans. Returns the number of nodes it lost."""
+        self._check_rank(rank)
+        lost = [node for node in self._newest_first() if node.is_held(rank)]
+        for node in lost:
+            self._set_tier(node, rank, 0)
+        self._drop_unused(lost)
+        return len(lost)
+
+    @property
+    def stats(self) -> TreeStats:
+        """Sizes and counters, O(ranks)."""
+        held = (
+            HeldStats(rank, Tier(tier).name.lower(), nodes, tokens)
+            for (rank, tier), (nodes, tokens) in sorted(self._held.items())
+            if nodes
+        )
+        return TreeStats(
+            num_nodes=len(self._nodes),
+            num_promoted=self._num_promoted,
+            num_namespaces=len(self._roots),
+            num_open_plans=self._num_open_plans,
+            held=tuple(held),
+            num_hits=self._num_hits,
+            num_trimmed=self._num_trimmed,
+            num_unknown_notices=self._num_unknown_notices,
+            num_collisions=self._num_collisions,
+        )
+
+    def digest(self, rank: int) -> tuple[int, int]:
+        """(number of nodes this rank holds, exclusive or of their chain ids): equal digests, equal trees. O(nodes)."""
+        num_nodes = digest = 0
+        for node in self._nodes.values():
+            if node.is_held(rank):
+                num_nodes, digest = num_nodes + 1, digest ^ node.chain
+        return num_nodes, digest
+
+    def snapshot(self, *, depth: int, max_nodes: int) -> dict[str, object]:
+        """The first `depth` levels, at most `max_nodes` nodes, level by level, as JSON-able data.
+
+        Each node: chunk, tokens, hits, promoted, planned, ranks {rank: tier}, num_children, children.
+        """
+        namespaces: list[dict[str, object]] = []
+        pending: deque[tuple[ChainNode, list[dict[str, object]], int]] = deque()
+        for namespace, root in self._roots.items():
+            below: list[dict[str, object]] = []
+            namespaces.append({"namespace": namespace, "children": below})
+            pending.append((root, below, depth))
+        room = max_nodes
+        while pending:
+            node, shown, levels = pending.popleft()
+            for child in node.child_nodes()[: room if levels > 0 else 0]:
+                room -= 1
+                below = []
+                shown.append(_as_json(child, below))
+                pending.append((child, below, levels - 1))
+        return {"num_nodes": len(self._nodes), "num_shown": max_nodes - room, "namespaces": namespaces}
+
+    def check_integrity(self) -> None:
+        """Check every invariant and counter; O(nodes), for tests and idle moments.
+
+        Raises:
+            IntegrityError: with all violations.
+        """
+        violations = list(self._violations())
+        if violations:
+            raise IntegrityError(violations)
+
+    def _reach(self, namespace: str, chunks: Sequence[Chunk]) -> list[ChainNode]:
+        """The chain's nodes, made where missing and marked as just used. Ends early where a chain id collides."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = ChainNode(root_chain(namespace), ChunkId(namespace), 0, None)
+        path = self._descend(root, chunks)
+        if path:
+            self._roots[namespace] = root
+        self._touch(path)
+        return path
+
+    def _descend(self, node: ChainNode, chunks: Sequence[Chunk]) -> list[ChainNode]:
+        path = []
+        for chunk in chunks:
+            child = node.child(chunk.id) or self._create(node, chunk)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def _create(self, parent: ChainNode, chunk: Chunk) -> ChainNode | None:
+        chain = extend_chain(parent.chain, chunk.id)
+        if chain in self._nodes:
+            self._num_collisions += 1
+            return None
+        # Interned: a chunk behind many chains has one id string, not one per request that brought it.
+        node = ChainNode(chain, ChunkId(sys.intern(chunk.id)), chunk.num_tokens, parent)
+        self._nodes[chain] = node
+        siblings = parent.children
+        if siblings is None:
+            parent.children = node
+        elif isinstance(siblings, dict):
+            siblings[node.chunk_id] = node
+        else:
+            parent.children = {siblings.chunk_id: siblings, node.chunk_id: node}
+        return node
+
+    def _hold(self, path: Sequence[ChainNode], rank: int, tier: Tier, promoted_len: int) -> None:
+        for index, node in enumerate(path):
+            if node.is_held(rank):
+                node.hits += 1
+                self._num_hits += 1
+            self._set_tier(node, rank, tier)
+            self._mark(node, index < promoted_len)
+
+    def _mark(self, node: ChainNode, promoted: bool) -> None:
+        self._num_promoted += promoted - node.promoted
+        node.promoted = promoted
+
+    def _set_tier(self, node: ChainNode, rank: int, tier: int) -> None:
+        """The one place that writes `tiers`; 0 for not held."""
+        old = node.tiers >> 2 * rank & 3
+        node.tiers += (tier - old) << 2 * rank
+        for changed, sign in ((old, -1), (tier, +1)):
+            if changed:
+                held = self._held.setdefault((rank, changed), [0, 0])
+                held[0] += sign
+                held[1] += sign * node.num_tokens
+
+    def _held_node(self, chain: ChainId, rank: int) -> ChainNode | None:
+        self._check_rank(rank)
+        node = self._nodes.get(chain)
+        if node is None or not node.is_held(rank):
+            self._num_unknown_notices += 1
+            return None
+        return node
+
+    def _touch(self, path: Sequence[ChainNode]) -> None:
+        """Make these nodes, given parents first, the most recently used; parents end up newer than their children."""
+        self._clock += 1
+        ends = self._ends
+        for node in reversed(path):
+            node.last_access = self._clock
+            node.older.newer, node.newer.older = node.newer, node.older
+            node.older, node.newer = ends.older, ends
+            ends.older.newer = ends.older = node
+
+    def _trim(self) -> None:
+        """Forget least recently used unplanned nodes while there are too many; each is a leaf when its turn comes."""
+        node = self._ends.newer
+        while len(self._nodes) > self.max_nodes and node is not self._ends:
+            newer = node.newer
+            if not node.plans:
+                for rank, _ in tuple(node.held_by()):
+                    self._set_tier(node, rank, 0)
+                self._remove(node)
+                self._num_trimmed += 1
+            node = newer
+
+    def _drop_unused(self, nodes: Sequence[ChainNode]) -> None:
+        """Remove those of `nodes`, parents before children, that nobody holds or plans any more."""
+        for node in reversed(nodes):
+            if not node.tiers and not node.plans:
+                self._remove(node)
+
+    def _remove(self, node: ChainNode) -> None:
+        """Unlink a leaf that nobody holds or plans."""
+        assert node.children is None and node.parent is not None
+        self._mark(node, False)
+        del self._nodes[node.chain]
+        node.older.newer, node.newer.older = node.newer, node.older
+        node.older = node.newer = node
+        parent = node.parent
+        siblings = parent.children
+        if isinstance(siblings, dict):
+            del siblings[node.chunk_id]
+            if len(siblings) == 1:
+                parent.children = next(iter(siblings.values()))
+        else:
+            parent.children = None
+            if parent.parent is None:
+                del self._roots[parent.chunk_id]
+
+    def _newest_first(self) -> Iterator[ChainNode]:
+        node = self._ends.older
+        while node is not self._ends:
+            yield node
+            node = node.older
+
+    def _violations(self) -> Iterator[str]:
+        reached: set[ChainId] = set()
+        tallies: dict[tuple[int, int], list[int]] = {}
+        pending = list(self._roots.values())
+        for namespace, root in self._roots.items():
+            if root.children is None or root.chain != root_chain(namespace):
+                yield f"root {namespace!r} is empty or misnamed"
+        while pending:
+            parent = pending.pop()
+            for node in parent.child_nodes():
+                reached.add(node.chain)
+                pending.append(node)
+                yield from _node_violations(node, parent)
+                for rank, tier in node.held_by():
+                    tally = tallies.setdefault((rank, tier), [0, 0])
+                    tally[0] += 1
+                    tally[1] += node.num_tokens
+        if reached != self._nodes.keys():
+            yield f"{len(reached)} nodes hang below the roots but {len(self._nodes)} are indexed"
+        listed = [node.chain for node in self._newest_first()]
+        if len(listed) != len(reached) or set(listed) != reached:
+            yield f"{len(reached)} nodes hang below the roots but {len(listed)} are in the order of use"
+        counted = {key: held for key, held in self._held.items() if held[0] or held[1]}
+        if tallies != counted:
+            yield f"held nodes and tokens are {tallies} but were counted as {counted}"
+        num_promoted = sum(node.promoted for node in self._nodes.values())
+        if num_promoted != self._num_promoted:
+            yield f"{num_promoted} nodes are promoted but {self._num_promoted} were counted"
+        num_unplanned = sum(not node.plans for node in self._nodes.values())
+        if len(self._nodes) > self.max_nodes and num_unplanned:
+            yield f"{len(self._nodes)} nodes exceed {self.max_nodes} and {num_unplanned} of them could go"
+
+    @staticmethod
+    def _check_rank(rank: int) -> None:
+        if rank < 0:
+            raise LimitError(f"rank must be at least 0 but got {rank}")
+
+
+def held_mask(rank: int | None) -> int:
+    """Bits of `ChainNode.tiers` that say this rank (None: any) holds the node."""
+    return -1 if rank is None else 3 << 2 * rank
+
+
+def planned_mask(rank: int | None) -> int:
+    """Bits of `ChainNode.plans` that say this rank (None: any) has the node planned."""
+    return -1 if rank is None else _PLAN_MASK << _PLAN_BITS * rank
+
+
+def _as_json(node: ChainNode, below: list[dict[str, object]]) -> dict[str, object]:
+    ranks: Mapping[str, str] = {str(rank): tier.name.lower() for rank, tier in node.held_by()}
+    return {
+        "chunk": node.chunk_id,
+        "tokens": node.num_tokens,
+        "hits": node.hits,
+        "promoted": node.promoted,
+        "planned": node.plans != 0,
+        "num_children": len(node.child_nodes()),
+        "ranks": ranks,
+        "children": below,
+    }
+
+
+def _node_violations(node: ChainNode, parent: ChainNode) -> Iterator[str]:
+    name = f"node {node.chain:x} ({node.chunk_id})"
+    if node.parent is not parent or parent.child(node.chunk_id) is not node:
+        yield f"{name} and its parent do not point at each other"
+    if node.chain != extend_chain(parent.chain, node.chunk_id):
+        yield f"{name} has the chain id of another path"
+    if not node.tiers and not node.plans:
+        yield f"{name} is neither held nor planned"
+    if parent.parent is None:
+        return
+    if node.last_access > parent.last_access:
+        yield f"{name} was used at {node.last_access}, after its parent at {parent.last_access}"
+    for rank, _ in node.held_by():
+        if not parent.is_held(rank):
+            yield f"{name} is held by rank {rank} but its parent is not"
+    for rank in range(node.plans.bit_length() // _PLAN_BITS + 1):
+        if node.num_plans(rank) > parent.num_plans(rank):
+            yield f"{name} has {node.num_plans(rank)} plans on rank {rank} but its parent {parent.num_plans(rank)}"

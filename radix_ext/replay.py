@@ -1,0 +1,203 @@
+"""A trace of retrieved chunks through table, tree and order, against a cache of limited size. No model, no server.
+
+One rank serves the requests one after the other: order, count the hits, access table, insert, evict. The parts are
+the ones the server runs, so a hit rate found here is what the same traffic finds cached, counting whole chunks and no
+questions.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from time import perf_counter
+from typing import Literal, get_args
+
+from radix_ext.access_table import AccessTable
+from radix_ext.chunk import ChainId, Chunk, ChunkId
+from radix_ext.errors import check_at_least, check_choice
+from radix_ext.order import OrderPolicy, TailPolicy, order_chunks
+from radix_ext.prefix_tree import ChainNode, ChunkPrefixTree, Tier
+
+EvictionPolicy = Literal["lru", "promoted"]
+AdmissionPolicy = Literal["all", "promoted"]
+EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
+ADMISSION_POLICIES: tuple[AdmissionPolicy, ...] = get_args(AdmissionPolicy)
+
+_NAMESPACE = "replay"
+_RANK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """One replay. `capacity` in nodes, None for unlimited; the others as in the modules that use them.
+
+    Raises:
+        LimitError, PolicyError: a value out of range, an unknown policy.
+    """
+
+    order: OrderPolicy
+    tail: TailPolicy
+    eviction: EvictionPolicy
+    admission: AdmissionPolicy
+    capacity: int | None
+    window: int
+    threshold: int
+    max_visits: int
+
+    def __post_init__(self) -> None:
+        check_choice("eviction", self.eviction, EVICTION_POLICIES)
+        check_choice("admission", self.admission, ADMISSION_POLICIES)
+        check_at_least("capacity", 1 if self.capacity is None else self.capacity, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a replay counted; rates are shares of all chunks (tokens) in the trace, times are per order decision."""
+
+    num_requests: int
+    num_chunks: int
+    num_chunk_hits: int
+    num_tokens: int
+    num_token_hits: int
+    num_evicted: int
+    peak_nodes: int
+    order_us_p50: float
+    order_us_p99: float
+
+    @property
+    def chunk_hit_rate(self) -> float:
+        """Chunks found cached / chunks."""
+        return self.num_chunk_hits / self.num_chunks if self.num_chunks else 0.0
+
+    @property
+    def token_hit_rate(self) -> float:
+        """Tokens found cached / tokens; only tells something if the trace has lengths."""
+        return self.num_token_hits / self.num_tokens if self.num_tokens else 0.0
+
+
+class EvictionQueue:
+    """The leaves of a tree in the order in which they should go: a heap that is put right only when asked.
+
+    `lru` goes by last access, `promoted` by (promoted, last access). Entries go stale when their node is used,
+    marked, gets children or leaves; `pop` skips those and whoever changes a leaf pushes it again, so both are O(log
+    n) amortised.
+    """
+
+    def __init__(self, tree: ChunkPrefixTree, policy: EvictionPolicy) -> None:
+        check_choice("eviction", policy, EVICTION_POLICIES)
+        self._tree = tree
+        self._by_mark = policy == "promoted"
+        self._heap: list[tuple[bool, int, ChainId]] = []
+
+    def push(self, node: ChainNode) -> None:
+        """A node was used or marked, or lost its last child. Inner nodes are ignored: they cannot go yet."""
+        if node.children is None:
+            heappush(self._heap, self._entry(node))
+        if len(self._heap) > 4 * len(self._tree) + 64:
+            self._heap = [entry for entry in set(self._heap) if self._current(entry)]
+            heapify(self._heap)
+
+    def pop(self) -> ChainNode | None:
+        """The leaf to evict next, None if there is none. The caller evicts it and pushes its parent."""
+        while self._heap:
+            node = self._current(heappop(self._heap))
+            if node is not None:
+                return node
+        return None
+
+    def _entry(self, node: ChainNode) -> tuple[bool, int, ChainId]:
+        return self._by_mark and node.promoted, node.last_access, node.chain
+
+    def _current(self, entry: tuple[bool, int, ChainId]) -> ChainNode | None:
+        """The leaf this entry was made for, None if anything about it has changed since."""
+        node = self._tree.find(entry[2])
+        return node if node is not None and node.children is None and self._entry(node) == entry else None
+
+
+def replay_trace(requests: Iterable[Sequence[Chunk]], settings: ReplaySettings) -> ReplayResult:
+    """Serve a trace: each request its distinct chunks in retriever order. Single-threaded, O(chunks log capacity)."""
+    table = AccessTable(settings.window)
+    tree = ChunkPrefixTree(max_nodes=sys.maxsize)
+    queue = EvictionQueue(tree, settings.eviction)
+    capacity = sys.maxsize if settings.capacity is None else settings.capacity
+    num_chunks = num_chunk_hits = num_tokens = num_token_hits = num_evicted = peak_nodes = 0
+    times_us: list[float] = []
+    for request in requests:
+        start = perf_counter()
+        ordering = order_chunks(
+            settings.order, settings.tail, tree, table, _NAMESPACE, request, rank=_RANK, max_visits=settings.max_visits
+        )
+        times_us.append((perf_counter() - start) * 1e6)
+        num_chunks += len(request)
+        num_chunk_hits += ordering.held_len
+        num_tokens += sum(chunk.num_tokens for chunk in request)
+        num_token_hits += ordering.held_tokens
+        ids = [chunk.id for chunk in ordering.chunks]
+        table.observe(ids)
+        promoted_len = table.promoted_run(ids, settings.threshold)
+        admitted = ordering.chunks if settings.admission == "all" else ordering.chunks[:promoted_len]
+        leaf = tree.insert(_NAMESPACE, admitted, rank=_RANK, tier=Tier.DEVICE, promoted_len=promoted_len)
+        if leaf is not None:
+            queue.push(leaf)
+        peak_nodes = max(peak_nodes, min(len(tree), capacity))
+        while len(tree) > capacity and (victim := queue.pop()) is not None:
+            num_evicted += _evict(tree, queue, victim)
+    times_us.sort()
+    return ReplayResult(
+        num_requests=len(times_us),
+        num_chunks=num_chunks,
+        num_chunk_hits=num_chunk_hits,
+        num_tokens=num_tokens,
+        num_token_hits=num_token_hits,
+        num_evicted=num_evicted,
+        peak_nodes=peak_nodes,
+        order_us_p50=times_us[len(times_us) // 2] if times_us else 0.0,
+        order_us_p99=times_us[len(times_us) * 99 // 100] if times_us else 0.0,
+    )
+
+
+def overlap(requests: Iterable[Sequence[ChunkId]]) -> tuple[float, float]:
+    """CRAFT 3.1's two measures of a trace as retrieved: how much prefixes share, and how much sets share.
+
+    Returns:
+        Prefix, the mean over all requests but the first of max_{j<i} LCP(R_i, R_j) / len(R_i), and
+        Total, that of max_{j<i} |R_i ∩ R_j| / len(R_i). Both 0 for fewer than two requests.
+    """
+    tree = ChunkPrefixTree(max_nodes=sys.maxsize)
+    retrieved_by: dict[ChunkId, int] = {}  # bit j: request j has the chunk
+    prefix = total = 0.0
+    num_requests = 0
+    for index, ids in enumerate(requests):
+        if index and ids:
+            prefix += len(tree.match(_NAMESPACE, ids)) / len(ids)
+            total += _most_shared([retrieved_by.get(chunk, 0) for chunk in ids]) / len(ids)
+        chunks = [Chunk(chunk, 1) for chunk in ids]
+        tree.insert(_NAMESPACE, chunks, rank=_RANK, tier=Tier.DEVICE, promoted_len=0)
+        for chunk in ids:
+            retrieved_by[chunk] = retrieved_by.get(chunk, 0) | 1 << index
+        num_requests += 1
+    return prefix / max(1, num_requests - 1), total / max(1, num_requests - 1)
+
+
+def _evict(tree: ChunkPrefixTree, queue: EvictionQueue, victim: ChainNode) -> int:
+    parent = victim.parent
+    num_evicted = tree.evict(victim.chain, rank=_RANK)
+    if parent is not None and parent.parent is not None:
+        queue.push(parent)
+    return num_evicted
+
+
+def _most_shared(bit_sets: Sequence[int]) -> int:
+    """The largest number of these bit sets that have one bit in common, by adding all bits up at once, column-wise."""
+    columns: list[int] = []  # columns[n]: bit 2**n of every sum
+    for carry in bit_sets:
+        for n, column in enumerate(columns):
+            columns[n], carry = column ^ carry, column & carry
+        if carry:
+            columns.append(carry)
+    most, candidates = 0, -1
+    for n in reversed(range(len(columns))):
+        if candidates & columns[n]:
+            candidates &= columns[n]
+            most += 1 << n
+    return most

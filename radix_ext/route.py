@@ -1,0 +1,86 @@
+"""Which rank serves a request: CRAFT's round-robin baseline, or the rank that already holds the most of its prompt.
+
+A router knows what it was told: prompt tokens in flight per rank (`begin` and `end`) and, per request, the tokens
+each rank would not have to compute. It knows no tree and no clock.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from radix_ext.errors import LimitError, check_at_least
+
+
+class Router(ABC):
+    """Chooses among ranks `[0, num_ranks)` and keeps count of the prompt tokens each has in flight."""
+
+    def __init__(self, num_ranks: int) -> None:
+        check_at_least("num_ranks", num_ranks, 1)
+        self.num_ranks = num_ranks
+        self._in_flight = [0] * num_ranks
+        self._next = 0
+
+    @abstractmethod
+    def choose(self, cached_tokens: Mapping[int, int]) -> int:
+        """Name the rank for a request of which rank r holds `cached_tokens[r]` tokens (absent: none).
+
+        Equal candidates take turns, in rank order, beginning behind the last one chosen.
+        """
+
+    def begin(self, rank: int, num_tokens: int) -> None:
+        """A prompt of `num_tokens` is on its way to `rank`. Raises LimitError for a rank that does not exist."""
+        self._check(rank, num_tokens)
+        self._in_flight[rank] += num_tokens
+
+    def end(self, rank: int, num_tokens: int) -> None:
+        """That prompt is answered, failed or was aborted. Raises LimitError if more ends than began."""
+        self._check(rank, num_tokens)
+        if num_tokens > self._in_flight[rank]:
+            raise LimitError(f"rank {rank} has {self._in_flight[rank]} tokens in flight but {num_tokens} ended")
+        self._in_flight[rank] -= num_tokens
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Prompt tokens in flight, by rank."""
+        return tuple(self._in_flight)
+
+    def _check(self, rank: int, num_tokens: int) -> None:
+        if not 0 <= rank < self.num_ranks:
+            raise LimitError(f"rank must be in [0, {self.num_ranks}) but got {rank}")
+        check_at_least("num_tokens", num_tokens, 0)
+
+    def _turn(self, rank: int) -> int:
+        """How many ranks are asked before this one."""
+        return (rank - self._next) % self.num_ranks
+
+    def _chosen(self, rank: int) -> int:
+        self._next = (rank + 1) % self.num_ranks
+        return rank
+
+
+class RoundRobin(Router):
+    """Each rank in turn, whatever it holds (CRAFT 4.2, the paper's baseline)."""
+
+    def choose(self, cached_tokens: Mapping[int, int]) -> int:
+        return self._chosen(self._next)
+
+
+class KvAware(Router):
+    """The rank with most cached tokens, unless its tokens in flight exceed `max_load_ratio` x the mean over all ranks.
+
+    Then the next best that is not overloaded; at least one rank never is, since max_load_ratio >= 1. Equal cached
+    tokens go to the less loaded rank, equal load by turns, so that cold requests spread over the ranks' caches.
+    """
+
+    def __init__(self, num_ranks: int, *, max_load_ratio: float) -> None:
+        super().__init__(num_ranks)
+        check_at_least("max_load_ratio", max_load_ratio, 1)
+        self.max_load_ratio = max_load_ratio
+
+    def choose(self, cached_tokens: Mapping[int, int]) -> int:
+        limit = self.max_load_ratio * sum(self._in_flight) / self.num_ranks
+        candidates = [rank for rank in range(self.num_ranks) if self._in_flight[rank] <= limit]
+
+        def preference(rank: int) -> tuple[int, int, int]:
+            return -cached_tokens.get(rank, 0), self._in_flight[rank], self._turn(rank)
+
+        return self._chosen(min(candidates, key=preference))
