@@ -12,6 +12,7 @@ from eval.errors import CommandError
 
 COMMANDS = {
     "replay": ("eval.replay", "hit rate of an order and an eviction policy on a trace of retrieved chunks"),
+    "demo": ("eval.demo", "RAG traffic against a running server, and what it reused"),
 }
 """Command -> its module and one line for the help."""
 

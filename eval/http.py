@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 from eval.errors import CommandError
 
 
-def post(url: str, body: Any, *, timeout_s: float = 600.0) -> dict[str, Any]:
+def post(url: str, body: Any, *, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
     """POST JSON, get JSON. Raises CommandError with status and body for anything but 200."""
     data = json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     return _open(request, timeout_s)
 
 
@@ -30,4 +31,8 @@ def _open(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
         raise CommandError(f"{request.full_url}: {error.code} {error.read().decode(errors='replace')[:500]}") from None
     except urllib.error.URLError as error:
         raise CommandError(f"{request.full_url}: {error.reason}") from None
-    return json.loads(text) if text else {}
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return {"text": text.decode(errors="replace")}
+    return parsed if isinstance(parsed, dict) else {"value": parsed}

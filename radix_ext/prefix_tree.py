@@ -15,7 +15,6 @@ a leaf.
 abort.
 """
 
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -389,8 +388,7 @@ class ChunkPrefixTree:
         if chain in self._nodes:
             self._num_collisions += 1
             return None
-        # Interned: a chunk behind many chains has one id string, not one per request that brought it.
-        node = ChainNode(chain, ChunkId(sys.intern(chunk.id)), chunk.num_tokens, parent)
+        node = ChainNode(chain, chunk.id, chunk.num_tokens, parent)
         self._nodes[chain] = node
         siblings = parent.children
         if siblings is None:
@@ -461,7 +459,8 @@ class ChunkPrefixTree:
 
     def _remove(self, node: ChainNode) -> None:
         """Unlink a leaf that nobody holds or plans."""
-        assert node.children is None and node.parent is not None
+        assert node.children is None
+        assert node.parent is not None
         self._mark(node, False)
         del self._nodes[node.chain]
         node.older.newer, node.newer.older = node.newer, node.older

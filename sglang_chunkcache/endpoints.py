@@ -100,7 +100,8 @@ class _State:
             self._service = RagService(
                 self.config,
                 assembler,
-                context_len=self.manager.model_config.context_len,
+                # A KV pool smaller than the context is the tighter limit.
+                context_len=min(self.manager.model_config.context_len, self.manager.max_req_input_len),
                 num_ranks=args.dp_size,
                 prometheus=args.enable_metrics,
             )
@@ -196,7 +197,7 @@ async def rag_generate(raw_request: Request) -> Any:
     outputs = TappedManager(_state.manager, _state.service).generate_request(obj, raw_request)
     try:
         first = await outputs.__anext__()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # SGLang's parameters raise both
         _state.service.release(rag)
         return _refuse(error)
     except BaseException:
@@ -220,10 +221,10 @@ async def chunkcache_stats() -> Any:
     service = _state.service
     states = await _state.manager.get_internal_state()
     ranks = []
-    for rank, state in enumerate(states):
-        stats = state.get(STATE_KEY)
-        if stats is None:
-            return ORJSONResponse({"error": f"rank {rank} runs without the chunk cache"}, status_code=500)
+    if any(STATE_KEY not in state for state in states):
+        return ORJSONResponse({"error": "a rank runs without the chunk cache"}, status_code=500)
+    for stats in sorted((state[STATE_KEY] for state in states), key=lambda stats: int(stats["dp_rank"])):
+        rank = stats["dp_rank"]
         mirror = service.mirrors[rank]
         seen = mirror.acknowledgement
         if seen.epoch and seen.epoch != stats["epoch"]:
@@ -317,7 +318,7 @@ def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, lora_path: 
     )
 
 
-def _refuse(error: ValueError) -> ORJSONResponse:
+def _refuse(error: Exception) -> ORJSONResponse:
     _state.service.metrics.count("requests", "refused")
     message = str(error)
     body = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel
 
 GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 STATE_KEY = "chunkcache"
@@ -28,5 +29,6 @@ def missing_hooks() -> list[str]:
 def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     stats = getattr(scheduler.tree_cache, "stats", None)
     if stats is not None:
-        result.internal_state[STATE_KEY] = stats()
+        # SGLang collects the ranks in the order of their replies, so each says who it is.
+        result.internal_state[STATE_KEY] = {"dp_rank": get_parallel().dp_rank or 0, **stats()}
     return result

@@ -26,6 +26,7 @@ CPU_FLAGS = {
     "--sampling-backend": "pytorch",
     "--disable-cuda-graph": None,
     "--disable-overlap-schedule": None,
+    "--sleep-on-idle": None,
     "--mem-fraction-static": "0.1",
     "--max-total-tokens": "65536",
 }

@@ -113,7 +113,7 @@ def table_bytes(requests: Requests) -> int:
 
     def build() -> AccessTable:
         table = AccessTable(_WINDOW)
-        for _ in range(3 * _WINDOW):
+        for _ in range(2 * _WINDOW):
             table.observe(chunk.id for chunk in next(requests))
         return table
 

@@ -1,0 +1,358 @@
+"""`python -m eval demo`: RAG traffic against a running server, and a table of what was reused and whether the answers hold.
+
+    launch/demo.sh                                              # starts the server too
+    python -m eval demo --url http://127.0.0.1:30000            # against one that runs with --model-path bundled
+
+The traffic comes from the bundled model's generated world: some topics are asked about far more often than others, a
+topic's passages are retrieved together, and their order differs from question to question. Three phases, one request at a
+time: each topic's first question; single questions; conversations that retrieve passages again which they have shown.
+
+Everything about this server is taken from its answers. Beside it stands a prediction: what a cache that knows identical
+prefixes only would have computed for the same questions, with the chunks as retrieved, sent again every turn, and
+unlimited memory. Needs Python alone, and a server that has SGLang's `/v1/tokenize`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from eval.errors import CommandError
+from eval.http import post
+from eval.passages import Sample, TextChunk
+from sglang_chunkcache.bundled_model.world import Passage, Question, World
+
+TOPIC_SIZE = 5
+"""Passages that are retrieved together; all of the same kind, so that the kind alone never tells the answer."""
+NUM_CHUNKS = 4
+NUM_TURNS = 4
+GOLD_BIAS = 0.4
+"""How much better the retriever scores the passage that holds the answer; the other scores are uniform in 0..1."""
+MIN_RIGHT = 0.8
+"""Share of right answers below which the bundled model cannot have read the right chunks."""
+MAX_TOKENS = 40
+NUM_SHOWN = 3
+CHUNK_SEPARATOR = "\n\n"
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A question with what was retrieved for it, and the phase it belongs to."""
+
+    phase: str
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer, as the server reports it; `plain_*` is the prediction for a plain prefix cache."""
+
+    request: Request
+    text: str
+    prompt_tokens: int
+    first_token_ms: float
+    chunkcache: dict[str, Any]
+    plain_prompt: int
+    plain_computed: int
+
+    @property
+    def right(self) -> bool:
+        """Exact match with one of the right answers, whatever the white space."""
+        return _words(self.text) in map(_words, self.request.sample.answers)
+
+
+@dataclass(slots=True)
+class Row:
+    """A phase's sums; tokens are prompt tokens."""
+
+    phase: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    exact: int = 0
+    computed: int = 0
+    chunks_retrieved: int = 0
+    chunks_hit: int = 0
+    chunks_dropped: int = 0
+    right: int = 0
+    first_token_ms: float = 0.0
+    plain_prompt_tokens: int = 0
+    plain_computed: int = 0
+
+
+@dataclass
+class PlainCache:
+    """A plain prefix cache of unlimited size: what it has seen, and how much of a new prompt that leaves to compute."""
+
+    seen: list[list[int]] = field(default_factory=list)
+
+    def computed(self, prompt: list[int], answer: list[int]) -> int:
+        """Tokens of `prompt` to compute, at least its last one; remembers prompt and answer."""
+        cached = max((_common_len(prompt, other) for other in self.seen), default=0)
+        self.seen.append(prompt + answer)
+        return len(prompt) - min(cached, len(prompt) - 1)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Send the traffic, print the table; 0 if chunks were reused and the answers are right, else 1."""
+    options = _parser().parse_args(argv)
+    url = options.url.rstrip("/")
+    if options.flush:
+        _flush(url)
+    requests = list(traffic(options.seed, options.passages, options.requests, options.conversations))
+    answers: list[Answer] = []
+    for answer in ask_all(url, requests):
+        answers.append(answer)
+        if sys.stderr.isatty():
+            print(f"\rasking {len(answers)}/{len(requests)} ", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("\r", end="", file=sys.stderr)
+    rows = [_sum(phase, [a for a in answers if a.request.phase == phase]) for phase in _phases(requests)]
+    total = _sum("all", answers)
+    print(_table([*rows, total]))
+    print()
+    for answer in [a for a in answers if a.request.phase == "single questions"][:: max(1, options.requests // NUM_SHOWN)]:
+        print(_show(answer))
+    failures = _failures(total, any_answer=options.any_answer)
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    if options.json:
+        print(json.dumps({"ok": not failures, "failures": failures, "phases": [*map(asdict, rows)], "all": asdict(total)}))
+    return 1 if failures else 0
+
+
+def traffic(seed: int, num_passages: int, num_requests: int, num_conversations: int) -> Iterator[Request]:
+    """The requests of all phases, in the order in which they are sent; the same for the same arguments."""
+    world, rng = World(seed, num_passages), random.Random(seed)
+    topics = _topics(world)
+    rng.shuffle(topics)
+    popularity = [1 / (rank + 1) for rank in range(len(topics))]
+    asked = {p.id: [q for q in world.questions if q.hop == 1 and q.gold_passage_ids == (p.id,)] for p in world.passages}
+
+    def sample(topic: Sequence[Passage], question: Question, conversation: str | None = None) -> Sample:
+        chunks = tuple(TextChunk(p.id, p.text) for p in _retrieve(topic, question, rng))
+        return Sample(question.question, chunks, question.answers, conversation)
+
+    for topic in topics:
+        yield Request("first sight", sample(topic, rng.choice(asked[topic[0].id])))
+    for topic in rng.choices(topics, popularity, k=num_requests):
+        yield Request("single questions", sample(topic, rng.choice(asked[rng.choice(topic).id])))
+    for number in range(num_conversations):
+        topic = rng.choices(topics, popularity)[0]
+        for passage in rng.sample(topic, NUM_TURNS):
+            yield Request("conversations", sample(topic, rng.choice(asked[passage.id]), f"demo-{seed}-{number}"))
+
+
+def ask_all(url: str, requests: Iterable[Request]) -> Iterator[Answer]:
+    """Send the requests one after the other; a conversation's turns carry all its messages, as clients do."""
+    plain = PlainCache()
+    histories: dict[str, tuple[list[Message], list[Message]]] = {}  # as we send it, as a plain client would
+    for request in requests:
+        sample = request.sample
+        ours, theirs = histories.setdefault(sample.conversation, ([], [])) if sample.conversation else ([], [])
+        ours.append({"role": "user", "content": sample.question})
+        context = "".join(chunk.text + CHUNK_SEPARATOR for chunk in sample.chunks)
+        theirs.append({"role": "user", "content": context + sample.question})
+        text, prompt_tokens, first_token_ms, chunkcache = _stream(url, ours, sample)
+        plain_prompt = post(f"{url}/v1/tokenize", {"model": "default", "messages": theirs})["tokens"]
+        plain_answer = post(
+            f"{url}/v1/tokenize", {"model": "default", "prompt": text, "add_special_tokens": False}
+        )["tokens"]
+        plain_computed = plain.computed(plain_prompt, plain_answer)
+        for history in (ours, theirs):
+            history.append({"role": "assistant", "content": text})
+        yield Answer(request, text, prompt_tokens, first_token_ms, chunkcache, len(plain_prompt), plain_computed)
+
+
+# Private, in order of use
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval demo",
+        description="Send RAG traffic to a running server and print what it reused.",
+        epilog="Exit code 1 if no chunk was reused, or fewer than 80% of the answers are right.",
+    )
+    parser.add_argument("--url", required=True, help="the server, for example http://127.0.0.1:30000")
+    parser.add_argument("--requests", type=int, default=60, help="single questions; default: %(default)s")
+    parser.add_argument("--conversations", type=int, default=6, help="of four turns each; default: %(default)s")
+    parser.add_argument("--passages", type=int, default=60, help="size of the corpus, 20 to 200; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=7, help="of corpus and traffic; default: %(default)s")
+    parser.add_argument("--flush", action="store_true", help="empty the server's cache first")
+    parser.add_argument("--any-answer", action="store_true", help="do not judge the answers (another model)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    return parser
+
+
+def _flush(url: str) -> None:
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"{url}/flush_cache", method="POST"), timeout=60).close()
+    except urllib.error.URLError as error:
+        raise CommandError(f"{url}/flush_cache: {error}") from None
+
+
+def _topics(world: World) -> list[list[Passage]]:
+    """Passages of one kind in groups of TOPIC_SIZE; the few that make no whole group are never asked for."""
+    by_kind: dict[str, list[Passage]] = {}
+    for passage in world.passages:
+        by_kind.setdefault(passage.text.split()[1], []).append(passage)  # "The company Dravex ..."
+    topics = [
+        group[start : start + TOPIC_SIZE]
+        for group in by_kind.values()
+        for start in range(0, len(group) - TOPIC_SIZE + 1, TOPIC_SIZE)
+    ]
+    if not topics:
+        raise CommandError(f"--passages: too few to make one topic, got {len(world.passages)}")
+    return topics
+
+
+def _retrieve(topic: Sequence[Passage], question: Question, rng: random.Random) -> list[Passage]:
+    """Passages of the topic by falling score, the one with the answer always among them."""
+    scores = {p.id: rng.random() + GOLD_BIAS * (p.id in question.gold_passage_ids) for p in topic}
+    ranked = sorted(topic, key=lambda p: -scores[p.id])
+    missed = [p for p in ranked[NUM_CHUNKS:] if p.id in question.gold_passage_ids]
+    return ranked[: NUM_CHUNKS - len(missed)] + missed
+
+
+def _stream(url: str, messages: Sequence[Message], sample: Sample) -> tuple[str, int, float, dict[str, Any]]:
+    """One chat completion: its text, prompt tokens, ms to the first event with text, and the `chunkcache` object."""
+    body = {
+        "model": "default",
+        "messages": messages,
+        "chunks": [{"id": chunk.id, "text": chunk.text} for chunk in sample.chunks],
+        "conversation_id": sample.conversation,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    target = f"{url}/rag/v1/chat/completions"
+    request = urllib.request.Request(target, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    text, prompt_tokens, first_token_ms, chunkcache = "", 0, 0.0, None
+    start = time.perf_counter()
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise CommandError(f"{target}: {event['error']}")
+                chunkcache = event.get("chunkcache", chunkcache)
+                prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+                for choice in event.get("choices") or ():
+                    new = choice["delta"].get("content") or ""
+                    if new and not text:
+                        first_token_ms = 1e3 * (time.perf_counter() - start)
+                    text += new
+    except urllib.error.HTTPError as error:
+        raise CommandError(f"{target}: {error.code} {error.read().decode(errors='replace')[:500]}") from None
+    except OSError as error:
+        raise CommandError(f"{target}: {error}") from None
+    if chunkcache is None:
+        raise CommandError(f"{target}: the answer has no chunkcache object")
+    return text, prompt_tokens, first_token_ms, chunkcache
+
+
+def _phases(requests: Sequence[Request]) -> list[str]:
+    return list(dict.fromkeys(request.phase for request in requests))
+
+
+def _sum(phase: str, answers: Sequence[Answer]) -> Row:
+    row = Row(phase, requests=len(answers))
+    for answer in answers:
+        cache = answer.chunkcache
+        row.prompt_tokens += answer.prompt_tokens
+        row.exact += cache["fates"]["exact"]
+        row.computed += cache["fates"]["computed"]
+        row.chunks_retrieved += len(answer.request.sample.chunks)
+        row.chunks_hit += cache["chunks_hit"]
+        row.chunks_dropped += len(cache["dropped"])
+        row.right += answer.right
+        row.plain_prompt_tokens += answer.plain_prompt
+        row.plain_computed += answer.plain_computed
+    row.first_token_ms = round(median(answer.first_token_ms for answer in answers), 1) if answers else 0.0
+    return row
+
+
+def _table(rows: Sequence[Row]) -> str:
+    heads = (
+        ("", "re-", "prompt", "from", "", "com-", "chunks", "found", "already", "right", "ms to", "plain prefix cache"),
+        ("", "quests", "tokens", "cache", "%", "puted", "retr.", "cached", "shown", "answers", "token", "(predicted): computed"),
+    )
+    lines = [
+        (
+            row.phase,
+            row.requests,
+            row.prompt_tokens,
+            row.exact,
+            f"{100 * row.exact / max(1, row.prompt_tokens):.0f}%",
+            row.computed,
+            row.chunks_retrieved,
+            row.chunks_hit,
+            row.chunks_dropped,
+            f"{row.right}/{row.requests}",
+            f"{row.first_token_ms:.0f}",
+            f"{row.plain_computed} of {row.plain_prompt_tokens}",
+        )
+        for row in rows
+    ]
+    cells = [[str(cell) for cell in line] for line in (*heads, *lines)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    text = [
+        "  ".join(c.ljust(w) if n == 0 else c.rjust(w) for n, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in cells
+    ]
+    text.insert(len(heads), "-" * len(text[-1]))
+    text.insert(len(text) - 1, "-" * len(text[-1]))
+    all_rows = rows[-1]
+    saved = 1 - all_rows.computed / max(1, all_rows.plain_computed)
+    text += [
+        "tokens are prompt tokens; in a conversation `found cached` counts the chunks of its first turn, `already shown`",
+        "those the server left out because the conversation has them; the plain cache keeps everything, chunks as retrieved.",
+        f"Computed {all_rows.computed} tokens instead of {all_rows.plain_computed}: {100 * saved:.0f}% less prefill.",
+    ]
+    return "\n".join(line.rstrip() for line in text)
+
+
+def _show(answer: Answer) -> str:
+    sample, cache = answer.request.sample, answer.chunkcache
+    verdict = "right" if answer.right else f"expected: {sample.answers[0]}" if sample.answers else ""
+    return (
+        f"{sample.question}\n"
+        f"    retrieved {' '.join(c.id for c in sample.chunks)}, sent {' '.join(cache['order'])}, "
+        f"{cache['chunks_hit']} of them cached\n"
+        f"    {answer.text.strip()}  [{verdict}]"
+    )
+
+
+def _failures(total: Row, *, any_answer: bool) -> list[str]:
+    failures = []
+    if not total.chunks_hit:
+        failures.append("no chunk was found cached")
+    if not any_answer and total.right < MIN_RIGHT * total.requests:
+        failures.append(f"{total.right} of {total.requests} answers are right, at least {MIN_RIGHT:.0%} were expected")
+    return failures
+
+
+def _common_len(left: Sequence[int], right: Sequence[int]) -> int:
+    length = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())

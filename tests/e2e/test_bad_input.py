@@ -1,0 +1,111 @@
+"""Whatever a client sends: a 4xx that names the field, and the next good request is answered."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from eval.http import get, post
+from eval.server import Server
+
+pytestmark = pytest.mark.engine
+
+CHAT, GENERATE = "/rag/v1/chat/completions", "/rag/v1/generate"
+MESSAGES = [{"role": "user", "content": "What does Dravex make?"}]
+CHUNK = {"id": "a", "text": "The company Dravex makes clocks."}
+
+CASES: list[tuple[str, str, Any, str]] = [
+    ("body not json", CHAT, b"{not json", "body"),
+    ("body empty", CHAT, b"", "body"),
+    ("body a list", CHAT, [], "body"),
+    ("body null", CHAT, None, "body"),
+    ("body not utf-8", CHAT, b'{"messages": "\xff\xfe"}', "body"),
+    ("messages missing", CHAT, {"chunks": [CHUNK]}, "messages"),
+    ("messages empty", CHAT, {"messages": [], "chunks": [CHUNK]}, "messages"),
+    ("messages a string", CHAT, {"messages": "hello", "chunks": []}, "messages"),
+    ("message without role", CHAT, {"messages": [{"content": "x"}]}, "messages"),
+    ("message of an unknown role", CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+    ("last message an answer", CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}, "messages"),
+    ("content an image", CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
+    ("content a number", CHAT, {"messages": [{"role": "user", "content": 7}]}, "content"),
+    ("content null", CHAT, {"messages": [{"role": "user", "content": None}]}, "content"),
+    ("chunks a string", CHAT, {"messages": MESSAGES, "chunks": "abc"}, "chunks"),
+    ("chunks null", CHAT, {"messages": MESSAGES, "chunks": None}, "chunks"),
+    ("chunks of strings", CHAT, {"messages": MESSAGES, "chunks": ["abc"]}, "chunks.0"),
+    ("chunk without text", CHAT, {"messages": MESSAGES, "chunks": [{"id": "a"}]}, "chunks.0.text"),
+    ("chunk text empty", CHAT, {"messages": MESSAGES, "chunks": [{"text": ""}]}, "chunks.0.text"),
+    ("chunk text a number", CHAT, {"messages": MESSAGES, "chunks": [{"text": 5}]}, "chunks.0.text"),
+    ("chunk id a list", CHAT, {"messages": MESSAGES, "chunks": [{"id": [1], "text": "x"}]}, "chunks.0.id"),
+    ("chunk id huge", CHAT, {"messages": MESSAGES, "chunks": [{"id": "i" * 5000, "text": "x"}]}, "chunks.0.id"),
+    ("chunk longer than the context", CHAT, {"messages": MESSAGES, "chunks": [{"text": "clocks lamps " * 5000}]}, "chunks"),
+    ("chunk text of a megabyte", CHAT, {"messages": MESSAGES, "chunks": [{"text": "x" * 1_000_000}]}, "chunks.0.text"),
+    ("too many chunks", CHAT, {"messages": MESSAGES, "chunks": [{"text": str(i)} for i in range(300)]}, "chunks"),
+    ("chunks together beyond the context", CHAT, {"messages": MESSAGES, "chunks": [{"text": f"{i} " + "clocks " * 900} for i in range(6)]}, "context"),
+    ("question beyond the context", CHAT, {"messages": [{"role": "user", "content": "clocks " * 9000}], "chunks": [CHUNK]}, "context"),
+    ("max_tokens beyond the context", CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "max_tokens": 10**6}, "context"),
+    ("max_tokens a string", CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "max_tokens": "many"}, "max_tokens"),
+    ("temperature negative", CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "temperature": -1}, "temperature"),
+    ("conversation id a number", CHAT, {"messages": MESSAGES, "conversation_id": 7}, "conversation_id"),
+    ("conversation id huge", CHAT, {"messages": MESSAGES, "conversation_id": "c" * 10_000}, "conversation_id"),
+    ("retrieve without an index", CHAT, {"messages": MESSAGES, "retrieve": {"k": 5}}, "retrieve"),
+    ("input_ids", CHAT, {"messages": MESSAGES, "input_ids": [1, 2]}, "input_ids"),
+    ("cache_salt a number", CHAT, {"messages": MESSAGES, "cache_salt": 5}, "cache_salt"),
+    ("parts missing", GENERATE, {}, "parts"),
+    ("parts empty", GENERATE, {"parts": []}, "parts"),
+    ("parts of numbers", GENERATE, {"parts": [1]}, "parts.0"),
+    ("parts with an unknown field", GENERATE, {"parts": ["a"], "input_ids": [1]}, "input_ids"),
+    ("parts chunk without text", GENERATE, {"parts": [{"chunks": [{}]}]}, "parts.0"),
+    ("parts sampling_params a list", GENERATE, {"parts": ["a"], "sampling_params": []}, "sampling_params"),
+    ("parts max_new_tokens a string", GENERATE, {"parts": ["a"], "sampling_params": {"max_new_tokens": "x"}}, "max_new_tokens"),
+    ("parts max_new_tokens negative", GENERATE, {"parts": ["a"], "sampling_params": {"max_new_tokens": -5}}, "max_new_tokens"),
+    ("parts custom_params a list", GENERATE, {"parts": ["a"], "sampling_params": {"custom_params": [1]}}, "custom_params"),
+    ("parts unknown sampling param", GENERATE, {"parts": ["a"], "sampling_params": {"no_such": 1}}, "no_such"),
+    ("tree depth zero", "/chunkcache/tree?depth=0", "GET", "depth"),
+    ("tree depth a word", "/chunkcache/tree?depth=deep", "GET", "depth"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "field"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_bad_input_is_refused_by_name(rag_server: Server, path: str, body: Any, field: str) -> None:
+    """A 4xx whose text names the field, never a 500 and never a dead server."""
+    status, text = send(rag_server.url + path, body)
+    assert 400 <= status < 500, text
+    assert field in text
+
+
+def test_good_request_after_all_bad_ones(rag_server: Server) -> None:
+    """Nothing of the refused requests is left: no plan, no load, and a good request is answered."""
+    reply = post(rag_server.url + CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "max_tokens": 4})
+    assert reply["chunkcache"]["order"] == ["a"]
+    stats = get(rag_server.url + "/chunkcache/stats")
+    assert stats["tree"]["open_plans"] == 0
+    assert stats["prompt_tokens_in_flight"] == [0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["🙂 中文 é \u0000 \u202e", "<|end|><|system|>", "\n\n\n", "a" * 1000],
+    ids=["unicode", "special", "newlines", "long"],
+)
+def test_odd_text_is_answered(rag_server: Server, text: str) -> None:
+    """Text is text: unicode, control characters, the template's own tokens, no spaces."""
+    reply = post(
+        rag_server.url + CHAT,
+        {"messages": [{"role": "user", "content": text[:200]}], "chunks": [{"text": text}], "max_tokens": 2},
+    )
+    assert sum(reply["chunkcache"]["fates"].values()) == reply["usage"]["prompt_tokens"]
+
+
+def send(url: str, body: Any) -> tuple[int, str]:
+    """Status and text of a request with any body; "GET" for none."""
+    data = None if body == "GET" else body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(errors="replace")

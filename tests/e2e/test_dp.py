@@ -1,0 +1,47 @@
+"""Two ranks: a tree each, one mirror of both, requests routed to where their chunks are."""
+
+from __future__ import annotations
+
+import pytest
+
+from eval.http import get, post
+from eval.passages import world_samples
+from eval.server import Server
+
+pytestmark = pytest.mark.engine
+
+
+def test_repeated_chunks_go_where_they_are_cached(dp_server: Server) -> None:
+    """The same chunks again, in any order: same rank, all hit, although both ranks are idle."""
+    ranks = set()
+    for _ in range(3):
+        for sample in world_samples(4, seed=21):
+            chunks = [{"id": c.id, "text": c.text} for c in reversed(sample.chunks)]
+            body = {"messages": [{"role": "user", "content": sample.question}], "chunks": chunks, "max_tokens": 2}
+            reply = post(dp_server.url + "/rag/v1/chat/completions", body)["chunkcache"]
+            ranks.add(reply["dp_rank"])
+    assert reply["chunks_hit"] == len(sample.chunks)
+    assert ranks == {0, 1}
+
+
+def test_client_header_does_not_choose_the_rank(dp_server: Server) -> None:
+    """`X-Data-Parallel-Rank` is SGLang's for its own routes; ours decide themselves."""
+    body = {"messages": [{"role": "user", "content": "Hello"}], "chunks": [{"text": "A lone chunk."}], "max_tokens": 1}
+    first = post(dp_server.url + "/rag/v1/chat/completions", body)["chunkcache"]["dp_rank"]
+    again = post(dp_server.url + "/rag/v1/chat/completions", body, headers={"X-Data-Parallel-Rank": str(1 - first)})
+    assert again["chunkcache"]["dp_rank"] == first
+    assert again["chunkcache"]["chunks_hit"] == 1
+
+
+def test_both_mirrors_agree(dp_server: Server) -> None:
+    """What the front believes of each rank is what the rank holds."""
+    for sample in world_samples(8, seed=22):
+        chunks = [{"id": c.id, "text": c.text} for c in sample.chunks]
+        post(
+            dp_server.url + "/rag/v1/chat/completions",
+            {"messages": [{"role": "user", "content": sample.question}], "chunks": chunks, "max_tokens": 1},
+        )
+    stats = get(dp_server.url + "/chunkcache/stats")
+    assert [rank["dp_rank"] for rank in stats["ranks"]] == [0, 1]
+    assert all(rank["mirror"]["agrees"] for rank in stats["ranks"])
+    assert sum(rank["chunk_nodes"] for rank in stats["ranks"]) > 0

@@ -1,0 +1,26 @@
+"""Contract 1: reuse never changes an answer. The long run is `python -m eval.bench.exactness`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from eval.bench.exactness import differences, run_ours, run_stock
+from eval.passages import world_samples
+from eval.server import Server
+
+pytestmark = pytest.mark.engine
+
+
+def test_answers_equal_stock_without_reuse(rag_server: Server, tmp_path: Path) -> None:
+    """40 requests under eviction, pieces smaller than a chunk: greedy tokens as from stock SGLang that never reuses."""
+    args = argparse.Namespace(max_new_tokens=12)
+    prompts, ours, reused = run_ours(rag_server.url, world_samples(40, seed=7), args)
+    with Server(
+        ["--stock", "--model-path", "bundled"], log=tmp_path / "stock.log", env={"SGLANG_RADIX_FORCE_MISS": "1"}
+    ) as stock:
+        reference = [run_stock(stock.url, ids, args) for ids in prompts]
+    assert reused > 1000
+    assert differences(reference, ours) == []

@@ -1,0 +1,97 @@
+"""Clients that vanish, crowds, flushes: no slot is lost, and the front's mirror agrees with the rank's tree afterwards."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from eval.errors import CommandError
+from eval.http import get, post
+from eval.passages import Sample, world_samples
+from eval.server import Server
+
+pytestmark = pytest.mark.engine
+
+POOL_TOKENS = 2400
+
+
+def body_of(sample: Sample, **extra: Any) -> dict[str, Any]:
+    """The request of a sample."""
+    chunks = [{"id": c.id, "text": c.text} for c in sample.chunks]
+    return {"messages": [{"role": "user", "content": sample.question}], "chunks": chunks, "temperature": 0, **extra}
+
+
+def drop_mid_stream(server: Server, sample: Sample) -> None:
+    """Read a little of a stream and close the socket, as a killed client does."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = json.dumps(body_of(sample, stream=True, max_tokens=200, ignore_eos=True))
+    connection.request("POST", "/rag/v1/chat/completions", body, {"Content-Type": "application/json"})
+    connection.getresponse().read(20)
+    connection.close()
+
+
+def assert_clean(server: Server) -> None:
+    """Idle: every slot is free or evictable, no plan or load is open, and mirror and tree agree."""
+    deadline = time.monotonic() + 30
+    while True:
+        post(server.url + "/rag/v1/chat/completions", body_of(world_samples(1, seed=5)[0], max_tokens=1))
+        time.sleep(1.0)
+        stats = get(server.url + "/chunkcache/stats")
+        rank = stats["ranks"][0]
+        clean = (
+            rank["protected"] == 0
+            and rank["free"] + rank["evictable"] == POOL_TOKENS
+            and stats["tree"]["open_plans"] == 0
+            and stats["prompt_tokens_in_flight"] == [0]
+            and rank["mirror"]["agrees"] is True
+        )
+        if clean or time.monotonic() > deadline:
+            break
+    assert clean, stats
+
+
+def test_killed_clients_leave_nothing(rag_server: Server) -> None:
+    """Ten clients vanish in mid-stream."""
+    for sample in world_samples(10, seed=1):
+        drop_mid_stream(rag_server, sample)
+    assert_clean(rag_server)
+
+
+def test_fifty_parallel_clients(rag_server: Server) -> None:
+    """More requests than fit, some of them ending on their first token: all answered, eviction under way."""
+    samples = world_samples(50, seed=2)
+    lengths = random.Random(0).choices([1, 2, 12], k=50)
+    with ThreadPoolExecutor(50) as pool:
+        bodies = [body_of(sample, max_tokens=n) for sample, n in zip(samples, lengths, strict=True)]
+        replies = list(pool.map(lambda body: post(rag_server.url + "/rag/v1/chat/completions", body), bodies))
+    assert all(sum(r["chunkcache"]["fates"].values()) == r["usage"]["prompt_tokens"] for r in replies)
+    assert get(rag_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] > 0
+    assert_clean(rag_server)
+
+
+def test_flush_during_load(rag_server: Server) -> None:
+    """SGLang refuses to flush while busy and flushes between; the mirror follows either way."""
+    stop = threading.Event()
+
+    def flush() -> None:
+        while not stop.is_set():
+            try:
+                post(rag_server.url + "/flush_cache", None)
+            except CommandError:
+                pass  # busy: SGLang says 400
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=flush)
+    thread.start()
+    for sample in world_samples(30, seed=3):
+        post(rag_server.url + "/rag/v1/chat/completions", body_of(sample, max_tokens=2))
+    stop.set()
+    thread.join()
+    assert_clean(rag_server)

@@ -1,0 +1,39 @@
+"""The access table against a Counter over the last W requests."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radix_ext import AccessTable, ChunkId, LimitError
+
+ids = st.sampled_from([ChunkId(name) for name in "abcdef"])
+
+
+@given(window=st.integers(1, 5), requests=st.lists(st.lists(ids, max_size=5), max_size=20), threshold=st.integers(1, 3))
+def test_table_equals_a_counter_over_the_window(window: int, requests: list[list[ChunkId]], threshold: int) -> None:
+    """After every request: same counts, same size, same promoted run as counting the window afresh."""
+    table = AccessTable(window)
+    for number, request in enumerate(requests, start=1):
+        table.observe(request)
+        naive = Counter(chunk for recent in requests[max(0, number - window) : number] for chunk in set(recent))
+        assert [table.count(chunk) for chunk in map(ChunkId, "abcdef")] == [
+            naive[chunk] for chunk in map(ChunkId, "abcdef")
+        ]
+        assert (len(table), table.num_requests) == (len(naive), min(number, window))
+        run = next((i for i, chunk in enumerate(request) if naive[chunk] < threshold), len(request))
+        assert table.promoted_run(request, threshold) == run
+
+
+def test_repeated_chunk_counts_once_per_request() -> None:
+    """One request that names a chunk twice must not promote it."""
+    table = AccessTable(window=10)
+    table.observe([ChunkId("a"), ChunkId("a")])
+    assert table.count(ChunkId("a")) == 1
+
+
+def test_window_below_one_is_refused() -> None:
+    """A window of nothing counts nothing."""
+    with pytest.raises(LimitError, match="window must be at least 1 but got 0"):
+        AccessTable(window=0)

@@ -1,0 +1,88 @@
+"""Identity of chunks and chains."""
+
+import subprocess
+import sys
+from array import array
+
+import pytest
+
+from radix_ext import ChunkError, ChunkId, Span, SpanError, chain_of, check_spans, chunk_id, extend_chain, root_chain
+
+
+@pytest.mark.parametrize("as_sequence", [list, tuple, lambda ids: array("i", ids), lambda ids: array("q", ids)])
+def test_chunk_id_depends_on_the_ids_alone(as_sequence: type[list[int]]) -> None:
+    """A list, a tuple and arrays of any width name the same chunk."""
+    assert chunk_id(as_sequence([1, 2, 70_000])) == chunk_id([1, 2, 70_000])
+
+
+def test_chunk_id_is_pinned() -> None:
+    """Front and schedulers may be of different builds: the value itself is the contract."""
+    assert chunk_id([1, 2, 3]) == "b30a3c159d7e8193559a42a84f1fcae1"
+
+
+def test_chunk_id_differs_for_other_ids() -> None:
+    """Order, boundaries and every id count."""
+    ids = [[1, 2], [2, 1], [1], [1, 2, 0], [258], [1 << 8 | 1]]
+    assert len({chunk_id(each) for each in ids}) == len(ids)
+
+
+def test_equal_chunk_ids_share_one_string() -> None:
+    """A million nodes must not hold a million copies of a popular id."""
+    assert chunk_id([5, 6]) is chunk_id((5, 6))
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"), [([], "at least 1"), ([1 << 31], "32-bit"), (["a"], "32-bit"), ([1.5], "32")]
+)
+def test_chunk_id_refuses_what_is_no_token_list(ids: list[int], reason: str) -> None:
+    """Empty, too large or not integers: a ChunkError that says so."""
+    with pytest.raises(ChunkError, match=reason):
+        chunk_id(ids)
+
+
+def test_chain_ids_agree_across_processes() -> None:
+    """Another process, with another hash seed, computes the same chain id."""
+    code = "from radix_ext import *; print(chain_of('tenant', ['a', 'b']))"
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "77", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(other.stdout) == chain_of("tenant", [ChunkId("a"), ChunkId("b")])
+
+
+def test_chain_ids_tell_paths_apart() -> None:
+    """Order, depth and namespace count; every id fits 63 bits."""
+    a, b = ChunkId("a"), ChunkId("b")
+    chains = [root_chain(""), root_chain("x"), *(chain_of("", ids) for ids in ([a], [b], [a, b], [b, a]))]
+    chains.append(chain_of("x", [a]))
+    assert len(set(chains)) == len(chains)
+    assert all(0 <= chain < 1 << 63 for chain in chains)
+
+
+def test_chain_of_extends_step_by_step() -> None:
+    """The whole-path form equals the incremental one that the scheduler uses."""
+    a, b = ChunkId("a"), ChunkId("b")
+    assert chain_of("n", [a, b]) == extend_chain(extend_chain(root_chain("n"), a), b)
+
+
+def test_spans_in_order_pass() -> None:
+    """Gaps between spans are allowed: a conversation has several chunk areas."""
+    check_spans([Span(2, 5, ChunkId("a")), Span(5, 9, ChunkId("b")), Span(12, 13, ChunkId("c"))], 13)
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([(0, 4), (3, 8)], "span 1 must start at 4 or later but got 3"),
+        ([(-1, 4)], "span 0 must start at 0 or later but got -1"),
+        ([(4, 4)], "span 0 must end after 4 but got 4"),
+        ([(0, 4), (4, 900)], "span 1 must end by 812 but got 900"),
+    ],
+)
+def test_bad_spans_are_named(spans: list[tuple[int, int]], message: str) -> None:
+    """The message names the span, the limit and the value."""
+    with pytest.raises(SpanError, match=message):
+        check_spans([Span(start, end, ChunkId("a")) for start, end in spans], 812)

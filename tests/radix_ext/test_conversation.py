@@ -1,0 +1,242 @@
+"""Conversations: agreement by hashes, edits, retries, branches, two at once, overflow, bounds, guessed keys."""
+
+from array import array
+
+import pytest
+
+from radix_ext import (
+    ChunkId,
+    ConversationKey,
+    ConversationMap,
+    LimitError,
+    MessageError,
+    PolicyError,
+    Span,
+    Turn,
+    keep_recent,
+    running_hashes,
+    shown,
+)
+
+KEY = ConversationKey("key", "", "", "c1")
+Messages = list[dict[str, object]]
+
+
+def user(text: str) -> dict[str, object]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> dict[str, object]:
+    return {"role": "assistant", "content": text}
+
+
+def make_map(*, max_conversations: int = 10, max_tokens: int = 1000, idle_s: float = 60) -> ConversationMap:
+    return ConversationMap(max_conversations=max_conversations, max_tokens=max_tokens, idle_s=idle_s)
+
+
+def make_turn(messages: Messages, *, chunks: str = "", seen: str = "", num_tokens: int = 10) -> Turn:
+    """A turn whose answer is the last of `messages`; one token of its tokens is the lead."""
+    return Turn(
+        num_messages=len(messages),
+        messages_hash=running_hashes(messages)[-1],
+        lead_ids=array("i", [0]),
+        body_ids=array("i", range(num_tokens - 1)),
+        spans=tuple(Span(i, i + 1, ChunkId(name)) for i, name in enumerate(chunks)),
+        seen=frozenset(map(ChunkId, seen or chunks)),
+    )
+
+
+DIALOGUE: Messages = [user("q1"), answer("a1"), user("q2"), answer("a2"), user("q3")]
+TURN_1, TURN_2 = make_turn(DIALOGUE[:2], chunks="abc"), make_turn(DIALOGUE[:4], chunks="d", seen="abcd")
+
+
+@pytest.fixture
+def conversations() -> ConversationMap:
+    """Two turns finished, at times 0 and 1."""
+    stored = make_map()
+    stored.finish(KEY, (), TURN_1, 0)
+    stored.finish(KEY, (TURN_1,), TURN_2, 1)
+    return stored
+
+
+def agree(
+    stored: ConversationMap, messages: Messages, *, key: ConversationKey = KEY, now: float = 2
+) -> tuple[Turn, ...]:
+    return stored.agree(key, running_hashes(messages), now)
+
+
+def test_next_turn_agrees_with_the_whole_history(conversations: ConversationMap) -> None:
+    """The ordinary case: all stored turns are the prefix."""
+    assert agree(conversations, DIALOGUE) == (TURN_1, TURN_2)
+
+
+def test_first_request_agrees_with_nothing(conversations: ConversationMap) -> None:
+    """A conversation that begins anew under a known id shares no answer yet."""
+    assert agree(conversations, DIALOGUE[:1]) == ()
+    assert agree(make_map(), DIALOGUE) == ()
+
+
+def test_retry_agrees_up_to_the_turn_before(conversations: ConversationMap) -> None:
+    """The client asks turn 2 again: its old answer must not be in the prompt."""
+    assert agree(conversations, DIALOGUE[:3]) == (TURN_1,)
+
+
+def test_edit_of_an_early_message_agrees_with_nothing(conversations: ConversationMap) -> None:
+    """Each hash covers everything before it."""
+    assert agree(conversations, [user("q1, edited"), *DIALOGUE[1:]]) == ()
+
+
+def test_edit_of_a_late_message_keeps_what_is_before(conversations: ConversationMap) -> None:
+    """Turn 1 is still the same."""
+    assert agree(conversations, [*DIALOGUE[:3], answer("a2, edited"), user("q3")]) == (TURN_1,)
+
+
+def test_branch_continues_from_the_common_turns(conversations: ConversationMap) -> None:
+    """Another second question: the branch replaces what was stored beyond the common turn."""
+    messages = [*DIALOGUE[:2], user("another q2"), answer("another a2")]
+    base = agree(conversations, messages[:3])
+    branch = make_turn(messages)
+    conversations.finish(KEY, base, branch, 3)
+    assert agree(conversations, [*messages, user("q3")]) == (TURN_1, branch)
+    assert agree(conversations, DIALOGUE) == (TURN_1,)
+
+
+def test_two_turns_at_once_the_last_to_finish_wins(conversations: ConversationMap) -> None:
+    """Both start from the last finished turn; neither sees the other's tokens."""
+    base = agree(conversations, DIALOGUE)
+    first, second = (make_turn([*DIALOGUE, answer(text)]) for text in ("first", "second"))
+    conversations.finish(KEY, base, first, 3)
+    conversations.finish(KEY, base, second, 4)
+    assert agree(conversations, [*DIALOGUE, answer("first"), user("q4")], now=5) == (TURN_1, TURN_2)
+    assert agree(conversations, [*DIALOGUE, answer("second"), user("q4")], now=5) == (TURN_1, TURN_2, second)
+
+
+def test_aborted_turn_is_simply_not_finished(conversations: ConversationMap) -> None:
+    """Asking changes nothing."""
+    agree(conversations, DIALOGUE)
+    assert agree(conversations, DIALOGUE) == (TURN_1, TURN_2)
+
+
+def test_history_without_its_oldest_turns_still_agrees() -> None:
+    """After overflow turn 1 has left: turn 2 is judged by its own hash, which covers turn 1's messages."""
+    stored = make_map()
+    stored.finish(KEY, (), TURN_2, 0)
+    assert agree(stored, DIALOGUE) == (TURN_2,)
+    assert agree(stored, [user("else"), *DIALOGUE[1:]]) == ()
+
+
+@pytest.mark.parametrize("field", ConversationKey._fields)
+def test_guessed_conversation_id_reads_nothing(conversations: ConversationMap, field: str) -> None:
+    """Another API key, salt or extra key is another conversation, even with the very same messages."""
+    assert agree(conversations, DIALOGUE, key=KEY._replace(**{field: "guess"})) == ()
+
+
+def test_same_key_with_other_messages_reads_nothing(conversations: ConversationMap) -> None:
+    """Knowing all four parts of the key does not do: the messages must be known as well."""
+    assert agree(conversations, [user("tell me"), answer("?"), user("x"), answer("?"), user("y")]) == ()
+
+
+def test_least_recently_used_conversation_goes_first() -> None:
+    """Bounded in conversations."""
+    stored = make_map(max_conversations=2)
+    keys = [KEY._replace(conversation_id=name) for name in "abc"]
+    stored.finish(keys[0], (), TURN_1, 0)
+    stored.finish(keys[1], (), TURN_1, 1)
+    agree(stored, DIALOGUE, key=keys[0])
+    stored.finish(keys[2], (), TURN_1, 3)
+    assert [bool(agree(stored, DIALOGUE, key=key, now=4)) for key in keys] == [True, False, True]
+    assert len(stored) == 2
+
+
+def test_tokens_in_store_are_bounded() -> None:
+    """Ten tokens a turn, 25 in all: the third conversation pushes out the first; one too large is not kept."""
+    stored = make_map(max_tokens=25)
+    keys = [KEY._replace(conversation_id=name) for name in "abc"]
+    for now, key in enumerate(keys):
+        stored.finish(key, (), TURN_1, now)
+        assert stored.num_tokens <= 25
+    assert [bool(agree(stored, DIALOGUE, key=key, now=3)) for key in keys] == [False, True, True]
+    stored.finish(keys[2], (TURN_1, TURN_1), TURN_1, 4)
+    assert (len(stored), stored.num_tokens) == (1, 10)
+
+
+def test_idle_conversations_are_forgotten() -> None:
+    """Kept up to idle_s since the last use, not longer."""
+    stored = make_map(idle_s=60)
+    stored.finish(KEY, (), TURN_1, 0)
+    assert agree(stored, DIALOGUE, now=60) == (TURN_1,)
+    assert agree(stored, DIALOGUE, now=120) == (TURN_1,)
+    assert agree(stored, DIALOGUE, now=180.5) == ()
+    assert (len(stored), stored.num_tokens) == (0, 0)
+
+
+def test_clear_forgets_everything(conversations: ConversationMap) -> None:
+    """A cache flush."""
+    conversations.clear()
+    assert (len(conversations), conversations.num_tokens) == (0, 0)
+    assert agree(conversations, DIALOGUE) == ()
+
+
+def test_hashes_run_over_all_messages() -> None:
+    """One hash per message; equal beginnings have equal hashes, and none is a mere function of its own message."""
+    hashes = running_hashes(DIALOGUE)
+    assert running_hashes(DIALOGUE[:3]) == hashes[:3]
+    assert running_hashes(DIALOGUE[1:])[0] != hashes[1]
+    assert running_hashes([]) == ()
+
+
+def test_hashes_do_not_join_neighbouring_messages() -> None:
+    """Moving text from one message to the next is an edit."""
+    assert running_hashes([user("ab"), user("c")])[-1] != running_hashes([user("a"), user("bc")])[-1]
+    assert running_hashes([user("a")]) != running_hashes([answer("a")])
+
+
+def test_hashes_overlook_empty_fields_and_field_order() -> None:
+    """Clients send an answer back with null fields the server never wrote, and in their own field order."""
+    echoed: Messages = [{"refusal": None, "tool_calls": [], "content": "a1", "role": "assistant"}]
+    assert running_hashes(echoed) == running_hashes([answer("a1")])
+
+
+def test_hashes_regard_fields_that_hold_something() -> None:
+    """A tool call with the same text is another message."""
+    assert running_hashes([answer("a") | {"tool_calls": [{"id": "1"}]}]) != running_hashes([answer("a")])
+    parts = [{"type": "text", "text": "\ud800 é"}]
+    assert len(running_hashes([{"role": "user", "content": parts}])[0]) == 32
+
+
+@pytest.mark.parametrize("message", ["text", {"role": "user", "content": {1, 2}}, {"role": "user", "content": b"x"}])
+def test_message_that_is_no_json_is_refused(message: dict[str, object]) -> None:
+    """The edge can name the message."""
+    with pytest.raises(MessageError, match="message 1"):
+        running_hashes([user("fine"), message])
+
+
+@pytest.mark.parametrize(("budget", "num_kept"), [(0, 0), (9, 0), (10, 1), (19, 1), (20, 2), (99, 2)])
+def test_overflow_drops_the_oldest_turns(budget: int, num_kept: int) -> None:
+    """Ten tokens a turn: the most recent that fit stay, in order."""
+    turns = (TURN_1, TURN_2)
+    assert keep_recent(turns, budget) == turns[2 - num_kept :]
+
+
+def test_overflow_stops_at_the_first_turn_that_does_not_fit() -> None:
+    """No gaps: an old small turn does not survive a newer large one."""
+    large = make_turn(DIALOGUE[:4], num_tokens=50)
+    assert keep_recent((TURN_1, large, TURN_2), 30) == (TURN_2,)
+
+
+def test_shown_chunks_of_departed_turns_depend_on_the_policy() -> None:
+    """By default a chunk whose turn has left may be sent again; the paper (CRAFT 4.3) keeps it dropped."""
+    assert shown((TURN_2,), "kept") == {"d"}
+    assert shown((TURN_2,), "paper") == {"a", "b", "c", "d"}
+    assert shown((TURN_1, TURN_2), "kept") == {"a", "b", "c", "d"}
+    assert shown((), "paper") == shown((), "kept") == frozenset()
+
+
+def test_impossible_settings_are_refused() -> None:
+    """With the name and the limit."""
+    with pytest.raises(PolicyError, match="policy must be one of kept, paper"):
+        shown((), "all")  # type: ignore[arg-type]
+    with pytest.raises(LimitError, match="max_tokens must be at least 1 but got 0"):
+        make_map(max_tokens=0)
+    with pytest.raises(LimitError, match="idle_s must be at least 0 but got nan"):
+        make_map(idle_s=float("nan"))

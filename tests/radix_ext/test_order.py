@@ -1,0 +1,226 @@
+"""Order policies: what they choose, the bounded search against brute force, planned against held nodes."""
+
+import random
+from itertools import permutations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radix_ext import (
+    AccessTable,
+    Chunk,
+    ChunkError,
+    ChunkId,
+    ChunkPrefixTree,
+    LimitError,
+    Ordering,
+    OrderPolicy,
+    PolicyError,
+    TailPolicy,
+    Tier,
+    order_chunks,
+    order_per_rank,
+)
+from radix_ext import order as order_module
+
+LENGTHS = {"a": 4, "b": 4, "c": 9, "d": 4, "e": 17}
+
+
+def make_chunks(names: str) -> list[Chunk]:
+    return [Chunk(ChunkId(name), LENGTHS.get(name, 4)) for name in names]
+
+
+def make_tree(*chains: str, rank: int = 0) -> ChunkPrefixTree:
+    tree = ChunkPrefixTree(max_nodes=100_000)
+    for chain in chains:
+        tree.insert("", make_chunks(chain), rank=rank, tier=Tier.DEVICE, promoted_len=0)
+    return tree
+
+
+def order(
+    names: str,
+    tree: ChunkPrefixTree,
+    *,
+    policy: OrderPolicy = "tree",
+    tail: TailPolicy = "rank",
+    seen: str = "",
+    rank: int | None = 0,
+    max_visits: int = 1000,
+) -> Ordering:
+    table = AccessTable(window=100)
+    for name in seen:
+        table.observe([ChunkId(name)])
+    return order_chunks(policy, tail, tree, table, "", make_chunks(names), rank=rank, max_visits=max_visits)
+
+
+def names_of(ordering: Ordering) -> str:
+    return "".join(chunk.id for chunk in ordering.chunks)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tail", "expected", "held_len"),
+    [
+        ("retriever", "rank", "abcd", 0),
+        ("frequency", "rank", "dbac", 0),
+        ("tree", "rank", "cabd", 1),
+        ("tree", "frequency", "cdba", 1),
+    ],
+)
+def test_policies_order_as_named(policy: OrderPolicy, tail: TailPolicy, expected: str, held_len: int) -> None:
+    """c is cached; d was seen three times and b twice in the window."""
+    ordering = order("abcd", make_tree("c"), policy=policy, tail=tail, seen="dbdbd")
+    assert (names_of(ordering), ordering.held_len) == (expected, held_len)
+
+
+def test_paper_example_keeps_three_chunks() -> None:
+    """CRAFT 3.1: after [C1 C4 C5 C6 C7], the request [C1 C2 C3 C4 C5] becomes [C1 C4 C5 C2 C3]."""
+    ordering = order("12345", make_tree("14567"))
+    assert (names_of(ordering), ordering.held_len) == ("14523", 3)
+
+
+def test_tree_prefers_tokens_over_chunks() -> None:
+    """One chunk of 17 tokens saves more than three of 4."""
+    assert names_of(order("abde", make_tree("abd", "e"))) == "eabd"
+
+
+def test_tree_prefers_the_retrievers_first_among_equals() -> None:
+    """Equally long chains: the better ranked chunk goes first."""
+    assert names_of(order("dab", make_tree("ab", "da"))) == "dab"
+
+
+def test_order_of_an_empty_request_is_empty() -> None:
+    """No chunks, nothing to decide."""
+    assert order("", make_tree("ab")) == Ordering((), 0, 0, 0, 0)
+
+
+def test_planned_nodes_guide_but_do_not_count_as_held() -> None:
+    """A queued request's chain is followed, and told apart from what is held."""
+    tree = make_tree("b")
+    plan = tree.plan("", make_chunks("bca"), rank=0)
+    ordering = order("abc", tree)
+    assert names_of(ordering) == "bca"
+    assert (ordering.held_len, ordering.planned_len) == (1, 2)
+    assert (ordering.held_tokens, ordering.planned_tokens, ordering.cached_tokens) == (4, 13, 17)
+    tree.cancel(plan)
+    assert names_of(order("abc", tree)) == "bac"
+
+
+def test_retriever_policy_reports_planned_nodes_too() -> None:
+    """The report means the same whatever the policy."""
+    tree = make_tree("a")
+    tree.plan("", make_chunks("ab"), rank=0)
+    ordering = order("abc", tree, policy="retriever")
+    assert (ordering.held_len, ordering.planned_len) == (1, 1)
+
+
+def test_other_ranks_do_not_help() -> None:
+    """What rank 1 holds is no use to rank 0, except where any rank will do."""
+    tree = make_tree("ba", rank=1)
+    assert order("ab", tree, rank=0).held_len == 0
+    assert order("ab", tree, rank=1).held_len == 2
+    assert order("ab", tree, rank=None).held_len == 2
+
+
+def test_order_per_rank_serves_a_router() -> None:
+    """Each rank gets its own best order, with the tokens it would save."""
+    tree = make_tree("ba", rank=1)
+    tree.insert("", make_chunks("c"), rank=0, tier=Tier.HOST, promoted_len=0)
+    per_rank = order_per_rank(
+        "tree", "rank", tree, AccessTable(10), "", make_chunks("abc"), ranks=range(3), max_visits=50
+    )
+    assert {rank: ordering.cached_tokens for rank, ordering in per_rank.items()} == {0: 9, 1: 8, 2: 0}
+    assert [names_of(per_rank[rank]) for rank in range(3)] == ["cab", "bac", "abc"]
+
+
+def test_namespaces_do_not_see_each_other() -> None:
+    """Another tenant's chain is not followed."""
+    tree = ChunkPrefixTree(max_nodes=10)
+    tree.insert("other", make_chunks("b"), rank=0, tier=Tier.DEVICE, promoted_len=0)
+    assert order("ab", tree).held_len == 0
+
+
+def test_bad_arguments_are_refused() -> None:
+    """Each with the error class the edge turns into a 400."""
+    with pytest.raises(ChunkError, match="1 are repeated"):
+        order("aba", make_tree())
+    with pytest.raises(PolicyError, match="policy must be one of retriever, frequency, tree but got 'best'"):
+        order("a", make_tree(), policy="best")  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="tail"):
+        order("a", make_tree(), tail="x")  # type: ignore[arg-type]
+    with pytest.raises(LimitError, match="max_visits must be at least 1 but got 0"):
+        order("ab", make_tree("a"), max_visits=0)
+
+
+chains = st.lists(st.permutations("abcde").map("".join).flatmap(lambda s: st.integers(0, 5).map(lambda n: s[:n])))
+
+
+@given(chains=chains, request_names=st.permutations("abcdz").map("".join), other=chains)
+def test_unbounded_search_equals_brute_force(chains: list[str], request_names: str, other: list[str]) -> None:
+    """Over all permutations: most tokens, then most chunks, then lexicographically first by retriever rank."""
+    tree = make_tree(*chains)
+    for chain in other:
+        tree.insert("", make_chunks(chain), rank=1, tier=Tier.DEVICE, promoted_len=0)
+    held = {chain[:end] for chain in chains for end in range(1, len(chain) + 1)}
+
+    def goodness(permuted: tuple[str, ...]) -> tuple[int, int, list[int]]:
+        length = max(end for end in range(len(permuted) + 1) if end == 0 or "".join(permuted[:end]) in held)
+        run = permuted[:length]
+        ranks = [-request_names.index(name) for name in run]
+        return sum(LENGTHS.get(name, 4) for name in run), length, ranks
+
+    best_tokens, best_len, best_ranks = max(map(goodness, permutations(request_names)))
+    ordering = order(request_names, tree)
+    assert (ordering.held_tokens, ordering.held_len) == (best_tokens, best_len)
+    assert [-request_names.index(name) for name in names_of(ordering)[:best_len]] == best_ranks
+    rest = [name for name in request_names if name not in names_of(ordering)[:best_len]]
+    assert names_of(ordering)[best_len:] == "".join(rest)
+
+
+def scattered_tree(num_chunks: int, num_chains: int, max_len: int) -> tuple[ChunkPrefixTree, list[Chunk]]:
+    """Random orders of the same chunks, cut anywhere: nothing can be ruled out without looking."""
+    rng = random.Random(0)
+    chunks = [Chunk(ChunkId(f"{number}"), 4) for number in range(num_chunks)]
+    tree = ChunkPrefixTree(max_nodes=1_000_000)
+    for _ in range(num_chains):
+        chain = rng.sample(chunks, rng.randint(1, max_len))
+        tree.insert("", chain, rank=0, tier=Tier.DEVICE, promoted_len=0)
+    return tree, chunks
+
+
+@pytest.mark.parametrize(("num_chunks", "max_len", "at_least"), [(10, 9, 8), (100, 40, 25)])
+def test_bounded_search_is_good_on_adversarial_trees(num_chunks: int, max_len: int, at_least: int) -> None:
+    """With 64 visits in a tree of thousands of nodes, the chain found is long, if not the longest."""
+    tree, chunks = scattered_tree(num_chunks, 1500, max_len)
+    ordering = order_chunks("tree", "rank", tree, AccessTable(1), "", chunks[::-1], rank=0, max_visits=64)
+    assert ordering.held_len >= at_least
+    assert len({chunk.id for chunk in ordering.chunks}) == num_chunks
+
+
+def test_search_stays_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks into at most max_visits nodes, whatever the tree, unless the request itself is longer."""
+    tree, chunks = scattered_tree(10, 1500, 10)
+    children_among = order_module._children_among
+    num_visits = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_visits
+        num_visits += 1
+        return children_among(*args)
+
+    monkeypatch.setattr(order_module, "_children_among", counted)
+    for max_visits in (1, 10, 64):
+        num_visits = 0
+        order_chunks("tree", "rank", tree, AccessTable(1), "", chunks, rank=0, max_visits=max_visits)
+        assert 0 < num_visits <= max(max_visits, len(chunks))
+
+
+def test_one_visit_per_level_still_follows_a_chain_to_its_end() -> None:
+    """A chain of 100 chunks is found even with the smallest bound."""
+    chunks = [Chunk(ChunkId(f"{number}"), 4) for number in range(100)]
+    tree = ChunkPrefixTree(max_nodes=200)
+    tree.insert("", chunks, rank=0, tier=Tier.DEVICE, promoted_len=0)
+    ordering = order_chunks("tree", "rank", tree, AccessTable(1), "", chunks[::-1], rank=0, max_visits=1)
+    assert ordering.chunks == tuple(chunks)
+    assert ordering.held_tokens == 400

@@ -1,0 +1,124 @@
+"""ChunkPrefixTree against a dict of paths, driven by Hypothesis through every operation, checked after every step."""
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Plan, Tier, chain_of
+from tests.reference.naive_tree import NaiveTree
+
+CHUNKS = tuple(Chunk(ChunkId(name), tokens) for name, tokens in zip("abcd", (4, 300, 7, 5), strict=True))
+namespaces = st.sampled_from(["", "tenant"])
+chunk_lists = st.lists(st.sampled_from(CHUNKS), max_size=4)
+ranks = st.integers(0, 2)
+tiers = st.sampled_from(Tier)
+OpenPlan = tuple[str, list[Chunk], int, Plan]
+
+
+def ids_of(chunks: list[Chunk]) -> list[ChunkId]:
+    return [chunk.id for chunk in chunks]
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Both trees do the same; they must agree on every answer and, after each step, on every node."""
+
+    plans: Bundle[OpenPlan] = Bundle("plans")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = ChunkPrefixTree(max_nodes=10_000)
+        self.naive = NaiveTree()
+        self.num_open_plans = 0
+
+    @rule(namespace=namespaces, chunks=chunk_lists, rank=ranks, tier=tiers, promoted_len=st.integers(0, 5))
+    def insert(self, namespace: str, chunks: list[Chunk], rank: int, tier: Tier, promoted_len: int) -> None:
+        node = self.tree.insert(namespace, chunks, rank=rank, tier=tier, promoted_len=promoted_len)
+        self.naive.insert(namespace, chunks, rank, tier, promoted_len)
+        assert node is self.tree.find(chain_of(namespace, ids_of(chunks)))
+
+    @rule(namespace=namespaces, base=chunk_lists, chunks=chunk_lists, rank=ranks, tier=tiers, run=st.integers(0, 3))
+    def extend(self, namespace: str, base: list[Chunk], chunks: list[Chunk], rank: int, tier: Tier, run: int) -> None:
+        chain = chain_of(namespace, ids_of(base))
+        node = self.tree.extend(chain, chunks, rank=rank, tier=tier, promoted_len=run)
+        known = self.naive.nodes.get((namespace, tuple(ids_of(base))))
+        assert (node is not None) == (known is not None and rank in known.tiers)
+        if node is not None:
+            before = [(self.naive.nodes[namespace, tuple(ids_of(base[:end]))]) for end in range(1, len(base) + 1)]
+            kept = [(naive.hits, naive.tiers[rank], naive.promoted) for naive in before]
+            self.naive.insert(namespace, [*base, *chunks], rank, tier, len(base) + run)
+            for naive, (hits, old_tier, promoted) in zip(before, kept, strict=True):
+                naive.hits, naive.tiers[rank], naive.promoted = hits, old_tier, promoted
+
+    @rule(namespace=namespaces, chunks=chunk_lists, promoted_len=st.integers(0, 5))
+    def mark_promoted(self, namespace: str, chunks: list[Chunk], promoted_len: int) -> None:
+        self.tree.mark_promoted(namespace, ids_of(chunks), promoted_len=promoted_len)
+        self.naive.mark_promoted(namespace, ids_of(chunks), promoted_len)
+
+    @rule(target=plans, namespace=namespaces, chunks=chunk_lists, rank=ranks)
+    def plan(self, namespace: str, chunks: list[Chunk], rank: int) -> OpenPlan:
+        self.naive.plan(namespace, chunks, rank)
+        self.num_open_plans += 1
+        return namespace, chunks, rank, self.tree.plan(namespace, chunks, rank=rank)
+
+    @rule(open_plan=consumes(plans), twice=st.booleans())
+    def cancel(self, open_plan: OpenPlan, twice: bool) -> None:
+        namespace, chunks, rank, plan = open_plan
+        self.tree.cancel(plan)
+        if twice:
+            self.tree.cancel(plan)
+        self.naive.cancel(namespace, chunks, rank)
+        self.num_open_plans -= 1
+
+    @rule(open_plan=consumes(plans), served_by=ranks, tier=tiers, num_chunks=st.integers(0, 4), run=st.integers(0, 4))
+    def settle(self, open_plan: OpenPlan, served_by: int, tier: Tier, num_chunks: int, run: int) -> None:
+        namespace, chunks, rank, plan = open_plan
+        self.tree.settle(plan, rank=served_by, tier=tier, num_chunks=num_chunks, promoted_len=run)
+        self.naive.insert(namespace, chunks[:num_chunks], served_by, tier, run)
+        self.naive.cancel(namespace, chunks, rank)
+        self.num_open_plans -= 1
+
+    @rule(namespace=namespaces, chunks=chunk_lists.filter(bool), rank=ranks)
+    def evict(self, namespace: str, chunks: list[Chunk], rank: int) -> None:
+        lost = self.tree.evict(chain_of(namespace, ids_of(chunks)), rank=rank)
+        assert lost == self.naive.evict(namespace, ids_of(chunks), rank)
+
+    @rule(namespace=namespaces, chunks=chunk_lists, rank=ranks, tier=tiers)
+    def move(self, namespace: str, chunks: list[Chunk], rank: int, tier: Tier) -> None:
+        moved = self.tree.move(chain_of(namespace, ids_of(chunks)), rank=rank, tier=tier)
+        assert moved == self.naive.move(namespace, ids_of(chunks), rank, tier)
+
+    @rule(rank=ranks)
+    def drop_rank(self, rank: int) -> None:
+        assert self.tree.drop_rank(rank) == self.naive.drop_rank(rank)
+
+    @rule(namespace=namespaces, chunks=chunk_lists, rank=st.none() | ranks)
+    def match(self, namespace: str, chunks: list[Chunk], rank: int | None) -> None:
+        nodes = self.tree.match(namespace, ids_of(chunks), rank=rank)
+        assert len(nodes) == self.naive.match(namespace, ids_of(chunks), rank)
+        assert [node.chunk_id for node in nodes] == ids_of(chunks)[: len(nodes)]
+
+    @invariant()
+    def same_nodes(self) -> None:
+        self.tree.check_integrity()
+        assert len(self.tree) == len(self.naive.nodes)
+        for (namespace, path), naive in self.naive.nodes.items():
+            node = self.tree.find(chain_of(namespace, [ChunkId(chunk) for chunk in path]))
+            assert node is not None
+            assert tuple(step.chunk_id for step in node.path()) == path
+            assert dict(node.held_by()) == naive.tiers
+            assert [node.num_plans(rank) for rank in range(3)] == [naive.plans.count(rank) for rank in range(3)]
+            assert (node.promoted, node.hits, node.num_tokens) == (naive.promoted, naive.hits, naive.num_tokens)
+
+    @invariant()
+    def same_stats(self) -> None:
+        stats = self.tree.stats
+        assert {(h.rank, h.tier): (h.num_nodes, h.num_tokens) for h in stats.held} == self.naive.held()
+        assert stats.num_promoted == sum(naive.promoted for naive in self.naive.nodes.values())
+        assert stats.num_namespaces == len({namespace for namespace, _ in self.naive.nodes})
+        assert stats.num_open_plans == self.num_open_plans
+
+
+TestTreeMachine: Any = TreeMachine.TestCase
+TestTreeMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

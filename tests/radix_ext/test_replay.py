@@ -1,0 +1,187 @@
+"""Replay against a naive simulator, its accounting, and the figures on real retrieval."""
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from radix_ext import (
+    AdmissionPolicy,
+    Chunk,
+    ChunkId,
+    ChunkPrefixTree,
+    EvictionPolicy,
+    EvictionQueue,
+    LimitError,
+    OrderPolicy,
+    PolicyError,
+    ReplayResult,
+    ReplaySettings,
+    TailPolicy,
+    Tier,
+    overlap,
+    replay_trace,
+)
+from tests.reference.naive_replay import naive_hits
+
+
+def make_trace(num_requests: int, *, seed: int = 0) -> list[list[str]]:
+    """Requests of 1 to 5 of 20 chunks, low numbers more often: enough of everything in a short trace."""
+    rng = random.Random(seed)
+    draws = ([int(20 * rng.random() ** 2) for _ in range(rng.randint(1, 5))] for _ in range(num_requests))
+    return [[str(number) for number in dict.fromkeys(draw)] for draw in draws]
+
+
+def as_chunks(trace: list[list[str]], num_tokens: int = 1) -> list[list[Chunk]]:
+    return [[Chunk(ChunkId(name), num_tokens) for name in request] for request in trace]
+
+
+def run(
+    trace: list[list[Chunk]],
+    *,
+    order: OrderPolicy = "tree",
+    tail: TailPolicy = "rank",
+    eviction: EvictionPolicy = "lru",
+    admission: AdmissionPolicy = "all",
+    capacity: int | None = None,
+    window: int = 1000,
+    threshold: int = 2,
+) -> ReplayResult:
+    return replay_trace(
+        trace,
+        ReplaySettings(
+            order=order,
+            tail=tail,
+            eviction=eviction,
+            admission=admission,
+            capacity=capacity,
+            window=window,
+            threshold=threshold,
+            max_visits=1000,
+        ),
+    )
+
+
+@pytest.mark.parametrize("capacity", [None, 3, 25])
+@pytest.mark.parametrize("eviction", ["lru", "promoted"])
+@pytest.mark.parametrize(
+    ("order", "tail"), [("retriever", "rank"), ("frequency", "rank"), ("tree", "rank"), ("tree", "frequency")]
+)
+def test_replay_equals_the_naive_simulator(
+    order: OrderPolicy, tail: TailPolicy, eviction: EvictionPolicy, capacity: int | None
+) -> None:
+    """Same hits on a generated trace, whatever the policies; window and threshold small enough to matter."""
+    trace = make_trace(150)
+    result = run(as_chunks(trace), order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3)
+    expected = naive_hits(trace, order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3)
+    assert result.num_chunk_hits == expected
+    assert 0 < expected < result.num_chunks
+
+
+def test_result_accounts_for_everything() -> None:
+    """Counts, rates and bounds by hand: the second request hits both chunks, the third one of two."""
+    result = run([[*chunks] for chunks in as_chunks([["a", "b"], ["b", "a"], ["a", "c"]], num_tokens=5)], capacity=2)
+    assert (result.num_requests, result.num_chunks, result.num_chunk_hits) == (3, 6, 3)
+    assert (result.num_tokens, result.num_token_hits) == (30, 15)
+    assert (result.chunk_hit_rate, result.token_hit_rate) == (0.5, 0.5)
+    assert (result.peak_nodes, result.num_evicted) == (2, 1)
+    assert 0 < result.order_us_p50 <= result.order_us_p99
+
+
+def test_empty_trace_has_rates_of_zero() -> None:
+    """No division by nothing."""
+    result = run([])
+    assert (result.num_requests, result.chunk_hit_rate, result.order_us_p50) == (0, 0.0, 0.0)
+
+
+def test_admission_of_promoted_runs_only_caches_less() -> None:
+    """CRAFT to the letter: a chunk's first request leaves nothing behind."""
+    trace = as_chunks([["a", "b"]] * 3)
+    assert run(trace).num_chunk_hits == 4
+    assert run(trace, admission="promoted").num_chunk_hits == 2
+
+
+def test_eviction_queue_survives_many_uses_of_the_same_leaf() -> None:
+    """Stale entries are swept: the heap stays in proportion to the tree."""
+    tree = ChunkPrefixTree(max_nodes=100)
+    queue = EvictionQueue(tree, "lru")
+    for names in ["ab", "c"] * 500:
+        chunks = [Chunk(ChunkId(name), 1) for name in names]
+        node = tree.insert("", chunks, rank=0, tier=Tier.DEVICE, promoted_len=0)
+        assert node is not None
+        queue.push(node)
+        assert len(queue._heap) <= 4 * 3 + 64
+    victims = [queue.pop(), queue.pop(), queue.pop()]
+    assert [victim and victim.chunk_id for victim in victims] == ["b", "c", None]
+
+
+def test_impossible_settings_are_refused() -> None:
+    """Before anything is replayed."""
+    with pytest.raises(PolicyError, match="eviction must be one of lru, promoted"):
+        run([], eviction="fifo")  # type: ignore[arg-type]
+    with pytest.raises(LimitError, match="capacity must be at least 1 but got 0"):
+        run([], capacity=0)
+
+
+def test_overlap_of_the_papers_two_requests() -> None:
+    """CRAFT 3.1: [1 4 5 6 7] and [1 2 3 4 5] share a prefix of 1 and a set of 3, out of 5."""
+    assert overlap([list(map(ChunkId, "14567")), list(map(ChunkId, "12345"))]) == (0.2, 0.6)
+
+
+def test_overlap_equals_comparing_all_pairs() -> None:
+    """The one-pass form against the definition."""
+    trace = [[ChunkId(name) for name in request] for request in make_trace(60, seed=3)]
+
+    def common_prefix(a: list[ChunkId], b: list[ChunkId]) -> int:
+        return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+    prefix = total = 0.0
+    for i in range(1, len(trace)):
+        prefix += max(common_prefix(trace[i], trace[j]) for j in range(i)) / len(trace[i])
+        total += max(len(set(trace[i]) & set(trace[j])) for j in range(i)) / len(trace[i])
+    assert overlap(trace) == pytest.approx((prefix / 59, total / 59))
+    assert overlap(trace[:1]) == overlap([]) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def ragpulse() -> list[list[Chunk]]:
+    """The development part of RAGPulse, where it is at hand."""
+    path = Path(os.environ.get("CHUNKCACHE_DATA", "/nonexistent")) / "ragpulse" / "requests.jsonl.gz"
+    if not path.exists():
+        pytest.skip("CHUNKCACHE_DATA does not name a directory with ragpulse/requests.jsonl.gz")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        requests = [json.loads(line)["passages"] for line in lines]
+    return as_chunks([[str(passage) for passage in dict.fromkeys(request)] for request in requests if request])
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("order", "eviction", "capacity", "at_least", "at_most"),
+    [
+        ("retriever", "lru", None, 0.262, 0.272),
+        ("retriever", "lru", 3000, 0.181, 0.191),
+        ("retriever", "lru", 1000, 0.118, 0.128),
+        ("frequency", "lru", None, 0.323, 0.333),
+        ("frequency", "lru", 3000, 0.274, 0.284),
+        ("frequency", "lru", 1000, 0.213, 0.223),
+        ("tree", "lru", None, 0.488, 1),
+        ("tree", "lru", 3000, 0.412, 1),
+        ("tree", "lru", 1000, 0.300, 1),
+        ("tree", "promoted", 3000, 0.420, 1),
+        ("tree", "promoted", 1000, 0.320, 1),
+    ],
+)
+def test_hit_rate_on_ragpulse(
+    ragpulse: list[list[Chunk]],
+    order: OrderPolicy,
+    eviction: EvictionPolicy,
+    capacity: int | None,
+    at_least: float,
+    at_most: float,
+) -> None:
+    """The figures in radix_ext/README.md."""
+    result = run(ragpulse, order=order, eviction=eviction, capacity=capacity)
+    assert at_least <= result.chunk_hit_rate <= at_most

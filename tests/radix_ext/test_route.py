@@ -1,0 +1,63 @@
+"""Routing policies and their in-flight bookkeeping."""
+
+import pytest
+
+from radix_ext import KvAware, LimitError, RoundRobin, Router
+
+
+def test_round_robin_takes_turns_whatever_is_cached() -> None:
+    """CRAFT's baseline ignores what ranks hold."""
+    router = RoundRobin(3)
+    assert [router.choose({0: 999}) for _ in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_kv_aware_prefers_the_longest_chain() -> None:
+    """With equal load the rank with most cached tokens serves."""
+    assert KvAware(3, max_load_ratio=1.25).choose({1: 40, 2: 50}) == 2
+
+
+def test_kv_aware_avoids_an_overloaded_rank() -> None:
+    """Rank 0 has more than 1.25 x the mean in flight, so the second best chain serves."""
+    router = KvAware(3, max_load_ratio=1.25)
+    for rank, tokens in enumerate((200, 100, 100)):
+        router.begin(rank, tokens)
+    assert router.choose({0: 90, 1: 10}) == 1
+
+
+def test_kv_aware_allows_load_up_to_the_ratio() -> None:
+    """Exactly 1.25 x the mean (125 of a mean of 100) is not yet overloaded."""
+    router = KvAware(2, max_load_ratio=1.25)
+    router.begin(0, 125)
+    router.begin(1, 75)
+    assert router.choose({0: 1}) == 0
+
+
+def test_kv_aware_breaks_ties_by_load_then_turn() -> None:
+    """Cold requests go to the less loaded rank and otherwise around, so that every rank's cache gets used."""
+    router = KvAware(3, max_load_ratio=2)
+    assert [router.choose({}) for _ in range(4)] == [0, 1, 2, 0]
+    router.begin(1, 10)
+    assert router.choose({}) == 2
+    assert router.choose({}) == 0
+    assert router.choose({}) == 2
+
+
+@pytest.mark.parametrize("router", [RoundRobin(2), KvAware(2, max_load_ratio=1)])
+def test_in_flight_tokens_come_and_go(router: Router) -> None:
+    """What began must end, in any order; what did not begin cannot."""
+    router.begin(1, 30)
+    router.begin(1, 5)
+    router.end(1, 30)
+    assert router.in_flight == (0, 5)
+    with pytest.raises(LimitError, match="rank 1 has 5 tokens in flight but 6 ended"):
+        router.end(1, 6)
+    with pytest.raises(LimitError, match=r"rank must be in \[0, 2\) but got 2"):
+        router.begin(2, 1)
+
+
+def test_impossible_settings_are_refused() -> None:
+    """A ratio below 1 could leave no rank at all."""
+    with pytest.raises(LimitError, match=r"max_load_ratio must be at least 1 but got 0\.9"):
+        KvAware(2, max_load_ratio=0.9)
+    with pytest.raises(LimitError, match="num_ranks"):
+        RoundRobin(0)

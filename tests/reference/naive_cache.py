@@ -1,0 +1,83 @@
+"""What `ChunkRadixCache` holds, as a dict from a path of units to the slots of its last unit.
+
+A unit is one token, or one whole chunk; a path begins with the namespace (kind, extra_key, cache_salt). Slow and
+obviously right: no nodes, no splits, no locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Unit = tuple[Any, ...]
+Path = tuple[Unit, ...]
+
+
+def units(
+    token_ids: Sequence[int],
+    spans: Sequence[tuple[int, int]] | None,
+    up_to: int,
+    extra_key: str | None,
+    salt: str | None,
+) -> Path:
+    """The first `up_to` tokens as units; a chunk that would be cut is left out with all behind it."""
+    path: list[Unit] = [("plain" if spans is None else "chunks", extra_key, salt)]
+    starts = dict(spans or ())
+    position = 0
+    while position < up_to:
+        end = starts.get(position, position + 1)
+        if end > up_to:
+            break
+        path.append(("chunk" if position in starts else "token", *token_ids[position:end]))
+        position = end
+    return tuple(path)
+
+
+def num_tokens(path: Path) -> int:
+    return sum(len(unit) - 1 for unit in path[1:])
+
+
+class NaiveCache:
+    """Paths with slots, and the promotion marks of chunk paths."""
+
+    def __init__(self) -> None:
+        self.slots: dict[Path, tuple[int, ...]] = {}
+        self.marks: dict[Path, bool] = {}
+
+    def match(self, path: Path) -> Path:
+        """The longest leading part of `path` that is held."""
+        length = 1
+        while length < len(path) and path[: length + 1] in self.slots:
+            length += 1
+        return path[:length]
+
+    def insert(self, path: Path, slots: Sequence[int]) -> None:
+        """Hold `path`; what was there keeps its slots."""
+        position = 0
+        for length in range(2, len(path) + 1):
+            end = position + len(path[length - 1]) - 1
+            self.slots.setdefault(path[:length], tuple(slots[position:end]))
+            position = end
+
+    def mark(self, path: Path, promoted_len: int, area_len: int) -> None:
+        """Marks along the first chunk area of `path`."""
+        chunks = [path[: i + 1] for i, unit in enumerate(path) if unit[0] == "chunk"]
+        for index, chunk_path in enumerate(chunks[:area_len]):
+            self.marks[chunk_path] = index < promoted_len
+
+    def evict(self, freed: Iterable[int]) -> None:
+        """These slots are gone, and with them their paths."""
+        gone = set(freed)
+        for path in [path for path, slots in self.slots.items() if gone.intersection(slots)]:
+            del self.slots[path]
+            self.marks.pop(path, None)
+        for path in self.slots:
+            assert len(path) == 2 or path[:-1] in self.slots, f"{path} lost what it stands on"
+
+    def is_promoted(self, path: Path) -> bool:
+        """The mark of the nearest chunk of the first area, at `path` or above; True without one."""
+        marks = (self.marks[path[:n]] for n in range(len(path), 1, -1) if path[:n] in self.marks)
+        return next(marks, True)
+
+    def slots_of(self, path: Path) -> list[int]:
+        return [slot for n in range(2, len(path) + 1) for slot in self.slots[path[:n]]]

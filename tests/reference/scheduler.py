@@ -1,0 +1,234 @@
+"""SGLang's scheduler reduced to what a prefix cache sees: the same calls in the same order, on its real pools.
+
+A request goes match -> lock -> prefill pieces -> decode -> release; the last step is SGLang's own `release_kv_cache`.
+Slots are counted, so that a double free or a leak shows at once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams, zero_match_result
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.request_spans import Acknowledgement, pack
+
+SECRET = "s3cret"
+MAX_CONTEXT = 128
+MAX_REQS = 16
+
+
+class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
+    """SGLang's slot allocator that refuses a slot which is free already."""
+
+    def free(self, free_index: torch.Tensor) -> None:
+        slots = Counter(free_index.tolist())
+        twice = (slots & Counter(self.free_pages.tolist())) + Counter(s for s, n in slots.items() if n > 1)
+        assert not twice, f"slots freed twice: {sorted(twice)}"
+        super().free(free_index.to(torch.int64))
+
+
+class FakeReq:
+    """What the cache reads and writes of a `Req`."""
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        custom_params: Any = None,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        self.origin_input_ids = array("q", token_ids)
+        self.output_ids = array("q")
+        self.extra_key, self.cache_salt = extra_key, cache_salt
+        self.sampling_params = SimpleNamespace(custom_params=custom_params)
+        self.kv = ReqKvInfo()
+        self.priority = 0
+        self.last_node: Any = None
+        self.prefix_indices = torch.empty((0,), dtype=torch.int64)
+        self.skip_radix_cache_insert = False
+        self.customized_info: dict[str, list[Any]] | None = None
+        self.filled = 0
+
+    @property
+    def all_ids(self) -> array[int]:
+        return self.origin_input_ids + self.output_ids
+
+    def get_fill_ids(self) -> array[int]:
+        return self.all_ids[: self.filled]
+
+    def owned_kv_len(self) -> int:
+        return self.kv.kv_committed_len
+
+
+def marked(
+    spans: Sequence[tuple[int, int]],
+    *,
+    namespace: str = "n",
+    promoted_len: int = 0,
+    ack: tuple[int, int] = (0, 0),
+) -> dict[str, Any]:
+    """The `custom_params` of a request of the front."""
+    return dict(
+        pack(
+            [SimpleNamespace(start=start, end=end) for start, end in spans],  # type: ignore[misc]
+            namespace=namespace,
+            promoted_len=promoted_len,
+            ack=Acknowledgement(*ack),
+            secret=SECRET,
+        )
+    )
+
+
+class Scheduler:
+    """One rank: pools, cache and the life of requests."""
+
+    def __init__(self, capacity: int, config: ChunkCacheConfig | None, *, force_miss: bool = False) -> None:
+        """`config` None: SGLang's own RadixCache."""
+        self.capacity, self.force_miss = capacity, force_miss
+        self.allocator = CountingAllocator(capacity, torch.float32, "cpu", None, False)
+        self.rows = ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
+        params = CacheInitParams(False, self.rows, self.allocator, 1)
+        self.cache: Any = RadixCache(params) if config is None else ChunkRadixCache(params, config)
+
+    def match(self, req: FakeReq) -> int:
+        """As `Req.init_next_round_input`; returns the matched length."""
+        ids = req.all_ids
+        key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        if self.force_miss:
+            result = zero_match_result(self.cache, result)
+        req.prefix_indices, req.last_node = result.device_indices, result.last_device_node
+        req.kv.cache_protected_len = len(req.prefix_indices)
+        return len(req.prefix_indices)
+
+    def admit(self, req: FakeReq, num_tokens: int) -> int | None:
+        """Match, lock and compute the first piece; returns the matched length, None if there is no room."""
+        matched = self.match(req)
+        self.cache.inc_lock_ref(req.last_node)
+        end = min(len(req.all_ids), matched + num_tokens)
+        if self.allocator.available_size() + self.cache.evictable_size() < end - matched:
+            self.cache.dec_lock_ref(req.last_node)
+            req.kv.cache_protected_len = 0
+            return None
+        (req.kv.req_pool_idx,) = self.rows.alloc_rows(1)
+        self.rows.write((req.kv.req_pool_idx, slice(0, matched)), req.prefix_indices.to(torch.int32))
+        req.filled = req.kv.kv_committed_len = req.kv.kv_allocated_len = matched
+        assert self._extend(req, end)
+        return matched
+
+    def stash(self, req: FakeReq) -> None:
+        """Between two pieces: what is computed goes into the tree, whole chunks only."""
+        self.cache.cache_unfinished_req(req, chunked=True)
+
+    def prefill(self, req: FakeReq, num_tokens: int) -> bool:
+        """The next piece, at most `num_tokens`, behind a `stash`. False if there is no room."""
+        return self._extend(req, min(len(req.all_ids), req.filled + num_tokens))
+
+    def is_prefilled(self, req: FakeReq) -> bool:
+        return req.filled == len(req.all_ids)
+
+    def sample(self, req: FakeReq, token: int) -> None:
+        """The prompt is computed: its first token is out and the prompt goes into the tree."""
+        req.output_ids.append(token)
+        self.cache.cache_unfinished_req(req)
+
+    def decode(self, req: FakeReq, token: int) -> bool:
+        """One more token."""
+        if not self._extend(req, len(req.all_ids)):
+            return False
+        req.output_ids.append(token)
+        return True
+
+    def release(self, req: FakeReq, *, is_insert: bool) -> None:
+        """The request ends, is aborted or retracted: SGLang's own `release_kv_cache`."""
+        with without_server_args():
+            release_kv_cache(req, self.cache, is_insert=is_insert)
+        req.last_node, req.filled, req.kv.kv_committed_len, req.kv.cache_protected_len = None, 0, 0, 0
+
+    def serve(self, req: FakeReq, *, piece: int = 10**6, answer: Sequence[int] = ()) -> int:
+        """A whole request at once; returns its matched length."""
+        matched = self.admit(req, piece)
+        assert matched is not None, "no room"
+        while not self.is_prefilled(req):
+            self.stash(req)
+            assert self.prefill(req, piece), "no room"
+        if answer:
+            self.sample(req, answer[0])
+            for token in answer[1:]:
+                assert self.decode(req, token), "no room"
+        self.release(req, is_insert=True)
+        return matched
+
+    def evict(self, num_tokens: int) -> int:
+        return int(self.cache.evict(EvictParams(num_tokens=num_tokens)).num_tokens_evicted)
+
+    def slots(self, req: FakeReq, start: int, end: int) -> list[int]:
+        """Slots of the request's row."""
+        return [int(slot) for slot in self.rows.req_to_token[req.kv.req_pool_idx, start:end]]
+
+    def free_slots(self) -> list[int]:
+        return [int(slot) for slot in self.allocator.free_pages]
+
+    def tree_slots(self) -> list[int]:
+        return [int(slot) for _, node in walk(self.cache) for slot in node.value]
+
+    def check(self, reqs: Sequence[FakeReq] = ()) -> None:
+        """Every slot has one owner, and the books agree."""
+        own = [slot for req in reqs for slot in self.slots(req, req.kv.cache_protected_len, req.kv.kv_allocated_len)]
+        owners = Counter([*own, *self.free_slots(), *self.tree_slots()])
+        assert owners == Counter(range(1, self.capacity + 1)), f"own {own}, {owners - Counter(range(1, self.capacity + 1))}"
+        booked = self.cache.evictable_size() + self.cache.protected_size()
+        assert self.allocator.available_size() + booked + len(own) == self.capacity
+        if isinstance(self.cache, ChunkRadixCache):
+            self.cache.check_integrity()
+
+    def _extend(self, req: FakeReq, end: int) -> bool:
+        need = end - req.kv.kv_allocated_len
+        if self.allocator.available_size() < need:
+            self.evict(need - self.allocator.available_size())
+        slots = self.allocator.alloc(need)
+        if slots is None:
+            return False
+        self.rows.write((req.kv.req_pool_idx, slice(end - need, end)), slots.to(torch.int32))
+        req.filled = req.kv.kv_committed_len = req.kv.kv_allocated_len = end
+        return True
+
+
+def walk(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(keys from the root down to it, node) for every node."""
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), node) for node in cache.root_node.children.values()]
+    while stack:
+        above, node = stack.pop()
+        path = (*above, node.key)
+        stack.extend((path, child) for child in node.children.values())
+        yield path, node
+
+
+@contextmanager
+def without_server_args() -> Iterator[None]:
+    """`release_kv_cache` asks two settings of a server that does not run here."""
+    common = "sglang.srt.mem_cache.common"
+    spec, serving = SimpleNamespace(speculative_algorithm=None), SimpleNamespace(strip_thinking_cache=False)
+    with mock.patch(f"{common}.get_spec", lambda: spec), mock.patch(f"{common}.get_serving", lambda: serving):
+        yield
+
+
+def config(**knobs: Any) -> ChunkCacheConfig:
+    """A configuration with the test's secret."""
+    return ChunkCacheConfig(**{"secret": SECRET, **knobs})
