@@ -121,13 +121,17 @@ def main(argv: Sequence[str]) -> int:
     total = _sum("all", answers)
     print(_table([*rows, total]))
     print()
-    for answer in [a for a in answers if a.request.phase == "single questions"][:: max(1, options.requests // NUM_SHOWN)]:
+    for answer in [a for a in answers if a.request.phase == "single questions"][
+        :: max(1, options.requests // NUM_SHOWN)
+    ]:
         print(_show(answer))
     failures = _failures(total, any_answer=options.any_answer)
     for failure in failures:
         print(f"FAILED: {failure}")
     if options.json:
-        print(json.dumps({"ok": not failures, "failures": failures, "phases": [*map(asdict, rows)], "all": asdict(total)}))
+        print(
+            json.dumps({"ok": not failures, "failures": failures, "phases": [*map(asdict, rows)], "all": asdict(total)})
+        )
     return 1 if failures else 0
 
 
@@ -165,9 +169,9 @@ def ask_all(url: str, requests: Iterable[Request]) -> Iterator[Answer]:
         theirs.append({"role": "user", "content": context + sample.question})
         text, prompt_tokens, first_token_ms, chunkcache = _stream(url, ours, sample)
         plain_prompt = post(f"{url}/v1/tokenize", {"model": "default", "messages": theirs})["tokens"]
-        plain_answer = post(
-            f"{url}/v1/tokenize", {"model": "default", "prompt": text, "add_special_tokens": False}
-        )["tokens"]
+        plain_answer = post(f"{url}/v1/tokenize", {"model": "default", "prompt": text, "add_special_tokens": False})[
+            "tokens"
+        ]
         plain_computed = plain.computed(plain_prompt, plain_answer)
         for history in (ours, theirs):
             history.append({"role": "assistant", "content": text})
@@ -288,7 +292,20 @@ def _sum(phase: str, answers: Sequence[Answer]) -> Row:
 def _table(rows: Sequence[Row]) -> str:
     heads = (
         ("", "re-", "prompt", "from", "", "com-", "chunks", "found", "already", "right", "ms to", "plain prefix cache"),
-        ("", "quests", "tokens", "cache", "%", "puted", "retr.", "cached", "shown", "answers", "token", "(predicted): computed"),
+        (
+            "",
+            "quests",
+            "tokens",
+            "cache",
+            "%",
+            "puted",
+            "retr.",
+            "cached",
+            "shown",
+            "answers",
+            "token",
+            "(predicted): computed",
+        ),
     )
     lines = [
         (

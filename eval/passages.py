@@ -48,6 +48,11 @@ def load_samples(folder: Path, limit: int) -> list[Sample]:
     return found
 
 
+def load_texts(folder: Path) -> list[str]:
+    """All passages of a data set."""
+    return [str(row["text"]) for row in _rows(folder / "passages.jsonl.gz")]
+
+
 def world_samples(limit: int, seed: int, *, num_passages: int = 60, num_chunks: int = 4) -> list[Sample]:
     """One-hop questions about a generated world, popular entities more often; the model can answer them."""
     from sglang_chunkcache.bundled_model.world import World

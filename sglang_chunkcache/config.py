@@ -61,10 +61,6 @@ class ChunkCacheConfig:
     """Tokenised on the event loop; the context length bounds it further."""
     answer_reserve_tokens: int = knob(256, "room kept for the answer when max_tokens is not given", low=1)
     """Decides when a conversation overflows; at most an eighth of the context is kept."""
-    wait_ms: float = knob(
-        0.0, "longest wait for a chunk another request is computing right now, ms", low=0.0, high=50.0
-    )
-    """0 by default: see eval/LOG.md for the share of planned hits that did not materialise."""
     rag_template: str | None = knob(None, "file with {chunks} and {question}: the user message around the chunks")
     """Default: the chunks, then the question."""
     chunk_separator: str = knob("\n\n", "text behind every chunk; part of the chunk's span")

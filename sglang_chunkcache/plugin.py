@@ -14,6 +14,9 @@ from sglang_chunkcache import config
 BACKEND = "cp_tree"
 """Name of our cache for `--radix-cache-backend` (chunk-prefix tree)."""
 
+PYTHON_TREE = "python_radix"
+"""SGLang's own Python `RadixCache`, unchanged: with `--stock`, what our cache derives from. SGLang's default tree is another."""
+
 
 def register() -> None:
     """Register cache and hooks; in the main process of our launcher also the HTTP endpoints."""
@@ -22,6 +25,7 @@ def register() -> None:
     from sglang_chunkcache.hooks import register_hooks
 
     register_radix_cache_backend(BACKEND, create_cache)
+    register_radix_cache_backend(PYTHON_TREE, create_python_tree)
     register_hooks()
     settings = config.from_env()
     if settings is not None and multiprocessing.parent_process() is None:
@@ -51,3 +55,10 @@ def create_cache(ctx: Any) -> Any:
     if "SWA" in allocator or "Hybrid" in type(ctx.params.req_to_token_pool).__name__:
         raise ValueError(f"sliding-window and hybrid models are not supported (KV allocator {allocator})")
     return ChunkRadixCache(ctx.params, settings)
+
+
+def create_python_tree(ctx: Any) -> Any:
+    """SGLang's `RadixCache` as it is, for comparison."""
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+    return RadixCache(ctx.params)

@@ -98,6 +98,8 @@ class RagRequest:
             "fates": {"exact": exact, "relocated": 0, "recomputed": 0, "computed": prompt_len - exact},
             "chunks_hit": self.hit_len,
             "chunks_planned": self.planned_len,
+            "head_tokens": self.area[0].start if self.area else 0,
+            "predicted_exact": self.area[self.planned_len - 1].end if self.planned_len else 0,
             "turns_reused": self.num_turns,
             "turns_departed": self.num_departed,
             "dp_rank": self.served_by,

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.engine
 
 CHAT, GENERATE = "/rag/v1/chat/completions", "/rag/v1/generate"
 MESSAGES = [{"role": "user", "content": "What does Dravex make?"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 CHUNK = {"id": "a", "text": "The company Dravex makes clocks."}
 
 CASES: list[tuple[str, str, Any, str]] = [
@@ -30,7 +31,7 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("message without role", CHAT, {"messages": [{"content": "x"}]}, "messages"),
     ("message of an unknown role", CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
     ("last message an answer", CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}, "messages"),
-    ("content an image", CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
+    ("content an image", CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "content"),
     ("content a number", CHAT, {"messages": [{"role": "user", "content": 7}]}, "content"),
     ("content null", CHAT, {"messages": [{"role": "user", "content": None}]}, "content"),
     ("chunks a string", CHAT, {"messages": MESSAGES, "chunks": "abc"}, "chunks"),
@@ -44,8 +45,8 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("chunk longer than the context", CHAT, {"messages": MESSAGES, "chunks": [{"text": "clocks lamps " * 5000}]}, "chunks"),
     ("chunk text of a megabyte", CHAT, {"messages": MESSAGES, "chunks": [{"text": "x" * 1_000_000}]}, "chunks.0.text"),
     ("too many chunks", CHAT, {"messages": MESSAGES, "chunks": [{"text": str(i)} for i in range(300)]}, "chunks"),
-    ("chunks together beyond the context", CHAT, {"messages": MESSAGES, "chunks": [{"text": f"{i} " + "clocks " * 900} for i in range(6)]}, "context"),
-    ("question beyond the context", CHAT, {"messages": [{"role": "user", "content": "clocks " * 9000}], "chunks": [CHUNK]}, "context"),
+    ("chunks together too long", CHAT, {"messages": MESSAGES, "chunks": [{"text": str(i) * 9 * 99} for i in range(6)]}, "context"),
+    ("question too long", CHAT, {"messages": [{"role": "user", "content": "clocks " * 9000}], "chunks": [CHUNK]}, "context"),
     ("max_tokens beyond the context", CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "max_tokens": 10**6}, "context"),
     ("max_tokens a string", CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "max_tokens": "many"}, "max_tokens"),
     ("temperature negative", CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "temperature": -1}, "temperature"),

@@ -33,7 +33,7 @@ def ask(server: Server, chunks: list[int], messages: list[dict[str, str]] | str,
         max_tokens=extra.pop("max_tokens", 12),
         extra_body=body,
         **extra,
-    )  # type: ignore[call-overload]
+    )
 
 
 def cache_of(reply: Any) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""Write a random Llama and a byte-level BPE tokenizer trained on given texts: for speed and accounting, never for quality.
+
+python -m eval.random_model OUT_DIR --params 100 [--texts FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_chunkcache.torchvision_shim import define_torchvision_ops
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + eos_token + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's sizes; head size is hidden / heads."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int = 8192
+    max_positions: int = 32_768
+
+
+SHAPES = {
+    1: Shape(128, 352, 2, 4, 2),
+    100: Shape(768, 2048, 14, 12, 4),
+}
+"""About this many million parameters (without the embedding)."""
+
+
+def write_random_model(out: Path, shape: Shape, texts: Iterable[str], *, seed: int = 0) -> Path:
+    """Write model, tokenizer and chat template; returns `out`."""
+    define_torchvision_ops()
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<|bos|>", "<|eos|>", "<|pad|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=shape.vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token=special[0], eos_token=special[1], pad_token=special[2]
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(out)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.max_positions,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
+    return out
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write one of the named shapes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--params", type=int, choices=sorted(SHAPES), default=1, help="millions of parameters")
+    parser.add_argument("--data", type=Path, help="folder with passages.jsonl.gz to train the tokenizer on")
+    args = parser.parse_args(argv)
+    from eval.passages import load_texts, world_samples
+
+    texts = load_texts(args.data) if args.data else [c.text for s in world_samples(500, 0) for c in s.chunks]
+    print(write_random_model(args.out, SHAPES[args.params], texts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
