@@ -32,9 +32,6 @@ def main(argv: Sequence[str]) -> int:
     except CommandError as error:
         print(f"eval {name}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
-        sys.stderr.close()
-        return 1
 
 
 def _usage() -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -88,6 +89,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         self.log = EventLog(MAX_UNREAD_EVENTS)
         self.fallbacks: Counter[str] = Counter()
         self.num_inserted_chunks = self.num_evicted_chunks = 0
+        self.match_seconds = self.insert_seconds = 0.0
         self._clear_counts()
         super().__init__(params)
         self.eviction_strategy: EvictionStrategy
@@ -101,8 +103,11 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         spans = self._spans_of(params.req)
         if spans is None or self.disable:
             return super().match_prefix(params)
+        start = time.perf_counter()
         key = self._key(params.req, params.key.token_ids, spans, len(params.key))
-        return super().match_prefix(dataclasses.replace(params, key=key))
+        result = super().match_prefix(dataclasses.replace(params, key=key))
+        self.match_seconds += time.perf_counter() - start
+        return result
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
@@ -130,7 +135,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
     # What we add
 
     def stats(self) -> dict[str, int | float | dict[str, int]]:
-        """Counts for `/chunkcache/stats`; all sizes in tokens unless they say chunks or nodes. No chunk is named."""
+        """Counts for `/chunkcache/stats`: tokens unless they say chunks, nodes or seconds. No chunk is named."""
         allocator = self.token_to_kv_pool_allocator
         return {
             "epoch": self.log.epoch,
@@ -142,6 +147,8 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             "inserted_chunks": self.num_inserted_chunks,
             "evicted_chunks": self.num_evicted_chunks,
             "duplicate_tokens": self._duplicate_tokens(),
+            "match_seconds": round(self.match_seconds, 6),
+            "insert_seconds": round(self.insert_seconds, 6),
             "free": allocator.available_size() if allocator else 0,
             "evictable": self.evictable_size(),
             "protected": self.protected_size(),
@@ -192,6 +199,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             return super()._insert_cache(  # type: ignore[no-any-return]
                 req, token_ids, chunked=chunked, key_limit=key_limit, split_prompt=split_prompt
             )
+        start = time.perf_counter()
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(token_ids)]
         owned = req.kv.cache_protected_len
         up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
@@ -203,6 +211,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         matched, path = self._insert_segments(key, values, req.priority or 0, chunked, borders)
         self._mark(path, spans)
         self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
+        self.insert_seconds += time.perf_counter() - start
         return key, row, matched
 
     def _delete_leaf(self, node: TreeNode) -> None:

@@ -107,13 +107,13 @@ def traced_bytes(build: Callable[[], object]) -> int:
     return size
 
 
-def table_bytes(requests: Requests) -> int:
-    """Bytes of a full access table."""
+def table_bytes(requests: Requests, *, num_requests: int) -> int:
+    """Bytes of an access table after `num_requests` requests."""
     next(requests)  # so that the generator's own tables are not counted
 
     def build() -> AccessTable:
         table = AccessTable(_WINDOW)
-        for _ in range(2 * _WINDOW):
+        for _ in range(num_requests):
             table.observe(chunk.id for chunk in next(requests))
         return table
 
@@ -125,6 +125,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.bench.tree", description="Cost of tree, order and table.")
     parser.add_argument("--nodes", type=int, default=100_000)
     parser.add_argument("--decisions", type=int, default=3_000)
+    parser.add_argument("--table-requests", type=int, default=3_000)
     parser.add_argument("--max-visits", type=int, default=64)
     options = parser.parse_args(argv)
     timing = {"num_decisions": options.decisions, "max_visits": options.max_visits}
@@ -139,8 +140,8 @@ def main(argv: Sequence[str]) -> int:
         traced_bytes(lambda: scatter(permutations(0, 10), options.nodes)[0]) / options.nodes
     )
     report["chains_bytes_per_node"] = round(traced_bytes(lambda: grow(chains(0, 10), options.nodes)[0]) / options.nodes)
-    report["topics_table_bytes"] = table_bytes(topics(0, 10))
-    report["distinct_table_bytes"] = table_bytes(chains(0, 10))
+    report["topics_table_bytes"] = table_bytes(topics(0, 10), num_requests=options.table_requests)
+    report["distinct_table_bytes"] = table_bytes(chains(0, 10), num_requests=options.table_requests)
     for name, value in report.items():
         print(f"{name:<28} {value}")
     print(json.dumps(report))

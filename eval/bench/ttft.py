@@ -1,14 +1,18 @@
 """Time to first token: our server against stock SGLang, on RAGPulse-shaped or MTRAG-shaped load.
 
-    python -m eval.bench.ttft --data DIR --load ragpulse|mtrag [--pairs 80] [--warm-up 40] [--scale 4] [--record]
+    python -m eval.bench.ttft --data DIR --load ragpulse|mtrag|fresh [--pairs 80] [--warm-up 40] [--scale 4] [--record]
 
 Three servers with the same flags (`--schedule-policy lpm --sleep-on-idle`) and the same threads: ours, stock SGLang, and
 stock SGLang with the Python `RadixCache` that ours derives from (stock's default tree is another). Each gets every request,
 one at a time, in ABBA order, so that machine noise hits all alike; each keeps the cache that its own traffic left.
 
 Lengths are the data's divided by `--scale`. RAGPulse has no text: every component becomes that many random words, the same
-wherever it occurs. Stock servers get what an application sends today: `/v1/chat/completions` with the chunks in retriever
-order in the user message, every turn. Weights are random: nothing here says anything about quality.
+wherever it occurs. Its system prompts end in a block that no other request has; in front of the chunks that would leave
+nothing to reuse for anybody, so all arms get the shared first block, the chunks, then everything else. Stock servers get
+what an application sends today: `/v1/chat/completions` with the chunks in retriever order in the user message, every turn.
+Weights are random: nothing here says anything about quality.
+
+`fresh` is RAGPulse with no chunk ever seen twice: what the chunk cache costs where it has nothing to give.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     """Run all arms and print ratios with intervals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of the load")
-    parser.add_argument("--load", choices=("ragpulse", "mtrag"), required=True)
+    parser.add_argument("--load", choices=("ragpulse", "mtrag", "fresh"), required=True)
     parser.add_argument("--pairs", type=int, default=80)
     parser.add_argument("--warm-up", type=int, default=40, help="requests before the measured ones")
     parser.add_argument("--scale", type=int, default=4)
@@ -66,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--record", action="store_true", help="write eval/results/")
     args = parser.parse_args(argv)
     count = args.warm_up + args.pairs
-    if args.load == "ragpulse":
-        requests, texts = ragpulse_requests(args.data, count, args.scale)
+    if args.load != "mtrag":
+        requests, texts = ragpulse_requests(args.data, count, args.scale, fresh=args.load == "fresh")
     else:
         requests, texts = mtrag_requests(args.data, count, args.scale), load_texts(args.data)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -81,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         }
         rows = run(servers, requests)
         stats = get(servers[OURS].url + "/chunkcache/stats")
-    results = summarize(rows[args.warm_up :]) | {"order_us_mean": stats["order_us_mean"]}
+    results = summarize(rows[args.warm_up :]) | overhead(rows, stats)
     record = make_record(
         f"ttft-{args.load}", spec={**vars(args), "data": args.data.name, "logs": None}, results=results
     )
@@ -162,11 +166,23 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
+def overhead(rows: Sequence[dict[str, Any]], stats: dict[str, Any]) -> dict[str, Any]:
+    """What our cache and our order decision took, of the time to first token of all requests."""
+    rank = stats["ranks"][0]
+    seconds = {
+        "match": rank["match_seconds"],
+        "insert": rank["insert_seconds"],
+        "order": 1e-6 * (stats["order_us_mean"] or 0) * len(rows),
+    }
+    total = sum(row[OURS]["ttft_s"] for row in rows)
+    return {"overhead_seconds": seconds, "overhead_share": sum(seconds.values()) / total}
+
+
 def _ratio(pairs: Sequence[tuple[float, float]], q: float) -> float:
     return quantile([a for a, _ in pairs], q) / quantile([b for _, b in pairs], q)
 
 
-def ragpulse_requests(folder: Path, count: int, scale: int) -> tuple[list[Request], list[str]]:
+def ragpulse_requests(folder: Path, count: int, scale: int, *, fresh: bool = False) -> tuple[list[Request], list[str]]:
     """The trace's first requests with passages, every component as random words of its length / scale."""
     lengths = {(row["kind"], row["id"]): row["token_length"] for row in _rows(folder / "components.jsonl.gz")}
     words = [
@@ -181,11 +197,12 @@ def ragpulse_requests(folder: Path, count: int, scale: int) -> tuple[list[Reques
     for row in _rows(folder / "requests.jsonl.gz"):
         if not row["passages"] or len(requests) == count:
             continue
-        rest = [text(kind, i) for kind in ("history", "web_search", "user_input") for i in row[kind]]
+        rest = [text("sys_prompt", i) for i in row["sys_prompt"][1:]]
+        rest += [text(kind, i) for kind in ("history", "web_search", "user_input") for i in row[kind]]
         requests.append(
             Request(
-                " ".join(text("sys_prompt", i) for i in row["sys_prompt"]),
-                [(str(i), text("passage", i)) for i in dict.fromkeys(row["passages"])],
+                text("sys_prompt", row["sys_prompt"][0]),
+                [(str(i), f"{len(requests)} " * fresh + text("passage", i)) for i in dict.fromkeys(row["passages"])],
                 " ".join(rest),
             )
         )
