@@ -53,6 +53,7 @@ from radix_ext.replay import (
     EvictionQueue,
     ReplayResult,
     ReplaySettings,
+    eviction_priority,
     overlap,
     replay_trace,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "chain_of",
     "check_spans",
     "chunk_id",
+    "eviction_priority",
     "extend_chain",
     "keep_recent",
     "longest_chain",

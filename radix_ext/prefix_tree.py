@@ -124,13 +124,14 @@ class ChainNode:
 class Plan:
     """A request under way: the chain it will leave behind on `rank`. Give it back once, by `cancel` or `settle`."""
 
-    __slots__ = ("chunks", "namespace", "node", "rank")
+    __slots__ = ("chunks", "is_open", "namespace", "node", "rank")
 
     def __init__(self, namespace: str, chunks: tuple[Chunk, ...], rank: int, node: ChainNode | None) -> None:
         self.namespace = namespace
         self.chunks = chunks
         self.rank = rank
         self.node = node
+        self.is_open = True
 
 
 class HeldStats(NamedTuple):
@@ -255,21 +256,22 @@ class ChunkPrefixTree:
 
     def cancel(self, plan: Plan) -> None:
         """The request failed or was aborted: nodes that only it planned vanish. A plan given back before: no effect."""
-        if plan.rank < 0:
+        if not plan.is_open:
             return
-        rank, plan.rank = plan.rank, -1
+        plan.is_open = False
         self._num_open_plans -= 1
         if plan.node is not None:
             path = plan.node.path()
             for node in path:
-                node.plans -= 1 << _PLAN_BITS * rank
+                node.plans -= 1 << _PLAN_BITS * plan.rank
             self._drop_unused(path)
+            self._trim()
 
     def settle(self, plan: Plan, *, rank: int, tier: Tier, num_chunks: int, promoted_len: int) -> ChainNode | None:
         """The request was served by `rank`, planned or not, and left its first `num_chunks` chunks there."""
         node = self.insert(plan.namespace, plan.chunks[:num_chunks], rank=rank, tier=tier, promoted_len=promoted_len)
         self.cancel(plan)
-        return node
+        return node and self._nodes.get(node.chain)
 
     def evict(self, chain: ChainId, *, rank: int) -> int:
         """`rank` no longer holds this chain, nor anything behind it. Returns the number of nodes it lost."""

@@ -18,11 +18,12 @@ from radix_ext.errors import check_at_least, check_choice
 from radix_ext.order import OrderPolicy, TailPolicy, order_chunks
 from radix_ext.prefix_tree import ChainNode, ChunkPrefixTree, Tier
 
-EvictionPolicy = Literal["lru", "promoted"]
+EvictionPolicy = Literal["lru", "promoted", "reused"]
 AdmissionPolicy = Literal["all", "promoted"]
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 ADMISSION_POLICIES: tuple[AdmissionPolicy, ...] = get_args(AdmissionPolicy)
 
+_Entry = tuple[tuple[int, int], ChainId]
 _NAMESPACE = "replay"
 _RANK = 0
 
@@ -78,16 +79,16 @@ class ReplayResult:
 class EvictionQueue:
     """The leaves of a tree in the order in which they should go: a heap that is put right only when asked.
 
-    `lru` goes by last access, `promoted` by (promoted, last access). Entries go stale when their node is used,
-    marked, gets children or leaves; `pop` skips those and whoever changes a leaf pushes it again, so both are O(log
-    n) amortised.
+    Entries go stale when their node is used, marked, gets children or leaves; `pop` skips those, and whoever changes a
+    leaf pushes it again, so both are O(log n) amortised. `policy` and `window` are those of `eviction_priority`.
     """
 
-    def __init__(self, tree: ChunkPrefixTree, policy: EvictionPolicy) -> None:
+    def __init__(self, tree: ChunkPrefixTree, policy: EvictionPolicy, *, window: int) -> None:
         check_choice("eviction", policy, EVICTION_POLICIES)
         self._tree = tree
-        self._by_mark = policy == "promoted"
-        self._heap: list[tuple[bool, int, ChainId]] = []
+        self._policy = policy
+        self._window = window
+        self._heap: list[_Entry] = []
 
     def push(self, node: ChainNode) -> None:
         """A node was used or marked, or lost its last child. Inner nodes are ignored: they cannot go yet."""
@@ -105,20 +106,45 @@ class EvictionQueue:
                 return node
         return None
 
-    def _entry(self, node: ChainNode) -> tuple[bool, int, ChainId]:
-        return self._by_mark and node.promoted, node.last_access, node.chain
+    def _entry(self, node: ChainNode) -> _Entry:
+        priority = eviction_priority(
+            self._policy,
+            promoted=node.promoted,
+            hits=node.hits,
+            last_access=node.last_access,
+            window=self._window,
+        )
+        return priority, node.chain
 
-    def _current(self, entry: tuple[bool, int, ChainId]) -> ChainNode | None:
+    def _current(self, entry: _Entry) -> ChainNode | None:
         """The leaf this entry was made for, None if anything about it has changed since."""
-        node = self._tree.find(entry[2])
+        node = self._tree.find(entry[1])
         return node if node is not None and node.children is None and self._entry(node) == entry else None
+
+
+def eviction_priority(
+    policy: EvictionPolicy, *, promoted: bool, hits: int, last_access: int, window: int
+) -> tuple[int, int]:
+    """What decides which leaf goes first: the smallest value. The scheduler's strategy can use the same function.
+
+    `lru` goes by last access and `promoted` by (promoted, last access), as CRAFT's marks suggest. Under `reused` each
+    doubling of its hits keeps a node one access window longer: last access + window * ceil(log2(1 + hits)), so a chain
+    used once goes soon and one that was popular ages out in the end; ties go by last access.
+
+    Args:
+        last_access: number of the request that used the node last, not a time.
+        window: requests, as of the access table.
+    """
+    if policy == "reused":
+        return last_access + window * hits.bit_length(), last_access
+    return int(policy == "promoted" and promoted), last_access
 
 
 def replay_trace(requests: Iterable[Sequence[Chunk]], settings: ReplaySettings) -> ReplayResult:
     """Serve a trace: each request its distinct chunks in retriever order. Single-threaded, O(chunks log capacity)."""
     table = AccessTable(settings.window)
     tree = ChunkPrefixTree(max_nodes=sys.maxsize)
-    queue = EvictionQueue(tree, settings.eviction)
+    queue = EvictionQueue(tree, settings.eviction, window=settings.window)
     capacity = sys.maxsize if settings.capacity is None else settings.capacity
     num_chunks = num_chunk_hits = num_tokens = num_token_hits = num_evicted = peak_nodes = 0
     times_us: list[float] = []

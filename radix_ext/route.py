@@ -67,6 +67,10 @@ class RoundRobin(Router):
 class KvAware(Router):
     """The rank with most cached tokens, unless its tokens in flight exceed `max_load_ratio` x the mean over all ranks.
 
+    That alone would drive every second request away from its chunks while little is in flight: of two ranks, one with a
+    single request has twice the mean. So a rank counts as overloaded only if its lead over the least loaded rank is also
+    longer than what it has cached, that is, if waiting there costs more than computing elsewhere.
+
     Then the next best that is not overloaded; at least one rank never is, since max_load_ratio >= 1. Equal cached
     tokens go to the less loaded rank, equal load by turns, so that cold requests spread over the ranks' caches.
     """
@@ -78,7 +82,12 @@ class KvAware(Router):
 
     def choose(self, cached_tokens: Mapping[int, int]) -> int:
         limit = self.max_load_ratio * sum(self._in_flight) / self.num_ranks
-        candidates = [rank for rank in range(self.num_ranks) if self._in_flight[rank] <= limit]
+        least = min(self._in_flight)
+        candidates = [
+            rank
+            for rank, load in enumerate(self._in_flight)
+            if load <= limit or load - least <= cached_tokens.get(rank, 0)
+        ]
 
         def preference(rank: int) -> tuple[int, int, int]:
             return -cached_tokens.get(rank, 0), self._in_flight[rank], self._turn(rank)

@@ -90,6 +90,19 @@ def test_bound_spares_planned_nodes_until_they_are_settled() -> None:
     assert match_len(tree, "ab") == 2
 
 
+@pytest.mark.parametrize("served", [True, False])
+def test_bound_holds_again_once_a_large_plan_is_given_back(served: bool) -> None:
+    """Planned nodes may exceed the bound, but only as long as they are planned."""
+    tree = make_tree("xy", max_nodes=2)
+    plan = tree.plan("", make_chunks("abcd"), rank=0)
+    assert len(tree) == 4
+    if served:
+        assert tree.settle(plan, rank=0, tier=Tier.DEVICE, num_chunks=4, promoted_len=0) is None
+    tree.cancel(plan)
+    tree.check_integrity()
+    assert match_len(tree, "abcd") == (2 if served else 0)
+
+
 def test_notices_about_unknown_chains_are_ignored_and_counted() -> None:
     """Mirrors lag: a chain never heard of, or held by another rank only, changes nothing."""
     tree = make_tree("ab")

@@ -66,7 +66,7 @@ def run(
 
 
 @pytest.mark.parametrize("capacity", [None, 3, 25])
-@pytest.mark.parametrize("eviction", ["lru", "promoted"])
+@pytest.mark.parametrize("eviction", ["lru", "promoted", "reused"])
 @pytest.mark.parametrize(
     ("order", "tail"), [("retriever", "rank"), ("frequency", "rank"), ("tree", "rank"), ("tree", "frequency")]
 )
@@ -107,7 +107,7 @@ def test_admission_of_promoted_runs_only_caches_less() -> None:
 def test_eviction_queue_survives_many_uses_of_the_same_leaf() -> None:
     """Stale entries are swept: the heap stays in proportion to the tree."""
     tree = ChunkPrefixTree(max_nodes=100)
-    queue = EvictionQueue(tree, "lru")
+    queue = EvictionQueue(tree, "lru", window=10)
     for names in ["ab", "c"] * 500:
         chunks = [Chunk(ChunkId(name), 1) for name in names]
         node = tree.insert("", chunks, rank=0, tier=Tier.DEVICE, promoted_len=0)
@@ -120,7 +120,7 @@ def test_eviction_queue_survives_many_uses_of_the_same_leaf() -> None:
 
 def test_impossible_settings_are_refused() -> None:
     """Before anything is replayed."""
-    with pytest.raises(PolicyError, match="eviction must be one of lru, promoted"):
+    with pytest.raises(PolicyError, match="eviction must be one of lru, promoted, reused"):
         run([], eviction="fifo")  # type: ignore[arg-type]
     with pytest.raises(LimitError, match="capacity must be at least 1 but got 0"):
         run([], capacity=0)
@@ -172,6 +172,8 @@ def ragpulse() -> list[list[Chunk]]:
         ("tree", "lru", 1000, 0.300, 1),
         ("tree", "promoted", 3000, 0.420, 1),
         ("tree", "promoted", 1000, 0.320, 1),
+        ("tree", "reused", 3000, 0.435, 1),
+        ("tree", "reused", 1000, 0.370, 1),
     ],
 )
 def test_hit_rate_on_ragpulse(

@@ -3,8 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
+from math import ceil, log2
 
 Path = tuple[str, ...]
+Cache = dict[Path, tuple[bool, int, int]]
+"""Path -> promoted, last access, hits."""
 
 
 def naive_hits(
@@ -18,7 +21,7 @@ def naive_hits(
     threshold: int,
 ) -> int:
     """Chunk hits of a trace; every chunk has one token. Requests must be short, since all their orders are tried."""
-    cached: dict[Path, tuple[bool, int]] = {}  # path -> promoted, last access
+    cached: Cache = {}
     hits = 0
     for now, request in enumerate(requests):
         counts = Counter(chunk for recent in requests[max(0, now - window) : now] for chunk in recent)
@@ -28,16 +31,22 @@ def naive_hits(
         promoted = True
         for end in range(1, len(ordered) + 1):
             promoted = promoted and counts[ordered[end - 1]] >= threshold
-            cached[ordered[:end]] = promoted, now
+            times_hit = cached[ordered[:end]][2] + 1 if ordered[:end] in cached else 0
+            cached[ordered[:end]] = promoted, now, times_hit
         while capacity is not None and len(cached) > capacity:
             leaves = [path for path in cached if not any(other[:-1] == path for other in cached)]
-            del cached[min(leaves, key=lambda path: (eviction == "promoted" and cached[path][0], cached[path][1]))]
+            del cached[min(leaves, key=lambda path: _priority(cached[path], eviction, window))]
     return hits
 
 
-def _ordered(
-    request: Sequence[str], cached: dict[Path, tuple[bool, int]], counts: Counter[str], order: str, tail: str
-) -> Path:
+def _priority(entry: tuple[bool, int, int], eviction: str, window: int) -> tuple[float, int]:
+    promoted, last_access, times_hit = entry
+    if eviction == "reused":
+        return last_access + window * ceil(log2(1 + times_hit)), last_access
+    return eviction == "promoted" and promoted, last_access
+
+
+def _ordered(request: Sequence[str], cached: Cache, counts: Counter[str], order: str, tail: str) -> Path:
     by_count = tuple(sorted(request, key=lambda chunk: -counts[chunk]))
     if order != "tree":
         return tuple(request) if order == "retriever" else by_count
@@ -46,5 +55,5 @@ def _ordered(
     return chain + tuple(chunk for chunk in (request if tail == "rank" else by_count) if chunk not in chain)
 
 
-def _depth(path: Path, cached: dict[Path, tuple[bool, int]]) -> int:
+def _depth(path: Path, cached: Cache) -> int:
     return max(end for end in range(len(path) + 1) if end == 0 or path[:end] in cached)

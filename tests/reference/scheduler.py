@@ -73,7 +73,7 @@ class FakeReq:
         return self.all_ids[: self.filled]
 
     def owned_kv_len(self) -> int:
-        return self.kv.kv_committed_len
+        return int(self.kv.kv_committed_len)
 
 
 def marked(
@@ -192,7 +192,9 @@ class Scheduler:
         """Every slot has one owner, and the books agree."""
         own = [slot for req in reqs for slot in self.slots(req, req.kv.cache_protected_len, req.kv.kv_allocated_len)]
         owners = Counter([*own, *self.free_slots(), *self.tree_slots()])
-        assert owners == Counter(range(1, self.capacity + 1)), f"own {own}, {owners - Counter(range(1, self.capacity + 1))}"
+        assert owners == Counter(range(1, self.capacity + 1)), (
+            f"own {own}, {owners - Counter(range(1, self.capacity + 1))}"
+        )
         booked = self.cache.evictable_size() + self.cache.protected_size()
         assert self.allocator.available_size() + booked + len(own) == self.capacity
         if isinstance(self.cache, ChunkRadixCache):
