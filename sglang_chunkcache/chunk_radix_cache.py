@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, M
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain
+from radix_ext import ChainId, ChunkId, IntegrityError, eviction_priority, extend_chain, root_chain
 from sglang_chunkcache.chunk_key import ChunkKey
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.event_log import EventLog, Evicted, Inserted
@@ -42,6 +42,24 @@ MAX_UNREAD_EVENTS = 65_536
 """Events kept for the front; a rank that is not asked for longer has its mirror rebuilt. About 150 bytes each."""
 
 _UNREAD = object()
+
+
+class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
+    """Each doubling of a chunk node's hits keeps it one access window longer; `base` breaks ties.
+
+    Token nodes have no hits of their own, so plain traffic sees recency alone, as in SGLang. Clock and hits count requests,
+    never seconds: all ranks of a tensor-parallel group must evict the same nodes.
+    """
+
+    def __init__(self, base: EvictionStrategy, window: int) -> None:
+        self.base, self.window = base, window
+
+    def get_priority(self, node: TreeNode) -> tuple[tuple[int, int], Any]:
+        used, hits = getattr(node, "used", 0), getattr(node, "hits", 0)
+        promoted = is_promoted(node)
+        return eviction_priority(
+            "reused", promoted=promoted, hits=hits, last_access=used, window=self.window
+        ), self.base.get_priority(node)
 
 
 class PromotedFirst(EvictionStrategy):  # type: ignore[misc]
@@ -90,29 +108,36 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         self.fallbacks: Counter[str] = Counter()
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.match_seconds = self.insert_seconds = 0.0
+        self._clock = 0
         self._clear_counts()
         super().__init__(params)
         self.eviction_strategy: EvictionStrategy
         if config.eviction == "promoted":
             self.eviction_strategy = PromotedFirst(self.eviction_strategy)
+        elif config.eviction == "reused":
+            self.eviction_strategy = ReusedLonger(self.eviction_strategy, config.window_requests)
 
     # SGLang's calls, in a request's order
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called again and again."""
         spans = self._spans_of(params.req)
-        if spans is None or self.disable:
-            return super().match_prefix(params)
         start = time.perf_counter()
-        key = self._key(params.req, params.key.token_ids, spans, len(params.key))
-        result = super().match_prefix(dataclasses.replace(params, key=key))
-        self.match_seconds += time.perf_counter() - start
+        if spans is not None and not self.disable:
+            key = self._key(params.req, params.key.token_ids, spans, len(params.key))
+            params = dataclasses.replace(params, key=key)
+        result = super().match_prefix(params)
+        self._touch(result.last_device_node)
+        if spans is not None:
+            self.match_seconds += time.perf_counter() - start
         return result
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
         if self.disable or not isinstance(params.key, ChunkKey):
-            return super().insert(params)
+            result = super().insert(params)
+            self._touch(result.last_device_node)
+            return result
         value = params.value if params.value is not None else torch.tensor(params.key.token_ids, dtype=torch.int64)
         matched, path = self._insert_segments(params.key, value, params.priority, params.chunked)
         return InsertResult(prefix_len=matched, last_device_node=path[-1] if path else self.root_node)
@@ -195,7 +220,10 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
     ) -> tuple[Any, torch.Tensor, int]:
         """SGLang builds a plain key of the request here; ours is chunk-keyed, and ends at a whole chunk."""
         spans = self._spans_of(req)
+        if not hasattr(req, "chunkcache_inserted"):
+            self._clock += 1  # once a request
         if spans is None:
+            req.chunkcache_inserted = True
             return super()._insert_cache(  # type: ignore[no-any-return]
                 req, token_ids, chunked=chunked, key_limit=key_limit, split_prompt=split_prompt
             )
@@ -209,10 +237,16 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         borders = (len(req.origin_input_ids),) if split_prompt else ()
         values = row[: len(key)].to(dtype=torch.int64, copy=True)
         matched, path = self._insert_segments(key, values, req.priority or 0, chunked, borders)
-        self._mark(path, spans)
+        self._mark(path, spans, first=not hasattr(req, "chunkcache_inserted"))
+        req.chunkcache_inserted = True
         self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
         self.insert_seconds += time.perf_counter() - start
         return key, row, matched
+
+    def _split_node(self, key: Any, child: TreeNode, split_len: int) -> TreeNode:
+        node = super()._split_node(key, child, split_len)
+        node.used = child.used = self._clock  # SGLang splits a node that is being used, and counts both halves as used
+        return node
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
@@ -236,7 +270,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
                     prompt_len=len(req.origin_input_ids),
                     secret=self.config.secret,
                 )
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, ArithmeticError) as error:
                 self._fall_back("bad_spans", error)
                 spans = None
             req.chunkcache_spans = spans
@@ -256,10 +290,14 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
                 matched += found
             node.chunk = chunk
             path.append(node)
+        self._touch(node)
         return matched, path
 
-    def _mark(self, path: list[TreeNode], spans: RequestSpans) -> None:
-        """Give the nodes of the first chunk area their place in the global tree and this request's promotion marks."""
+    def _mark(self, path: list[TreeNode], spans: RequestSpans, *, first: bool) -> None:
+        """Give the nodes of the first chunk area their place in the global tree and this request's promotion marks.
+
+        `first`: the request's first insert, which counts a hit for every chunk that was there before.
+        """
         parent, area = None, [node for node in path if node.chunk is not None][: spans.area_len]
         for index, node in enumerate(area):
             promoted = index < spans.promoted_len
@@ -268,7 +306,16 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
                 self._count(node.chain, len(node.key))
                 self.num_inserted_chunks += 1
                 self.log.append(Inserted(node.chunk, len(node.key), parent, spans.namespace, promoted))
+                node.hits = 0
+            elif first:
+                node.hits += 1
             node.promoted, parent = promoted, node.chain
+
+    def _touch(self, node: TreeNode | None) -> None:
+        """This node and all above it were used by the request of this moment."""
+        while node is not None:
+            node.used = self._clock
+            node = node.parent
 
     def _report(self, req: Req) -> None:
         """Attach the unread events to the request's first token, once."""

@@ -25,7 +25,6 @@ CPU_FLAGS = {
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
     "--disable-cuda-graph": None,
-    "--disable-overlap-schedule": None,
     "--sleep-on-idle": None,
     "--mem-fraction-static": "0.1",
     "--max-total-tokens": "65536",

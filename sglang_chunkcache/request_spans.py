@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from radix_ext import Span, check_spans, chunk_id
 
@@ -50,8 +50,8 @@ class RequestSpans:
         return length
 
     def promoted_end(self, end: int) -> int:
-        """`end` cut where the promoted run ends (`admission=promoted`)."""
-        return min(end, self.spans[self.promoted_len].start) if self.promoted_len < len(self.spans) else end
+        """`end`, cut where the promoted run ends if that is inside the first chunk area (`admission=promoted`)."""
+        return min(end, self.spans[self.promoted_len].start) if self.promoted_len < self.area_len else end
 
 
 def namespace_of(head_ids: Sequence[int], *identity: str | None) -> str:
@@ -75,16 +75,17 @@ def pack(
     }
 
 
-def unpack(
-    params: Mapping[str, Any] | None, token_ids: array[int], *, prompt_len: int, secret: str
-) -> RequestSpans | None:
+def unpack(params: object, token_ids: array[int], *, prompt_len: int, secret: str) -> RequestSpans | None:
     """The request's spans, or None for a request that is not the front's.
 
     Raises:
         ValueError: the mark is right but the rest is not; a bug of ours, which the caller counts and computes through.
     """
-    mark = params.get("chunkcache_mark") if params else None
-    if params is None or not isinstance(mark, str) or not secret or not hmac.compare_digest(mark, secret):
+    # `params` may be anything a client put there: SGLang does not check it.
+    mark = params.get("chunkcache_mark") if isinstance(params, Mapping) else None
+    if not isinstance(params, Mapping) or not isinstance(mark, str) or not secret:
+        return None
+    if not hmac.compare_digest(mark.encode("utf-8", "surrogatepass"), secret.encode()):
         return None
     offsets = params["chunkcache_spans"]
     spans = tuple(
