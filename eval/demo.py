@@ -8,8 +8,8 @@ topic's passages are retrieved together, and their order differs from question t
 time: each topic's first question; single questions; conversations that retrieve passages again which they have shown.
 
 Everything about this server is taken from its answers. Beside it stands a prediction: what a cache that knows identical
-prefixes only would have computed for the same questions, with the chunks as retrieved, sent again every turn, and
-unlimited memory. Needs Python alone, and a server that has SGLang's `/v1/tokenize`.
+prefixes only would have computed for the same questions, with the chunks as retrieved, sent again every turn, the text
+tokenised as a whole, and unlimited memory. Needs Python alone, and a server that has SGLang's `/v1/tokenize`.
 """
 
 from __future__ import annotations

@@ -267,6 +267,13 @@ class ChunkPrefixTree:
             self._drop_unused(path)
             self._trim()
 
+    def count_hits(self, plan: Plan, num_chunks: int) -> None:
+        """The request found its first `num_chunks` cached: they count a hit each."""
+        path = plan.node.path()[:num_chunks] if plan.node is not None and plan.rank >= 0 else ()
+        for node in path:
+            node.hits += 1
+        self._num_hits += len(path)
+
     def settle(self, plan: Plan, *, rank: int, tier: Tier, num_chunks: int, promoted_len: int) -> ChainNode | None:
         """The request was served by `rank`, planned or not, and left its first `num_chunks` chunks there."""
         node = self.insert(plan.namespace, plan.chunks[:num_chunks], rank=rank, tier=tier, promoted_len=promoted_len)

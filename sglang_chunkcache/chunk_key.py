@@ -72,7 +72,9 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
 
     def __getitem__(self, index: int | slice) -> ChunkKey:
         if isinstance(index, int):
-            index = slice(index, index + 1)
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"index {index} out of range for {len(self)} tokens")
+            index = slice(index % len(self), index % len(self) + 1)
         start, stop, step = index.indices(len(self))
         if step != 1:
             raise ValueError(f"slice step must be 1, got {step}")

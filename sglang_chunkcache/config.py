@@ -75,9 +75,9 @@ class ChunkCacheConfig:
             choices, low, high = (f.metadata.get(k) for k in ("choices", "low", "high"))
             if choices and value not in choices:
                 raise ValueError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
-            if low is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < low):
+            if low is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= low):
                 raise ValueError(f"{flag} must be at least {low}, got {value!r}")
-            if high is not None and value > high:
+            if high is not None and not value <= high:
                 raise ValueError(f"{flag} must be at most {high}, got {value!r}")
 
     def to_env(self) -> dict[str, str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -19,11 +18,13 @@ import requests
 from fastapi import APIRouter, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from requests.adapters import HTTPAdapter
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from urllib3.util.retry import Retry
 
@@ -72,6 +73,7 @@ class GenerateIn(BaseModel):
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
     extra_key: str | None = None
     cache_salt: str | None = None
 
@@ -122,7 +124,9 @@ def install(config: ChunkCacheConfig) -> None:
     """Put our routes into SGLang's app. Once per process."""
     global _state
     _state = _State(config)
-    http_server.app.include_router(router)
+    for route in router.routes:  # not include_router: it hides the endpoints from SGLang's auth levels
+        assert isinstance(route, APIRoute)
+        http_server.app.add_api_route(route.path, route.endpoint, methods=list(route.methods or ()))
 
 
 @router.post("/rag/v1/chat/completions")
@@ -156,7 +160,11 @@ async def rag_chat_completions(raw_request: Request) -> Any:
     request.custom_params = {**(request.custom_params or {}), **rag.custom_params}
     request.routed_dp_rank = rag.rank if len(_state.service.mirrors) > 1 else None
     raw_request.state.chunkcache = rag
-    response = await _state.chat.handle_request(request, raw_request)
+    try:
+        response = await _state.chat.handle_request(request, raw_request)
+    except BaseException:
+        _state.service.release(rag)
+        raise
     if isinstance(response, ORJSONResponse) and response.status_code >= 400:
         _state.service.release(rag)
     return response
@@ -175,6 +183,8 @@ async def rag_generate(raw_request: Request) -> Any:
         limit = params.get("max_new_tokens")
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise PromptError("sampling_params.max_new_tokens: must be a number of tokens")
+        if params.get("n") not in (None, 1):
+            raise PromptError("sampling_params.n: must be 1")
         rag = _state.service.begin_parts(
             parts,
             identity=_identity(raw_request, body.cache_salt, body.extra_key, None, ""),
@@ -190,6 +200,7 @@ async def rag_generate(raw_request: Request) -> Any:
         return_logprob=body.return_logprob,
         logprob_start_len=body.logprob_start_len,
         top_logprobs_num=body.top_logprobs_num,
+        return_text_in_logprobs=body.return_text_in_logprobs,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         routed_dp_rank=rag.rank if len(_state.service.mirrors) > 1 else None,
@@ -199,7 +210,7 @@ async def rag_generate(raw_request: Request) -> Any:
         first = await outputs.__anext__()
     except (ValueError, TypeError) as error:  # SGLang's parameters raise both
         _state.service.release(rag)
-        return _refuse(error)
+        return _refuse(PromptError(f"sampling_params: {error}"))
     except BaseException:
         _state.service.release(rag)
         raise
@@ -258,9 +269,8 @@ async def chunkcache_tree(
 
 def check_ranks(server_args: Any) -> None:
     """Start-up check: every rank reports our cache, and the tokenizer suits us. Otherwise the server stops, with the reason."""
-    key = server_args.admin_api_key or server_args.api_key
     try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Authorization": f"Bearer {server_args.api_key}"} if server_args.api_key else {}
         session = requests.Session()
         for scheme in ("http://", "https://"):  # the port may not be open yet
             session.mount(scheme, HTTPAdapter(max_retries=Retry(connect=40, backoff_factor=0.2, backoff_max=2)))
@@ -269,7 +279,7 @@ def check_ranks(server_args: Any) -> None:
         logger.info("chunk cache: in on %d rank(s)", len(answer.json()["ranks"]))
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)
-        os.kill(os.getpid(), signal.SIGQUIT)
+        kill_process_tree(os.getpid())
 
 
 # Private, in order of use

@@ -65,7 +65,7 @@ def server_flags(rest: list[str], *, stock: bool) -> list[str]:
     rest = list(rest)
     given = {flag.split("=", 1)[0] for flag in rest if flag.startswith("--")}
     if "--model-path" in given:
-        index = next(i for i, flag in enumerate(rest) if flag.startswith("--model-path"))
+        index = next(i for i, flag in enumerate(rest) if flag.split("=", 1)[0] == "--model-path")
         rest[index:] = ["--model-path", *rest[index].split("=", 1)[1:], *rest[index + 1 :]]
         if rest[index + 1 : index + 2] == ["bundled"]:
             from sglang_chunkcache.bundled_model import model_dir

@@ -19,8 +19,11 @@ from typing import Any
 
 from radix_ext import Chunk, Span, chunk_id
 
-CHUNK_CACHE_SIZE = 16_384
+CHUNK_CACHE_SIZE = 4096
 """Chunk texts whose token ids are remembered: a popular chunk is tokenised once, not once a request."""
+
+CHUNK_CACHE_CHARS = 16_384
+"""Longer texts are not remembered, so that the memory is bounded: 4 bytes a token beside the text."""
 
 DEFAULT_TEMPLATE = "{chunks}{question}"
 
@@ -34,7 +37,7 @@ class TokenizedChunk:
     """A chunk's ids, separator included, and what the trees know it by."""
 
     chunk: Chunk
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,11 @@ class PromptAssembler:
         nonce = secrets.token_hex(8)
         self._start, self._chunks, self._answer = (f"\ue000{name}{nonce}\ue001" for name in ("s", "c", "a"))
         self._guard = self._find_guard()
-        self.chunk = lru_cache(CHUNK_CACHE_SIZE)(self._tokenize_chunk)
+        self._remembered_chunk = lru_cache(CHUNK_CACHE_SIZE)(self._tokenize_chunk)
+
+    def chunk(self, text: str) -> TokenizedChunk:
+        """A chunk's ids, its separator included; the same wherever it stands."""
+        return self._remembered_chunk(text) if len(text) <= CHUNK_CACHE_CHARS else self._tokenize_chunk(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of one piece; pieces decode to their texts put together."""
@@ -124,6 +131,8 @@ class PromptAssembler:
         if not messages or messages[-1].get("role") != "user":
             raise PromptError("messages: the last one must have role 'user'")
         question = text_of(messages[-1], len(messages) - 1)
+        if not isinstance(question, str):
+            raise PromptError(f"messages.{len(messages) - 1}.content: must be text")
         shaped = [{**message, "content": text_of(message, i)} for i, message in enumerate(messages)]
         intro, before, after = (
             (self._intro, self._before_question, self._after_question) if has_chunks else ("", "", "")
@@ -155,7 +164,7 @@ class PromptAssembler:
         return self.encode(self._split(text, self._start)[0])
 
     def _tokenize_chunk(self, text: str) -> TokenizedChunk:
-        ids = self.encode(text + self._separator)
+        ids = array("i", self.encode(text + self._separator))
         return TokenizedChunk(Chunk(chunk_id(ids), len(ids)), ids)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, kwargs: Mapping[str, Any] | None) -> str:

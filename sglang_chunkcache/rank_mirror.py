@@ -17,6 +17,7 @@ class RankMirror:
     def __init__(self, tree: ChunkPrefixTree, rank: int) -> None:
         self._tree, self._rank = tree, rank
         self._epoch, self._seq = 0, 0
+        self._past: set[int] = set()
         self.num_restarts = self.num_gaps = 0
 
     @property
@@ -25,7 +26,9 @@ class RankMirror:
         return Acknowledgement(self._epoch, self._seq)
 
     def apply(self, batch: Batch) -> None:
-        """Apply the events that are new. Late batches of the current epoch change nothing."""
+        """Apply the events that are new. Late batches, of this epoch or an older one, change nothing."""
+        if batch.epoch in self._past:
+            return
         if batch.epoch != self._epoch:
             self.restart(batch.epoch)
         if batch.start > self._seq:
@@ -37,7 +40,10 @@ class RankMirror:
             self._seq += 1
 
     def restart(self, epoch: int) -> None:
-        """The rank's cache was flushed or the rank restarted: it holds nothing."""
+        """The rank's cache was flushed or the rank restarted: it holds nothing. An epoch that is over does not come back."""
+        if epoch in self._past:
+            return
+        self._past.add(self._epoch)
         self._tree.drop_rank(self._rank)
         self.num_restarts += bool(self._epoch)
         self._epoch, self._seq = epoch, 0

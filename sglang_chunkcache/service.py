@@ -62,6 +62,17 @@ class Identity:
     lora: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptContext:
+    """What shapes a chat prompt beside its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
+    old exchanges may be left out, which only a conversation has asked for."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    template_kwargs: Mapping[str, Any] | None
+    reserve: int
+    may_shorten: bool
+
+
 @dataclass
 class RagRequest:
     """One request under way. Everything the client may see is in `answer()`."""
@@ -81,6 +92,8 @@ class RagRequest:
     remember: Callable[[Sequence[int], str], None] | None
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    is_cut: bool = False
+    """The answer ended at a stop string: the client does not see all of its tokens, so they cannot be its history."""
     exact: int | None = None
     hit_len: int = 0
     served_by: int | None = None
@@ -164,13 +177,8 @@ class RagService:
         hashes = running_hashes([settings, *messages])
         key = self._conversation_key(identity, conversation_id)
         agreed = self.conversations.agree(key, hashes, self._clock()) if key else ()
-        pieces = self._pieces(messages, agreed, bool(chunks), tools, template_kwargs)
-        new_len = len(pieces.lead) + len(pieces.intro) + len(pieces.outro) + sum(c.chunk.num_tokens for c in chunks)
-        turns = self._fit(agreed, new_len, max_new_tokens, messages, tools, template_kwargs)
-        if not turns and agreed:
-            pieces = replace(pieces, lead=self.assembler.head(messages, tools=tools, template_kwargs=template_kwargs))
-        seen = self._seen(turns, agreed)
-        kept = [chunk for chunk in chunks if chunk.chunk.id not in seen]
+        context = PromptContext(tools, template_kwargs, self._reserve(max_new_tokens), may_shorten=key is not None)
+        turns, pieces, kept, num_departed = self._fit(messages, agreed, chunks, context)
         history = array("i")
         spans: list[Span] = []
         for turn in turns:
@@ -198,8 +206,9 @@ class RagService:
             max_new_tokens,
         )
         request.repeated = repeated
-        request.dropped = [labels[c.chunk.id] for c in chunks if c.chunk.id in seen]
-        request.num_turns, request.num_departed = len(turns), len(agreed) - len(turns)
+        sent = {c.chunk.id for c in kept}
+        request.dropped = [labels[c.chunk.id] for c in chunks if c.chunk.id not in sent]
+        request.num_turns, request.num_departed = len(turns), num_departed
         self.metrics.count("chunks", "repeated", len(repeated))
         self.metrics.count("chunks", "dropped", len(request.dropped))
         if key:
@@ -228,13 +237,14 @@ class RagService:
         for part in parts[:first]:
             head.extend(encode(cast(str, part)) if part else ())
         chunks, labels, repeated = self._tokenize(cast(Sequence[Passage], parts[first]) if areas else ())
-        later: list[tuple[tuple[int, ...], ChunkId | None]] = []
+        later: list[tuple[Sequence[int], ChunkId | None]] = []
+        later_labels: list[str] = []
         for part in parts[first + 1 :]:
             if isinstance(part, str):
                 later.append((encode(part), None))
                 continue
             more, more_labels, more_repeated = self._tokenize(part)
-            labels |= more_labels
+            later_labels += more_labels.values()
             repeated += more_repeated
             later += [(item.token_ids, item.chunk.id) for item in more]
 
@@ -248,7 +258,7 @@ class RagService:
 
         retrieved = [c.chunk.id for c in chunks]
         request = self._begin(head, [], chunks, retrieved, labels, assemble, identity, max_new_tokens)
-        request.order += [labels[chunk] for _, chunk in later if chunk is not None]
+        request.order += later_labels
         request.repeated = repeated
         return request
 
@@ -260,17 +270,20 @@ class RagService:
             request.served_by = meta.get("dp_rank") or 0
         if entry:
             self.mirrors[request.served_by].apply(Batch(*entry[0]))
-        if request.exact is None and meta.get("completion_tokens", 0) > 0:
+        is_over = (meta.get("finish_reason") or {}).get("type") in ("stop", "length")
+        if request.exact is None and (meta.get("completion_tokens", 0) > 0 or is_over):
             self._book_fates(request, int(meta.get("cached_tokens", 0)))
         if output.get("index", 0) == 0:
             ids = output.get("output_ids") or []
             request.output_ids = [*request.output_ids, *ids] if incremental else ids
             if meta.get("finish_reason"):
                 request.finish_reason = meta["finish_reason"]["type"]
+                request.is_cut = isinstance(meta["finish_reason"].get("matched"), str)
 
     def finish(self, request: RagRequest, content: str | None) -> None:
         """The answer is complete; `content` is the message the client got, None where it is not plain text."""
-        if request.remember is not None and content is not None and request.finish_reason in ("stop", "length"):
+        complete = request.finish_reason in ("stop", "length") and not request.is_cut
+        if request.remember is not None and content is not None and complete:
             request.remember(request.output_ids, content)
         self.release(request)
 
@@ -333,34 +346,84 @@ class RagService:
             conversation_id,
         )
 
+    def _fit(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        agreed: tuple[Turn, ...],
+        chunks: Sequence[TokenizedChunk],
+        context: PromptContext,
+    ) -> tuple[tuple[Turn, ...], TurnPieces, list[TokenizedChunk], int]:
+        """(turns to keep, the new turn's pieces, its chunks that are not seen, exchanges that had to leave).
+
+        All that fits stays. Otherwise the oldest turns leave until half of the context is free, so that the prefix breaks
+        once and not every turn; CRAFT 4.3 says why that is safe.
+        """
+        kept = self._unseen(chunks, agreed, agreed)
+        pieces = self._pieces(messages, agreed, kept, context)
+        new_len = _num_tokens(pieces, kept)
+        if sum(turn.num_tokens for turn in agreed) + new_len + context.reserve <= self.context_len:
+            return agreed, pieces, kept, 0
+        if agreed:
+            head = array("i", self.assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs))
+            needed = _num_tokens(pieces, chunks) + context.reserve  # what departs may have to be sent again
+            budget = min(self.context_len // 2, self.context_len - needed) - len(head)
+            turns = keep_recent(agreed, max(0, budget))
+            if turns:
+                kept = self._unseen(chunks, turns, agreed)
+                turns = (replace(turns[0], lead_ids=head), *turns[1:])
+                return turns, self._pieces(messages, agreed, kept, context), kept, len(agreed) - len(turns)
+        if not context.may_shorten:
+            return (), pieces, kept, 0
+        kept = self._unseen(chunks, (), agreed)
+        pieces, num_departed = self._shorten(messages, kept, context)
+        return (), pieces, kept, num_departed
+
+    def _shorten(
+        self, messages: Sequence[Mapping[str, Any]], kept: Sequence[TokenizedChunk], context: PromptContext
+    ) -> tuple[TurnPieces, int]:
+        """The pieces of a prompt from messages alone, the oldest exchanges left out until half of the context is free."""
+        opening = next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), 0)
+        starts = [i for i, m in enumerate(messages) if i >= opening and m.get("role") == "user"] or [opening]
+
+        def pieces_from(number: int) -> TurnPieces:
+            return self._pieces([*messages[:opening], *messages[starts[number] :]], (), kept, context)
+
+        low, high = 0, len(starts) - 1  # the fewest exchanges to leave out; lengths fall, so search by halves
+        while low < high:
+            middle = (low + high) // 2
+            if _num_tokens(pieces_from(middle), kept) + context.reserve <= self.context_len // 2:
+                high = middle
+            else:
+                low = middle + 1
+        return pieces_from(low), low
+
     def _pieces(
-        self, messages: Sequence[Mapping[str, Any]], agreed: Sequence[Turn], has_chunks: bool, tools: Any, kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        agreed: Sequence[Turn],
+        kept: Sequence[TokenizedChunk],
+        context: PromptContext,
     ) -> TurnPieces:
-        num_agreed = agreed[-1].num_messages - 1 if agreed else 0  # the settings come first in the hashes
         pieces = self.assembler.turn(
-            messages, num_agreed=num_agreed, has_chunks=has_chunks, tools=tools, template_kwargs=kwargs
+            messages,
+            num_agreed=agreed[-1].num_messages - 1 if agreed else 0,  # the settings come first in the hashes
+            has_chunks=bool(kept),
+            tools=context.tools,
+            template_kwargs=context.template_kwargs,
         )
         if agreed and pieces.lead and agreed[-1].body_ids[-1] == pieces.lead[0]:
             # The answer ended with the token that the template puts behind it: once is enough.
             pieces = replace(pieces, lead=pieces.lead[1:])
         return pieces
 
-    def _fit(
-        self, agreed: tuple[Turn, ...], new_len: int, max_new_tokens: int | None, messages: Any, tools: Any, kwargs: Any
-    ) -> tuple[Turn, ...]:
-        """The turns to keep: all that fit, else the most recent that leave half of the context free (CRAFT 4.3)."""
-        reserve = self._reserve(max_new_tokens)
-        if sum(turn.num_tokens for turn in agreed) + new_len + reserve <= self.context_len or not agreed:
-            return agreed
-        head = array("i", self.assembler.head(messages, tools=tools, template_kwargs=kwargs))
-        budget = min(self.context_len // 2, self.context_len - new_len - reserve) - len(head)
-        turns = keep_recent(agreed, max(0, budget))
-        return (replace(turns[0], lead_ids=head), *turns[1:]) if turns else ()
-
-    def _seen(self, turns: Sequence[Turn], agreed: Sequence[Turn]) -> frozenset[ChunkId]:
+    def _unseen(
+        self, chunks: Sequence[TokenizedChunk], turns: Sequence[Turn], agreed: Sequence[Turn]
+    ) -> list[TokenizedChunk]:
+        """The chunks that the conversation has not shown yet, given the turns that stay."""
         if self.config.dedup == "off":
-            return frozenset()
-        return shown(agreed, "paper") if self.config.dedup == "paper" else shown(turns, "kept")
+            return list(chunks)
+        seen = shown(agreed, "paper") if self.config.dedup == "paper" else shown(turns, "kept")
+        return [chunk for chunk in chunks if chunk.chunk.id not in seen]
 
     def _begin(
         self,
@@ -474,9 +537,15 @@ class RagService:
     def _book_fates(self, request: RagRequest, cached_tokens: int) -> None:
         request.exact = min(cached_tokens, len(request.input_ids))
         request.hit_len = sum(1 for span in request.area if span.end <= request.exact)
+        self.tree.count_hits(request.plan, request.hit_len)
         self.metrics.count("chunks", "hit", request.hit_len)
         self.metrics.count("prompt_tokens", "exact", request.exact)
         self.metrics.count("prompt_tokens", "computed", len(request.input_ids) - request.exact)
+
+
+def _num_tokens(pieces: TurnPieces, chunks: Sequence[TokenizedChunk]) -> int:
+    chunk_len = sum(chunk.chunk.num_tokens for chunk in chunks)
+    return len(pieces.lead) + len(pieces.intro) + len(pieces.outro) + chunk_len
 
 
 def _leading_area(spans: Sequence[Span]) -> tuple[Span, ...]:

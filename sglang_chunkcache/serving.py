@@ -32,11 +32,15 @@ class TappedManager:
         """As SGLang's."""
         rag: RagRequest | None = getattr(request.state, "chunkcache", None) if request is not None else None
         incremental = bool(obj.stream and getattr(self._manager, "incremental_streaming_output", False))
-        async for output in self._manager.generate_request(obj, request):
+        try:
+            async for output in self._manager.generate_request(obj, request):
+                if rag is not None:
+                    for one in output if isinstance(output, list) else [output]:
+                        self._service.observe(rag, one, incremental=incremental)
+                yield output
+        finally:  # also for a stream whose client was gone before its body began
             if rag is not None:
-                for one in output if isinstance(output, list) else [output]:
-                    self._service.observe(rag, one, incremental=incremental)
-            yield output
+                self._service.release(rag)
 
 
 class RagServingChat(OpenAIServingChat):  # type: ignore[misc]

@@ -200,3 +200,22 @@ def test_answer_is_json_the_openai_client_accepts(rag_server: Server) -> None:
     """`chunkcache` is one more object; everything else is the ordinary shape."""
     reply = ask(rag_server, [0], "Hello")
     assert json.loads(reply.model_dump_json())["object"] == "chat.completion"
+
+
+def test_long_conversation_loses_its_oldest_turns(rag_server: Server) -> None:
+    """Beyond the context the oldest turns leave, once for several turns: no error, and the prefix holds again after it."""
+    messages: list[dict[str, str]] = []
+    replies = []
+    for turn in range(12):
+        messages.append({"role": "user", "content": f"What does number {turn} make?"})
+        chunks = [{"id": f"t{turn}", "text": f"Number {turn}. " + "The company Dravex makes clocks. " * 40}]
+        body = {"messages": messages, "chunks": chunks, "max_tokens": 4, "temperature": 0, "conversation_id": "long"}
+        replies.append(post(rag_server.url + "/rag/v1/chat/completions", body))
+        messages.append({"role": "assistant", "content": replies[-1]["choices"][0]["message"]["content"]})
+    departures = [i for i, reply in enumerate(replies) if reply["chunkcache"]["turns_departed"]]
+    assert departures
+    assert len(departures) < 6
+    for i, reply in enumerate(replies[1:], start=1):
+        if i not in departures:
+            before = replies[i - 1]["usage"]
+            assert reply["chunkcache"]["fates"]["exact"] >= before["total_tokens"] - 1

@@ -227,7 +227,7 @@ def without_server_args() -> Iterator[None]:
     """`release_kv_cache` asks two settings of a server that does not run here."""
     common = "sglang.srt.mem_cache.common"
     spec, serving = SimpleNamespace(speculative_algorithm=None), SimpleNamespace(strip_thinking_cache=False)
-    with mock.patch(f"{common}.get_spec", lambda: spec), mock.patch(f"{common}.get_serving", lambda: serving):
+    with mock.patch(f"{common}.get_spec", return_value=spec), mock.patch(f"{common}.get_serving", return_value=serving):
         yield
 
 

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Purpose: make .venv and install everything into it; the other scripts here call this first.
+#   launch/setup.sh
+# Machine: Linux, Python 3.11 or newer; with an NVIDIA GPU (nvidia-smi works) the CUDA packages, else the short CPU list.
+# Minutes: 3 to 10 the first time, depending on the network (10 to 20 with CUDA); under a second when nothing changed.
+#
+# Environment:
+#   PYTHON            which Python to build .venv with (default: the first of python3, python3.13, .12, .11 that is new enough)
+#   CHUNKCACHE_SETUP  cpu or cuda, instead of looking for a GPU
+#   TORCH_INDEX_URL   package index to take torch and torchvision from. On plain PyPI torch for Linux brings gigabytes of
+#                     CUDA libraries; to get the CPU build, name PyTorch's CPU index here (https://pytorch.org shows it).
+# Safe to run twice, at once, and after an install that was interrupted.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# The exact requirement that pyproject.toml has for a package.
+pinned() { sed -n "s/.*\"\($1==[^\"]*\)\".*/\1/p" pyproject.toml | head -n 1; }
+
+say() { echo "setup: $*" >&2; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    say "need Python 3.11 or newer with its venv module (on Debian and Ubuntu: python3-venv)."
+    say "found: $({ "${PYTHON:-python3}" --version 2>&1 || true; } | head -n 1). Name another one: PYTHON=/path/to/python3.12 $0"
+    return 1
+}
+
+# pip without its progress; what it printed comes out whole if it fails.
+pip_install() {
+    local log=.venv/setup.log
+    say "installing $*"
+    if ! .venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off "$@" >"$log" 2>&1; then
+        cat "$log" >&2
+        say "failed: pip install $*"
+        return 1
+    fi
+}
+
+kind=${CHUNKCACHE_SETUP:-}
+if [[ -z $kind ]]; then
+    kind=cpu
+    if nvidia-smi -L >/dev/null 2>&1; then kind=cuda; fi
+fi
+if [[ $kind != cpu && $kind != cuda ]]; then
+    say "CHUNKCACHE_SETUP must be cpu or cuda, got '$kind'"
+    exit 2
+fi
+
+stamp="$kind $(cat pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1)"
+is_done() { [[ -x .venv/bin/python && $(cat .venv/setup.stamp 2>/dev/null) == "$stamp" ]]; }
+if is_done; then exit 0; fi
+
+mkdir -p .venv
+if command -v flock >/dev/null; then
+    exec 9>.venv/setup.lock
+    flock -n 9 || { say "waiting for another set-up to finish" && flock 9; }
+    if is_done; then exit 0; fi
+fi
+
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    python=$(find_python)
+    say "creating .venv with $("$python" --version)"
+    "$python" -m venv .venv
+    .venv/bin/python -m pip --version >/dev/null
+fi
+
+if [[ $kind == cuda ]]; then
+    say "NVIDIA GPU: the CUDA packages are large, this takes 10 to 20 minutes"
+    pip_install -e '.[cuda,dev]'
+else
+    say "no NVIDIA GPU: the CPU packages, 3 to 10 minutes"
+    if [[ -n ${TORCH_INDEX_URL:-} ]]; then
+        pip_install --index-url "$TORCH_INDEX_URL" "$(pinned torch)" "$(pinned torchvision)"
+    else
+        pip_install "$(pinned torch)" # before its users, or one of them brings another
+    fi
+    pip_install -e '.[cpu,dev]'
+    pip_install --no-deps "$(pinned sglang)" # with its dependencies it would bring the CUDA packages
+fi
+echo "$stamp" >.venv/setup.stamp
+say "done"

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Purpose: set up and run the tests. Arguments go to pytest: launch/test.sh tests/radix_ext -k order
+# Machine: any; tests that need a GPU (-m gpu) or real data (CHUNKCACHE_DATA) are skipped where there is none.
+# Minutes: about 10 on two cores; without the tests that start a server (-m "not engine") about 2.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash launch/setup.sh
+# Test servers run beside pytest: without a limit each of them would start one thread per core.
+half=$(($(nproc) / 2))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((half > 8 ? 8 : half > 1 ? half : 1))}
+# Some extension modules warn when Python ends, behind pytest's closing line, which should be the last.
+export PYTHONWARNINGS="${PYTHONWARNINGS:+$PYTHONWARNINGS,}ignore:builtin type:DeprecationWarning"
+exec .venv/bin/python -m pytest "$@"

@@ -1,0 +1,335 @@
+"""A generated world of companies, engineers and cities: corpus, questions and training conversations from a seed.
+
+Every entity has one passage of four facts, each fact one sentence `{name} {verb} {value}`:
+
+    The company Dravex makes clocks. In 1987 Dravex hired Anna. Dravex serves Kelton. Later Dravex bought Solon.
+
+A one-hop question asks for one fact, a two-hop question for a fact about the value of another one. Answers repeat the
+facts' wording, so the name and the verb stand right before the value wherever it is read or written. Names are few and
+facts are drawn anew for every seed: nothing about an entity can be known but from its passage.
+
+Facts can be found wherever they stand, so they say little about positions. `order_questions` asks for those: which
+passage comes first, last, or after another one.
+
+Standard library only; knows nothing of tokens, models or servers.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+_NAMES = {
+    "engineer": """Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Leo Maria Nils Olga Peter Quinn Rosa
+        Simon Tanja Ugo Vera Walter Xenia Yusuf Zelda Adam Berta Carl Diana Emil Frida Georg Hanna Ivan Julia Kurt Laura
+        Max Nora Otto Paula Ralf Sara Theo Ursula Viktor Wanda Arno Bella Cyril Dora Erik Fiona Gustav Heidi Igor Jana
+        Klaus Linda Milan Nadia Oscar Petra Rafael Sofia Tomas Ulrike Vito Wilma Yvonne Zeno""",
+    "product": """clocks lamps boats paint tiles ropes pumps bells chairs gloves soap bricks wheels mirrors tents kites
+        drills ovens pens boots saws locks shelves carpets""",
+    "instrument": """piano violin flute harp drums guitar cello trumpet organ banjo oboe tuba lute viola clarinet
+        bagpipes zither horn bassoon accordion mandolin fiddle harmonica sitar""",
+    "crop": """barley wheat rice maize oats hops beans peas onions carrots apples plums grapes lemons olives cotton tea
+        coffee cocoa pepper garlic melons figs almonds""",
+}
+_COMPANY_STEMS = (
+    "Drav",
+    "Sol",
+    "Brin",
+    "Tor",
+    "Quar",
+    "Vel",
+    "Nim",
+    "Hax",
+    "Zor",
+    "Lum",
+    "Grel",
+    "Pyl",
+    "Fen",
+    "Ost",
+    "Kav",
+    "Myr",
+)
+_CITY_STEMS = (
+    "Kel",
+    "Ash",
+    "Bram",
+    "Dun",
+    "Hol",
+    "Lin",
+    "Mar",
+    "Nor",
+    "Oak",
+    "Pen",
+    "Ros",
+    "Stav",
+    "Thorn",
+    "Wick",
+    "Yar",
+    "Elm",
+)
+NAMES: dict[str, tuple[str, ...]] = {
+    "company": tuple(stem + end for stem in _COMPANY_STEMS for end in ("ex", "on", "ix", "um")),
+    "city": tuple(stem + end for stem in _CITY_STEMS for end in ("ton", "ford", "burg", "ville")),
+    **{kind: tuple(names.split()) for kind, names in _NAMES.items()},
+}
+ENTITY_KINDS = ("company", "engineer", "city")
+
+
+class Relation(NamedTuple):
+    """How a fact is told (`verb`), asked for (`auxiliary` ... `base`) and pointed at (`participle` by ...)."""
+
+    subject_kind: str
+    verb: str
+    object_kind: str
+    auxiliary: str
+    base: str
+    participle: str
+
+
+RELATIONS = (
+    Relation("company", "makes", "product", "does", "make", "made"),
+    Relation("company", "hired", "engineer", "did", "hire", "hired"),
+    Relation("company", "serves", "city", "does", "serve", "served"),
+    Relation("company", "bought", "company", "did", "buy", "bought"),
+    Relation("engineer", "plays", "instrument", "does", "play", "played"),
+    Relation("engineer", "joined", "company", "did", "join", "joined"),
+    Relation("engineer", "visited", "city", "did", "visit", "visited"),
+    Relation("engineer", "taught", "engineer", "did", "teach", "taught"),
+    Relation("city", "grows", "crop", "does", "grow", "grown"),
+    Relation("city", "elected", "engineer", "did", "elect", "elected"),
+    Relation("city", "borders", "city", "does", "border", "bordered"),
+    Relation("city", "hosts", "company", "does", "host", "hosted"),
+)
+_OPENERS = {"did": ("Later", "Once", "At first"), "does": ("Today", "Still", "By now")}
+_ORDER_WORDS = ("passage", "comes", "first", "last", "after", "is", "about")
+_PLAIN_WORDS = ("In", "The", "Which", "the", "by", "did", "does")
+_YEARS = tuple(range(1970, 1990))
+_SHARE_INSIDE = 0.5  # of the values that name an entity: drawn among the world's own, so that two-hop questions exist
+
+
+class Fact(NamedTuple):
+    """`subject` and `value` are names, `relation` says how they belong together."""
+
+    subject: str
+    relation: Relation
+    value: str
+
+    @property
+    def sentence(self) -> str:
+        """The fact as an answer tells it."""
+        return f"The {self.relation.subject_kind} {self.subject} {self.relation.verb} {self.value}."
+
+
+class Passage(NamedTuple):
+    """One entity and everything the world says about it."""
+
+    id: str
+    title: str
+    text: str
+
+
+class Question(NamedTuple):
+    """`answers`: the whole answer the model is trained to give, then the bare value; either one is right.
+
+    `hop` counts the facts needed: 1 or 2, and 0 for a question about the passages' order.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    gold_passage_ids: tuple[str, ...]
+    hop: int
+
+
+class Turn(NamedTuple):
+    """The passages that are new in this turn (perhaps none), the question and its answer."""
+
+    passages: tuple[Passage, ...]
+    question: Question
+
+
+class World:
+    """Entities, their facts and the questions about them; the same seed and size give the same world.
+
+    Args:
+        seed: any integer.
+        num_passages: one per entity, 2 to 200; each kind that occurs occurs at least twice.
+        num_kinds: how many kinds of entities occur, 1 to 3, at most `num_passages // 2`.
+    Raises:
+        ValueError: a size is out of its range; names the argument and what it got.
+    """
+
+    def __init__(self, seed: int, num_passages: int = 200, num_kinds: int = 3) -> None:
+        capacity = sum(len(NAMES[kind]) for kind in ENTITY_KINDS)
+        if not 2 <= num_passages <= capacity:
+            raise ValueError(f"num_passages must be in 2..{capacity} but got {num_passages}")
+        if not 1 <= num_kinds <= min(len(ENTITY_KINDS), num_passages // 2):
+            raise ValueError(f"num_kinds must be in 1..3 and at most num_passages // 2 but got {num_kinds}")
+        self._rng = random.Random(seed)
+        self._kind_of = self._draw_entities(num_passages, num_kinds)
+        self._facts = {name: self._draw_facts(name, kind) for name, kind in self._kind_of.items()}
+        self._id_of = {name: f"p{number:04d}" for number, name in enumerate(self._kind_of)}
+        self.passages = [Passage(self._id_of[name], name, self._tell(name)) for name in self._kind_of]
+        self._by_id = {passage.id: passage for passage in self.passages}
+
+    @cached_property
+    def questions(self) -> list[Question]:
+        """Every one-hop and two-hop question this world can answer, one-hop first."""
+        drafts = [(1, *draft) for draft in self._one_hop()] + [(2, *draft) for draft in self._two_hop()]
+        return [
+            Question(f"q{number:05d}", text, answers, tuple(self._id_of[name] for name in names), hop)
+            for number, (hop, text, answers, names) in enumerate(drafts)
+        ]
+
+    def passage(self, passage_id: str) -> Passage:
+        """The passage of that id; KeyError if there is none."""
+        return self._by_id[passage_id]
+
+    def context(self, question: Question, num_passages: int, rng: random.Random) -> list[Passage]:
+        """The gold passages and distractors of the same kinds, shuffled: the kind alone never tells the answer.
+
+        Raises:
+            ValueError: fewer passages asked for than the question has gold ones, or more than there are of its kinds.
+        """
+        gold = [self.passage(passage_id) for passage_id in question.gold_passage_ids]
+        if num_passages < len(gold):
+            raise ValueError(f"num_passages must be at least {len(gold)} for {question.id} but got {num_passages}")
+        chosen = list(gold)
+        while len(chosen) < num_passages:
+            kind = self._kind_of[gold[len(chosen) % len(gold)].title]
+            rivals = [p for p in self.passages if self._kind_of[p.title] == kind and p not in chosen]
+            if not rivals:
+                raise ValueError(f"no {kind} is left to be a distractor for {question.id} at {len(chosen)} passages")
+            chosen.append(rng.choice(rivals))
+        rng.shuffle(chosen)
+        return chosen
+
+    def facts(self) -> Iterator[Fact]:
+        """All facts, entity by entity, in the order their passages tell them."""
+        for facts in self._facts.values():
+            yield from facts
+
+    def _draw_entities(self, num_passages: int, num_kinds: int) -> dict[str, str]:
+        kinds = self._rng.sample(ENTITY_KINDS, num_kinds)
+        pools = {kind: self._rng.sample(NAMES[kind], len(NAMES[kind])) for kind in kinds}
+        drawn = [(pools[kind].pop(), kind) for kind in kinds for _ in range(2)]
+        rest = [(name, kind) for kind in kinds for name in pools[kind]]
+        missing = num_passages - len(drawn)
+        if missing > len(rest):
+            raise ValueError(f"num_passages must be at most {len(drawn) + len(rest)} with kinds {kinds}")
+        drawn += self._rng.sample(rest, missing)
+        self._rng.shuffle(drawn)
+        return dict(drawn)
+
+    def _draw_facts(self, name: str, kind: str) -> list[Fact]:
+        facts = []
+        for relation in RELATIONS:
+            if relation.subject_kind == kind:
+                kin = [other for other, its in self._kind_of.items() if its == relation.object_kind]
+                inside = [other for other in kin if other != name]
+                everywhere = [other for other in NAMES[relation.object_kind] if other != name]
+                pool = inside if inside and self._rng.random() < _SHARE_INSIDE else everywhere
+                facts.append(Fact(name, relation, self._rng.choice(pool)))
+        self._rng.shuffle(facts)
+        return facts
+
+    def _tell(self, name: str) -> str:
+        sentences = [self._facts[name][0].sentence]
+        for fact in self._facts[name][1:]:
+            openers = ("", *_OPENERS[fact.relation.auxiliary])
+            opener = self._rng.choice(openers)
+            if fact.relation.auxiliary == "did" and self._rng.random() < 0.5:
+                opener = f"In {self._rng.choice(_YEARS)}"
+            sentences.append(f"{opener} {name} {fact.relation.verb} {fact.value}.".strip())
+        return " ".join(sentences)
+
+    def _one_hop(self) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        for fact in self.facts():
+            subject = f"the {fact.relation.subject_kind} {fact.subject}"
+            yield _ask(fact.relation, subject), (fact.sentence, fact.value), (fact.subject,)
+
+    def _two_hop(self) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        for link in self.facts():
+            for fact in self._facts.get(link.value, ()):
+                kind = link.relation
+                subject = f"the {kind.object_kind} {kind.participle} by the {kind.subject_kind} {link.subject}"
+                answers = (f"{link.sentence} {fact.sentence}", fact.value)
+                yield _ask(fact.relation, subject), answers, (link.subject, link.value)
+
+
+def order_questions(passages: Sequence[Passage]) -> list[Question]:
+    """What can be asked about these passages' order, in which they must be shown: first, last, and after each one."""
+    drafts = [("first", passages[0]), ("last", passages[-1])]
+    drafts += [(f"after {before.title}", after) for before, after in pairwise(passages)]
+    questions = []
+    for number, (place, passage) in enumerate(drafts):
+        wording = f"passage {place}" if place.startswith("after") else f"{place} passage"
+        answers = (f"The {wording} is about {passage.title}.", passage.title)
+        gold = tuple(each.id for each in passages)
+        questions.append(Question(f"o{number:05d}", f"Which passage comes {place}?", answers, gold, hop=0))
+    return questions
+
+
+def sample_conversation(rng: random.Random, num_passages: int, num_turns: int) -> list[Turn]:
+    """A conversation over a small world of its own: passages in any order, some held back for a later turn.
+
+    A question is only asked once all its gold passages have been shown, and none twice.
+    """
+    num_kinds = rng.randint(1, min(len(ENTITY_KINDS), num_passages // 2))
+    world = World(rng.getrandbits(48), num_passages, num_kinds)
+    passages = rng.sample(world.passages, num_passages)
+    later_turn = rng.randint(1, num_turns - 1) if num_turns > 1 and num_passages > 2 and rng.random() < 0.25 else None
+    num_first = num_passages if later_turn is None else rng.randint(2, num_passages - 1)
+    shown: list[Passage] = []
+    open_questions = rng.sample(world.questions, len(world.questions))
+    turns: list[Turn] = []
+    for number in range(num_turns):
+        new = passages[:num_first] if number == 0 else passages[num_first:] if number == later_turn else []
+        shown += new
+        hop = rng.choice((0, 0, 1, 1, 2))
+        question = _pop_answerable(open_questions, {passage.id for passage in shown}, hop) if hop else None
+        if question is None:
+            asked = {turn.question.question for turn in turns}
+            unasked = [each for each in order_questions(shown) if each.question not in asked]
+            if not unasked:
+                break
+            question = rng.choice(unasked)
+        turns.append(Turn(tuple(new), question))
+    return turns
+
+
+def sample_fact_list(rng: random.Random, num_facts: int) -> list[str]:
+    """Sentences about few relations of entities of one kind, then the same ones in another order: teaches recall.
+
+    What stands before a value in the second half, name and verb, has stood before it in the first one; neither name nor
+    verb alone tells the value.
+    """
+    kind = rng.choice(ENTITY_KINDS)
+    num_relations = rng.choice((1, 2, 2, 4))
+    relations = rng.sample([relation for relation in RELATIONS if relation.subject_kind == kind], num_relations)
+    names = rng.sample(NAMES[kind], max(num_facts * 2 // num_relations, num_relations))
+    pairs = rng.sample([(name, relation) for name in names for relation in relations], num_facts)
+    told = [f"{name} {relation.verb} {rng.choice(NAMES[relation.object_kind])}." for name, relation in pairs]
+    return told + rng.sample(told, num_facts)
+
+
+def _pop_answerable(questions: list[Question], shown: set[str], hop: int) -> Question | None:
+    answerable = [question for question in questions if shown.issuperset(question.gold_passage_ids)]
+    chosen = next((question for question in answerable if question.hop == hop), answerable[0] if answerable else None)
+    if chosen is not None:
+        questions.remove(chosen)
+    return chosen
+
+
+def _ask(relation: Relation, subject: str) -> str:
+    return f"Which {relation.object_kind} {relation.auxiliary} {subject} {relation.base}?"
+
+
+def words() -> Sequence[str]:
+    """Every word the world can use, for the tokenizer: each gets a token of its own."""
+    forms = {form for relation in RELATIONS for form in (relation.verb, relation.base, relation.participle)}
+    names = {name for pool in NAMES.values() for name in pool}
+    openers = {word for pool in _OPENERS.values() for opener in pool for word in opener.split()}
+    years = {str(year) for year in _YEARS}
+    return sorted(forms | names | openers | years | set(NAMES) | set(_ORDER_WORDS) | set(_PLAIN_WORDS))

@@ -1,0 +1,204 @@
+"""The launcher's flags: what is ours, what is SGLang's, what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from sglang_chunkcache import config, launch_server
+from sglang_chunkcache.launch_server import CPU_FLAGS, refusals, server_flags
+from sglang_chunkcache.plugin import BACKEND
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_flags_select_our_cache() -> None:
+    """By name: a scheduler without us must not start."""
+    assert server_flags(["--model-path", "m"], stock=False) == ["--model-path", "m", "--radix-cache-backend", BACKEND]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_stock_flags_are_the_users() -> None:
+    """`--stock` is SGLang as it is."""
+    given = ["--model-path", "m", "--radix-cache-backend", "x"]
+    assert server_flags(given, stock=True) == given
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("flag", [["--radix-cache-backend", "x"], ["--radix-cache-backend=x"]], ids=repr)
+def test_another_cache_is_refused(flag: list[str]) -> None:
+    """Both at once would leave us out."""
+    with pytest.raises(ValueError, match=r"--radix-cache-backend.*--stock"):
+        server_flags(flag, stock=False)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("given", [["--model-path", "bundled"], ["--model-path=bundled"]], ids=repr)
+@pytest.mark.parametrize("stock", [True, False])
+def test_bundled_model_becomes_a_path(given: list[str], stock: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both spellings, with other flags around it."""
+    bundled = pytest.importorskip("sglang_chunkcache.bundled_model")
+    monkeypatch.setattr(bundled, "model_dir", lambda: Path("/models/bundled"))
+    flags = server_flags(["--port", "1", *given, "--tp", "1"], stock=stock)
+    assert flags[:6] == ["--port", "1", "--model-path", "/models/bundled", "--tp", "1"]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("other", ["--model-path-extra", "--model-paths=bundled"])
+def test_flag_that_only_begins_like_model_path_is_left_alone(other: str) -> None:
+    """The model's path is looked up by its whole name."""
+    flags = server_flags([other, "--model-path", "m"], stock=True)
+    assert flags == [other, "--model-path", "m"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_another_model_is_left_alone() -> None:
+    """A directory that is called otherwise stays the user's."""
+    assert server_flags(["--model-path=/x/bundled"], stock=True)[-1] == "/x/bundled"
+
+
+@pytest.mark.usefixtures("cpu")
+def test_cpu_flags_are_added() -> None:
+    """A machine without GPU needs them all."""
+    flags = server_flags(["--model-path", "m"], stock=True)
+    for flag, value in CPU_FLAGS.items():
+        assert flag in flags
+        assert value is None or flags[flags.index(flag) + 1] == value
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("given", [["--max-total-tokens", "9"], ["--max-total-tokens=9"]], ids=repr)
+def test_cpu_flags_do_not_overrule_the_users(given: list[str]) -> None:
+    """In both spellings."""
+    flags = server_flags(given, stock=True)
+    assert flags[: len(given)] == given
+    assert "65536" not in flags
+
+
+def test_flags_given_are_not_changed_in_place() -> None:
+    """The caller's list is the caller's."""
+    given = ["--model-path=m"]
+    server_flags(given, stock=False)
+    assert given == ["--model-path=m"]
+
+
+def args(**changes: Any) -> SimpleNamespace:
+    plain = {
+        "tokenizer_worker_num": 1,
+        "disable_radix_cache": False,
+        "page_size": 1,
+        "speculative_algorithm": None,
+        "enable_hierarchical_cache": False,
+        "disaggregation_mode": "null",
+        "skip_tokenizer_init": False,
+    }
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def test_plain_settings_are_not_refused() -> None:
+    """SGLang's defaults, also where it leaves a number open."""
+    assert refusals(args()) == []
+    assert refusals(args(page_size=None, tokenizer_worker_num=None, disaggregation_mode=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"page_size": 16}, "--page-size"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
+    ],
+    ids=repr,
+)
+def test_unsupported_setting_is_named(change: dict[str, Any], named: str) -> None:
+    """What can be known at start-up is refused at start-up."""
+    (reason,) = refusals(args(**change))
+    assert reason.startswith(named)
+
+
+class Started(Exception):
+    """Stands for the server that would start."""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What main() would start; the environment is put back."""
+    started: list[Any] = []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(launch_server, "_run", lambda flags, **kwargs: started.append((flags, kwargs)))
+    return started
+
+
+def test_main_hands_the_configuration_over(run: list[Any]) -> None:
+    """Our flags are ours, the rest is SGLang's."""
+    launch_server.main(["--model-path", "m", "--chunkcache-order", "frequency", "--port", "1"])
+    settings = config.from_env(os.environ)
+    assert settings is not None
+    assert (settings.order, bool(settings.secret)) == ("frequency", True)
+    (flags, _) = run[0]
+    assert flags[:4] == ["--model-path", "m", "--port", "1"]
+
+
+def test_main_stock_leaves_no_configuration(run: list[Any]) -> None:
+    """An inherited configuration would switch our endpoints on."""
+    os.environ[config.ENV_VAR] = "{}"
+    launch_server.main(["--model-path", "m", "--stock"])
+    assert config.ENV_VAR not in os.environ
+    assert run[0][1]["stock"] is True
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--chunkcache-window-requests", "0"], ["--chunkcache-order", "x"], ["--radix-cache-backend", "x"]],
+    ids=repr,
+)
+def test_main_mistake_exits_with_2(flags: list[str], run: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that names the flag."""
+    with pytest.raises(SystemExit) as caught:
+        launch_server.main(["--model-path", "m", *flags])
+    assert caught.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+    assert not run
+
+
+def test_cpu_ranks_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang dies at start on one NUMA node without it."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    launch_server._bind_cpu_ranks(2)
+    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+
+
+def test_cpu_ranks_share_cores_when_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks than cores still start."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 7}, raising=False)
+    launch_server._bind_cpu_ranks(3)
+    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == "5|7|5"
+
+
+@pytest.mark.parametrize(("dp_size", "given"), [(1, {}), (2, {"SGLANG_CPU_OMP_THREADS_BIND": "x"})])
+def test_cpu_binding_of_the_user_stays(dp_size: int, given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank needs none, and the user's wins."""
+    monkeypatch.setattr(os, "environ", dict(given))
+    launch_server._bind_cpu_ranks(dp_size)
+    assert os.environ == given
