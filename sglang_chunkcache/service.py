@@ -273,6 +273,9 @@ class RagService:
         is_over = (meta.get("finish_reason") or {}).get("type") in ("stop", "length")
         if request.exact is None and (meta.get("completion_tokens", 0) > 0 or is_over):
             self._book_fates(request, int(meta.get("cached_tokens", 0)))
+            if not entry and meta.get("completion_tokens", 0) > 0:  # the rank could not read our spans and says why in its log
+                request.fallbacks.append("plain_text")
+                self.metrics.count("fallbacks", "plain_text")
         if output.get("index", 0) == 0:
             ids = output.get("output_ids") or []
             request.output_ids = [*request.output_ids, *ids] if incremental else ids

@@ -3,9 +3,9 @@
     python -m sglang_chunkcache.bundled_model.evaluate [--model-path DIR] [--chunks 4] [--questions 200] [--json]
 
 Each question comes with its gold passages and distractors of the same kinds, shuffled; hop 0 are questions about the
-passages' order. Exact match wants the whole answer: every sentence of it, nothing else. The guess is what a random
-passage of the gold one's kind would reach, for two-hop questions after a right first hop. The last stdout line is one
-JSON object.
+passages' order (first, last). Exact match wants the whole answer: every sentence of it, nothing else. The guess is what
+a random passage of the gold one's kind would reach, for two-hop questions after a right first hop. The last stdout line
+is one JSON object.
 """
 
 import argparse
@@ -100,7 +100,8 @@ def _draw(
     questions = rng.sample([q for q in world.questions if q.hop == (hop or 1)], num_questions)
     contexts = [world.context(question, num_chunks, rng) for question in questions]
     if hop == 0:
-        questions = [rng.choice(order_questions(passages)) for passages in contexts]
+        # First and last; "after" is beyond the model, see README.md.
+        questions = [rng.choice(order_questions(passages)[:2]) for passages in contexts]
     return list(zip(questions, contexts, strict=True))
 
 

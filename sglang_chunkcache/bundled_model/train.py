@@ -53,7 +53,6 @@ WARM_UP_STEPS = 30
 DECAY_SHARE = 0.4  # of the time: the learning rates fall to DECAY_FLOOR of themselves, linearly
 DECAY_FLOOR = 0.02
 LM_WEIGHT = 0.5
-LOOK_BACK = (1, 2, 3, 7)  # tokens, one per head; 7: from a passage's name to the one in the last sentence before it
 PASS_ACCURACY = 0.9  # running accuracy at which a stage is over
 SYSTEM_SHARE = 0.3  # of the conversations: begin with a system prompt
 LOG_EVERY = 20  # steps
@@ -135,7 +134,7 @@ def sample_batch(stage: Stage, rng: random.Random, encode: Encoder) -> list[Row]
 
 
 def create_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """An untrained model, float32, with the initial weights that `_initialise` describes."""
+    """An untrained model, float32, whose first-layer heads look 1, 2, 3 and 4 tokens back."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN_SIZE,
@@ -198,10 +197,13 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         pad_token_id=tokenizer.pad_token_id,
     ).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    # transformers 5 writes a class name that older versions do not know; both know this one.
-    path = out / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    # transformers 5 writes what older versions do not know, or would silently replace by a default.
+    for name, old_style in (
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ("config.json", {"rope_theta": ROPE_THETA}),
+    ):
+        path = out / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | old_style, indent=2) + "\n")
 
 
 def _step(
@@ -260,7 +262,7 @@ def _create_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 def _initialise(model: LlamaForCausalLM) -> None:
     """Random weights, except for the two mechanisms that training alone takes far too long to find.
 
-    Layer 0, looking back: its heads attend LOOK_BACK tokens back, and the first two write what they find into
+    Layer 0, looking back: its heads attend 1, 2, 3 and 4 tokens back, and the first two write what they find into
     separate halves of the hidden space. Layer 1, looking up: its first head compares the one half of a query (what
     stood one before) with the other half of a key (what stood two before) and copies the key's token. In `{name}
     {verb} {value}` the verb thereby finds the value that followed the same name before. Questions, choosing among an
@@ -286,7 +288,7 @@ def _initialise(model: LlamaForCausalLM) -> None:
 
 
 def _attend_to_distances(attention: LlamaAttention, frequencies: Tensor, constant: float) -> None:
-    """Each head attends to its distance of LOOK_BACK.
+    """Head h attends h + 1 tokens back.
 
     Queries and keys read the shared coordinate, `constant` after the norm, so their product is a function of distance
     alone: a sum of cosines, one per rotary frequency, highest where the query's turn and the distance cancel out.
@@ -299,7 +301,8 @@ def _attend_to_distances(attention: LlamaAttention, frequencies: Tensor, constan
     queries = attention.q_proj.weight.view(NUM_HEADS, 2, HEAD_DIM // 2, HIDDEN_SIZE)
     keys[:, 0, :, 0] = lengths
     keys[:, 1, :, 0] = 0
-    for head, distance in enumerate(LOOK_BACK):
+    for head in range(NUM_HEADS):
+        distance = head + 1
         queries[head, 0, :, 0] = lengths * torch.cos(distance * frequencies)
         queries[head, 1, :, 0] = -lengths * torch.sin(distance * frequencies)
 

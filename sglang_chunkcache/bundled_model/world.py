@@ -287,7 +287,7 @@ def sample_conversation(rng: random.Random, num_passages: int, num_turns: int) -
     for number in range(num_turns):
         new = passages[:num_first] if number == 0 else passages[num_first:] if number == later_turn else []
         shown += new
-        hop = rng.choice((0, 0, 1, 1, 2))
+        hop = rng.choice((0, 1, 1, 2))
         question = _pop_answerable(open_questions, {passage.id for passage in shown}, hop) if hop else None
         if question is None:
             asked = {turn.question.question for turn in turns}
