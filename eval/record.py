@@ -18,15 +18,15 @@ PACKAGES = ("sglang-chunkcache", "sglang", "torch", "transformers", "flashinfer-
 
 
 def make_record(name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
-    """What was run (`spec`), with which versions on which machine, and what came out."""
+    """What was run (`spec`), with which versions on which machine, and what came out. Of paths only the last part is kept."""
     return {
         "name": name,
-        "command": " ".join(["python", *_module_args()]),
+        "command": " ".join(["python", *map(_without_folder, _module_args())]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git": {"sha": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))},
         "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": None},
-        "spec": dict(spec),
+        "spec": {key: _without_folder(value) for key, value in spec.items() if key not in ("record", "logs")},
         "results": dict(results),
     }
 
@@ -38,6 +38,10 @@ def write_record(record: Mapping[str, Any], *, results_dir: Path = RESULTS) -> P
     folder.mkdir(parents=True)
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     return folder
+
+
+def _without_folder(value: Any) -> Any:
+    return Path(value).name if isinstance(value, Path) or (isinstance(value, str) and "/" in value) else value
 
 
 def _module_args() -> list[str]:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         flags = ["--model-path", "bundled", "--schedule-policy", policy]
         with Server(flags, log=args.logs / f"concurrency-{policy}.log") as server:
             results[policy] = load(server.url, samples, args.clients)
-    record = make_record("concurrency", spec={**vars(args), "logs": None}, results=results)
+    record = make_record("concurrency", spec=vars(args), results=results)
     if args.record:
         print("record:", write_record(record))
     print(json.dumps(results))

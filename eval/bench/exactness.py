@@ -65,7 +65,6 @@ def main(argv: Sequence[str]) -> int:
     samples = load_samples(args.questions, args.requests) if args.questions else world_samples(args.requests, args.seed)
     results = compare(args, samples)
     record = make_record("exactness", spec=vars(args) | {"requests": len(samples)}, results=results)
-    record = json.loads(json.dumps(record, default=str))
     if args.record:
         print("record:", write_record(record))
     print(json.dumps(record["results"]))

@@ -53,8 +53,7 @@ def main(argv: Sequence[str]) -> int:
         "evicted_chunks": stats["ranks"][0]["evicted_chunks"],
         "mirror_agrees": stats["ranks"][0]["mirror"]["agrees"],
     }
-    spec = {**vars(args), "data": args.data.name, "logs": str(args.logs)}
-    record = make_record("prediction", spec=spec, results=results)
+    record = make_record("prediction", spec=vars(args), results=results)
     if args.record:
         print("record:", write_record(record))
     print(json.dumps(results))

@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         stats = get(servers[OURS].url + "/chunkcache/stats")
     results = summarize(rows[args.warm_up :]) | overhead(rows, stats)
     record = make_record(
-        f"ttft-{args.load}", spec={**vars(args), "data": args.data.name, "logs": None}, results=results
+        f"ttft-{args.load}", spec=vars(args), results=results
     )
     if args.record:
         folder_path = write_record(record)

@@ -12,7 +12,7 @@ from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.bundled_model.world import World, order_questions, sample_conversation
 
 MAX_BYTES = 6_000_000  # of everything that git carries
-MIN_ACCURACY = 0.9  # of 40 questions; README.md has what 200 reach
+MIN_ACCURACY = 0.95  # of 40 questions; the shipped weights reach 1.0 on 200, less a margin for other CPUs
 
 
 @pytest.fixture(scope="module")
