@@ -78,6 +78,7 @@ else
     if [[ -n ${TORCH_INDEX_URL:-} ]]; then
         pip_install --index-url "$TORCH_INDEX_URL" "$(pinned torch)" "$(pinned torchvision)"
     else
+        say "TORCH_INDEX_URL is not set: if pip's index has no CPU build of torch, this brings gigabytes of CUDA libraries"
         pip_install "$(pinned torch)" # before its users, or one of them brings another
     fi
     pip_install -e '.[cpu,dev]'

@@ -13,6 +13,7 @@ from radix_ext.chunk import (
     check_spans,
     chunk_id,
     extend_chain,
+    leading_area,
     root_chain,
 )
 from radix_ext.conversation import (
@@ -104,6 +105,7 @@ __all__ = [
     "eviction_priority",
     "extend_chain",
     "keep_recent",
+    "leading_area",
     "longest_chain",
     "order_chunks",
     "order_per_rank",

@@ -76,6 +76,14 @@ def chain_of(namespace: str, ids: Iterable[ChunkId]) -> ChainId:
     return chain
 
 
+def leading_area(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The first chunk area of a prompt: the spans that follow each other without a gap, from the first on."""
+    length = 1 if spans else 0
+    while length < len(spans) and spans[length].start == spans[length - 1].end:
+        length += 1
+    return tuple(spans[:length])
+
+
 def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
     """Check that spans are non-empty, in order, disjoint and inside a prompt of `num_tokens`.
 

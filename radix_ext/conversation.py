@@ -24,6 +24,9 @@ from radix_ext.errors import MessageError, check_at_least, check_choice
 ShownPolicy = Literal["kept", "paper"]
 SHOWN_POLICIES: tuple[ShownPolicy, ...] = get_args(ShownPolicy)
 
+_IDS_PER_SPAN = 40  # a span is about 160 bytes, an id 4
+_IDS_PER_SEEN = 20  # an entry of a set of shared strings, about 80 bytes
+
 
 class ConversationKey(NamedTuple):
     """Whose conversation it is; all four must match, so nobody reads a history by guessing an id."""
@@ -54,6 +57,11 @@ class Turn:
     def num_tokens(self) -> int:
         """Lead and body."""
         return len(self.lead_ids) + len(self.body_ids)
+
+    @property
+    def cost(self) -> int:
+        """What it takes to keep, in token ids of 4 bytes: spans and seen chunks are objects."""
+        return self.num_tokens + _IDS_PER_SPAN * len(self.spans) + _IDS_PER_SEEN * len(self.seen)
 
 
 @dataclass(slots=True)
@@ -108,7 +116,7 @@ class ConversationMap:
         """
         self._forget(key)
         turns = (*base_turns, turn)
-        num_tokens = sum(stored.num_tokens for stored in turns)
+        num_tokens = sum(stored.cost for stored in turns)
         if num_tokens <= self.max_tokens:
             self._stored[key] = _Stored(turns, num_tokens, now)
             self._num_tokens += num_tokens
@@ -116,14 +124,9 @@ class ConversationMap:
             self._forget(next(iter(self._stored)))
         self._forget_idle(now)
 
-    def clear(self) -> None:
-        """Forget everything, as a cache flush does."""
-        self._stored.clear()
-        self._num_tokens = 0
-
     @property
     def num_tokens(self) -> int:
-        """Token ids in store."""
+        """Token ids in store, with what spans and seen chunks weigh (`Turn.cost`)."""
         return self._num_tokens
 
     def __len__(self) -> int:

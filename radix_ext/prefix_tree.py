@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 from radix_ext.chunk import ChainId, Chunk, ChunkId, extend_chain, root_chain
@@ -177,6 +178,7 @@ class ChunkPrefixTree:
         self._ends = ChainNode(ChainId(0), ChunkId(""), 0, None)
         self._clock = 0
         self._held: dict[tuple[int, int], list[int]] = {}
+        self._digests: dict[int, int] = {}
         self._num_promoted = self._num_open_plans = 0
         self._num_hits = self._num_trimmed = self._num_unknown_notices = self._num_collisions = 0
 
@@ -333,12 +335,9 @@ class ChunkPrefixTree:
         )
 
     def digest(self, rank: int) -> tuple[int, int]:
-        """(number of nodes this rank holds, exclusive or of their chain ids): equal digests, equal trees. O(nodes)."""
-        num_nodes = digest = 0
-        for node in self._nodes.values():
-            if node.is_held(rank):
-                num_nodes, digest = num_nodes + 1, digest ^ node.chain
-        return num_nodes, digest
+        """(number of nodes this rank holds, exclusive or of their chain ids): equal digests, equal trees. O(1)."""
+        num_nodes = sum(nodes for (held_by, _), (nodes, _) in self._held.items() if held_by == rank)
+        return num_nodes, self._digests.get(rank, 0)
 
     def snapshot(self, *, depth: int, max_nodes: int) -> dict[str, object]:
         """The first `depth` levels, at most `max_nodes` nodes, level by level, as JSON-able data.
@@ -347,7 +346,7 @@ class ChunkPrefixTree:
         """
         namespaces: list[dict[str, object]] = []
         pending: deque[tuple[ChainNode, list[dict[str, object]], int]] = deque()
-        for namespace, root in self._roots.items():
+        for namespace, root in islice(self._roots.items(), max_nodes):
             below: list[dict[str, object]] = []
             namespaces.append({"namespace": namespace, "children": below})
             pending.append((root, below, depth))
@@ -359,7 +358,12 @@ class ChunkPrefixTree:
                 below = []
                 shown.append(_as_json(child, below))
                 pending.append((child, below, levels - 1))
-        return {"num_nodes": len(self._nodes), "num_shown": max_nodes - room, "namespaces": namespaces}
+        return {
+            "num_nodes": len(self._nodes),
+            "num_namespaces": len(self._roots),
+            "num_shown": max_nodes - room,
+            "namespaces": namespaces,
+        }
 
     def check_integrity(self) -> None:
         """Check every invariant and counter; O(nodes), for tests and idle moments.
@@ -424,6 +428,8 @@ class ChunkPrefixTree:
         """The one place that writes `tiers`; 0 for not held."""
         old = node.tiers >> 2 * rank & 3
         node.tiers += (tier - old) << 2 * rank
+        if bool(tier) != bool(old):
+            self._digests[rank] = self._digests.get(rank, 0) ^ node.chain
         for changed, sign in ((old, -1), (tier, +1)):
             if changed:
                 held = self._held.setdefault((rank, changed), [0, 0])
@@ -516,6 +522,12 @@ class ChunkPrefixTree:
         counted = {key: held for key, held in self._held.items() if held[0] or held[1]}
         if tallies != counted:
             yield f"held nodes and tokens are {tallies} but were counted as {counted}"
+        for rank, digest in self._digests.items():
+            found = 0
+            for node in self._nodes.values():
+                found ^= node.chain if node.is_held(rank) else 0
+            if found != digest:
+                yield f"the digest of rank {rank} is {found} but was counted as {digest}"
         num_promoted = sum(node.promoted for node in self._nodes.values())
         if num_promoted != self._num_promoted:
             yield f"{num_promoted} nodes are promoted but {self._num_promoted} were counted"

@@ -56,10 +56,8 @@ class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
 
     def get_priority(self, node: TreeNode) -> tuple[tuple[int, int], Any]:
         used, hits = getattr(node, "used", 0), getattr(node, "hits", 0)
-        promoted = is_promoted(node)
-        return eviction_priority(
-            "reused", promoted=promoted, hits=hits, last_access=used, window=self.window
-        ), self.base.get_priority(node)
+        priority = eviction_priority("reused", promoted=False, hits=hits, last_access=used, window=self.window)
+        return priority, self.base.get_priority(node)
 
 
 class PromotedFirst(EvictionStrategy):  # type: ignore[misc]
@@ -168,7 +166,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             "digest": self._digest,
             "chunk_nodes": self._num_chunk_nodes,
             "chunk_tokens": self._num_chunk_tokens,
-            "promoted_nodes": sum(1 for node in self._nodes() if chain_id_of(node) is not None and node.promoted),
+            "promoted_nodes": self._num_promoted,
             "inserted_chunks": self.num_inserted_chunks,
             "evicted_chunks": self.num_evicted_chunks,
             "duplicate_tokens": self._duplicate_tokens(),
@@ -184,7 +182,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
         violations: list[str] = []
         slots: Counter[int] = Counter()
-        chunks = digest = tokens = 0
+        chunks = digest = tokens = promoted = 0
         for node in self._nodes():
             slots.update(node.value.tolist())
             if len(node.key) != len(node.value):
@@ -193,6 +191,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
                 violations.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
             if (chain := chain_id_of(node)) is not None:
                 chunks, digest, tokens = chunks + 1, digest ^ chain, tokens + len(node.key)
+                promoted += node.promoted
         twice = [slot for slot, count in slots.items() if count > 1]
         if twice:
             violations.append(f"slots with two owners: {twice[:8]}")
@@ -200,10 +199,10 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             violations.append(
                 f"evictable {self.evictable_size()} + protected {self.protected_size()} != {sum(slots.values())} in the tree"
             )
-        if (chunks, digest, tokens) != (self._num_chunk_nodes, self._digest, self._num_chunk_tokens):
-            violations.append(
-                f"counted {chunks} chunk nodes, {tokens} tokens; booked {self._num_chunk_nodes}, {self._num_chunk_tokens}"
-            )
+        counted = (chunks, digest, tokens, promoted)
+        booked = (self._num_chunk_nodes, self._digest, self._num_chunk_tokens, self._num_promoted)
+        if counted != booked:
+            violations.append(f"chunk nodes, digest, tokens, promoted are {counted} but were booked as {booked}")
         if violations:
             raise IntegrityError(violations)
 
@@ -252,6 +251,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         super()._delete_leaf(node)
         if (chain := chain_id_of(node)) is not None:
             self._count(chain, -len(node.key))
+            self._num_promoted -= node.promoted
             self.num_evicted_chunks += 1
             self.log.append(Evicted(chain))
 
@@ -303,12 +303,14 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             promoted = index < spans.promoted_len
             if chain_id_of(node) is None:
                 node.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, node.chunk)
+                node.promoted = False
                 self._count(node.chain, len(node.key))
                 self.num_inserted_chunks += 1
                 self.log.append(Inserted(node.chunk, len(node.key), parent, spans.namespace, promoted))
                 node.hits = 0
             elif first:
                 node.hits += 1
+            self._num_promoted += promoted - node.promoted
             node.promoted, parent = promoted, node.chain
 
     def _touch(self, node: TreeNode | None) -> None:
@@ -338,7 +340,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         self._num_chunk_tokens += num_tokens
 
     def _clear_counts(self) -> None:
-        self._digest = self._num_chunk_nodes = self._num_chunk_tokens = 0
+        self._digest = self._num_chunk_nodes = self._num_chunk_tokens = self._num_promoted = 0
 
     def _nodes(self) -> Iterator[TreeNode]:
         stack = list(self.root_node.children.values())
@@ -348,31 +350,40 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             yield node
 
     def _duplicate_tokens(self) -> int:
-        """Tokens of chunk-keyed paths that the plain part of the tree holds too: the price of keeping them apart."""
-        total, stack = (
-            0,
-            [(child, array("q")) for child in self.root_node.children.values() if isinstance(child.key, ChunkKey)],
-        )
+        """Tokens of chunk-keyed paths that the plain part of the tree holds too: the price of keeping them apart.
+
+        Walks both parts side by side, as far as they agree; splits nothing and touches no clock.
+        """
+        total = 0
+        stack = [
+            (child, self.root_node, 0) for child in self.root_node.children.values() if isinstance(child.key, ChunkKey)
+        ]
         while stack:
-            node, above = stack.pop()
-            path = above + node.key.token_ids
-            shared = max(0, self._plain_match_len(path, node.key) - len(above))
+            node, plain, offset = stack.pop()
+            shared, plain, offset = _follow(plain, offset, node.key)
             total += shared
             if shared == len(node.key):
-                stack.extend((child, path) for child in node.children.values())
+                stack.extend((child, plain, offset) for child in node.children.values())
         return total
 
-    def _plain_match_len(self, token_ids: array[int], namespace: ChunkKey) -> int:
-        """How much of `token_ids` plain nodes hold. Unlike `match_prefix` it splits nothing and touches no clock."""
-        key = RadixKey(token_ids, namespace.extra_key, cache_salt=namespace.cache_salt)
-        node, matched = self.root_node, 0
-        while len(key) and (child := node.children.get(key.child_key())) is not None:
-            found = child.key.match(key)
-            matched += found
-            if found < len(child.key):
+
+def _follow(plain: TreeNode, offset: int, key: ChunkKey) -> tuple[int, TreeNode, int]:
+    """(tokens of `key` found from `offset` in the plain node on, where that ends: node and offset)."""
+    tokens, found = key.token_ids, 0
+    while found < len(tokens):
+        if offset == len(plain.key):
+            first = RadixKey(tokens[found : found + 1], key.extra_key, cache_salt=key.cache_salt)
+            child = plain.children.get(first.child_key())
+            if child is None or isinstance(child.key, ChunkKey):
                 break
-            node, key = child, key[found:]
-        return matched
+            plain, offset = child, 0
+        theirs = plain.key.token_ids[offset : offset + len(tokens) - found]
+        mine = tokens[found : found + len(theirs)]
+        same = next((i for i, (x, y) in enumerate(zip(mine, theirs, strict=True)) if x != y), len(mine))
+        found, offset = found + same, offset + same
+        if same < len(mine):
+            break
+    return found, plain, offset
 
 
 def chunk_of(node: TreeNode) -> ChunkId | None:

@@ -53,7 +53,7 @@ class ChunkCacheConfig:
     max_conversations: int = knob(10_000, "conversations remembered", low=1)
     """Least recently used leave first."""
     max_conversation_tokens: int = knob(50_000_000, "prompt and answer tokens remembered over all conversations", low=1)
-    """8 bytes each at most."""
+    """4 bytes each; what chunks of a turn weigh is counted in (radix_ext.Turn.cost)."""
     conversation_idle_s: float = knob(3600.0, "seconds after which an idle conversation is forgotten", low=1.0)
     """A forgotten conversation costs a prefix, never an answer."""
     max_chunks: int = knob(256, "chunks in one request", low=1, high=100_000)

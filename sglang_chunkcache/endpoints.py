@@ -94,6 +94,8 @@ class _State:
     def service(self) -> RagService:
         if self._service is None:
             args = self.manager.server_args
+            if name := http_server.get_global_state().template_manager.chat_template_name:
+                raise PromptError(f"--chat-template {name}: SGLang's built-in templates are not supported; give a file")
             assembler = PromptAssembler(
                 self.manager.tokenizer,
                 template=read_template(self.config.rag_template),
@@ -141,6 +143,7 @@ async def rag_chat_completions(raw_request: Request) -> Any:
             if body.get(field):
                 raise PromptError(f"{field}: not supported here; use /v1/chat/completions")
         request = _parse(ChatCompletionRequest, body)
+        _check_like_sglang(request)
         passages = _passages(rag_fields.chunks)
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         rag = _state.service.begin_chat(
@@ -152,13 +155,14 @@ async def rag_chat_completions(raw_request: Request) -> Any:
             tools=[tool.model_dump() for tool in request.tools]
             if request.tools and request.tool_choice != "none"
             else None,
-            template_kwargs=request.chat_template_kwargs,
+            template_kwargs=_template_kwargs(request),
         )
     except ValueError as error:
         return _refuse(error)
     request.input_ids = rag.input_ids
     request.custom_params = {**(request.custom_params or {}), **rag.custom_params}
     request.routed_dp_rank = rag.rank if len(_state.service.mirrors) > 1 else None
+    rag.is_parallel = request.n > 1
     raw_request.state.chunkcache = rag
     try:
         response = await _state.chat.handle_request(request, raw_request)
@@ -176,6 +180,9 @@ async def rag_generate(raw_request: Request) -> Any:
     try:
         body = _parse(GenerateIn, await _json_object(raw_request))
         parts = [part if isinstance(part, str) else _passages(part.chunks) for part in body.parts]
+        num_chunks = sum(len(part) for part in parts if not isinstance(part, str))
+        if num_chunks > _state.config.max_chunks:
+            raise PromptError(f"parts: {num_chunks} chunks given, at most {_state.config.max_chunks}")
         params = dict(body.sampling_params)
         custom = params.pop("custom_params", None) or {}
         if not isinstance(custom, dict):
@@ -209,8 +216,9 @@ async def rag_generate(raw_request: Request) -> Any:
     try:
         first = await outputs.__anext__()
     except (ValueError, TypeError) as error:  # SGLang's parameters raise both
+        rag.is_refused = not await raw_request.is_disconnected()
         _state.service.release(rag)
-        return _refuse(PromptError(f"sampling_params: {error}"))
+        return _error_response(f"sampling_params: {error}")
     except BaseException:
         _state.service.release(rag)
         raise
@@ -272,6 +280,7 @@ def check_ranks(server_args: Any) -> None:
     try:
         headers = {"Authorization": f"Bearer {server_args.api_key}"} if server_args.api_key else {}
         session = requests.Session()
+        session.trust_env = False  # a proxy has no business between us and ourselves
         for scheme in ("http://", "https://"):  # the port may not be open yet
             session.mount(scheme, HTTPAdapter(max_retries=Retry(connect=40, backoff_factor=0.2, backoff_max=2)))
         answer = session.get(server_args.url() + "/chunkcache/stats", headers=headers, timeout=60, verify=False)
@@ -328,9 +337,29 @@ def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, lora_path: 
     )
 
 
+def _check_like_sglang(request: ChatCompletionRequest) -> None:
+    """What SGLang checks before it renders, before we render: a template of the client's above all."""
+    if problem := _state.chat._validate_request(request):
+        raise PromptError(f"messages: {problem}")
+    for name in ("chat_template", "documents", "tokenizer_kwargs", "continue_final_message", "tokenize", "return_dict"):
+        if name in (request.chat_template_kwargs or {}):
+            raise PromptError(f"chat_template_kwargs.{name}: not supported here")
+
+
+def _template_kwargs(request: ChatCompletionRequest) -> dict[str, Any] | None:
+    """What the chat template gets beside the messages: the server's defaults, then the request's own, as in SGLang."""
+    kwargs = {**(_state.chat.default_chat_template_kwargs or {}), **(request.chat_template_kwargs or {})}
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    return kwargs or None
+
+
 def _refuse(error: Exception) -> ORJSONResponse:
     _state.service.metrics.count("requests", "refused")
-    message = str(error)
+    return _error_response(str(error))
+
+
+def _error_response(message: str) -> ORJSONResponse:
     body = {
         "object": "error",
         "message": message,

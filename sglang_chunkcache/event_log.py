@@ -12,10 +12,14 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, cast
 
 from radix_ext import ChainId, ChunkId
 from sglang_chunkcache.request_spans import Acknowledgement
+
+MAX_EVENTS_PER_ANSWER = 2048
+"""About 0.3 MB. An answer's acknowledgement is as old as its request's time in the queue, so a backlog is told piece by piece."""
 
 
 class Inserted(NamedTuple):
@@ -67,13 +71,13 @@ class EventLog:
             self._events.popleft()
 
     def unread(self, ack: Acknowledgement) -> Batch:
-        """Everything after `ack`; what it covers is forgotten."""
+        """What comes after `ack`, oldest first and no more than an answer should carry; what `ack` covers is forgotten."""
         start = self._next - len(self._events)
         if ack.epoch == self.epoch:
             while start < min(ack.seq, self._next):
                 self._events.popleft()
                 start += 1
-        return Batch(self.epoch, start, tuple(self._events))
+        return Batch(self.epoch, start, tuple(islice(self._events, MAX_EVENTS_PER_ANSWER)))
 
     def restart(self) -> None:
         """A new epoch: the tree is empty."""

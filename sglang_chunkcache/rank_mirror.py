@@ -6,6 +6,8 @@ a gap drops what the tree says about this rank, and the tree fills again from wh
 
 from __future__ import annotations
 
+from collections import deque
+
 from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Tier
 from sglang_chunkcache.event_log import Batch, Event, Evicted, Inserted
 from sglang_chunkcache.request_spans import Acknowledgement
@@ -17,7 +19,7 @@ class RankMirror:
     def __init__(self, tree: ChunkPrefixTree, rank: int) -> None:
         self._tree, self._rank = tree, rank
         self._epoch, self._seq = 0, 0
-        self._past: set[int] = set()
+        self._past: deque[int] = deque(maxlen=64)
         self.num_restarts = self.num_gaps = 0
 
     @property
@@ -43,7 +45,7 @@ class RankMirror:
         """The rank's cache was flushed or the rank restarted: it holds nothing. An epoch that is over does not come back."""
         if epoch in self._past:
             return
-        self._past.add(self._epoch)
+        self._past.append(self._epoch)
         self._tree.drop_rank(self._rank)
         self.num_restarts += bool(self._epoch)
         self._epoch, self._seq = epoch, 0

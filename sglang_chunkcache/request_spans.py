@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-from radix_ext import Span, check_spans, chunk_id
+from radix_ext import Span, check_spans, chunk_id, leading_area
 
 ANSWER_KEY = "chunkcache"
 """Key of our entry in `meta_info`."""
@@ -43,11 +43,8 @@ class RequestSpans:
 
     @property
     def area_len(self) -> int:
-        """Chunks in the first chunk area: those that follow each other from the first span on."""
-        length = 1 if self.spans else 0
-        while length < len(self.spans) and self.spans[length].start == self.spans[length - 1].end:
-            length += 1
-        return length
+        """Chunks in the first chunk area."""
+        return len(leading_area(self.spans))
 
     def promoted_end(self, end: int) -> int:
         """`end`, cut where the promoted run ends if that is inside the first chunk area (`admission=promoted`)."""

@@ -32,6 +32,7 @@ from radix_ext import (
     TailPolicy,
     Turn,
     keep_recent,
+    leading_area,
     order_per_rank,
     running_hashes,
     shown,
@@ -42,6 +43,9 @@ from sglang_chunkcache.metrics import Metrics
 from sglang_chunkcache.prompt import PromptAssembler, PromptError, TokenizedChunk, TurnPieces
 from sglang_chunkcache.rank_mirror import RankMirror
 from sglang_chunkcache.request_spans import ANSWER_KEY, namespace_of, pack
+
+MAX_CHUNK_CONTEXTS = 4
+"""Chunks of one request are tokenised up to this many contexts: some may be dropped as already seen, the rest is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,9 @@ class RagRequest:
     hit_len: int = 0
     served_by: int | None = None
     fallbacks: list[str] = field(default_factory=list)
+    is_parallel: bool = False
+    """More than one answer: SGLang fills its cache with a request of its own first, so what was cached is not reported."""
+    is_refused: bool = False
     released: bool = False
 
     def answer(self) -> dict[str, Any]:
@@ -108,8 +115,10 @@ class RagRequest:
             "order": self.order,
             "dropped": self.dropped,
             "repeated": self.repeated,
-            "fates": {"exact": exact, "relocated": 0, "recomputed": 0, "computed": prompt_len - exact},
-            "chunks_hit": self.hit_len,
+            "fates": None
+            if self.is_parallel
+            else {"exact": exact, "relocated": 0, "recomputed": 0, "computed": prompt_len - exact},
+            "chunks_hit": None if self.is_parallel else self.hit_len,
             "chunks_planned": self.planned_len,
             "head_tokens": self.area[0].start if self.area else 0,
             "predicted_exact": self.area[self.planned_len - 1].end if self.planned_len else 0,
@@ -262,8 +271,8 @@ class RagService:
         request.repeated = repeated
         return request
 
-    def observe(self, request: RagRequest, output: dict[str, Any], *, incremental: bool) -> None:
-        """Take what is ours out of one output of SGLang's, and learn from it."""
+    def observe(self, request: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool) -> None:
+        """Take what is ours out of one output of SGLang's, and learn from it. `index`: which of the n answers it is of."""
         meta = output["meta_info"]
         entry = meta.pop(ANSWER_KEY, None)
         if request.served_by is None:
@@ -273,10 +282,12 @@ class RagService:
         is_over = (meta.get("finish_reason") or {}).get("type") in ("stop", "length")
         if request.exact is None and (meta.get("completion_tokens", 0) > 0 or is_over):
             self._book_fates(request, int(meta.get("cached_tokens", 0)))
-            if not entry and meta.get("completion_tokens", 0) > 0:  # the rank could not read our spans and says why in its log
+            if (
+                not entry and meta.get("completion_tokens", 0) > 0
+            ):  # the rank could not read our spans and says why in its log
                 request.fallbacks.append("plain_text")
                 self.metrics.count("fallbacks", "plain_text")
-        if output.get("index", 0) == 0:
+        if index == 0:
             ids = output.get("output_ids") or []
             request.output_ids = [*request.output_ids, *ids] if incremental else ids
             if meta.get("finish_reason"):
@@ -297,7 +308,8 @@ class RagService:
         request.released = True
         self.tree.cancel(request.plan)
         self.router.end(request.rank, len(request.input_ids))
-        self.metrics.count("requests", "finished" if request.finish_reason in ("stop", "length") else "aborted")
+        outcome = "finished" if request.finish_reason in ("stop", "length") else "aborted"
+        self.metrics.count("requests", "refused" if request.is_refused else outcome)
 
     def stats(self) -> dict[str, Any]:
         """The front's part of `/chunkcache/stats`."""
@@ -325,6 +337,7 @@ class RagService:
         """Chunks in retriever order, each content once; labels by id; labels of repeats."""
         chunks: dict[ChunkId, TokenizedChunk] = {}
         labels: dict[ChunkId, str] = {}
+        num_tokens = 0
         repeated = []
         for passage in passages:
             item = self.assembler.chunk(passage.text)
@@ -335,6 +348,9 @@ class RagService:
                 raise PromptError(
                     f"chunks: {passage.label!r} has {item.chunk.num_tokens} tokens, the context is {self.context_len}"
                 )
+            num_tokens += item.chunk.num_tokens
+            if num_tokens > MAX_CHUNK_CONTEXTS * self.context_len:
+                raise PromptError(f"chunks: more than {num_tokens} tokens, the context is {self.context_len}")
             chunks[item.chunk.id] = item
             labels[item.chunk.id] = passage.label
         return list(chunks.values()), labels, repeated
@@ -367,7 +383,9 @@ class RagService:
         if sum(turn.num_tokens for turn in agreed) + new_len + context.reserve <= self.context_len:
             return agreed, pieces, kept, 0
         if agreed:
-            head = array("i", self.assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs))
+            head = array(
+                "i", self.assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
+            )
             needed = _num_tokens(pieces, chunks) + context.reserve  # what departs may have to be sent again
             budget = min(self.context_len // 2, self.context_len - needed) - len(head)
             turns = keep_recent(agreed, max(0, budget))
@@ -444,7 +462,7 @@ class RagService:
         namespace = namespace_of(head, identity.extra_key, identity.cache_salt, identity.lora)
         by_id = {item.chunk.id: item for item in chunks}
         if history_spans:
-            area = _leading_area(history_spans)
+            area = leading_area(history_spans)
             candidates = [Chunk(span.chunk, span.end - span.start) for span in area]
             decision = self._decide("retriever", namespace, candidates)
             ordered = list(chunks)
@@ -460,7 +478,7 @@ class RagService:
             )
         if not ids:
             raise PromptError("messages: the prompt is empty")
-        area = _leading_area(spans)
+        area = leading_area(spans)
         self.table.observe(retrieved)
         promoted_len = self.table.promoted_run((span.chunk for span in area), self.config.promotion_threshold)
         plan = self.tree.plan(namespace, [Chunk(s.chunk, s.end - s.start) for s in area], rank=rank)
@@ -495,6 +513,7 @@ class RagService:
 
     def _decide(self, policy: OrderPolicy, namespace: str, chunks: Sequence[Chunk]) -> tuple[int, Ordering]:
         start = time.perf_counter()
+        by_turns = self.config.routing == "round_robin"
         orderings = order_per_rank(
             policy,
             cast(TailPolicy, self.config.tail),
@@ -502,10 +521,11 @@ class RagService:
             self.table,
             namespace,
             chunks,
-            ranks=range(len(self.mirrors)),
+            ranks=[self.router.choose({})] if by_turns else range(len(self.mirrors)),
             max_visits=self.config.max_search_visits,
         )
-        rank = self.router.choose({r: ordering.cached_tokens for r, ordering in orderings.items()})
+        cached = {rank: ordering.cached_tokens for rank, ordering in orderings.items()}
+        rank = next(iter(orderings)) if by_turns else self.router.choose(cached)
         self.metrics.observe_order(time.perf_counter() - start)
         return rank, orderings[rank]
 
@@ -527,7 +547,10 @@ class RagService:
     ) -> Callable[[Sequence[int], str], None]:
         """What to do with the answer: store history and this turn under the hash of all messages, answer included."""
         spans = tuple(Span(s - body_start, e - body_start, c) for s, e, c in request.spans if s >= body_start)
-        seen = frozenset(span.chunk for span in spans) | (agreed[-1].seen if agreed else frozenset())
+        # Every turn says what was shown up to it, so that a branch knows too; only `paper` looks at it, so only there it is kept.
+        seen: frozenset[ChunkId] = frozenset()
+        if self.config.dedup == "paper":
+            seen = frozenset(span.chunk for span in spans) | (agreed[-1].seen if agreed else frozenset())
 
         def remember(output_ids: Sequence[int], content: str) -> None:
             history = [*messages, {"role": "assistant", "content": content}]
@@ -538,6 +561,11 @@ class RagService:
         return remember
 
     def _book_fates(self, request: RagRequest, cached_tokens: int) -> None:
+        if request.is_parallel:
+            request.exact = 0
+            request.fallbacks.append("parallel_sampling")
+            self.metrics.count("fallbacks", "parallel_sampling")
+            return
         request.exact = min(cached_tokens, len(request.input_ids))
         request.hit_len = sum(1 for span in request.area if span.end <= request.exact)
         self.tree.count_hits(request.plan, request.hit_len)
@@ -549,11 +577,3 @@ class RagService:
 def _num_tokens(pieces: TurnPieces, chunks: Sequence[TokenizedChunk]) -> int:
     chunk_len = sum(chunk.chunk.num_tokens for chunk in chunks)
     return len(pieces.lead) + len(pieces.intro) + len(pieces.outro) + chunk_len
-
-
-def _leading_area(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The first chunk area: the spans that follow each other from the first on."""
-    length = 1 if spans else 0
-    while length < len(spans) and spans[length].start == spans[length - 1].end:
-        length += 1
-    return tuple(spans[:length])

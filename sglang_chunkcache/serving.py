@@ -35,8 +35,8 @@ class TappedManager:
         try:
             async for output in self._manager.generate_request(obj, request):
                 if rag is not None:
-                    for one in output if isinstance(output, list) else [output]:
-                        self._service.observe(rag, one, incremental=incremental)
+                    for i, one in enumerate(output if isinstance(output, list) else [output]):
+                        self._service.observe(rag, one, index=one.get("index", i), incremental=incremental)
                 yield output
         finally:  # also for a stream whose client was gone before its body began
             if rag is not None:
@@ -61,6 +61,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         try:
             response = await super()._handle_non_streaming_request(adapted_request, request, raw_request)
             if isinstance(response, ORJSONResponse):  # an error
+                rag.is_refused = response.status_code < 500
                 return response
             message = response.choices[0].message
             self._service.finish(rag, message.content if not message.tool_calls else None)

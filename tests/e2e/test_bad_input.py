@@ -16,6 +16,7 @@ pytestmark = pytest.mark.engine
 
 CHAT, GENERATE = "/rag/v1/chat/completions", "/rag/v1/generate"
 MESSAGES = [{"role": "user", "content": "What does Dravex make?"}]
+TEMPLATE = "{{ raise_exception('rendered') }}"
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 CHUNK = {"id": "a", "text": "The company Dravex makes clocks."}
 
@@ -45,7 +46,9 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("chunk longer than the context", CHAT, {"messages": MESSAGES, "chunks": [{"text": "clocks lamps " * 5000}]}, "chunks"),
     ("chunk text of a megabyte", CHAT, {"messages": MESSAGES, "chunks": [{"text": "x" * 1_000_000}]}, "chunks.0.text"),
     ("too many chunks", CHAT, {"messages": MESSAGES, "chunks": [{"text": str(i)} for i in range(300)]}, "chunks"),
-    ("chunks together too long", CHAT, {"messages": MESSAGES, "chunks": [{"text": str(i) * 9 * 99} for i in range(6)]}, "context"),
+    ("chunks together too long", CHAT, {"messages": MESSAGES, "chunks": [{"text": str(i) * 900} for i in range(6)]}, "context"),
+    ("a client's template", CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": TEMPLATE}}, "not allowed"),
+    ("tokenizer settings", CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tokenizer_kwargs": {}}}, "tokenizer_kwargs"),
     ("question too long", CHAT, {"messages": [{"role": "user", "content": "clocks " * 9000}], "chunks": [CHUNK]}, "context"),
     ("max_tokens beyond the context", CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "max_tokens": 10**6}, "context"),
     ("max_tokens a string", CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "max_tokens": "many"}, "max_tokens"),
@@ -58,6 +61,8 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("parts missing", GENERATE, {}, "parts"),
     ("parts empty", GENERATE, {"parts": []}, "parts"),
     ("parts of numbers", GENERATE, {"parts": [1]}, "parts.0"),
+    ("parts with too many chunks", GENERATE, {"parts": [{"chunks": [{"text": "x"}] * 200}] * 2}, "parts"),
+    ("parts sampling_params.n", GENERATE, {"parts": ["a"], "sampling_params": {"n": 2}}, "sampling_params.n"),
     ("parts with an unknown field", GENERATE, {"parts": ["a"], "input_ids": [1]}, "input_ids"),
     ("parts chunk without text", GENERATE, {"parts": [{"chunks": [{}]}]}, "parts.0"),
     ("parts sampling_params a list", GENERATE, {"parts": ["a"], "sampling_params": []}, "sampling_params"),
@@ -76,6 +81,7 @@ def test_bad_input_is_refused_by_name(rag_server: Server, path: str, body: Any, 
     status, text = send(rag_server.url + path, body)
     assert 400 <= status < 500, text
     assert field in text
+    assert "rendered" not in text
 
 
 def test_good_request_after_all_bad_ones(rag_server: Server) -> None:

@@ -69,22 +69,25 @@ def test_fifty_parallel_clients(rag_server: Server) -> None:
     """More requests than fit, some of them ending on their first token: all answered, eviction under way."""
     samples = world_samples(50, seed=2)
     lengths = random.Random(0).choices([1, 2, 12], k=50)
+    evicted = get(rag_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"]
     with ThreadPoolExecutor(50) as pool:
         bodies = [body_of(sample, max_tokens=n) for sample, n in zip(samples, lengths, strict=True)]
         replies = list(pool.map(lambda body: post(rag_server.url + "/rag/v1/chat/completions", body), bodies))
     assert all(sum(r["chunkcache"]["fates"].values()) == r["usage"]["prompt_tokens"] for r in replies)
-    assert get(rag_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] > 0
+    assert get(rag_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] > evicted
     assert_clean(rag_server)
 
 
 def test_flush_during_load(rag_server: Server) -> None:
     """SGLang refuses to flush while busy and flushes between; the mirror follows either way."""
     stop = threading.Event()
+    flushed = []
+    restarts = get(rag_server.url + "/chunkcache/stats")["ranks"][0]["mirror"]["restarts"]
 
     def flush() -> None:
         while not stop.is_set():
             with contextlib.suppress(CommandError):  # busy: SGLang says 400
-                post(rag_server.url + "/flush_cache", None)
+                flushed.append(post(rag_server.url + "/flush_cache", None))
             time.sleep(0.05)
 
     thread = threading.Thread(target=flush)
@@ -94,3 +97,5 @@ def test_flush_during_load(rag_server: Server) -> None:
     stop.set()
     thread.join()
     assert_clean(rag_server)
+    assert flushed
+    assert get(rag_server.url + "/chunkcache/stats")["ranks"][0]["mirror"]["restarts"] > restarts

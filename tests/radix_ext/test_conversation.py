@@ -150,14 +150,22 @@ def test_least_recently_used_conversation_goes_first() -> None:
 
 def test_tokens_in_store_are_bounded() -> None:
     """Ten tokens a turn, 25 in all: the third conversation pushes out the first; one too large is not kept."""
-    stored = make_map(max_tokens=25)
+    stored, plain = make_map(max_tokens=25), make_turn(DIALOGUE[:2])
     keys = [KEY._replace(conversation_id=name) for name in "abc"]
     for now, key in enumerate(keys):
-        stored.finish(key, (), TURN_1, now)
+        stored.finish(key, (), plain, now)
         assert stored.num_tokens <= 25
     assert [bool(agree(stored, DIALOGUE, key=key, now=3)) for key in keys] == [False, True, True]
-    stored.finish(keys[2], (TURN_1, TURN_1), TURN_1, 4)
+    stored.finish(keys[2], (plain, plain), plain, 4)
     assert (len(stored), stored.num_tokens) == (1, 10)
+
+
+def test_spans_and_seen_chunks_weigh_in() -> None:
+    """Many tiny chunks cost more in objects than in tokens: the bound counts them."""
+    assert TURN_1.cost > 10 * TURN_1.num_tokens
+    stored = make_map(max_tokens=TURN_1.num_tokens)
+    stored.finish(KEY, (), TURN_1, 0)
+    assert len(stored) == 0
 
 
 def test_idle_conversations_are_forgotten() -> None:
@@ -168,13 +176,6 @@ def test_idle_conversations_are_forgotten() -> None:
     assert agree(stored, DIALOGUE, now=120) == (TURN_1,)
     assert agree(stored, DIALOGUE, now=180.5) == ()
     assert (len(stored), stored.num_tokens) == (0, 0)
-
-
-def test_clear_forgets_everything(conversations: ConversationMap) -> None:
-    """A cache flush."""
-    conversations.clear()
-    assert (len(conversations), conversations.num_tokens) == (0, 0)
-    assert agree(conversations, DIALOGUE) == ()
 
 
 def test_hashes_run_over_all_messages() -> None:

@@ -173,6 +173,7 @@ def test_snapshot_shows_levels_as_json() -> None:
     snapshot = json.loads(json.dumps(tree.snapshot(depth=1, max_nodes=10)))
     assert snapshot == {
         "num_nodes": 3,
+        "num_namespaces": 1,
         "num_shown": 1,
         "namespaces": [
             {
@@ -222,7 +223,7 @@ def test_integrity_error_names_every_violation() -> None:
     node.promoted = True
     with pytest.raises(IntegrityError) as error:
         tree.check_integrity()
-    assert len(error.value.violations) == 3
+    assert len(error.value.violations) == 4
     assert "(b) is held by rank 4 but its parent is not" in str(error.value)
     assert "1 nodes are promoted but 0 were counted" in str(error.value)
 

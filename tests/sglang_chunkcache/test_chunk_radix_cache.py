@@ -573,7 +573,7 @@ def test_check_integrity_names_every_violation() -> None:
         scheduler.cache.check_integrity()
     assert len(caught.value.violations) == 2
     assert "two owners" in str(caught.value)
-    assert "booked 3" in str(caught.value)
+    assert "booked as (3" in str(caught.value)
 
 
 def test_disabled_cache_is_stock(caplog: pytest.LogCaptureFixture) -> None:

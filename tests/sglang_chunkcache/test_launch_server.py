@@ -106,6 +106,7 @@ def args(**changes: Any) -> SimpleNamespace:
         "enable_hierarchical_cache": False,
         "disaggregation_mode": "null",
         "skip_tokenizer_init": False,
+        "kv_events_config": None,
     }
     return SimpleNamespace(**{**plain, **changes})
 

@@ -278,7 +278,7 @@ def test_observe_incremental_output_adds_up() -> None:
     bench = Bench()
     request = bench.ask("q", A)
     for ids, index in (([65], 0), ([70], 1), ([66, 67], 0)):
-        bench.service.observe(request, make_output(ids, 0, None, 0, None, index), incremental=True)
+        bench.service.observe(request, make_output(ids, 0, None, 0, None, index), index=index, incremental=True)
     assert request.output_ids == [65, 66, 67]
 
 

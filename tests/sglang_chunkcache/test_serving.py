@@ -18,11 +18,11 @@ class Service:
     """Notes what it is told."""
 
     def __init__(self) -> None:
-        self.observed: list[tuple[Any, bool]] = []
+        self.observed: list[tuple[Any, int, bool]] = []
         self.released: list[Any] = []
 
-    def observe(self, request: Any, output: Any, *, incremental: bool) -> None:
-        self.observed.append((output, incremental))
+    def observe(self, request: Any, output: Any, *, index: int, incremental: bool) -> None:
+        self.observed.append((output["text"], index, incremental))
 
     def release(self, request: Any) -> None:
         self.released.append(request)
@@ -57,16 +57,17 @@ def run(manager: Manager, request: Any, *, stream: bool = True) -> tuple[Service
 
 
 def test_outputs_pass_and_are_observed() -> None:
-    """Single outputs and lists of them (n > 1)."""
-    service, outputs = run(Manager(1, [2, 3]), make_request())
-    assert outputs == [1, [2, 3]]
-    assert service.observed == [(1, True), (2, True), (3, True)]
+    """Single outputs, which in a stream say whose they are, and lists of all n, which do not."""
+    sent = [{"text": "a", "index": 1}, [{"text": "b"}, {"text": "c"}]]
+    service, outputs = run(Manager(*sent), make_request())
+    assert outputs == sent
+    assert service.observed == [("a", 1, True), ("b", 0, True), ("c", 1, True)]
 
 
 def test_whole_answers_are_not_incremental() -> None:
     """Only streams are."""
-    service, _ = run(Manager(1), make_request(), stream=False)
-    assert service.observed == [(1, False)]
+    service, _ = run(Manager({"text": "a"}), make_request(), stream=False)
+    assert service.observed == [("a", 0, False)]
 
 
 def test_requests_of_others_pass_unobserved() -> None:
@@ -87,7 +88,7 @@ def test_stream_that_is_never_read_on_is_released() -> None:
     service = Service()
 
     async def abandon() -> None:
-        tapped = TappedManager(Manager(1, 2), service)  # type: ignore[arg-type]
+        tapped = TappedManager(Manager({"text": "a"}, {"text": "b"}), service)  # type: ignore[arg-type]
         outputs: Any = tapped.generate_request(SimpleNamespace(stream=True), make_request())
         await outputs.__anext__()
         await outputs.aclose()
