@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from radix_ext import ChainId, extend_chain, root_chain
+from radix_ext import ChainId, ConversationMap, extend_chain, root_chain
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.event_log import EventLog, Evicted, Inserted
 from sglang_chunkcache.prompt import PromptAssembler, PromptError
@@ -619,7 +619,7 @@ def test_forgotten_long_conversation_is_still_answered() -> None:
     """A forgotten conversation costs a prefix, never an answer: the client sends all messages, more than fits."""
     bench = Bench(context_len=300)
     messages, _ = long_talk(bench, 30)
-    bench.service.conversations.clear()
+    bench.service.conversations = ConversationMap(max_conversations=1, max_tokens=10_000, idle_s=60)
     messages.append(user("next"))
     assert len(bench.turn(messages, A, max_new_tokens=10).input_ids) <= 290
 
