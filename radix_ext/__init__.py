@@ -4,6 +4,7 @@ Standard library only, no KV, no clock and no numbers of its own; see README.md 
 """
 
 from radix_ext.access_table import AccessTable
+from radix_ext.chain_node import ChainNode, Tier
 from radix_ext.chunk import (
     ChainId,
     Chunk,
@@ -45,7 +46,7 @@ from radix_ext.order import (
     order_chunks,
     order_per_rank,
 )
-from radix_ext.prefix_tree import ChainNode, ChunkPrefixTree, HeldStats, Plan, Tier, TreeStats
+from radix_ext.prefix_tree import ChunkPrefixTree, HeldStats, Plan, TreeStats
 from radix_ext.replay import (
     ADMISSION_POLICIES,
     EVICTION_POLICIES,

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from radix_ext.access_table import AccessTable
+from radix_ext.chain_node import ChainNode, held_mask, planned_mask
 from radix_ext.chunk import Chunk, ChunkId
 from radix_ext.errors import ChunkError, check_at_least, check_choice
-from radix_ext.prefix_tree import ChainNode, ChunkPrefixTree, held_mask, planned_mask
+from radix_ext.prefix_tree import ChunkPrefixTree
 
 OrderPolicy = Literal["retriever", "frequency", "tree"]
 TailPolicy = Literal["rank", "frequency"]

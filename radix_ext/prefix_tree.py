@@ -16,110 +16,14 @@ abort.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
 
+from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask, node_as_json, node_violations
 from radix_ext.chunk import ChainId, Chunk, ChunkId, extend_chain, root_chain
 from radix_ext.errors import IntegrityError, LimitError, check_at_least
-
-_PLAN_BITS = 32
-_PLAN_MASK = (1 << _PLAN_BITS) - 1
-
-
-class Tier(IntEnum):
-    """Where a rank keeps the KV of a node; 0 in a packed field means that it does not."""
-
-    DEVICE = 1
-    HOST = 2
-    DISK = 3
-
-
-class ChainNode:
-    """One chunk behind one chain. Read it freely; only the tree writes.
-
-    `tiers` packs 2 bits per rank, `plans` a 32-bit count per rank. `children` is None, the only child, or a dict:
-    most nodes of a deep tree have one child, and a dict for each would be half of the tree's memory. A root's
-    `chunk_id` is its namespace.
-    """
-
-    __slots__ = (
-        "chain",
-        "children",
-        "chunk_id",
-        "hits",
-        "last_access",
-        "newer",
-        "num_tokens",
-        "older",
-        "parent",
-        "plans",
-        "promoted",
-        "tiers",
-    )
-    children: "ChainNode | dict[ChunkId, ChainNode] | None"
-    newer: "ChainNode"
-    older: "ChainNode"
-
-    def __init__(self, chain: ChainId, chunk_id: ChunkId, num_tokens: int, parent: "ChainNode | None") -> None:
-        self.chain = chain
-        self.chunk_id = chunk_id
-        self.num_tokens = num_tokens
-        self.parent = parent
-        self.children = None
-        self.hits = 0
-        self.last_access = 0
-        self.promoted = False
-        self.tiers = 0
-        self.plans = 0
-        self.newer = self.older = self
-
-    def child(self, chunk: ChunkId) -> "ChainNode | None":
-        """The child for this chunk, held or planned."""
-        children = self.children
-        if type(children) is dict:
-            return children.get(chunk)
-        if children is not None and children.chunk_id == chunk:  # type: ignore[union-attr]
-            return children  # type: ignore[return-value]
-        return None
-
-    def child_nodes(self) -> tuple["ChainNode", ...]:
-        """All children, in no promised order."""
-        children = self.children
-        if children is None:
-            return ()
-        return tuple(children.values()) if isinstance(children, dict) else (children,)
-
-    def tier(self, rank: int) -> Tier | None:
-        """Where this rank holds the node, None if it does not."""
-        packed = self.tiers >> 2 * rank & 3
-        return Tier(packed) if packed else None
-
-    def is_held(self, rank: int | None = None) -> bool:
-        """Whether this rank (None: any) holds the node."""
-        return bool(self.tiers & held_mask(rank))
-
-    def num_plans(self, rank: int) -> int:
-        """Requests under way on this rank whose chain passes through the node."""
-        return self.plans >> _PLAN_BITS * rank & _PLAN_MASK
-
-    def held_by(self) -> Iterator[tuple[int, Tier]]:
-        """(rank, tier) of every rank that holds the node."""
-        rank, packed = 0, self.tiers
-        while packed:
-            if packed & 3:
-                yield rank, Tier(packed & 3)
-            rank, packed = rank + 1, packed >> 2
-
-    def path(self) -> tuple["ChainNode", ...]:
-        """The chain: nodes from below the root down to this one."""
-        nodes, node = [], self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return tuple(reversed(nodes))
 
 
 class Plan:
@@ -251,7 +155,7 @@ class ChunkPrefixTree:
         self._check_rank(rank)
         path = self._reach(namespace, chunks)
         for node in path:
-            node.plans += 1 << _PLAN_BITS * rank
+            node.plans += 1 << PLAN_BITS * rank
         self._num_open_plans += 1
         self._trim()
         return Plan(namespace, tuple(chunks), rank, path[-1] if path else None)
@@ -265,7 +169,7 @@ class ChunkPrefixTree:
         if plan.node is not None:
             path = plan.node.path()
             for node in path:
-                node.plans -= 1 << _PLAN_BITS * plan.rank
+                node.plans -= 1 << PLAN_BITS * plan.rank
             self._drop_unused(path)
             self._trim()
 
@@ -356,7 +260,7 @@ class ChunkPrefixTree:
             for child in node.child_nodes()[: room if levels > 0 else 0]:
                 room -= 1
                 below = []
-                shown.append(_as_json(child, below))
+                shown.append(node_as_json(child, below))
                 pending.append((child, below, levels - 1))
         return {
             "num_nodes": len(self._nodes),
@@ -509,7 +413,7 @@ class ChunkPrefixTree:
             for node in parent.child_nodes():
                 reached.add(node.chain)
                 pending.append(node)
-                yield from _node_violations(node, parent)
+                yield from node_violations(node, parent)
                 for rank, tier in node.held_by():
                     tally = tallies.setdefault((rank, tier), [0, 0])
                     tally[0] += 1
@@ -539,47 +443,3 @@ class ChunkPrefixTree:
     def _check_rank(rank: int) -> None:
         if rank < 0:
             raise LimitError(f"rank must be at least 0 but got {rank}")
-
-
-def held_mask(rank: int | None) -> int:
-    """Bits of `ChainNode.tiers` that say this rank (None: any) holds the node."""
-    return -1 if rank is None else 3 << 2 * rank
-
-
-def planned_mask(rank: int | None) -> int:
-    """Bits of `ChainNode.plans` that say this rank (None: any) has the node planned."""
-    return -1 if rank is None else _PLAN_MASK << _PLAN_BITS * rank
-
-
-def _as_json(node: ChainNode, below: list[dict[str, object]]) -> dict[str, object]:
-    ranks: Mapping[str, str] = {str(rank): tier.name.lower() for rank, tier in node.held_by()}
-    return {
-        "chunk": node.chunk_id,
-        "tokens": node.num_tokens,
-        "hits": node.hits,
-        "promoted": node.promoted,
-        "planned": node.plans != 0,
-        "num_children": len(node.child_nodes()),
-        "ranks": ranks,
-        "children": below,
-    }
-
-
-def _node_violations(node: ChainNode, parent: ChainNode) -> Iterator[str]:
-    name = f"node {node.chain:x} ({node.chunk_id})"
-    if node.parent is not parent or parent.child(node.chunk_id) is not node:
-        yield f"{name} and its parent do not point at each other"
-    if node.chain != extend_chain(parent.chain, node.chunk_id):
-        yield f"{name} has the chain id of another path"
-    if not node.tiers and not node.plans:
-        yield f"{name} is neither held nor planned"
-    if parent.parent is None:
-        return
-    if node.last_access > parent.last_access:
-        yield f"{name} was used at {node.last_access}, after its parent at {parent.last_access}"
-    for rank, _ in node.held_by():
-        if not parent.is_held(rank):
-            yield f"{name} is held by rank {rank} but its parent is not"
-    for rank in range(node.plans.bit_length() // _PLAN_BITS + 1):
-        if node.num_plans(rank) > parent.num_plans(rank):
-            yield f"{name} has {node.num_plans(rank)} plans on rank {rank} but its parent {parent.num_plans(rank)}"

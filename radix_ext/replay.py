@@ -13,10 +13,11 @@ from time import perf_counter
 from typing import Literal, get_args
 
 from radix_ext.access_table import AccessTable
+from radix_ext.chain_node import ChainNode, Tier
 from radix_ext.chunk import ChainId, Chunk, ChunkId
 from radix_ext.errors import check_at_least, check_choice
 from radix_ext.order import OrderPolicy, TailPolicy, order_chunks
-from radix_ext.prefix_tree import ChainNode, ChunkPrefixTree, Tier
+from radix_ext.prefix_tree import ChunkPrefixTree
 
 EvictionPolicy = Literal["lru", "promoted", "reused"]
 AdmissionPolicy = Literal["all", "promoted"]

@@ -31,7 +31,8 @@ from urllib3.util.retry import Retry
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.hooks import STATE_KEY
 from sglang_chunkcache.prompt import PromptAssembler, PromptError, read_template
-from sglang_chunkcache.service import Identity, Passage, RagRequest, RagService
+from sglang_chunkcache.rag_request import Identity, Passage, RagRequest
+from sglang_chunkcache.service import RagService
 from sglang_chunkcache.serving import RagServingChat, TappedManager
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from radix_ext import (
@@ -25,7 +25,6 @@ from radix_ext import (
     KvAware,
     Ordering,
     OrderPolicy,
-    Plan,
     RoundRobin,
     Router,
     Span,
@@ -41,29 +40,12 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.event_log import Batch
 from sglang_chunkcache.metrics import Metrics
 from sglang_chunkcache.prompt import PromptAssembler, PromptError, TokenizedChunk, TurnPieces
+from sglang_chunkcache.rag_request import Identity, Passage, RagRequest
 from sglang_chunkcache.rank_mirror import RankMirror
 from sglang_chunkcache.request_spans import ANSWER_KEY, namespace_of, pack
 
 MAX_CHUNK_CONTEXTS = 4
 """Chunks of one request are tokenised up to this many contexts: some may be dropped as already seen, the rest is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A retrieved chunk as the client sent it. `label` is only shown back: identity is the token ids."""
-
-    label: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Whose request it is; keeps caches and conversations of different tenants apart."""
-
-    api_key: str = ""
-    cache_salt: str | None = None
-    extra_key: str | None = None
-    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,58 +57,6 @@ class PromptContext:
     template_kwargs: Mapping[str, Any] | None
     reserve: int
     may_shorten: bool
-
-
-@dataclass
-class RagRequest:
-    """One request under way. Everything the client may see is in `answer()`."""
-
-    input_ids: list[int]
-    custom_params: dict[str, Any]
-    rank: int
-    plan: Plan
-    spans: tuple[Span, ...]
-    area: tuple[Span, ...]
-    order: list[str]
-    dropped: list[str]
-    repeated: list[str]
-    planned_len: int
-    num_turns: int
-    num_departed: int
-    remember: Callable[[Sequence[int], str], None] | None
-    output_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    is_cut: bool = False
-    """The answer ended at a stop string: the client does not see all of its tokens, so they cannot be its history."""
-    exact: int | None = None
-    hit_len: int = 0
-    served_by: int | None = None
-    fallbacks: list[str] = field(default_factory=list)
-    is_parallel: bool = False
-    """More than one answer: SGLang fills its cache with a request of its own first, so what was cached is not reported."""
-    is_refused: bool = False
-    released: bool = False
-
-    def answer(self) -> dict[str, Any]:
-        """The `chunkcache` object of an answer."""
-        prompt_len = len(self.input_ids)
-        exact = self.exact or 0
-        return {
-            "order": self.order,
-            "dropped": self.dropped,
-            "repeated": self.repeated,
-            "fates": None
-            if self.is_parallel
-            else {"exact": exact, "relocated": 0, "recomputed": 0, "computed": prompt_len - exact},
-            "chunks_hit": None if self.is_parallel else self.hit_len,
-            "chunks_planned": self.planned_len,
-            "head_tokens": self.area[0].start if self.area else 0,
-            "predicted_exact": self.area[self.planned_len - 1].end if self.planned_len else 0,
-            "turns_reused": self.num_turns,
-            "turns_departed": self.num_departed,
-            "dp_rank": self.served_by,
-            "fallbacks": self.fallbacks,
-        }
 
 
 class RagService:
@@ -327,11 +257,22 @@ class RagService:
             "table": {"requests": self.table.num_requests, "chunks": len(self.table)},
             "conversations": {"count": len(self.conversations), "tokens": self.conversations.num_tokens},
             "prompt_tokens_in_flight": list(self.router.in_flight),
+            "hit_rates": self._hit_rates(),
             "order_us_mean": round(1e6 * self.metrics.order_seconds / orders, 1) if orders else None,
             **self.metrics.totals(),
         }
 
     # Private, in order of use
+
+    def _hit_rates(self) -> dict[str, float | None]:
+        """Shares since the start: prompt tokens found cached, chunks found cached of those retrieved, None before any."""
+        totals = self.metrics.totals()
+        tokens, chunks = totals["prompt_tokens"], totals["chunks"]
+        num_tokens, num_chunks = sum(tokens.values()), chunks.get("retrieved", 0)
+        return {
+            "tokens": tokens.get("exact", 0) / num_tokens if num_tokens else None,
+            "chunks": chunks.get("hit", 0) / num_chunks if num_chunks else None,
+        }
 
     def _tokenize(self, passages: Sequence[Passage]) -> tuple[list[TokenizedChunk], dict[ChunkId, str], list[str]]:
         """Chunks in retriever order, each content once; labels by id; labels of repeats."""

@@ -14,7 +14,8 @@ from fastapi import Request
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
-from sglang_chunkcache.service import RagRequest, RagService
+from sglang_chunkcache.rag_request import RagRequest
+from sglang_chunkcache.service import RagService
 
 DONE = "data: [DONE]\n\n"
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +30,23 @@ def body_of(sample: Sample, **extra: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": sample.question}], "chunks": chunks, "temperature": 0, **extra}
 
 
-def drop_mid_stream(server: Server, sample: Sample) -> None:
-    """Read a little of a stream and close the socket, as a killed client does."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    body = json.dumps(body_of(sample, stream=True, max_tokens=200, ignore_eos=True))
-    connection.request("POST", "/rag/v1/chat/completions", body, {"Content-Type": "application/json"})
-    connection.getresponse().read(20)
-    connection.close()
+CLIENT = """
+import sys, urllib.request
+request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
+stream = urllib.request.urlopen(request, timeout=60)
+print(stream.readline(), flush=True)
+stream.read()
+"""
+
+
+def kill_mid_stream(server: Server, sample: Sample) -> None:
+    """Start a client process, wait until its stream has begun, `kill -9` it."""
+    body = json.dumps(body_of(sample, stream=True, max_tokens=400, ignore_eos=True))
+    command = [sys.executable, "-c", CLIENT, server.url + "/rag/v1/chat/completions", body]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline().startswith(b"b'data")
+        client.kill()
 
 
 def assert_clean(server: Server) -> None:
@@ -59,10 +70,12 @@ def assert_clean(server: Server) -> None:
 
 
 def test_killed_clients_leave_nothing(rag_server: Server) -> None:
-    """Ten clients vanish in mid-stream."""
+    """Ten clients vanish in mid-stream; the server aborts their requests."""
+    aborted = get(rag_server.url + "/chunkcache/stats")["requests"].get("aborted", 0)
     for sample in world_samples(10, seed=1):
-        drop_mid_stream(rag_server, sample)
+        kill_mid_stream(rag_server, sample)
     assert_clean(rag_server)
+    assert get(rag_server.url + "/chunkcache/stats")["requests"]["aborted"] >= aborted + 8
 
 
 def test_fifty_parallel_clients(rag_server: Server) -> None:

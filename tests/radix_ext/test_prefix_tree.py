@@ -156,7 +156,8 @@ def test_hits_count_nodes_that_were_held_before() -> None:
 
 def test_colliding_chain_ids_cut_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two paths with one id: the second is not mirrored beyond that point, and counted."""
-    monkeypatch.setattr("radix_ext.prefix_tree.extend_chain", lambda parent, chunk: ChainId(7))
+    for module in ("prefix_tree", "chain_node"):
+        monkeypatch.setattr(f"radix_ext.{module}.extend_chain", lambda parent, chunk: ChainId(7))
     tree = ChunkPrefixTree(max_nodes=10)
     tree.insert("", make_chunks("ab"), rank=0, tier=Tier.DEVICE, promoted_len=0)
     tree.insert("", make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0)

@@ -16,8 +16,9 @@ from radix_ext import ChainId, ConversationMap, extend_chain, root_chain
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.event_log import EventLog, Evicted, Inserted
 from sglang_chunkcache.prompt import PromptAssembler, PromptError
+from sglang_chunkcache.rag_request import Identity, Passage, RagRequest
 from sglang_chunkcache.request_spans import ANSWER_KEY, unpack
-from sglang_chunkcache.service import Identity, Passage, RagRequest, RagService
+from sglang_chunkcache.service import RagService
 
 SECRET = "s"
 END = "\x03"
