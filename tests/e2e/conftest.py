@@ -38,6 +38,14 @@ def rag_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
 
 
+@pytest.fixture
+def retracting_server(tmp_path: Path) -> Iterator[Server]:
+    """Like `rag_server`, but SGLang takes running requests back every few steps, as it does when the pool runs out."""
+    with Server(TIGHT, log=tmp_path / "retract.log", env={**STRICT, "SGLANG_TEST_RETRACT": "1"}) as server:
+        yield server
+        assert server.is_running, f"the server died:\n{server.log_tail(40)}"
+
+
 @pytest.fixture(scope="session")
 def dp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two ranks, each with a tree of its own."""

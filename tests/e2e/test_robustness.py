@@ -112,3 +112,13 @@ def test_flush_during_load(rag_server: Server) -> None:
     assert_clean(rag_server)
     assert flushed
     assert get(rag_server.url + "/chunkcache/stats")["ranks"][0]["mirror"]["restarts"] > restarts
+
+
+def test_retracted_requests_are_served_in_the_end(retracting_server: Server) -> None:
+    """A request taken back matches again with its answer so far behind the prompt; slots and mirror still add up."""
+    bodies = [body_of(sample, max_tokens=60, ignore_eos=True) for sample in world_samples(16, seed=6)]
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda body: post(retracting_server.url + "/rag/v1/chat/completions", body), bodies))
+    assert all(reply["usage"]["completion_tokens"] == 60 for reply in replies)
+    assert "retract" in retracting_server.log.read_text().lower()
+    assert_clean(retracting_server)
