@@ -46,9 +46,9 @@ def retracting_server(tmp_path: Path) -> Iterator[Server]:
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def dp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two ranks, each with a tree of its own."""
+    """Two ranks, each with a tree of its own. One module only: SGLang's DP controller never sleeps and takes a core."""
     log: Path = tmp_path_factory.mktemp("servers") / "dp.log"
     with Server(["--model-path", "bundled", "--dp-size", "2"], log=log, env=STRICT, timeout_s=300) as server:
         yield server
