@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, M
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from radix_ext import ChainId, ChunkId, IntegrityError, eviction_priority, extend_chain, root_chain
+from radix_ext import ChainId, IntegrityError, eviction_priority, extend_chain, root_chain
 from sglang_chunkcache.chunk_key import ChunkKey
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.event_log import EventLog, Evicted, Inserted
@@ -384,8 +384,3 @@ def _follow(plain: TreeNode, offset: int, key: ChunkKey) -> tuple[int, TreeNode,
         if same < len(mine):
             break
     return found, plain, offset
-
-
-def chunk_of(node: TreeNode) -> ChunkId | None:
-    """The chunk a node holds, or None for a token node."""
-    return getattr(node, "chunk", None)

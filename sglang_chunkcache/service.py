@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -212,9 +212,8 @@ class RagService:
         is_over = (meta.get("finish_reason") or {}).get("type") in ("stop", "length")
         if request.exact is None and (meta.get("completion_tokens", 0) > 0 or is_over):
             self._book_fates(request, int(meta.get("cached_tokens", 0)))
-            if (
-                not entry and meta.get("completion_tokens", 0) > 0
-            ):  # the rank could not read our spans and says why in its log
+            if not entry and meta.get("completion_tokens", 0) > 0:
+                # The rank could not read our spans; its log says why.
                 request.fallbacks.append("plain_text")
                 self.metrics.count("fallbacks", "plain_text")
         if index == 0:
@@ -392,14 +391,13 @@ class RagService:
         head: array[int],
         history_spans: Sequence[Span],
         chunks: Sequence[TokenizedChunk],
-        retrieved: Iterable[ChunkId],
+        retrieved: Sequence[ChunkId],
         labels: Mapping[ChunkId, str],
         assemble: Callable[[Sequence[TokenizedChunk]], tuple[array[int], list[Span]]],
         identity: Identity,
         max_new_tokens: int | None,
     ) -> RagRequest:
         """Order and route, then assemble. A history with chunks is fixed: then only its rank is chosen, nothing ordered."""
-        retrieved = list(retrieved)
         namespace = namespace_of(head, identity.extra_key, identity.cache_salt, identity.lora)
         by_id = {item.chunk.id: item for item in chunks}
         if history_spans:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from time import thread_time
 
+from eval.record import make_record, write_record
 from radix_ext import AccessTable, Chunk, ChunkId, ChunkPrefixTree, Tier, order_chunks
 
 _NAMESPACE = "bench"
@@ -127,6 +128,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--decisions", type=int, default=3_000)
     parser.add_argument("--table-requests", type=int, default=3_000)
     parser.add_argument("--max-visits", type=int, default=64)
+    parser.add_argument("--record", action="store_true", help="write eval/results/")
     options = parser.parse_args(argv)
     timing = {"num_decisions": options.decisions, "max_visits": options.max_visits}
     report: dict[str, object] = {"nodes": options.nodes, **timing, "python": sys.version.split()[0]}
@@ -144,6 +146,8 @@ def main(argv: Sequence[str]) -> int:
     report["distinct_table_bytes"] = table_bytes(chains(0, 10), num_requests=options.table_requests)
     for name, value in report.items():
         print(f"{name:<28} {value}")
+    if options.record:
+        print("record:", write_record(make_record("tree", spec=vars(options), results=report)))
     print(json.dumps(report))
     return 0
 
