@@ -21,12 +21,17 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radix_ext import ChunkId, IntegrityError, chain_of, chunk_id
 from sglang_chunkcache.chunk_key import ChunkKey
-from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache, PromotedFirst, chain_id_of, chunk_of, is_promoted
+from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache, PromotedFirst, chain_id_of, is_promoted
 from sglang_chunkcache.event_log import Batch, Evicted, Inserted
 from sglang_chunkcache.request_spans import ANSWER_KEY
 from tests.reference.scheduler import SECRET, FakeReq, Scheduler, config, marked, walk
 
 HEAD, C1, C2, C3, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [30, 31, 32]
+
+
+def chunk_of(node: Any) -> ChunkId | None:
+    """The chunk a node holds, None for a token node."""
+    return getattr(node, "chunk", None)
 
 
 def rag(*chunks: list[int], head: list[int] = HEAD, tail: list[int] = QUESTION, **params: Any) -> FakeReq:
