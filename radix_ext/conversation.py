@@ -43,7 +43,8 @@ class Turn:
 
     `num_messages` and `messages_hash` describe all messages up to and including this turn's answer; `lead_ids` are the
     template's tokens that join it to the turn before; `body_ids` (array 'i') are chunks, question, template and answer;
-    `spans` are relative to the body; `seen` is every chunk shown so far, turns that have left included.
+    `spans` are relative to the body; `seen` is every chunk shown so far, turns that have left included; `tag` is the
+    caller's own.
     """
 
     num_messages: int
@@ -52,6 +53,7 @@ class Turn:
     body_ids: "array[int]"
     spans: tuple[Span, ...]
     seen: frozenset[ChunkId]
+    tag: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,10 @@
 
 Inside the chunk area `child_key()` is the chunk's id and `match()` one comparison; outside it, tokens as in SGLang.
 Invariant: spans are whole (no key begins or ends inside one), sorted and disjoint; a node's key is one segment.
+
+From the first moved chunk on, KV is approximate: there and below, child keys also carry the recipe by which it came
+about ("fused"), which no exact key can form. So approximate KV is out of reach for everybody who did not ask for it.
+
 Chunk-keyed and plain keys never share nodes: every child key of ours carries `_TAG`, also in front of the chunks, since
 a plain node may run on into what is a chunk here and a match would end inside it.
 """
@@ -30,10 +34,17 @@ class Segment(NamedTuple):
     chunk: ChunkId | None
 
 
-class ChunkKey(RadixKey):  # type: ignore[misc]
-    """Token ids with the spans of their chunks, offsets relative to the key."""
+class Fused(NamedTuple):
+    """From where on a key's KV is approximate, in tokens of the key (always a segment's start), and by which recipe."""
 
-    __slots__ = ("spans",)
+    start: int
+    recipe: str
+
+
+class ChunkKey(RadixKey):  # type: ignore[misc]
+    """Token ids with the spans of their chunks, offsets relative to the key; `fused` None means exact throughout."""
+
+    __slots__ = ("fused", "spans")
 
     def __init__(
         self,
@@ -42,9 +53,11 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         *,
         extra_key: str | None = None,
         cache_salt: str | None = None,
+        fused: Fused | None = None,
     ) -> None:
         super().__init__(token_ids, extra_key, cache_salt=cache_salt)
         self.spans = spans
+        self.fused = fused
 
     @classmethod
     def cut(
@@ -55,11 +68,20 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         *,
         extra_key: str | None = None,
         cache_salt: str | None = None,
+        fused: Fused | None = None,
     ) -> ChunkKey:
         """The first `up_to` tokens, or less: a key that would end inside a chunk ends where that chunk starts."""
         end = cut_at_chunk(spans, min(up_to, len(token_ids)))
         kept = tuple(span for span in spans if span.end <= end)
-        return cls(token_ids[:end], kept, extra_key=extra_key, cache_salt=cache_salt)
+        if fused is not None and fused.start >= end:
+            fused = None
+        return cls(token_ids[:end], kept, extra_key=extra_key, cache_salt=cache_salt, fused=fused)
+
+    def fused_by(self, recipe: str) -> ChunkKey:
+        """The same tokens, approximate throughout."""
+        return ChunkKey(
+            self.token_ids, self.spans, extra_key=self.extra_key, cache_salt=self.cache_salt, fused=Fused(0, recipe)
+        )
 
     def segments(self, *extra_borders: int) -> Iterator[Segment]:
         """The key's segments in order; token segments are also cut at `extra_borders`."""
@@ -79,11 +101,17 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         if step != 1:
             raise ValueError(f"slice step must be 1, got {step}")
         spans = tuple(Span(s - start, e - start, c) for s, e, c in self.spans if s >= start and e <= stop)
-        return ChunkKey(self.token_ids[start:stop], spans, extra_key=self.extra_key, cache_salt=self.cache_salt)
+        fused = self.fused
+        if fused is not None:
+            fused = Fused(max(0, fused.start - start), fused.recipe) if fused.start < stop else None
+        return ChunkKey(
+            self.token_ids[start:stop], spans, extra_key=self.extra_key, cache_salt=self.cache_salt, fused=fused
+        )
 
     def child_key(self, page_size: int = 1) -> Any:
         head = self._leading_chunk()
-        return (_TAG, self.extra_key, self.cache_salt, self.token_ids[0] if head is None else head.chunk)
+        exact = (_TAG, self.extra_key, self.cache_salt, self.token_ids[0] if head is None else head.chunk)
+        return exact if self.fused is None or self.fused.start else (*exact, "fused", self.fused.recipe)
 
     def match(self, other: RadixKey, page_size: int = 1) -> int:
         """Tokens of this node's key that lead `other`: all or none of a chunk, token by token elsewhere."""

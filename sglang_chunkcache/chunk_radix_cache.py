@@ -6,6 +6,9 @@
 Requests without spans pass through untouched, so plain traffic sees stock SGLang. For the front's requests the key that
 SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay SGLang's.
 
+Requests that opted into moved KV (`--reuse fused`) get more promised than is cached: `match_prefix` plans, `init_load_back`
+allocates and hangs empty nodes under fused keys, and `fuser` fills them before the batch runs.
+
 Invariants beside SGLang's own: a node of ours is one segment of its key (a chunk or tokens between chunks); no inserted
 key ends inside a chunk, or two chunks that begin alike would give one slot two owners; a key is never cut shorter than
 what the tree already owns of the request (`cache_protected_len`), or the caller would free the tree's slots.
@@ -14,20 +17,29 @@ what the tree already owns of the request (`cache_protected_len`), or the caller
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    InitLoadBackParams,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from radix_ext import ChainId, IntegrityError, eviction_priority, extend_chain, root_chain
-from sglang_chunkcache.chunk_key import ChunkKey
+from radix_ext import ChainId, ChunkId, IntegrityError, eviction_priority, extend_chain, root_chain
+from sglang_chunkcache.chunk_key import ChunkKey, Fused
+from sglang_chunkcache.chunk_store import ChunkIdentity
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.event_log import EventLog, Evicted, Inserted
 from sglang_chunkcache.request_spans import ANSWER_KEY, RequestSpans, unpack
@@ -35,6 +47,8 @@ from sglang_chunkcache.request_spans import ANSWER_KEY, RequestSpans, unpack
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang_chunkcache.fuser import Fuser
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +102,41 @@ def chain_id_of(node: TreeNode) -> ChainId | None:
     return getattr(node, "chain", None)
 
 
+class ChunkCopies:
+    """Where a chunk's computed KV stands in the tree: every filled chunk node that was not moved there itself."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[ChunkIdentity, dict[TreeNode, None]] = {}
+
+    def find(self, identity: ChunkIdentity, num: int) -> list[TreeNode]:
+        """The latest `num`."""
+        return list(itertools.islice(reversed(self._nodes.get(identity, {})), num))
+
+    def holds(self, node: TreeNode) -> bool:
+        return getattr(node, "chunk", None) is not None and node in self._nodes.get(_identity(node), {})
+
+    def add(self, node: TreeNode) -> None:
+        self._nodes.setdefault(_identity(node), {})[node] = None
+
+    def drop(self, node: TreeNode) -> None:
+        """No effect on a node that is none."""
+        if self.holds(node):
+            nodes = self._nodes[_identity(node)]
+            del nodes[node]
+            if not nodes:
+                del self._nodes[_identity(node)]
+
+    def clear(self) -> None:
+        self._nodes.clear()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._nodes.values()))
+
+
+def _identity(node: TreeNode) -> ChunkIdentity:
+    return ChunkIdentity(node.chunk, node.key.extra_key, node.key.cache_salt)
+
+
 class ChunkRadixCache(RadixCache):  # type: ignore[misc]
     """Radix cache with chunk-keyed nodes for the front's requests (CRAFT 4.1's GPU-local chunk-prefix tree)."""
 
@@ -106,6 +155,8 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         self.fallbacks: Counter[str] = Counter()
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.match_seconds = self.insert_seconds = 0.0
+        self.fuser: Fuser | None = None
+        self.copies = ChunkCopies()
         self._clock = 0
         self._clear_counts()
         super().__init__(params)
@@ -125,10 +176,19 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             key = self._key(params.req, params.key.token_ids, spans, len(params.key))
             params = dataclasses.replace(params, key=key)
         result = super().match_prefix(params)
+        if spans is not None and isinstance(params.key, ChunkKey):
+            params.req.chunkcache_fused = None
+            if spans.reuse is not None and self.fuser is not None:
+                result = self.fuser.match(params.req, params.key, spans, result)
         self._touch(result.last_device_node)
         if spans is not None:
             self.match_seconds += time.perf_counter() - start
         return result
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode] | None:
+        """Keep what `match_prefix` promised: slots for all of it, or an empty tensor (declined), or None (next batch)."""
+        assert self.fuser is not None, "only a fuser promises"
+        return self.fuser.commit(params.req, params.best_match_node)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
@@ -137,7 +197,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             self._touch(result.last_device_node)
             return result
         value = params.value if params.value is not None else torch.tensor(params.key.token_ids, dtype=torch.int64)
-        matched, path = self._insert_segments(params.key, value, params.priority, params.chunked)
+        matched, path = self.insert_segments(params.key, value, params.priority, params.chunked)
         return InsertResult(prefix_len=matched, last_device_node=path[-1] if path else self.root_node)
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
@@ -154,8 +214,50 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         super().reset()
         self.log.restart()
         self._clear_counts()
+        self.copies.clear()
+        if self.fuser is not None:
+            self.fuser.reset()
 
     # What we add
+
+    def insert_segments(
+        self,
+        key: ChunkKey,
+        values: torch.Tensor,
+        priority: int | None,
+        chunked: bool,
+        borders: tuple[int, ...] = (),
+        *,
+        are_filled: bool = True,
+    ) -> tuple[int, list[TreeNode]]:
+        """Insert `key`, one node per segment; returns (tokens already there, the last node of every segment).
+
+        `are_filled` False: the slots of new nodes are yet to be written, so they are no source for others.
+        """
+        node, matched, path = self.root_node, 0, []
+        before: list[ChunkId] = []
+        for start, end, chunk in key.segments(*borders):
+            found, node = self._insert_helper(node, key[start:end], values[start:end], priority, chunked)
+            if matched == start:
+                matched += found
+            node.chunk = chunk
+            if found < end - start:  # a new node
+                node.is_filled = False
+                if chunk is not None:
+                    node.start, node.prefix, node.is_moved, node.scores = start, tuple(before), False, None
+            if are_filled and not node.is_filled:
+                self.fill(node)
+            if chunk is not None:
+                before.append(chunk)
+            path.append(node)
+        self._touch(node)
+        return matched, path
+
+    def fill(self, node: TreeNode) -> None:
+        """The node's slots hold its KV. A chunk's computed KV (not moved) may serve as a source from now on."""
+        node.is_filled = True
+        if self._is_copy(node):
+            self.copies.add(node)
 
     def stats(self) -> dict[str, int | float | dict[str, int]]:
         """Counts for `/chunkcache/stats`: tokens unless they say chunks, nodes or seconds. No chunk is named."""
@@ -176,7 +278,27 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             "evictable": self.evictable_size(),
             "protected": self.protected_size(),
             "fallbacks": dict(self.fallbacks),
+            **(self.fuser.stats() if self.fuser is not None else {}),
         }
+
+    def explain(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What a request would find, as `fuser.report` shows it, without running it.
+
+        Args:
+            asked: `input_ids`, `custom_params`, `extra_key`, `cache_salt`, as SGLang would get them.
+        """
+        ids = array("q", asked["input_ids"])
+        req: Any = SimpleNamespace(
+            origin_input_ids=ids,
+            extra_key=asked["extra_key"],
+            cache_salt=asked["cache_salt"],
+            sampling_params=SimpleNamespace(custom_params=asked["custom_params"]),
+        )
+        key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
+        exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
+        if self.fuser is None or not hasattr(req, "chunkcache_outcome"):
+            return {"exact": exact, "fused_hit": 0, "end": exact, "sources": [], "fallbacks": []}
+        return self.fuser.explain(req.chunkcache_outcome)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
@@ -192,6 +314,10 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             if (chain := chain_id_of(node)) is not None:
                 chunks, digest, tokens = chunks + 1, digest ^ chain, tokens + len(node.key)
                 promoted += node.promoted
+            if self.copies.holds(node) != self._is_copy(node):
+                violations.append(f"node {node.id}: findable as a source is {self.copies.holds(node)}")
+        if len(self.copies) != sum(self._is_copy(node) for node in self._nodes()):
+            violations.append(f"{len(self.copies)} sources are booked, the tree has another number")
         twice = [slot for slot, count in slots.items() if count > 1]
         if twice:
             violations.append(f"slots with two owners: {twice[:8]}")
@@ -232,23 +358,27 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
         if self.config.admission == "promoted":
             up_to = spans.promoted_end(up_to)
-        key = self._key(req, token_ids, spans, max(up_to, owned))
+        key = self._key(req, token_ids, spans, max(up_to, owned), getattr(req, "chunkcache_fused", None))
         borders = (len(req.origin_input_ids),) if split_prompt else ()
         values = row[: len(key)].to(dtype=torch.int64, copy=True)
-        matched, path = self._insert_segments(key, values, req.priority or 0, chunked, borders)
+        matched, path = self.insert_segments(key, values, req.priority or 0, chunked, borders)
         self._mark(path, spans, first=not hasattr(req, "chunkcache_inserted"))
         req.chunkcache_inserted = True
+        if self.fuser is not None and not chunked:
+            self.fuser.keep(path, spans)
         self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
         self.insert_seconds += time.perf_counter() - start
         return key, row, matched
 
     def _split_node(self, key: Any, child: TreeNode, split_len: int) -> TreeNode:
         node = super()._split_node(key, child, split_len)
+        node.is_filled = getattr(child, "is_filled", True)
         node.used = child.used = self._clock  # SGLang splits a node that is being used, and counts both halves as used
         return node
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
+        self.copies.drop(node)
         if (chain := chain_id_of(node)) is not None:
             self._count(chain, -len(node.key))
             self._num_promoted -= node.promoted
@@ -276,29 +406,20 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             req.chunkcache_spans = spans
         return spans  # type: ignore[no-any-return]
 
-    def _key(self, req: Req, token_ids: array[int], spans: RequestSpans, up_to: int) -> ChunkKey:
-        return ChunkKey.cut(token_ids, spans.spans, up_to, extra_key=req.extra_key, cache_salt=req.cache_salt)
-
-    def _insert_segments(
-        self, key: ChunkKey, values: torch.Tensor, priority: int | None, chunked: bool, borders: tuple[int, ...] = ()
-    ) -> tuple[int, list[TreeNode]]:
-        """Insert `key`, one node per segment; returns (tokens already there, the last node of every segment)."""
-        node, matched, path = self.root_node, 0, []
-        for start, end, chunk in key.segments(*borders):
-            found, node = self._insert_helper(node, key[start:end], values[start:end], priority, chunked)
-            if matched == start:
-                matched += found
-            node.chunk = chunk
-            path.append(node)
-        self._touch(node)
-        return matched, path
+    def _key(
+        self, req: Req, token_ids: array[int], spans: RequestSpans, up_to: int, fused: Fused | None = None
+    ) -> ChunkKey:
+        return ChunkKey.cut(
+            token_ids, spans.spans, up_to, extra_key=req.extra_key, cache_salt=req.cache_salt, fused=fused
+        )
 
     def _mark(self, path: list[TreeNode], spans: RequestSpans, *, first: bool) -> None:
         """Give the nodes of the first chunk area their place in the global tree and this request's promotion marks.
 
         `first`: the request's first insert, which counts a hit for every chunk that was there before.
         """
-        parent, area = None, [node for node in path if node.chunk is not None][: spans.area_len]
+        exact = itertools.takewhile(lambda node: node.key.fused is None, path)
+        parent, area = None, [node for node in exact if node.chunk is not None][: spans.area_len]
         for index, node in enumerate(area):
             promoted = index < spans.promoted_len
             if chain_id_of(node) is None:
@@ -325,7 +446,9 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         if spans is None or self.disable or getattr(req, "chunkcache_reported", False):
             return
         req.chunkcache_reported = True
-        req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [tuple(self.log.unread(spans.ack))]}
+        moved = self.fuser.report(req) if self.fuser is not None and spans.reuse is not None else None
+        entry = (tuple(self.log.unread(spans.ack)), moved)
+        req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [entry]}
 
     def _fall_back(self, reason: str, error: Exception) -> None:
         if not self.fallbacks[reason]:
@@ -341,6 +464,11 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
 
     def _clear_counts(self) -> None:
         self._digest = self._num_chunk_nodes = self._num_chunk_tokens = self._num_promoted = 0
+
+    @staticmethod
+    def _is_copy(node: TreeNode) -> bool:
+        """Whether the node is a chunk whose KV was computed where it stands."""
+        return getattr(node, "chunk", None) is not None and node.is_filled and not node.is_moved
 
     def _nodes(self) -> Iterator[TreeNode]:
         stack = list(self.root_node.children.values())

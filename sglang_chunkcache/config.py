@@ -17,6 +17,9 @@ from typing import Any
 
 ENV_VAR = "SGLANG_CHUNKCACHE_CONFIG"
 
+SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
+"""Names of the selectors; tests check that each has its file in `selectors/`."""
+
 
 def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
     """A dataclass field that carries its help text (with the unit), its range and its choices."""
@@ -66,6 +69,32 @@ class ChunkCacheConfig:
     """Default: the chunks, then the question."""
     chunk_separator: str = knob("\n\n", "text behind every chunk; part of the chunk's span")
     """A span includes its separator, so that the chunk area is contiguous."""
+    reuse: str = knob("exact", "what the server may reuse (also --reuse)", choices=("exact", "fused"))
+    """`fused` lets requests opt into moved chunk KV, which is approximate; without it nothing of that is loaded."""
+    selector: str = knob("query", "which tokens of a moved chunk are recomputed, unless a request says", choices=SELECTORS)
+    """FusionRAG's choice; see selectors/README.md."""
+    recompute_ratio: float = knob(0.15, "share of a request's moved tokens to recompute", low=0.0, high=1.0)
+    """FusionRAG's and CacheBlend's operating point."""
+    store_mib: int = knob(1024, "host memory for chunk KV, in MiB", low=1, high=100_000_000)
+    """A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
+    store_chunks: int = knob(10_000, "chunks in the store", low=1, high=100_000_000)
+    """Cache-Craft's N; the bytes bound first on any real model."""
+    store_variants: int = knob(5, "variants of one chunk in the store", low=1, high=1000)
+    """Cache-Craft's M (section 5)."""
+    store_threshold: int = knob(2, "accesses within the window that bring a chunk into the store", low=1, high=1_000_000)
+    """Until then a chunk is found where the tree holds it."""
+    scoring: str = knob("on", "measure attention between chunks when one enters the store", choices=("on", "off"))
+    """Costs one more prefill of the chunk, once a variant; `context` and `h2o` need it."""
+    max_pass_tokens: int = knob(0, "tokens recomputed before one batch; 0: SGLang's prefill budget", low=0)
+    """Bounds what a request's neighbours wait for."""
+    max_gap_tokens: int = knob(2048, "tokens between moved chunks that one request may compute in the pass", low=0)
+    """A chunk that is cached nowhere hides all behind it unless it is computed first."""
+    min_saved_tokens: int = knob(32, "moved tokens beyond the recomputed ones that make moving worth it", low=0)
+    """Below, the request is prefilled as usual: moving has costs of its own (eval/LOG.md). 0: always move."""
+    recompute_backend: str = knob("masked", "attention of the recompute pass", choices=("masked", "virtual"))
+    """`masked` is ours; `virtual` is SGLang's own, one sequence per run of tokens: slow, the reference."""
+    gate: str = knob("refuse", "what a failed start-up gate does in fused mode", choices=("refuse", "report"))
+    """`report` starts anyway, for `sglang_chunkcache.check`."""
     secret: str = field(default="", metadata={"internal": True})
     """Marks the front's own requests in `custom_params`; drawn at start, so no client can forge it."""
 
@@ -104,7 +133,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             continue
         kind = type(f.default) if f.default is not None else str
         group.add_argument(
-            flag_name(f.name),
+            *((flag_name(f.name), "--reuse") if f.name == "reuse" else (flag_name(f.name),)),
             dest=f.name,
             type=kind,
             default=f.default,

@@ -3,7 +3,11 @@
 POST /rag/v1/chat/completions   a chat completion with `chunks` and `conversation_id`
 POST /rag/v1/generate           SGLang's /generate with `parts`: texts and chunk areas (frontend programs use it)
 GET  /chunkcache/stats          counts only
-GET  /chunkcache/tree           the global tree, depth-limited; shows other tenants' chunks, so admin level
+GET  /chunkcache/tree           the global tree, depth-limited
+POST /chunkcache/explain        what would become of a chat request that is not run
+POST /chunkcache/preprocess     a chunk's KV behind its neighbours, into the store (`--reuse fused`)
+
+The last three show or change what other tenants see, so they ask for the admin level.
 """
 
 from __future__ import annotations
@@ -11,72 +15,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from typing import Annotated, Any, TypeVar
+import time
+from collections import Counter
+from typing import Annotated, Any
 
 import orjson
 import requests
 from fastapi import APIRouter, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from requests.adapters import HTTPAdapter
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReq
 from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from urllib3.util.retry import Retry
 
+from sglang_chunkcache.bodies import MAX_ID_CHARS, ChunkIn, GenerateIn, PreprocessIn, RagFields, parse
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.hooks import STATE_KEY
+from sglang_chunkcache.hooks import EXPLAIN_KEY, STATE_KEY
 from sglang_chunkcache.prompt import PromptAssembler, PromptError, read_template
 from sglang_chunkcache.rag_request import Identity, Passage, RagRequest
 from sglang_chunkcache.service import RagService
 from sglang_chunkcache.serving import RagServingChat, TappedManager
 
 logger = logging.getLogger(__name__)
-Model = TypeVar("Model", bound=BaseModel)
-
-MAX_ID_CHARS = 256
-"""Conversation ids and chunk labels; they are kept, so they are bounded."""
-
-
-class ChunkIn(BaseModel):
-    """A retrieved chunk. `id` is only shown back."""
-
-    model_config = ConfigDict(extra="ignore")
-    text: str = Field(min_length=1)
-    id: str | int | None = None
-
-
-class RagFields(BaseModel):
-    """What a RAG chat request has beside OpenAI's fields."""
-
-    chunks: list[ChunkIn] = []
-    conversation_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
-
-
-class ChunkArea(BaseModel):
-    """Chunks inside `/rag/v1/generate`'s parts."""
-
-    model_config = ConfigDict(extra="forbid")
-    chunks: list[ChunkIn]
-
-
-class GenerateIn(BaseModel):
-    """Body of `/rag/v1/generate`."""
-
-    model_config = ConfigDict(extra="forbid")
-    parts: list[str | ChunkArea] = Field(min_length=1, max_length=10_000)
-    sampling_params: dict[str, Any] = {}
-    stream: bool = False
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
-    return_text_in_logprobs: bool = False
-    extra_key: str | None = None
-    cache_salt: str | None = None
 
 
 class _State:
@@ -136,33 +100,12 @@ def install(config: ChunkCacheConfig) -> None:
 async def rag_chat_completions(raw_request: Request) -> Any:
     """A chat completion over `chunks`. 400 names the field that is wrong."""
     try:
-        body = await _json_object(raw_request)
-        rag_fields = _parse(RagFields, {key: body.pop(key) for key in ("chunks", "conversation_id") if key in body})
-        if "retrieve" in body:
-            raise PromptError("retrieve: this server has no index; send chunks")
-        for field in ("input_ids", "continue_final_message"):
-            if body.get(field):
-                raise PromptError(f"{field}: not supported here; use /v1/chat/completions")
-        request = _parse(ChatCompletionRequest, body)
-        _check_like_sglang(request)
-        passages = _passages(rag_fields.chunks)
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        rag = _state.service.begin_chat(
-            messages,
-            passages,
-            identity=_identity(raw_request, request.cache_salt, request.extra_key, request.lora_path, request.model),
-            conversation_id=rag_fields.conversation_id,
-            max_new_tokens=request.max_completion_tokens or request.max_tokens,
-            tools=[tool.model_dump() for tool in request.tools]
-            if request.tools and request.tool_choice != "none"
-            else None,
-            template_kwargs=_template_kwargs(request),
-        )
+        request, rag = await _plan_chat(raw_request)
     except ValueError as error:
         return _refuse(error)
     request.input_ids = rag.input_ids
-    request.custom_params = {**(request.custom_params or {}), **rag.custom_params}
-    request.routed_dp_rank = rag.rank if len(_state.service.mirrors) > 1 else None
+    request.custom_params = rag.params_with(request.custom_params)
+    request.routed_dp_rank = _routed(rag)
     rag.is_parallel = request.n > 1
     raw_request.state.chunkcache = rag
     try:
@@ -179,7 +122,7 @@ async def rag_chat_completions(raw_request: Request) -> Any:
 async def rag_generate(raw_request: Request) -> Any:
     """SGLang's `/generate` over `parts`. 400 names the field that is wrong."""
     try:
-        body = _parse(GenerateIn, await _json_object(raw_request))
+        body = parse(GenerateIn, await _json_object(raw_request))
         parts = [part if isinstance(part, str) else _passages(part.chunks) for part in body.parts]
         num_chunks = sum(len(part) for part in parts if not isinstance(part, str))
         if num_chunks > _state.config.max_chunks:
@@ -197,13 +140,15 @@ async def rag_generate(raw_request: Request) -> Any:
             parts,
             identity=_identity(raw_request, body.cache_salt, body.extra_key, None, ""),
             max_new_tokens=limit,
+            order=body.order,
+            reuse=body.reuse_request(_state.config),
         )
     except ValueError as error:
         return _refuse(error)
     raw_request.state.chunkcache = rag
     obj = GenerateReqInput(
         input_ids=rag.input_ids,
-        sampling_params={**params, "custom_params": {**custom, **rag.custom_params}},
+        sampling_params={**params, "custom_params": rag.params_with(custom)},
         stream=body.stream,
         return_logprob=body.return_logprob,
         logprob_start_len=body.logprob_start_len,
@@ -211,7 +156,7 @@ async def rag_generate(raw_request: Request) -> Any:
         return_text_in_logprobs=body.return_text_in_logprobs,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
-        routed_dp_rank=rag.rank if len(_state.service.mirrors) > 1 else None,
+        routed_dp_rank=_routed(rag),
     )
     outputs = TappedManager(_state.manager, _state.service).generate_request(obj, raw_request)
     try:
@@ -276,6 +221,70 @@ async def chunkcache_tree(
     return ORJSONResponse(_state.service.tree.snapshot(depth=depth, max_nodes=max_nodes))
 
 
+@router.post("/chunkcache/explain")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
+async def chunkcache_explain(raw_request: Request) -> Any:
+    """What would become of a chat request: order, rank, spans and each chunk's source. Nothing is run or counted."""
+    try:
+        request, rag = await _plan_chat(raw_request, dry_run=True)
+    except ValueError as error:
+        return _error_response(str(error))
+    asked = {
+        "input_ids": rag.input_ids,
+        "custom_params": rag.custom_params,
+        "extra_key": request.extra_key,
+        "cache_salt": request.cache_salt,
+    }
+    _state.manager.auto_create_handle_loop()
+    # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this request that carries text.
+    message = GetInternalStateReq(rid=orjson.dumps({EXPLAIN_KEY: asked}).decode())
+    answers = await _state.manager.get_internal_state_communicator(message)
+    states = [answer.internal_state.get(STATE_KEY, {}) for answer in answers]
+    found = next((state.get("explain") for state in states if state.get("dp_rank") == rag.rank), None)
+    if found is None:
+        return ORJSONResponse({"error": f"rank {rag.rank} does not explain"}, status_code=500)
+    return ORJSONResponse(rag.explained(found))
+
+
+@router.post("/chunkcache/preprocess")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
+async def chunkcache_preprocess(raw_request: Request) -> Any:
+    """Put a chunk's KV behind its neighbours into every rank's store (FusionRAG 3.1). 400 names the field that is wrong."""
+    fates: Counter[str] = Counter()
+    start = time.perf_counter()
+    try:
+        body = parse(PreprocessIn, await _json_object(raw_request))
+        neighbors, (chunk,) = _passages(body.neighbors, "neighbors"), _passages([body.chunk], "chunk")
+        for rank in range(len(_state.service.mirrors)):
+            rag = _state.service.begin_preprocessing(
+                [message.model_dump() for message in body.messages],
+                neighbors,
+                chunk,
+                identity=_identity(raw_request, body.cache_salt, body.extra_key, None, ""),
+                template_kwargs=_state.chat.default_chat_template_kwargs or None,
+                rank=rank,
+            )
+            raw_request.state.chunkcache = rag
+            params = {"max_new_tokens": 1, "temperature": 0, "custom_params": rag.custom_params}
+            obj = GenerateReqInput(
+                input_ids=rag.input_ids,
+                sampling_params=params,
+                extra_key=body.extra_key,
+                cache_salt=body.cache_salt,
+                routed_dp_rank=_routed(rag),
+            )
+            async for _ in TappedManager(_state.manager, _state.service).generate_request(obj, raw_request):
+                pass
+            _state.service.finish(rag, None)
+            fates.update(rag.fates() or {})
+    except ValueError as error:
+        return _refuse(error)
+    span = rag.spans[-1]
+    return ORJSONResponse(
+        {"chunk_tokens": span.end - span.start, "fates": fates, "seconds": round(time.perf_counter() - start, 6)}
+    )
+
+
 def check_ranks(server_args: Any) -> None:
     """Start-up check: every rank reports our cache, and the tokenizer suits us. Otherwise the server stops, with the reason."""
     try:
@@ -305,27 +314,48 @@ async def _json_object(raw_request: Request) -> dict[str, Any]:
     return body
 
 
-def _parse(model: type[Model], body: dict[str, Any]) -> Model:
-    try:
-        return model.model_validate(body)
-    except (ValidationError, RequestValidationError) as error:
-        raise PromptError("; ".join(_field_error(item) for item in error.errors()[:5])) from None
+async def _plan_chat(raw_request: Request, *, dry_run: bool = False) -> tuple[ChatCompletionRequest, RagRequest]:
+    """The chat request and its plan. Raises ValueError naming the field that is wrong."""
+    body = await _json_object(raw_request)
+    rag_fields = parse(RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body})
+    if "retrieve" in body:
+        raise PromptError("retrieve: this server has no index; send chunks")
+    for field in ("input_ids", "continue_final_message"):
+        if body.get(field):
+            raise PromptError(f"{field}: not supported here; use /v1/chat/completions")
+    request = parse(ChatCompletionRequest, body)
+    _check_like_sglang(request)
+    rag = _state.service.begin_chat(
+        [message.model_dump(exclude_none=True) for message in request.messages],
+        _passages(rag_fields.chunks),
+        identity=_identity(raw_request, request.cache_salt, request.extra_key, request.lora_path, request.model),
+        conversation_id=rag_fields.conversation_id,
+        max_new_tokens=request.max_completion_tokens or request.max_tokens,
+        tools=[tool.model_dump() for tool in request.tools]
+        if request.tools and request.tool_choice != "none"
+        else None,
+        template_kwargs=_template_kwargs(request),
+        order=rag_fields.order,
+        reuse=rag_fields.reuse_request(_state.config),
+        dry_run=dry_run,
+    )
+    return request, rag
 
 
-def _field_error(error: Any) -> str:
-    return f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}"
-
-
-def _passages(chunks: list[ChunkIn]) -> list[Passage]:
+def _passages(chunks: list[ChunkIn], field: str = "chunks") -> list[Passage]:
     config = _state.config
     if len(chunks) > config.max_chunks:
-        raise PromptError(f"chunks: {len(chunks)} given, at most {config.max_chunks}")
+        raise PromptError(f"{field}: {len(chunks)} given, at most {config.max_chunks}")
     for i, chunk in enumerate(chunks):
         if len(chunk.text) > config.max_chunk_chars:
-            raise PromptError(f"chunks.{i}.text: {len(chunk.text)} characters, at most {config.max_chunk_chars}")
+            raise PromptError(f"{field}.{i}.text: {len(chunk.text)} characters, at most {config.max_chunk_chars}")
         if chunk.id is not None and len(str(chunk.id)) > MAX_ID_CHARS:
-            raise PromptError(f"chunks.{i}.id: at most {MAX_ID_CHARS} characters")
+            raise PromptError(f"{field}.{i}.id: at most {MAX_ID_CHARS} characters")
     return [Passage(str(i) if chunk.id is None else str(chunk.id), chunk.text) for i, chunk in enumerate(chunks)]
+
+
+def _routed(rag: RagRequest) -> int | None:
+    return rag.rank if len(_state.service.mirrors) > 1 else None
 
 
 def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, lora_path: Any, model: str) -> Identity:

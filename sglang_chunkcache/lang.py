@@ -127,6 +127,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     Args:
         base_url: of the server, without a path.
         extra_key, cache_salt: keep caches of tenants apart, as in SGLang's requests.
+        reuse, order: as in the endpoint's body, for every request; None: the server's.
         others: as for RuntimeEndpoint.
     """
 
@@ -139,11 +140,13 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         *,
         extra_key: str | None = None,
         cache_salt: str | None = None,
+        reuse: str | Mapping[str, Any] | None = None,
+        order: str | None = None,
     ) -> None:
         super().__init__(base_url.rstrip("/"), api_key, verify, chat_template_name)
         self.support_concate_and_append = False  # its route does not exist in SGLang 0.5.21: join by text instead
-        named = {"extra_key": extra_key, "cache_salt": cache_salt}
-        self._identity = {name: value for name, value in named.items() if value is not None}
+        named = {"extra_key": extra_key, "cache_salt": cache_salt, "reuse": reuse, "order": order}
+        self._fields = {name: value for name, value in named.items() if value is not None}
 
     def cache_prefix(self, prefix_str: str) -> None:
         if not _has_areas(prefix_str):
@@ -222,7 +225,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         parts = [*parts_of(text), *([behind] if behind else [])]
         response = http_request(
             self.base_url + ENDPOINT,
-            json={"parts": parts, "sampling_params": sampling_params, **self._identity, **body},
+            json={"parts": parts, "sampling_params": sampling_params, **self._fields, **body},
             stream=bool(body.get("stream")),
             api_key=self.api_key,
             verify=self.verify,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from sglang_chunkcache import config
 from sglang_chunkcache.plugin import BACKEND
@@ -54,6 +55,20 @@ def main(argv: list[str]) -> None:
     else:
         os.environ.update(settings.to_env())
     _run(rest, stock=args.stock, fail=parser.error)
+
+
+def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> Any:
+    """SGLang's ServerArgs of `server_flags`, plugins loaded. `fail` is called with what is wrong with them."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    server_args = prepare_server_args(flags)
+    if not stock and (refused := refusals(server_args)):
+        fail(f"not supported together with the chunk cache: {', '.join(refused)}")
+    if (server_args.device or "cuda") == "cpu":
+        _bind_cpu_ranks(server_args.dp_size)
+    return server_args
 
 
 def server_flags(rest: list[str], *, stock: bool) -> list[str]:
@@ -102,18 +117,10 @@ def refusals(server_args: Any) -> list[str]:
     return [name for name, refused in checks.items() if refused]
 
 
-def _run(flags: list[str], *, stock: bool, fail: Any) -> None:
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    load_plugins()
-    server_args = prepare_server_args(flags)
-    if not stock and (refused := refusals(server_args)):
-        fail(f"not supported together with the chunk cache: {', '.join(refused)}")
-    if (server_args.device or "cuda") == "cpu":
-        _bind_cpu_ranks(server_args.dp_size)
+def _run(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> None:
+    server_args = prepare(flags, stock=stock, fail=fail)
     from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.utils import kill_process_tree
 
     try:
         if stock:

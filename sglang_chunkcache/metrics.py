@@ -6,18 +6,23 @@ import waits until the first count, and with metrics off never happens.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 COUNTERS = {
     "requests": ("outcome", "RAG requests by outcome: finished, aborted, refused"),
     "prompt_tokens": ("fate", "prompt tokens by fate: exact, relocated, recomputed, computed"),
     "chunks": ("kind", "chunks by kind: retrieved, repeated (in one request), dropped (already seen), planned, hit"),
+    "sources": (
+        "source",
+        "chunks of fused requests behind their exact prefix, by source: device, host, fused, gap (none)",
+    ),
     "fallbacks": ("reason", "things that were computed because reuse was not possible, by reason"),
 }
 """Name -> (label, help). Every count is a number of requests, tokens or chunks, as its name says."""
 
 ORDER_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+REUSE_BUCKETS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class Metrics:
@@ -29,6 +34,7 @@ class Metrics:
         self._exported: dict[str, Any] = {}
         self.order_seconds = 0.0
         self.num_orders = 0
+        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
 
     def count(self, name: str, label: str, amount: int = 1) -> None:
         """Add to one counter."""
@@ -45,6 +51,12 @@ class Metrics:
         if self._prometheus:
             self._export("order_seconds").observe(seconds)
 
+    def observe_phase(self, phase: str, seconds: float) -> None:
+        """One phase of one fused request: lookup, relocate, select, recompute."""
+        self.phase_seconds[phase] += seconds
+        if self._prometheus:
+            self._export("reuse_seconds").labels(phase).observe(seconds)
+
     def totals(self) -> dict[str, dict[str, int]]:
         """All counts since the start."""
         return {name: dict(counter) for name, counter in self._totals.items()}
@@ -57,6 +69,9 @@ class Metrics:
             if name in COUNTERS:
                 label, text = COUNTERS[name]
                 self._exported[name] = PrometheusCounter(f"chunkcache:{name}", text, [label])
+            elif name == "reuse_seconds":
+                text = "time that a fused request's reuse took, by phase: lookup, relocate, select, recompute"
+                self._exported[name] = Histogram(f"chunkcache:{name}", text, ["phase"], buckets=REUSE_BUCKETS_S)
             else:
                 text = "time of one order and route decision"
                 self._exported[name] = Histogram(f"chunkcache:{name}", text, buckets=ORDER_BUCKETS_S)

@@ -26,8 +26,8 @@ def register() -> None:
 
     register_radix_cache_backend(BACKEND, create_cache)
     register_radix_cache_backend(PYTHON_TREE, create_python_tree)
-    register_hooks()
     settings = config.from_env()
+    register_hooks(reuse=settings.reuse if settings else "exact")
     if settings is not None and multiprocessing.parent_process() is None:
         from sglang_chunkcache.endpoints import install
 
@@ -49,12 +49,55 @@ def create_cache(ctx: Any) -> Any:
         raise RuntimeError(
             f"--radix-cache-backend {BACKEND} is set by `python -m sglang_chunkcache.launch_server`: start it so"
         )
-    if missing := missing_hooks():
+    if missing := missing_hooks(reuse=settings.reuse):
         raise RuntimeError(f"SGLang did not apply our hooks {missing}; see the log above for the cause")
     allocator = type(ctx.params.token_to_kv_pool_allocator).__name__
     if "SWA" in allocator or "Hybrid" in type(ctx.params.req_to_token_pool).__name__:
         raise ValueError(f"sliding-window and hybrid models are not supported (KV allocator {allocator})")
-    return ChunkRadixCache(ctx.params, settings)
+    cache = ChunkRadixCache(ctx.params, settings)
+    if settings.reuse == "fused":
+        cache.fuser = create_fuser(cache, ctx, settings)
+    return cache
+
+
+def create_fuser(cache: Any, ctx: Any, settings: config.ChunkCacheConfig) -> Any:
+    """Any-position reuse for one rank, checked on the model it will serve.
+
+    Raises:
+        ValueError: the model or a flag does not suit it, or the gate found it wrong; names what, with the figures.
+    """
+    from sglang_chunkcache.chunk_store import ChunkStore
+    from sglang_chunkcache.fuser import Fuser
+    from sglang_chunkcache.fusion_pass import FusionPass
+    from sglang_chunkcache.gate import run_gate
+    from sglang_chunkcache.model_support import unsupported
+    from sglang_chunkcache.relocate import RotaryTable
+    from sglang_chunkcache.reuse_plan import Limits
+
+    runner = ctx.tp_worker.model_runner
+    if reasons := unsupported(runner, ctx.server_args):
+        raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
+    table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
+    args = ctx.server_args
+    prefill_budget = args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else args.max_prefill_tokens
+    fuser = Fuser(
+        cache,
+        FusionPass(runner, table, settings),
+        ChunkStore(
+            max_bytes=settings.store_mib << 20, max_chunks=settings.store_chunks, max_variants=settings.store_variants
+        ),
+        Limits(
+            max_pass_tokens=settings.max_pass_tokens or prefill_budget,
+            max_gap_tokens=settings.max_gap_tokens,
+            min_saved_tokens=settings.min_saved_tokens,
+        ),
+        extend_reserve=prefill_budget,
+    )
+    figures = run_gate(runner, table, ctx.params)
+    fuser.gate = figures.as_dict()
+    if not figures.passed and settings.gate == "refuse":
+        raise ValueError(f"--reuse fused: this model's answers would be wrong, the gate says {figures}")
+    return fuser
 
 
 def create_python_tree(ctx: Any) -> Any:

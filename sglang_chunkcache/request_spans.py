@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hmac
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from radix_ext import Span, check_spans, chunk_id, leading_area
 
@@ -30,6 +30,25 @@ class Acknowledgement(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ReuseRequest:
+    """What a request that opted into moved KV asks for."""
+
+    selector: str
+    ratio: float
+    """Share of the moved tokens to recompute, 0 to 1."""
+    recipe: str
+    """Names how the fused KV comes about; requests share fused nodes where it agrees."""
+    alpha: float | None = None
+    """Cache-Craft's scale of eq. 12; None: solved for so that the mean CFO is `ratio`."""
+    focus: bool = False
+    """Whether chunks that the question does not attend to are spared recomputation (Cache-Craft, algorithm 1)."""
+    without: frozenset[str] = frozenset()
+    """Parts of `context` to leave out, for ablations: "beta", "cci"."""
+    fresh: frozenset[int] = frozenset()
+    """Spans that are computed even where a source exists."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestSpans:
     """One request's chunks as the scheduler sees them."""
 
@@ -40,6 +59,12 @@ class RequestSpans:
     promoted_len: int
     """Leading chunks of the first chunk area that are over the promotion threshold."""
     ack: Acknowledgement
+    keep: frozenset[int] = frozenset()
+    """Spans that have earned a place in the chunk store."""
+    is_preprocessing: bool = False
+    """Sent ahead of requests to fill the store (FusionRAG 3.1)."""
+    reuse: ReuseRequest | None = None
+    """None: exact reuse only."""
 
     @property
     def area_len(self) -> int:
@@ -60,16 +85,37 @@ def namespace_of(head_ids: Sequence[int], *identity: str | None) -> str:
 
 
 def pack(
-    spans: Sequence[Span], *, namespace: str, promoted_len: int, ack: Acknowledgement, secret: str
-) -> dict[str, str | int | list[int]]:
+    spans: Sequence[Span],
+    *,
+    namespace: str,
+    promoted_len: int,
+    ack: Acknowledgement,
+    secret: str,
+    keep: Iterable[int] = (),
+    is_preprocessing: bool = False,
+    reuse: ReuseRequest | None = None,
+) -> dict[str, Any]:
     """The `custom_params` of one request."""
-    return {
+    params: dict[str, Any] = {
         "chunkcache_mark": secret,
         "chunkcache_spans": [offset for span in spans for offset in (span.start, span.end)],
         "chunkcache_namespace": namespace,
         "chunkcache_promoted": promoted_len,
         "chunkcache_ack": list(ack),
+        "chunkcache_keep": sorted(keep),
+        "chunkcache_preprocess": is_preprocessing,
     }
+    if reuse is not None:
+        params |= {
+            "chunkcache_selector": reuse.selector,
+            "chunkcache_ratio": reuse.ratio,
+            "chunkcache_recipe": reuse.recipe,
+            "chunkcache_alpha": [] if reuse.alpha is None else [reuse.alpha],
+            "chunkcache_focus": reuse.focus,
+            "chunkcache_without": sorted(reuse.without),
+            "chunkcache_fresh": sorted(reuse.fresh),
+        }
+    return params
 
 
 def unpack(params: object, token_ids: array[int], *, prompt_len: int, secret: str) -> RequestSpans | None:
@@ -94,4 +140,20 @@ def unpack(params: object, token_ids: array[int], *, prompt_len: int, secret: st
         str(params["chunkcache_namespace"]),
         int(params["chunkcache_promoted"]),
         Acknowledgement(*(int(x) for x in params["chunkcache_ack"])),
+        frozenset(int(x) for x in params["chunkcache_keep"]),
+        bool(params["chunkcache_preprocess"]),
+        _unpack_reuse(params) if "chunkcache_selector" in params else None,
+    )
+
+
+def _unpack_reuse(params: Mapping[str, Any]) -> ReuseRequest:
+    alpha = params["chunkcache_alpha"]
+    return ReuseRequest(
+        selector=str(params["chunkcache_selector"]),
+        ratio=float(params["chunkcache_ratio"]),
+        recipe=str(params["chunkcache_recipe"]),
+        alpha=float(alpha[0]) if alpha else None,
+        focus=bool(params["chunkcache_focus"]),
+        without=frozenset(str(x) for x in params["chunkcache_without"]),
+        fresh=frozenset(int(x) for x in params["chunkcache_fresh"]),
     )

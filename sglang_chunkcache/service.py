@@ -1,7 +1,7 @@
 """A RAG request's way through the front process: what is sent to which rank, and what its answer teaches.
 
     begin    drop what the conversation has shown -> order and route by table and tree -> ids and spans -> custom_params
-    observe  the answer's first token: the rank's events go to its mirror, `cached_tokens` become fates
+    observe  the answer's first token: the rank's events go to its mirror, its report or `cached_tokens` become fates
     finish   the conversation gets its turn;  release  gives plan and load back, whatever happened
 
 Holds no KV and no HTTP. One event loop, so nothing here is locked; nothing here waits.
@@ -12,7 +12,8 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from typing import Any, cast
 
 from radix_ext import (
@@ -30,33 +31,22 @@ from radix_ext import (
     Span,
     TailPolicy,
     Turn,
-    keep_recent,
     leading_area,
     order_per_rank,
     running_hashes,
-    shown,
 )
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.event_log import Batch
 from sglang_chunkcache.metrics import Metrics
-from sglang_chunkcache.prompt import PromptAssembler, PromptError, TokenizedChunk, TurnPieces
-from sglang_chunkcache.rag_request import Identity, Passage, RagRequest
+from sglang_chunkcache.prompt import PromptAssembler, PromptError, TokenizedChunk
+from sglang_chunkcache.rag_request import FATES, Identity, Passage, RagRequest
 from sglang_chunkcache.rank_mirror import RankMirror
-from sglang_chunkcache.request_spans import ANSWER_KEY, namespace_of, pack
+from sglang_chunkcache.request_spans import ANSWER_KEY, ReuseRequest, namespace_of, pack
+from sglang_chunkcache.reuse_request import check_fused, recipe_of, spans_to_keep
+from sglang_chunkcache.turn_fitter import PromptContext, TurnFitter
 
 MAX_CHUNK_CONTEXTS = 4
 """Chunks of one request are tokenised up to this many contexts: some may be dropped as already seen, the rest is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptContext:
-    """What shapes a chat prompt beside its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
-    old exchanges may be left out, which only a conversation has asked for."""
-
-    tools: Sequence[Mapping[str, Any]] | None
-    template_kwargs: Mapping[str, Any] | None
-    reserve: int
-    may_shorten: bool
 
 
 class RagService:
@@ -93,6 +83,7 @@ class RagService:
             idle_s=config.conversation_idle_s,
         )
         self.metrics = Metrics(prometheus=prometheus)
+        self._fitter = TurnFitter(assembler, context_len=context_len, dedup=config.dedup)
         self._clock = clock
 
     def begin_chat(
@@ -105,9 +96,16 @@ class RagService:
         max_new_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        order: OrderPolicy | None = None,
+        reuse: ReuseRequest | None = None,
+        dry_run: bool = False,
     ) -> RagRequest:
         """Plan a chat turn.
 
+        Args:
+            order: of the chunks; None: the server's.
+            reuse: what is asked for beyond exact prefixes; its recipe is filled in here.
+            dry_run: plan only. Nothing is counted, taken or expected, so there is nothing to release.
         Raises:
             PromptError: messages or chunks that make no prompt, or one longer than the context; names the field.
         """
@@ -117,7 +115,7 @@ class RagService:
         key = self._conversation_key(identity, conversation_id)
         agreed = self.conversations.agree(key, hashes, self._clock()) if key else ()
         context = PromptContext(tools, template_kwargs, self._reserve(max_new_tokens), may_shorten=key is not None)
-        turns, pieces, kept, num_departed = self._fit(messages, agreed, chunks, context)
+        turns, pieces, kept, num_departed = self._fitter.fit(messages, agreed, chunks, context)
         history = array("i")
         spans: list[Span] = []
         for turn in turns:
@@ -134,28 +132,29 @@ class RagService:
             ]
 
         head = history + array("i", pieces.lead) + array("i", pieces.intro)
-        request = self._begin(
+        request = self._plan(
             head[: spans[0].start] if spans else head,
             spans,
             kept,
-            [c.chunk.id for c in chunks],
             labels,
             assemble,
             identity,
             max_new_tokens,
+            order=order,
+            reuse=reuse,
+            earlier_recipe=next((turn.tag for turn in reversed(turns) if turn.tag), ""),
+            dry_run=dry_run,
         )
         request.repeated = repeated
         sent = {c.chunk.id for c in kept}
         request.dropped = [labels[c.chunk.id] for c in chunks if c.chunk.id not in sent]
         request.num_turns, request.num_departed = len(turns), num_departed
-        self.metrics.count("chunks", "repeated", len(repeated))
-        self.metrics.count("chunks", "dropped", len(request.dropped))
         if key:
             body_start = len(history) + len(pieces.lead)
             request.remember = self._rememberer(
                 key, turns, agreed, pieces.lead, request, body_start, [settings, *messages]
             )
-        return request
+        return self._book(request, [c.chunk.id for c in chunks], dry_run=dry_run)
 
     def begin_parts(
         self,
@@ -163,8 +162,10 @@ class RagService:
         *,
         identity: Identity,
         max_new_tokens: int | None = None,
+        order: OrderPolicy | None = None,
+        reuse: ReuseRequest | None = None,
     ) -> RagRequest:
-        """Plan a prompt of texts and chunk areas as they come; only the first area is ordered.
+        """Plan a prompt of texts and chunk areas as they come; only the first area is ordered. Arguments as in `begin_chat`.
 
         Raises:
             PromptError: nothing to send, or more than the context.
@@ -195,11 +196,47 @@ class RagService:
                 ids.extend(token_ids)
             return ids, spans
 
-        retrieved = [c.chunk.id for c in chunks]
-        request = self._begin(head, [], chunks, retrieved, labels, assemble, identity, max_new_tokens)
+        request = self._plan(head, [], chunks, labels, assemble, identity, max_new_tokens, order=order, reuse=reuse)
         request.order += later_labels
         request.repeated = repeated
-        return request
+        return self._book(request, [c.chunk.id for c in chunks])
+
+    def begin_preprocessing(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        neighbors: Sequence[Passage],
+        chunk: Passage,
+        *,
+        identity: Identity,
+        template_kwargs: Mapping[str, Any] | None = None,
+        rank: int = 0,
+    ) -> RagRequest:
+        """Plan to compute `chunk` behind its neighbours, whose KV is moved there, and to store it (FusionRAG 3.1, eq. 10).
+
+        Args:
+            messages: system messages only, in front of the neighbours.
+            rank: where; every rank has a store of its own.
+        Raises:
+            PromptError: a server without `--reuse fused`, `chunk` among its neighbours, or more than the context.
+        """
+        check_fused(self.config, "chunk")
+        chunks, labels, repeated = self._tokenize([*neighbors, chunk])
+        if chunks[-1].chunk.id in {self.assembler.chunk(neighbor.text).chunk.id for neighbor in neighbors}:
+            raise PromptError("neighbors: the chunk itself is among them")
+        pieces = self.assembler.turn(
+            [*messages, {"role": "user", "content": ""}], num_agreed=0, has_chunks=True, template_kwargs=template_kwargs
+        )
+
+        def assemble(ordered: Sequence[TokenizedChunk]) -> tuple[array[int], list[Span]]:
+            body, spans = pieces.body(ordered)
+            offset = len(pieces.lead)
+            return array("i", pieces.lead) + body, [Span(s + offset, e + offset, c) for s, e, c in spans]
+
+        head = array("i", (*pieces.lead, *pieces.intro))
+        reuse = ReuseRequest("none", 0.0, "", fresh=frozenset({len(chunks) - 1}))
+        request = self._plan(head, [], chunks, labels, assemble, identity, 1, order="retriever", reuse=reuse, rank=rank)
+        request.repeated, request.is_preprocessing = repeated, True
+        return self._book(request, ())
 
     def observe(self, request: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool) -> None:
         """Take what is ours out of one output of SGLang's, and learn from it. `index`: which of the n answers it is of."""
@@ -207,15 +244,18 @@ class RagService:
         entry = meta.pop(ANSWER_KEY, None)
         if request.served_by is None:
             request.served_by = meta.get("dp_rank") or 0
-        if entry:
-            self.mirrors[request.served_by].apply(Batch(*entry[0]))
+        batch, report = entry[0] if entry else (None, None)
+        if batch:
+            self.mirrors[request.served_by].apply(Batch(*batch))
         is_over = (meta.get("finish_reason") or {}).get("type") in ("stop", "length")
-        if request.exact is None and (meta.get("completion_tokens", 0) > 0 or is_over):
-            self._book_fates(request, int(meta.get("cached_tokens", 0)))
-            if not entry and meta.get("completion_tokens", 0) > 0:
-                # The rank could not read our spans; its log says why.
-                request.fallbacks.append("plain_text")
-                self.metrics.count("fallbacks", "plain_text")
+        has_tokens = meta.get("completion_tokens", 0) > 0
+        if not request.is_answered and (has_tokens or is_over):
+            request.is_answered, request.report = True, report if request.reuse else None
+            if has_tokens and not entry:
+                self._fall_back(request, "plain_text")  # the rank could not read our spans; its log says why
+            elif has_tokens and request.reuse and report is None:
+                self._fall_back(request, "no_report")
+            self._book_fates(request, int(meta.get("cached_tokens", 0)), is_plain=has_tokens and not entry)
         if index == 0:
             ids = output.get("output_ids") or []
             request.output_ids = [*request.output_ids, *ids] if incremental else ids
@@ -235,6 +275,8 @@ class RagService:
         if request.released:
             return
         request.released = True
+        if request.plan is None:
+            return
         self.tree.cancel(request.plan)
         self.router.end(request.rank, len(request.input_ids))
         outcome = "finished" if request.finish_reason in ("stop", "length") else "aborted"
@@ -258,6 +300,8 @@ class RagService:
             "prompt_tokens_in_flight": list(self.router.in_flight),
             "hit_rates": self._hit_rates(),
             "order_us_mean": round(1e6 * self.metrics.order_seconds / orders, 1) if orders else None,
+            "reuse": self.config.reuse,
+            "reuse_seconds": {phase: round(total, 6) for phase, total in self.metrics.phase_seconds.items()},
             **self.metrics.totals(),
         }
 
@@ -305,97 +349,21 @@ class RagService:
             conversation_id,
         )
 
-    def _fit(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        agreed: tuple[Turn, ...],
-        chunks: Sequence[TokenizedChunk],
-        context: PromptContext,
-    ) -> tuple[tuple[Turn, ...], TurnPieces, list[TokenizedChunk], int]:
-        """(turns to keep, the new turn's pieces, its chunks that are not seen, exchanges that had to leave).
-
-        All that fits stays. Otherwise the oldest turns leave until half of the context is free, so that the prefix breaks
-        once and not every turn; CRAFT 4.3 says why that is safe.
-        """
-        kept = self._unseen(chunks, agreed, agreed)
-        pieces = self._pieces(messages, agreed, kept, context)
-        new_len = _num_tokens(pieces, kept)
-        if sum(turn.num_tokens for turn in agreed) + new_len + context.reserve <= self.context_len:
-            return agreed, pieces, kept, 0
-        if agreed:
-            head = array(
-                "i", self.assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
-            )
-            needed = _num_tokens(pieces, chunks) + context.reserve  # what departs may have to be sent again
-            budget = min(self.context_len // 2, self.context_len - needed) - len(head)
-            turns = keep_recent(agreed, max(0, budget))
-            if turns:
-                kept = self._unseen(chunks, turns, agreed)
-                turns = (replace(turns[0], lead_ids=head), *turns[1:])
-                return turns, self._pieces(messages, agreed, kept, context), kept, len(agreed) - len(turns)
-        if not context.may_shorten:
-            return (), pieces, kept, 0
-        kept = self._unseen(chunks, (), agreed)
-        pieces, num_departed = self._shorten(messages, kept, context)
-        return (), pieces, kept, num_departed
-
-    def _shorten(
-        self, messages: Sequence[Mapping[str, Any]], kept: Sequence[TokenizedChunk], context: PromptContext
-    ) -> tuple[TurnPieces, int]:
-        """The pieces of a prompt from messages alone, the oldest exchanges left out until half of the context is free."""
-        opening = next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), 0)
-        starts = [i for i, m in enumerate(messages) if i >= opening and m.get("role") == "user"] or [opening]
-
-        def pieces_from(number: int) -> TurnPieces:
-            return self._pieces([*messages[:opening], *messages[starts[number] :]], (), kept, context)
-
-        low, high = 0, len(starts) - 1  # the fewest exchanges to leave out; lengths fall, so search by halves
-        while low < high:
-            middle = (low + high) // 2
-            if _num_tokens(pieces_from(middle), kept) + context.reserve <= self.context_len // 2:
-                high = middle
-            else:
-                low = middle + 1
-        return pieces_from(low), low
-
-    def _pieces(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        agreed: Sequence[Turn],
-        kept: Sequence[TokenizedChunk],
-        context: PromptContext,
-    ) -> TurnPieces:
-        pieces = self.assembler.turn(
-            messages,
-            num_agreed=agreed[-1].num_messages - 1 if agreed else 0,  # the settings come first in the hashes
-            has_chunks=bool(kept),
-            tools=context.tools,
-            template_kwargs=context.template_kwargs,
-        )
-        if agreed and pieces.lead and agreed[-1].body_ids[-1] == pieces.lead[0]:
-            # The answer ended with the token that the template puts behind it: once is enough.
-            pieces = replace(pieces, lead=pieces.lead[1:])
-        return pieces
-
-    def _unseen(
-        self, chunks: Sequence[TokenizedChunk], turns: Sequence[Turn], agreed: Sequence[Turn]
-    ) -> list[TokenizedChunk]:
-        """The chunks that the conversation has not shown yet, given the turns that stay."""
-        if self.config.dedup == "off":
-            return list(chunks)
-        seen = shown(agreed, "paper") if self.config.dedup == "paper" else shown(turns, "kept")
-        return [chunk for chunk in chunks if chunk.chunk.id not in seen]
-
-    def _begin(
+    def _plan(
         self,
         head: array[int],
         history_spans: Sequence[Span],
         chunks: Sequence[TokenizedChunk],
-        retrieved: Sequence[ChunkId],
         labels: Mapping[ChunkId, str],
         assemble: Callable[[Sequence[TokenizedChunk]], tuple[array[int], list[Span]]],
         identity: Identity,
         max_new_tokens: int | None,
+        *,
+        order: OrderPolicy | None = None,
+        reuse: ReuseRequest | None = None,
+        earlier_recipe: str = "",
+        rank: int | None = None,
+        dry_run: bool = False,
     ) -> RagRequest:
         """Order and route, then assemble. A history with chunks is fixed: then only its rank is chosen, nothing ordered."""
         namespace = namespace_of(head, identity.extra_key, identity.cache_salt, identity.lora)
@@ -403,12 +371,12 @@ class RagService:
         if history_spans:
             area = leading_area(history_spans)
             candidates = [Chunk(span.chunk, span.end - span.start) for span in area]
-            decision = self._decide("retriever", namespace, candidates)
+            rank, ordering = self._decide("retriever", namespace, candidates, rank=rank, dry_run=dry_run)
             ordered = list(chunks)
         else:
-            decision = self._decide(cast(OrderPolicy, self.config.order), namespace, [c.chunk for c in chunks])
-            ordered = [by_id[chunk.id] for chunk in decision[1].chunks]
-        rank, ordering = decision
+            policy = order or cast(OrderPolicy, self.config.order)
+            rank, ordering = self._decide(policy, namespace, [c.chunk for c in chunks], rank=rank, dry_run=dry_run)
+            ordered = [by_id[chunk.id] for chunk in ordering.chunks]
         ids, spans = assemble(ordered)
         if len(ids) + self._reserve(max_new_tokens, least=1) > self.context_len:
             raise PromptError(
@@ -418,41 +386,26 @@ class RagService:
         if not ids:
             raise PromptError("messages: the prompt is empty")
         area = leading_area(spans)
-        self.table.observe(retrieved)
-        promoted_len = self.table.promoted_run((span.chunk for span in area), self.config.promotion_threshold)
-        plan = self.tree.plan(namespace, [Chunk(s.chunk, s.end - s.start) for s in area], rank=rank)
-        self.tree.mark_promoted(namespace, (span.chunk for span in area), promoted_len=promoted_len)
-        self.router.begin(rank, len(ids))
-        self.metrics.count("chunks", "retrieved", len(retrieved))
-        planned_len = ordering.held_len + ordering.planned_len
-        self.metrics.count("chunks", "planned", planned_len)
+        if reuse is not None:
+            reuse = replace(reuse, recipe=recipe_of(reuse, ids[area[-1].end :] if area else (), earlier_recipe))
         return RagRequest(
             input_ids=ids.tolist(),
-            custom_params=dict(
-                pack(
-                    spans,
-                    namespace=namespace,
-                    promoted_len=promoted_len,
-                    ack=self.mirrors[rank].acknowledgement,
-                    secret=self.config.secret,
-                )
-            ),
             rank=rank,
-            plan=plan,
+            namespace=namespace,
             spans=tuple(spans),
             area=area,
             order=[labels[item.chunk.id] for item in ordered],
-            dropped=[],
-            repeated=[],
-            planned_len=planned_len,
-            num_turns=0,
-            num_departed=0,
-            remember=None,
+            planned_len=ordering.held_len + ordering.planned_len,
+            reuse=reuse,
         )
 
-    def _decide(self, policy: OrderPolicy, namespace: str, chunks: Sequence[Chunk]) -> tuple[int, Ordering]:
+    def _decide(
+        self, policy: OrderPolicy, namespace: str, chunks: Sequence[Chunk], *, rank: int | None, dry_run: bool
+    ) -> tuple[int, Ordering]:
         start = time.perf_counter()
         by_turns = self.config.routing == "round_robin"
+        router = copy(self.router) if dry_run else self.router  # choosing moves the turn on
+        ranks = [rank] if rank is not None else [router.choose({})] if by_turns else range(len(self.mirrors))
         orderings = order_per_rank(
             policy,
             cast(TailPolicy, self.config.tail),
@@ -460,13 +413,50 @@ class RagService:
             self.table,
             namespace,
             chunks,
-            ranks=[self.router.choose({})] if by_turns else range(len(self.mirrors)),
+            ranks=ranks,
             max_visits=self.config.max_search_visits,
         )
-        cached = {rank: ordering.cached_tokens for rank, ordering in orderings.items()}
-        rank = next(iter(orderings)) if by_turns else self.router.choose(cached)
-        self.metrics.observe_order(time.perf_counter() - start)
+        if rank is None:
+            cached = {rank: ordering.cached_tokens for rank, ordering in orderings.items()}
+            rank = next(iter(orderings)) if by_turns else router.choose(cached)
+        if not dry_run:
+            self.metrics.observe_order(time.perf_counter() - start)
         return rank, orderings[rank]
+
+    def _book(self, request: RagRequest, retrieved: Sequence[ChunkId], *, dry_run: bool = False) -> RagRequest:
+        """Count the request, expect its chain, take its load, and write down what the scheduler is told."""
+        if not dry_run and not request.is_preprocessing:
+            self.table.observe(retrieved)
+        area = request.area
+        promoted_len = self.table.promoted_run((span.chunk for span in area), self.config.promotion_threshold)
+        request.custom_params = pack(
+            request.spans,
+            namespace=request.namespace,
+            promoted_len=promoted_len,
+            ack=self.mirrors[request.rank].acknowledgement,
+            secret=self.config.secret,
+            keep=request.reuse.fresh
+            if request.is_preprocessing and request.reuse
+            else spans_to_keep(self.config, self.table, request.spans),
+            is_preprocessing=request.is_preprocessing,
+            reuse=request.reuse,
+        )
+        if dry_run:
+            return request
+        request.plan = self.tree.plan(
+            request.namespace, [Chunk(s.chunk, s.end - s.start) for s in area], rank=request.rank
+        )
+        self.tree.mark_promoted(request.namespace, (span.chunk for span in area), promoted_len=promoted_len)
+        self.router.begin(request.rank, len(request.input_ids))
+        if not request.is_preprocessing:
+            for kind, amount in (
+                ("retrieved", len(retrieved)),
+                ("repeated", len(request.repeated)),
+                ("dropped", len(request.dropped)),
+                ("planned", request.planned_len),
+            ):
+                self.metrics.count("chunks", kind, amount)
+        return request
 
     def _reserve(self, max_new_tokens: int | None, *, least: int | None = None) -> int:
         """Tokens to keep free for the answer."""
@@ -494,25 +484,39 @@ class RagService:
         def remember(output_ids: Sequence[int], content: str) -> None:
             history = [*messages, {"role": "assistant", "content": content}]
             body = array("i", [*request.input_ids[body_start:], *output_ids])
-            turn = Turn(len(history), running_hashes(history)[-1], array("i", lead), body, spans, seen)
+            tag = request.reuse.recipe if request.reuse and request.spans else ""
+            turn = Turn(len(history), running_hashes(history)[-1], array("i", lead), body, spans, seen, tag)
             self.conversations.finish(key, turns, turn, self._clock())
 
         return remember
 
-    def _book_fates(self, request: RagRequest, cached_tokens: int) -> None:
+    def _book_fates(self, request: RagRequest, cached_tokens: int, *, is_plain: bool) -> None:
+        """`is_plain`: the rank took the request for plain text, so that what it found cached is exact in any case."""
         if request.is_parallel:
-            request.exact = 0
-            request.fallbacks.append("parallel_sampling")
-            self.metrics.count("fallbacks", "parallel_sampling")
+            self._fall_back(request, "parallel_sampling")
             return
-        request.exact = min(cached_tokens, len(request.input_ids))
-        request.hit_len = sum(1 for span in request.area if span.end <= request.exact)
-        self.tree.count_hits(request.plan, request.hit_len)
-        self.metrics.count("chunks", "hit", request.hit_len)
-        self.metrics.count("prompt_tokens", "exact", request.exact)
-        self.metrics.count("prompt_tokens", "computed", len(request.input_ids) - request.exact)
+        report = request.report
+        if report is not None:
+            request.known = {fate: int(report[fate]) for fate in FATES}
+            self._book_reuse(request, report)
+        elif request.reuse is None or is_plain:
+            request.known = {"exact": min(cached_tokens, len(request.input_ids)), "relocated": 0, "recomputed": 0}
+        for fate, amount in (request.fates() or {}).items():
+            self.metrics.count("prompt_tokens", fate, amount)
+        if request.known is not None and not request.is_preprocessing:
+            assert request.plan is not None
+            request.hit_len = sum(1 for span in request.area if span.end <= request.known["exact"])
+            self.tree.count_hits(request.plan, request.hit_len)
+            self.metrics.count("chunks", "hit", request.hit_len)
 
+    def _book_reuse(self, request: RagRequest, report: Mapping[str, Any]) -> None:
+        for reason in report["fallbacks"]:
+            self._fall_back(request, reason)
+        for _, source, *_ in report["sources"]:
+            self.metrics.count("sources", source)
+        for phase, milliseconds in report["ms"].items():
+            self.metrics.observe_phase(phase, milliseconds / 1000)
 
-def _num_tokens(pieces: TurnPieces, chunks: Sequence[TokenizedChunk]) -> int:
-    chunk_len = sum(chunk.chunk.num_tokens for chunk in chunks)
-    return len(pieces.lead) + len(pieces.intro) + len(pieces.outro) + chunk_len
+    def _fall_back(self, request: RagRequest, reason: str) -> None:
+        request.fallbacks.append(reason)
+        self.metrics.count("fallbacks", reason)

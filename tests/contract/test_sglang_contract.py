@@ -66,7 +66,7 @@ def test_version() -> None:
 def sglang_imports() -> list[tuple[str, str]]:
     """(module, name) of every import from SGLang in our package."""
     found: set[tuple[str, str]] = set()
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
                 found.update((str(node.module), alias.name) for alias in node.names)
@@ -300,8 +300,9 @@ def test_hook_targets_exist() -> None:
     """By the very strings we register."""
     from sglang_chunkcache import hooks
 
-    module, cls, method = hooks.GET_INTERNAL_STATE.rsplit(".", 2)
-    assert callable(getattr(getattr(importlib.import_module(module), cls), method))
+    for target in (hooks.GET_INTERNAL_STATE, hooks.FORWARD):
+        module, cls, method = target.rsplit(".", 2)
+        assert callable(getattr(getattr(importlib.import_module(module), cls), method))
 
 
 def test_load_plugins_takes_nothing() -> None:

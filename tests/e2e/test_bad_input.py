@@ -19,6 +19,13 @@ MESSAGES = [{"role": "user", "content": "What does Dravex make?"}]
 TEMPLATE = "{{ raise_exception('rendered') }}"
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 CHUNK = {"id": "a", "text": "The company Dravex makes clocks."}
+EXPLAIN, PREPROCESS = "/chunkcache/explain", "/chunkcache/preprocess"
+
+
+def reuse(**fields: Any) -> dict[str, Any]:
+    """A chat body that asks for moved KV in some wrong way."""
+    return {"messages": MESSAGES, "chunks": [CHUNK], "reuse": {"mode": "fused", **fields}}
+
 
 CASES: list[tuple[str, str, Any, str]] = [
     ("body not json", CHAT, b"{not json", "body"),
@@ -58,6 +65,34 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("retrieve without an index", CHAT, {"messages": MESSAGES, "retrieve": {"k": 5}}, "retrieve"),
     ("input_ids", CHAT, {"messages": MESSAGES, "input_ids": [1, 2]}, "input_ids"),
     ("cache_salt a number", CHAT, {"messages": MESSAGES, "cache_salt": 5}, "cache_salt"),
+    ("reuse of an unknown mode", CHAT, {"messages": MESSAGES, "reuse": "blended"}, "reuse.mode"),
+    ("reuse a number", CHAT, {"messages": MESSAGES, "reuse": 1}, "reuse"),
+    ("reuse without a mode", CHAT, {"messages": MESSAGES, "reuse": {"ratio": 0.5}}, "reuse.mode"),
+    ("reuse with an unknown selector", CHAT, reuse(selector="best"), "reuse.selector"),
+    ("reuse ratio above 1", CHAT, reuse(ratio=1.5), "reuse.ratio"),
+    ("reuse ratio negative", CHAT, reuse(ratio=-0.1), "reuse.ratio"),
+    ("reuse ratio a string", CHAT, reuse(ratio="0.5"), "reuse.ratio"),
+    ("reuse alpha negative", CHAT, reuse(alpha=-1), "reuse.alpha"),
+    ("reuse alpha not finite", CHAT, b'{"messages": [], "reuse": {"mode": "fused", "alpha": 1e999}}', "body"),
+    ("reuse focus a string", CHAT, reuse(focus="yes"), "reuse.focus"),
+    ("reuse without what there is not", CHAT, reuse(without=["gamma"]), "reuse.without"),
+    ("reuse with an unknown field", CHAT, reuse(recipe="mine"), "reuse.recipe"),
+    ("reuse on an exact server", CHAT, reuse(), "--reuse fused"),
+    ("order unknown", CHAT, {"messages": MESSAGES, "chunks": [CHUNK], "order": "random"}, "order"),
+    ("parts reuse on an exact server", GENERATE, {"parts": ["a"], "reuse": "fused"}, "--reuse fused"),
+    ("parts reuse ratio above 1", GENERATE, {"parts": ["a"], "reuse": {"mode": "fused", "ratio": 2}}, "reuse.ratio"),
+    ("parts order unknown", GENERATE, {"parts": ["a"], "order": "random"}, "order"),
+    ("explain without messages", EXPLAIN, {"chunks": [CHUNK]}, "messages"),
+    ("explain chunk without text", EXPLAIN, {"messages": MESSAGES, "chunks": [{}]}, "chunks.0.text"),
+    ("explain fused on an exact server", EXPLAIN, reuse(), "--reuse fused"),
+    ("preprocess on an exact server", PREPROCESS, {"chunk": CHUNK}, "--reuse fused"),
+    ("preprocess nothing", PREPROCESS, {}, "chunk"),
+    ("preprocess a chunk without text", PREPROCESS, {"chunk": {"id": "a"}}, "chunk.text"),
+    ("preprocess a chunk too long", PREPROCESS, {"chunk": {"text": "x" * 1_000_000}}, "chunk"),
+    ("preprocess with a neighbor without text", PREPROCESS, {"chunk": CHUNK, "neighbors": [{}]}, "neighbors.0.text"),
+    ("preprocess with too many neighbors", PREPROCESS, {"chunk": CHUNK, "neighbors": [CHUNK] * 300}, "neighbors"),
+    ("preprocess behind a question", PREPROCESS, {"chunk": CHUNK, "messages": MESSAGES}, "messages.0.role"),
+    ("preprocess with an unknown field", PREPROCESS, {"chunk": CHUNK, "top_n": 3}, "top_n"),
     ("parts missing", GENERATE, {}, "parts"),
     ("parts empty", GENERATE, {"parts": []}, "parts"),
     ("parts of numbers", GENERATE, {"parts": [1]}, "parts.0"),

@@ -1,7 +1,10 @@
 """SGLang's scheduler reduced to what a prefix cache sees: the same calls in the same order, on its real pools.
 
-A request goes match -> lock -> prefill pieces -> decode -> release; the last step is SGLang's own `release_kv_cache`.
-Slots are counted, so that a double free or a leak shows at once.
+A request goes match -> load back -> lock -> prefill pieces -> decode -> release; the last step is SGLang's own
+`release_kv_cache`. Slots are counted, so that a double free or a leak shows at once.
+
+A batch is first put together (`add`, `extend`), which gives out promises but no slots of its own; `forward` allocates
+and computes. There SGLang dies if room is short, so here it is an assertion.
 """
 
 from __future__ import annotations
@@ -17,7 +20,12 @@ from unittest import mock
 import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams, zero_match_result
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    zero_match_result,
+)
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -25,7 +33,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.request_spans import Acknowledgement, pack
+from sglang_chunkcache.request_spans import Acknowledgement, ReuseRequest, pack
 
 SECRET = "s3cret"
 MAX_CONTEXT = 128
@@ -35,10 +43,19 @@ MAX_REQS = 16
 class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
     """SGLang's slot allocator that refuses a slot which is free already."""
 
+    contents: dict[int, Any]
+    """What stands in a slot, for a scheduler that keeps it; a freed slot holds nothing."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.contents = {}
+
     def free(self, free_index: torch.Tensor) -> None:
         slots = Counter(free_index.tolist())
         twice = (slots & Counter(self.free_pages.tolist())) + Counter(s for s, n in slots.items() if n > 1)
         assert not twice, f"slots freed twice: {sorted(twice)}"
+        for slot in slots:
+            self.contents.pop(slot, None)
         super().free(free_index.to(torch.int64))
 
 
@@ -60,6 +77,8 @@ class FakeReq:
         self.kv = ReqKvInfo()
         self.priority = 0
         self.last_node: Any = None
+        self.best_match_node: Any = None
+        self.host_hit_length = 0
         self.prefix_indices = torch.empty((0,), dtype=torch.int64)
         self.skip_radix_cache_insert = False
         self.customized_info: dict[str, list[Any]] | None = None
@@ -82,6 +101,8 @@ def marked(
     namespace: str = "n",
     promoted_len: int = 0,
     ack: tuple[int, int] = (0, 0),
+    keep: Sequence[int] = (),
+    reuse: ReuseRequest | None = None,
 ) -> dict[str, Any]:
     """The `custom_params` of a request of the front."""
     return dict(
@@ -91,6 +112,8 @@ def marked(
             promoted_len=promoted_len,
             ack=Acknowledgement(*ack),
             secret=SECRET,
+            keep=keep,
+            reuse=reuse,
         )
     )
 
@@ -98,9 +121,24 @@ def marked(
 class Scheduler:
     """One rank: pools, cache and the life of requests."""
 
-    def __init__(self, capacity: int, config: ChunkCacheConfig | None, *, force_miss: bool = False) -> None:
-        """`config` None: SGLang's own RadixCache."""
+    def __init__(
+        self,
+        capacity: int,
+        config: ChunkCacheConfig | None,
+        *,
+        force_miss: bool = False,
+        prefill_budget: int | None = None,
+        is_chunked: bool = True,
+    ) -> None:
+        """`config` None: SGLang's own RadixCache.
+
+        Args:
+            prefill_budget: tokens that one batch extends by, None for any number.
+            is_chunked: whether prompts are cut to the budget; else a batch's first may exceed it.
+        """
         self.capacity, self.force_miss = capacity, force_miss
+        self.prefill_budget, self.is_chunked = prefill_budget, is_chunked
+        self.batch: list[tuple[FakeReq, int]] = []  # what the next `forward` computes: up to where
         self.allocator = CountingAllocator(capacity, torch.float32, "cpu", None, False)
         self.rows = ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
         params = CacheInitParams(False, self.rows, self.allocator, 1)
@@ -114,23 +152,60 @@ class Scheduler:
         if self.force_miss:
             result = zero_match_result(self.cache, result)
         req.prefix_indices, req.last_node = result.device_indices, result.last_device_node
+        req.best_match_node, req.host_hit_length = result.best_match_node, result.host_hit_length
         req.kv.cache_protected_len = len(req.prefix_indices)
         return len(req.prefix_indices)
 
     def admit(self, req: FakeReq, num_tokens: int) -> int | None:
-        """Match, lock and compute the first piece; returns the matched length, None if there is no room."""
-        matched = self.match(req)
-        self.cache.inc_lock_ref(req.last_node)
-        end = min(len(req.all_ids), matched + num_tokens)
-        if self.allocator.available_size() + self.cache.evictable_size() < end - matched:
-            self.cache.dec_lock_ref(req.last_node)
-            req.kv.cache_protected_len = 0
-            return None
-        (req.kv.req_pool_idx,) = self.rows.alloc_rows(1)
-        self.rows.write((req.kv.req_pool_idx, slice(0, matched)), req.prefix_indices.to(torch.int32))
-        req.filled = req.kv.kv_committed_len = req.kv.kv_allocated_len = matched
-        assert self._extend(req, end)
+        """A batch of its own: `add` and compute the first piece."""
+        matched = self.add(req, num_tokens)
+        if matched is not None:
+            self.forward()
         return matched
+
+    def add(self, req: FakeReq, num_tokens: int) -> int | None:
+        """As `PrefillAdder.add_one_req`: match, take what is promised, lock, into the batch with a first piece.
+
+        Returns:
+            Tokens that need not be prefilled; None: not with this batch.
+        """
+        self.match(req)
+        node = req.last_node
+        self.cache.inc_lock_ref(node)
+        try:
+            end = self._load_back(req, num_tokens)
+            if end is None:
+                req.kv.cache_protected_len = 0
+                return None
+            self.cache.inc_lock_ref(req.last_node)
+        finally:
+            self.cache.dec_lock_ref(node)
+        matched = len(req.prefix_indices)
+        req.filled = req.kv.kv_committed_len = req.kv.kv_allocated_len = matched
+        self.batch.append((req, end))
+        return matched
+
+    def extend(self, req: FakeReq, end: int) -> bool:
+        """The next piece of a request under way, up to `end` or the budget, into the batch. False if there is no room."""
+        if self.prefill_budget is not None:
+            end = min(end, req.filled + self.prefill_budget - self._num_planned())
+        if end <= req.filled or self._room() < end - req.filled:
+            return False
+        self.batch.append((req, end))
+        return True
+
+    def forward(self) -> None:
+        """Allocate for the batch and compute it."""
+        batch, self.batch = self.batch, []
+        for req, end in batch:
+            if req.kv.req_pool_idx is None:
+                (req.kv.req_pool_idx,) = self.rows.alloc_rows(1)
+                row = (req.kv.req_pool_idx, slice(0, req.filled))
+                self.rows.write(row, req.prefix_indices.to(torch.int32))
+            self._allocate(req, end)
+        self._compute([(req, req.filled, end) for req, end in batch])
+        for req, end in batch:
+            req.filled = req.kv.kv_committed_len = end
 
     def stash(self, req: FakeReq) -> None:
         """Between two pieces: what is computed goes into the tree, whole chunks only."""
@@ -138,7 +213,10 @@ class Scheduler:
 
     def prefill(self, req: FakeReq, num_tokens: int) -> bool:
         """The next piece, at most `num_tokens`, behind a `stash`. False if there is no room."""
-        return self._extend(req, min(len(req.all_ids), req.filled + num_tokens))
+        if not self.extend(req, min(len(req.all_ids), req.filled + num_tokens)):
+            return False
+        self.forward()
+        return True
 
     def is_prefilled(self, req: FakeReq) -> bool:
         return req.filled == len(req.all_ids)
@@ -150,8 +228,9 @@ class Scheduler:
 
     def decode(self, req: FakeReq, token: int) -> bool:
         """One more token."""
-        if not self._extend(req, len(req.all_ids)):
+        if not self.extend(req, len(req.all_ids)):
             return False
+        self.forward()
         req.output_ids.append(token)
         return True
 
@@ -180,6 +259,8 @@ class Scheduler:
 
     def slots(self, req: FakeReq, start: int, end: int) -> list[int]:
         """Slots of the request's row."""
+        if start >= end:
+            return []  # a request that is only added has no row yet
         return [int(slot) for slot in self.rows.req_to_token[req.kv.req_pool_idx, start:end]]
 
     def free_slots(self) -> list[int]:
@@ -200,16 +281,52 @@ class Scheduler:
         if isinstance(self.cache, ChunkRadixCache):
             self.cache.check_integrity()
 
-    def _extend(self, req: FakeReq, end: int) -> bool:
+    def _load_back(self, req: FakeReq, num_tokens: int) -> int | None:
+        """Where the first piece ends, behind what is promised."""
+        end = self._piece_end(req, req.host_hit_length, num_tokens)
+        if end is None or not req.host_hit_length:
+            return end
+        loaded = self.cache.init_load_back(InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req))
+        if loaded is None:
+            return None
+        indices, req.last_node = loaded
+        assert len(indices) in (0, req.host_hit_length), "SGLang dies of a promise kept in part"
+        if not len(indices):
+            end = self._piece_end(req, 0, num_tokens)
+        req.prefix_indices = torch.cat([req.prefix_indices, indices])
+        req.kv.cache_protected_len = len(req.prefix_indices)
+        return end
+
+    def _piece_end(self, req: FakeReq, promised: int, num_tokens: int) -> int | None:
+        """None where the budget or the room does not allow for it."""
+        start = len(req.prefix_indices) + promised
+        end = min(len(req.all_ids), start + num_tokens)
+        if self.prefill_budget is not None:
+            left = self.prefill_budget - self._num_planned()
+            if self.is_chunked:
+                end = min(end, start + left)
+            if left <= 0 or (not self.is_chunked and self.batch and end - start >= left):
+                return None
+        return end if promised + end - start <= self._room() else None
+
+    def _room(self) -> int:
+        """Slots that can be had beside those the batch has been told it will get."""
+        return int(self.allocator.available_size() + self.cache.evictable_size()) - self._num_planned()
+
+    def _num_planned(self) -> int:
+        return sum(end - req.filled for req, end in self.batch)
+
+    def _allocate(self, req: FakeReq, end: int) -> None:
         need = end - req.kv.kv_allocated_len
         if self.allocator.available_size() < need:
             self.evict(need - self.allocator.available_size())
         slots = self.allocator.alloc(need)
-        if slots is None:
-            return False
+        assert slots is not None, f"SGLang dies: no room for {need} tokens of a batch that was admitted"
         self.rows.write((req.kv.req_pool_idx, slice(end - need, end)), slots.to(torch.int32))
-        req.filled = req.kv.kv_committed_len = req.kv.kv_allocated_len = end
-        return True
+        req.kv.kv_allocated_len = end
+
+    def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
+        """What the model does with (request, start, end); nothing here."""
 
 
 def walk(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:

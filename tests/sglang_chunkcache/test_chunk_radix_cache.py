@@ -46,8 +46,9 @@ def rag(*chunks: list[int], head: list[int] = HEAD, tail: list[int] = QUESTION, 
 
 def batch_of(req: FakeReq) -> Batch:
     assert req.customized_info is not None
-    (entry,) = req.customized_info[ANSWER_KEY]
-    return Batch(*entry)
+    ((events, moved),) = req.customized_info[ANSWER_KEY]
+    assert moved is None
+    return Batch(*events)
 
 
 def nodes(scheduler: Scheduler) -> list[list[int]]:

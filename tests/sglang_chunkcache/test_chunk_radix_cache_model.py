@@ -289,7 +289,7 @@ class CacheMachine(RuleBasedStateMachine):
         entry = (live.req.customized_info or {}).pop(ANSWER_KEY, None)
         assert entry is None or (live.spans is not None and len(entry) == 1)
         if entry:
-            self.batches.append(Batch(*entry[0]))
+            self.batches.append(Batch(*entry[0][0]))
 
     def _watch_eviction(self) -> Any:
         return _EvictionWatch(self)

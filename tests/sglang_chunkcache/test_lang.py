@@ -361,6 +361,21 @@ def test_keys_and_identity_are_sent(server: FakeServer) -> None:
     assert server.headers[0]["Authorization"] == "Bearer key"
 
 
+def test_reuse_and_order_are_sent(server: FakeServer) -> None:
+    """With every request; unless given, the server decides."""
+    wish = {"mode": "fused", "selector": "first"}
+
+    @function
+    def program(s: Any) -> None:
+        s += chunks(DOCS) + sgl.gen("answer")
+
+    program.run(backend=ChunkCacheEndpoint(server.url, reuse=wish, order="retriever")).sync()
+    program.run(backend=ChunkCacheEndpoint(server.url)).sync()
+    given, plain = (body for path, body in server.posts if path == "/rag/v1/generate")
+    assert (given["reuse"], given["order"]) == (wish, "retriever")
+    assert not {"reuse", "order"} & set(plain)
+
+
 @pytest.mark.filterwarnings("ignore:Error in stream_executor")
 def test_refusal_is_the_states_error(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
     """A 400 must not look like an empty answer."""

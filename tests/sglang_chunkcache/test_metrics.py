@@ -16,7 +16,13 @@ def test_counts_add_up_by_label() -> None:
     metrics.count("requests", "finished")
     metrics.count("requests", "finished", 2)
     metrics.count("chunks", "hit", 5)
-    assert metrics.totals() == {"requests": {"finished": 3}, "prompt_tokens": {}, "chunks": {"hit": 5}, "fallbacks": {}}
+    assert metrics.totals() == {
+        "requests": {"finished": 3},
+        "prompt_tokens": {},
+        "chunks": {"hit": 5},
+        "sources": {},
+        "fallbacks": {},
+    }
 
 
 def test_count_of_zero_leaves_no_label() -> None:
@@ -40,12 +46,22 @@ def test_order_times_are_summed() -> None:
     assert (metrics.order_seconds, metrics.num_orders) == (0.75, 2)
 
 
+def test_phase_times_are_summed() -> None:
+    """By phase."""
+    metrics = Metrics(prometheus=False)
+    for phase, seconds in (("select", 0.5), ("relocate", 1.0), ("select", 0.25)):
+        metrics.observe_phase(phase, seconds)
+    assert metrics.phase_seconds == {"select": 0.75, "relocate": 1.0}
+
+
 def test_prometheus_shows_the_same_counts() -> None:
     """Counts once, shows twice."""
     registry = pytest.importorskip("prometheus_client").REGISTRY
     metrics = Metrics(prometheus=True)
     metrics.count("prompt_tokens", "exact", 7)
     metrics.observe_order(1e-5)
+    metrics.observe_phase("select", 0.25)
+    assert registry.get_sample_value("chunkcache:reuse_seconds_sum", {"phase": "select"}) == 0.25
     assert registry.get_sample_value("chunkcache:prompt_tokens_total", {COUNTERS["prompt_tokens"][0]: "exact"}) == 7
     assert registry.get_sample_value("chunkcache:order_seconds_count") == 1
 
@@ -54,6 +70,7 @@ def test_prometheus_is_not_imported_unasked() -> None:
     """It decides on its multiprocess mode when imported; SGLang sets that up later."""
     code = (
         "import sys; from sglang_chunkcache.metrics import Metrics; m = Metrics(prometheus=False);"
-        "m.count('requests', 'x'); m.observe_order(1); Metrics(prometheus=True); sys.exit('prometheus_client' in sys.modules)"
+        "m.count('requests', 'x'); m.observe_order(1); m.observe_phase('select', 1);"
+        "Metrics(prometheus=True); sys.exit('prometheus_client' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

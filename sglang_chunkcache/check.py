@@ -1,0 +1,148 @@
+"""Would `--reuse fused` give right answers with this model on this machine? And which alpha does Cache-Craft's selector need?
+
+    python -m sglang_chunkcache.check --model-path M [any SGLang flag]      load the model, run the start-up gate, stop
+    python -m sglang_chunkcache.check --url http://127.0.0.1:30000          the figures of a running server's gate
+    python -m sglang_chunkcache.check --url ... --calibrate FILE --f1 0.9   solve eq. 13 (calibrate.py says how)
+
+The last line of stdout is one JSON object. Exit code 0: passed; 1: the gate failed, or no alpha is good enough; 2: a mistake
+in the flags, a model that is not supported, or a server that does not serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_chunkcache import config
+from sglang_chunkcache.calibrate import calibrate, read_examples
+from sglang_chunkcache.client import Client, ServerError
+
+START_TIMEOUT_S = 1800
+"""Loading a large model from a slow disk takes minutes; nothing takes this long."""
+
+_CHILD = "SGLANG_CHUNKCACHE_CHECK_OUT"
+"""Set for the process that loads the model: the file it writes to. SGLang kills the process whose scheduler fails."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what the flags ask for; the exit code."""
+    if out := os.environ.get(_CHILD):
+        Path(out).write_text(json.dumps(_load_and_measure(argv)))
+        return 0
+    parser = _parser()
+    args, flags = parser.parse_known_args(argv)
+    if args.url is None and (args.calibrate is not None or "--model-path" not in " ".join(flags)):
+        parser.error("give --model-path, or --url of a running server (--calibrate needs one)")
+    if args.url is not None and flags:
+        parser.error(f"not for a running server: {' '.join(flags)}")
+    try:
+        if args.calibrate is not None:
+            return _calibrate(args)
+        gates = _gates_of(Client(args.url, args.api_key)) if args.url else [_measure(flags)]
+    except ServerError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    passed = all(gate["passed"] for gate in gates)
+    if not args.json:
+        for rank, gate in enumerate(gates):
+            print(f"rank {rank}: {'passed' if gate['passed'] else 'FAILED'}")
+            for name, value in gate.items():
+                print(f"    {name:24} {value}")
+    print(json.dumps({"passed": passed, "ranks": gates}))
+    return 0 if passed else 1
+
+
+# Private, in order of use
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_chunkcache.check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--url", help="a running server, instead of loading a model")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="questions, one JSON object a line")
+    parser.add_argument("--f1", type=float, default=0.95, help="F1 to reach, as a share of full prefill's: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
+    return parser
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    result = calibrate(Client(args.url, args.api_key), read_examples(args.calibrate), target=args.f1)
+    if not args.json:
+        print(f"{'alpha':>8} {'mean CFO':>9} {'F1':>6} {'share of full':>14}")
+        for step in result["steps"]:
+            share = step["f1"] / result["full_f1"] if result["full_f1"] else 0.0
+            print(f"{step['alpha']:8.3f} {step['mean_cfo']:9.3f} {step['f1']:6.3f} {share:14.3f}")
+    print(json.dumps(result))
+    return 0 if result["alpha"] is not None else 1
+
+
+def _gates_of(client: Client) -> list[dict[str, Any]]:
+    ranks = client.get("/chunkcache/stats")["ranks"]
+    gates = [rank.get("gate") for rank in ranks]
+    if not all(gates):
+        raise ServerError(f"{client.url}: not a server started with --reuse fused")
+    return gates
+
+
+def _measure(flags: Sequence[str]) -> dict[str, Any]:
+    """The gate's figures, from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder, "figures.json"), Path(folder, "log")
+        with log.open("wb") as stream:
+            environ = {**os.environ, _CHILD: str(out)}
+            command = [sys.executable, "-m", "sglang_chunkcache.check", *flags]
+            try:
+                subprocess.run(
+                    command,
+                    env=environ,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    timeout=START_TIMEOUT_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise ServerError(f"the model did not load within {START_TIMEOUT_S} s") from None
+        if not out.exists():
+            lines = log.read_text(errors="replace").strip().splitlines()
+            reason = next((line for line in reversed(lines) if "Error" in line or "error:" in line), "")
+            raise ServerError(reason or "\n".join(lines[-5:]))
+        figures: dict[str, Any] = json.loads(out.read_text())
+        return figures
+
+
+def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
+    """In the process of its own: SGLang's engine with our cache, which runs the gate as it starts."""
+    from sglang_chunkcache.launch_server import prepare, server_flags
+
+    parser = argparse.ArgumentParser(prog="python -m sglang_chunkcache.check", allow_abbrev=False)
+    config.add_flags(parser)
+    args, rest = parser.parse_known_args(flags)
+    settings = dataclasses.replace(config.from_flags(args), reuse="fused", gate="report")
+    os.environ.update(settings.to_env())
+    server_args = prepare(server_flags(rest, stock=False), stock=False, fail=parser.error)
+    import sglang as sgl
+
+    engine = sgl.Engine(server_args=server_args)
+    try:
+        state = engine.get_server_info()["internal_states"][0]
+        return dict(state["chunkcache"]["gate"])
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

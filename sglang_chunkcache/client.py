@@ -1,0 +1,82 @@
+"""A running server of ours, for the commands: JSON in, JSON out, one line where something is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import requests
+
+SETTLE_TIMEOUT_S = 60.0
+"""For captures that wait for the next forward; each takes one prefill of its chunk at most."""
+POLL_S = 0.1
+
+
+class ServerError(ValueError):
+    """What a user can get wrong, or a server that does not serve: shown as one line."""
+
+
+class RefusedError(ServerError):
+    """The server answers 400: this request cannot be had, others can."""
+
+
+class Client:
+    """One server.
+
+    Raises:
+        RefusedError: the server answers a request with 400.
+        ServerError: it does not answer, or with anything else.
+    """
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url.rstrip("/")
+        self._session = requests.Session()
+        self._session.trust_env = False  # a proxy has no business between us and the server
+        if api_key:
+            self._session.headers["Authorization"] = f"Bearer {api_key}"
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer's JSON object."""
+        return self._call("POST", path, body)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The answer's JSON object."""
+        return self._call("GET", path, None)
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        try:
+            answer = self._session.request(method, self.url + path, json=body, timeout=600)
+            if answer.status_code == 400:
+                raise RefusedError(_message(answer))
+            answer.raise_for_status()
+            parsed = answer.json()
+        except requests.RequestException as error:
+            raise ServerError(f"{self.url}{path}: {error}") from None
+        if not isinstance(parsed, dict):
+            raise ServerError(f"{self.url}{path}: answers {str(parsed)[:80]!r}")
+        return parsed
+
+
+def settle(client: Client, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+    """Wait until no rank has a capture waiting. They are done beside the next forward, so requests are sent.
+
+    Raises:
+        ServerError: some still wait after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        pending = sum(rank["store"]["pending"] for rank in client.get("/chunkcache/stats")["ranks"])
+        if not pending:
+            return
+        if time.monotonic() > deadline:
+            raise ServerError(f"{client.url}: {pending} chunks still wait to enter the store after {timeout_s:.0f} s")
+        client.post("/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 4}})
+        time.sleep(POLL_S)
+
+
+def _message(answer: requests.Response) -> str:
+    try:
+        return str(answer.json()["message"])
+    except (ValueError, LookupError, TypeError):
+        return answer.text[:200]

@@ -1,0 +1,212 @@
+"""Fill a running server's chunk store before there are requests: every chunk alone, then behind its nearest neighbours.
+
+    python -m sglang_chunkcache.preprocess --url http://127.0.0.1:30000 --corpus corpus.jsonl --neighbors neighbors.jsonl
+
+A chunk computed behind texts that resemble it has attended to what it is likely to stand behind, which is what FusionRAG
+(3.1) puts in place of the attention that moving a chunk leaves out. The first pass makes the neighbours movable, the second
+computes each chunk behind them. Needs a server started with `--reuse fused`, and time: two prefills a chunk.
+
+    corpus      {"id": "d1", "text": "..."}                          one JSON object a line; may be gzipped
+    neighbors   {"id": "d1", "neighbors": ["d7", "d3", ...]}         nearest first; chunks that are missing here have none
+
+Progress goes to stderr; the last line of stdout is one JSON object. Exit code 2 for a mistake in files or flags or a server
+that does not serve, 1 if single chunks were refused (too long behind their neighbours, say).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_chunkcache.client import Client, RefusedError, ServerError, settle
+
+PROGRESS_S = 5.0
+MAX_NAMED = 5
+"""Refused chunks named on stderr; all are counted."""
+
+
+@dataclass
+class Pass:
+    """One run over chunks: how many, their tokens, and the seconds that the server took."""
+
+    chunks: int = 0
+    chunk_tokens: int = 0
+    seconds: float = 0.0
+    refused: list[str] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """For the JSON line."""
+        return {
+            "chunks": self.chunks,
+            "chunk_tokens": self.chunk_tokens,
+            "seconds": round(self.seconds, 3),
+            "seconds_per_chunk": round(self.seconds / self.chunks, 6) if self.chunks else None,
+            "refused": len(self.refused),
+        }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run both passes; the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.top_n < 1:
+        parser.error("--top-n: must be at least 1")
+    try:
+        texts = read_corpus(args.corpus)
+        neighbors = read_neighbors(args.neighbors, texts)
+        result = preprocess(Client(args.url, args.api_key), texts, neighbors, top_n=args.top_n, system=args.system)
+    except ServerError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    if not args.json:
+        for name in ("alone", "behind_neighbors"):
+            one = result[name]
+            if one["chunks"]:
+                per_chunk = 1000 * one["seconds_per_chunk"]
+                print(f"{name.replace('_', ' '):17} {one['chunks']:7} chunks {per_chunk:9.1f} ms per chunk")
+    print(json.dumps(result))
+    return 1 if result["alone"]["refused"] or result["behind_neighbors"]["refused"] else 0
+
+
+def read_corpus(path: Path) -> dict[str, str]:
+    """Texts by id, in the file's order. Raises ServerError naming file and line."""
+    texts: dict[str, str] = {}
+    for where, row in _rows(path):
+        name, text = _id_of(row, where), row.get("text")
+        if not isinstance(text, str) or not text:
+            raise ServerError(f"{where}: text must be a text that is not empty")
+        if name in texts:
+            raise ServerError(f"{where}: id {name!r} is there twice")
+        texts[name] = text
+    if not texts:
+        raise ServerError(f"{path}: no chunks")
+    return texts
+
+
+def read_neighbors(path: Path, known: Mapping[str, str]) -> dict[str, list[str]]:
+    """Ids of the neighbours, nearest first, by id. Raises ServerError naming file and line."""
+    neighbors: dict[str, list[str]] = {}
+    for where, row in _rows(path):
+        name, listed = _id_of(row, where), row.get("neighbors")
+        if name not in known:
+            raise ServerError(f"{where}: id {name!r} is not in the corpus")
+        if name in neighbors:
+            raise ServerError(f"{where}: id {name!r} is there twice")
+        if not isinstance(listed, list) or not all(_is_id(item) for item in listed):
+            raise ServerError(f"{where}: neighbors must be a list of ids")
+        ids = [str(item) for item in listed]
+        if unknown := next((item for item in ids if item not in known), None):
+            raise ServerError(f"{where}: neighbor {unknown!r} is not in the corpus")
+        neighbors[name] = [item for item in dict.fromkeys(ids) if item != name]
+    return neighbors
+
+
+def preprocess(
+    client: Client,
+    texts: Mapping[str, str],
+    neighbors: Mapping[str, Sequence[str]],
+    *,
+    top_n: int,
+    system: str | None = None,
+) -> dict[str, Any]:
+    """Every chunk alone, then each with neighbours behind the `top_n` nearest; returns what the JSON line says.
+
+    Raises:
+        ServerError: a server that does not serve, or one that was not started with `--reuse fused`.
+    """
+    if client.get("/chunkcache/stats").get("reuse") != "fused":
+        raise ServerError(f"{client.url}: not a server started with --reuse fused")
+    messages = [{"role": "system", "content": system}] if system else []
+
+    def run(name: str, plan: Sequence[tuple[str, Sequence[str]]]) -> dict[str, Any]:
+        done = Pass()
+        last_s = time.monotonic()
+        for number, (chunk, before) in enumerate(plan, 1):
+            body = {
+                "chunk": {"id": chunk, "text": texts[chunk]},
+                "neighbors": [{"id": item, "text": texts[item]} for item in before],
+                "messages": messages,
+            }
+            try:
+                answer = client.post("/chunkcache/preprocess", body)
+            except RefusedError as error:
+                done.refused.append(chunk)
+                if len(done.refused) <= MAX_NAMED:
+                    print(f"{name}: {chunk!r} is refused: {error}", file=sys.stderr)
+                continue
+            done.chunks += 1
+            done.chunk_tokens += answer["chunk_tokens"]
+            done.seconds += answer["seconds"]
+            if time.monotonic() - last_s > PROGRESS_S:
+                last_s = time.monotonic()
+                per_chunk = 1000 * done.seconds / done.chunks
+                print(f"{name}: {number}/{len(plan)}, {per_chunk:.1f} ms per chunk", file=sys.stderr)
+        settle(client)
+        return done.summary()
+
+    alone = run("alone", [(chunk, ()) for chunk in texts])
+    behind = run(
+        "behind neighbors",
+        [(chunk, neighbors[chunk][:top_n]) for chunk in texts if neighbors.get(chunk)],
+    )
+    stores = [rank.get("store") for rank in client.get("/chunkcache/stats")["ranks"]]
+    return {"url": client.url, "top_n": top_n, "alone": alone, "behind_neighbors": behind, "stores": stores}
+
+
+# Private, in order of use
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_chunkcache.preprocess",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--url", required=True, help="the server, for example http://127.0.0.1:30000")
+    parser.add_argument("--corpus", type=Path, required=True, help="chunks, one JSON object a line")
+    parser.add_argument("--neighbors", type=Path, required=True, help="their neighbors, one JSON object a line")
+    parser.add_argument("--top-n", type=int, default=10, help="neighbors in front of a chunk; default: %(default)s")
+    parser.add_argument("--system", metavar="TEXT", help="system message in front; default: none")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's; its admin key if it has one")
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
+    return parser
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, object) for every line that is not empty."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ServerError(f"{where}: not JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise ServerError(f"{where}: must be a JSON object")
+                yield where, row
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ServerError(f"{path}: {error}") from None
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
+
+
+def _id_of(row: Mapping[str, Any], where: str) -> str:
+    if not _is_id(row.get("id")):
+        raise ServerError(f"{where}: id must be a text or a number")
+    return str(row["id"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,228 @@
+"""Which chunk of a prompt is moved from where: the plan behind a promise. Pure: no tensors, no tree, nothing allocated.
+
+    prompt    head | A | B | C | D | question        A is the exact prefix
+    pieces             gap  C   -                    B cached nowhere, C found: [B, C] is promised, D and the rest prefilled
+
+Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute pass, so that a hit behind it
+still counts; it is only promised where a hit follows. Chunks are moved whole or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from radix_ext import ChunkId, Span
+from sglang_chunkcache.chunk_store import ChunkScores
+from sglang_chunkcache.request_spans import ReuseRequest
+from sglang_chunkcache.selectors import context
+from sglang_chunkcache.selectors.set import admissible
+
+
+class Candidate(Protocol):
+    """One place where a chunk's KV stands, computed behind `prefix`."""
+
+    @property
+    def where(self) -> str:
+        """The tier."""
+        ...
+
+    @property
+    def prefix(self) -> tuple[ChunkId, ...]:
+        """The chunks before it there, in order."""
+        ...
+
+    @property
+    def scores(self) -> ChunkScores | None:
+        """What was measured of it."""
+        ...
+
+    @property
+    def preprocessed(self) -> bool:
+        """Computed ahead of requests behind similar chunks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`[start, end)` of the prompt; `source` None is a gap."""
+
+    start: int
+    end: int
+    span: int | None
+    """Index of the span it is; None for text between chunks."""
+    source: Candidate | None
+    chunk: ChunkId | None = None
+    prefix: tuple[ChunkId, ...] = ()
+    """Chunks that stand before it in this prompt."""
+    overlap: int = 0
+    """Chunks that stood before the source as well."""
+    cfo: float | None = None
+    """Cache-Craft's fix overhead with alpha 1, where the source is scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """What one request has moved. Empty `pieces`: nothing, for the reasons in `fallbacks`."""
+
+    pieces: tuple[Piece, ...]
+    fallbacks: tuple[str, ...] = ()
+    recomputed_len: int = 0
+    """Moved tokens that the selector will take, estimated."""
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+    @property
+    def fused_from(self) -> int:
+        """Where KV stops being exact: the first moved chunk."""
+        return next(piece.start for piece in self.pieces if piece.source is not None)
+
+    @property
+    def moved_len(self) -> int:
+        return sum(piece.end - piece.start for piece in self.pieces if piece.source is not None)
+
+    @property
+    def num_pass_tokens(self) -> int:
+        """Tokens that go through the model before the extend, as far as the plan can tell."""
+        return self.gap_len + self.recomputed_len
+
+    @property
+    def gap_len(self) -> int:
+        return self.end - self.start - self.moved_len
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one plan, in tokens (config.py)."""
+
+    max_pass_tokens: int
+    max_gap_tokens: int
+    min_saved_tokens: int
+
+
+def make_plan(
+    spans: Sequence[Span],
+    *,
+    start: int,
+    limit: int,
+    candidates: Callable[[ChunkId], Sequence[Candidate]],
+    reuse: ReuseRequest,
+    limits: Limits,
+) -> ReusePlan:
+    """Plan the region behind the cached prefix `[0, start)`, no further than `limit`.
+
+    `candidates` is asked once per chunk; an empty answer makes the chunk a gap.
+    """
+    chosen = _choose(spans, start, limit, candidates, reuse)
+    if not chosen:
+        return ReusePlan((), ("no_source",) if any(s.start >= start and s.end <= limit for s in spans) else ())
+    pieces: list[Piece] = []
+    waiting: list[Piece] = []  # gaps, until a hit behind them makes them worth it
+    fallbacks: list[str] = []
+    position, moved_len, gap_len = start, 0, 0
+    for index, span in enumerate(spans):
+        if span.start < start or span.end > limit:
+            continue
+        if position < span.start:
+            waiting.append(Piece(position, span.start, None, None))
+        position = span.end
+        piece = chosen.get(index)
+        if piece is None:
+            waiting.append(Piece(span.start, span.end, index, None))
+            continue
+        gaps = gap_len + sum(gap.end - gap.start for gap in waiting)
+        moved = moved_len + piece.end - piece.start
+        if gaps > limits.max_gap_tokens:
+            fallbacks.append("gap_too_long")
+            break
+        if gaps + _num_recomputed([*pieces, piece], reuse) > limits.max_pass_tokens:
+            fallbacks.append("pass_budget")
+            break
+        pieces += [*waiting, piece]
+        waiting, moved_len, gap_len = [], moved, gaps
+    if pieces and moved_len - _num_recomputed(pieces, reuse) < limits.min_saved_tokens:
+        return ReusePlan((), (*fallbacks, "not_worth_it"))
+    return ReusePlan(tuple(pieces), tuple(fallbacks), _num_recomputed(pieces, reuse))
+
+
+def _num_recomputed(pieces: Sequence[Piece], reuse: ReuseRequest) -> int:
+    """Tokens of moved chunks that the selector will take, as far as the plan can tell."""
+    moved = [piece for piece in pieces if piece.source is not None]
+    num_tokens = sum(piece.end - piece.start for piece in moved)
+    if reuse.selector in ("none", "set"):
+        return 0
+    if reuse.selector != "context" or reuse.alpha is None:
+        return math.ceil(reuse.ratio * num_tokens)
+    shares = (reuse.ratio if piece.cfo is None else min(1.0, reuse.alpha * piece.cfo) for piece in moved)
+    return sum(math.ceil(share * (piece.end - piece.start)) for share, piece in zip(shares, moved, strict=True))
+
+
+def _choose(
+    spans: Sequence[Span],
+    start: int,
+    limit: int,
+    candidates: Callable[[ChunkId], Sequence[Candidate]],
+    reuse: ReuseRequest,
+) -> dict[int, Piece]:
+    """Span index -> the piece that moves it from its best source."""
+    ids = [span.chunk for span in spans]
+    offered = {
+        index: tuple(candidates(span.chunk))
+        for index, span in enumerate(spans)
+        if span.end <= limit and index not in reuse.fresh
+    }
+    if reuse.selector == "set":
+        offered = _of_one_set(ids, offered)
+    chosen = {}
+    for index, options in offered.items():
+        span, before = spans[index], tuple(ids[:index])
+        if span.start < start or not options:
+            continue
+        best = options[_best(options, before, reuse)]
+        chosen[index] = Piece(
+            span.start,
+            span.end,
+            index,
+            best,
+            span.chunk,
+            before,
+            overlap=len(set(best.prefix) & set(before)),
+            cfo=None
+            if best.scores is None
+            else context.cfo(1.0, context.fix_overhead(best.prefix, best.scores, before), span.end - span.start),
+        )
+    return chosen
+
+
+def _best(options: Sequence[Candidate], before: tuple[ChunkId, ...], reuse: ReuseRequest) -> int:
+    """Index of the source to move: Cache-Craft takes the lowest CFO. Elsewhere the one that has seen most of what stands
+    before the chunk now, preprocessed ones first: FusionRAG's whole point is to use those."""
+    if reuse.selector == "context":
+        variants = [(option.prefix, option.scores) for option in options]
+        return context.best_variant(variants, before, without=reuse.without)
+    known = set(before)
+
+    def merit(index: int) -> tuple[bool, int, bool, int]:
+        option = options[index]
+        overlap = len(known.intersection(option.prefix))
+        return option.preprocessed, overlap, option.where == "device", -len(option.prefix)
+
+    return max(range(len(options)), key=merit)
+
+
+def _of_one_set(ids: Sequence[ChunkId], offered: dict[int, tuple[Candidate, ...]]) -> dict[int, tuple[Candidate, ...]]:
+    """Only sources of the longest leading run of chunks that is, as a set, one cached chain (SET-CACHE)."""
+    prefixes = [tuple(option.prefix for option in offered.get(index, ())) for index in range(len(ids))]
+    chain = admissible(ids, prefixes)
+    return {
+        index: tuple(option for option in offered.get(index, ()) if option.prefix == prefix)[:1]
+        for index, prefix in enumerate(chain)
+    }

@@ -1,0 +1,105 @@
+"""What any-position reuse relies on in SGLang: the promise of a host hit, the forward hook, the pool, the model's insides."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang.srt.managers.io_struct import GetInternalStateReq
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, InitLoadBackParams, MatchResult
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import ForwardContext
+
+from tests.contract.test_sglang_contract import parameters
+
+
+def source(function: object) -> str:
+    """The code with all white space as single blanks."""
+    return re.sub(r"\s+", " ", inspect.getsource(function))  # type: ignore[arg-type]
+
+
+def test_promise_is_kept_in_full_or_not_at_all() -> None:
+    """None waits, empty is computed, anything between kills the scheduler; what is loaded belongs to the tree at once."""
+    admission = source(PrefillAdder.add_one_req)
+    assert "if loaded is None: return AddReqResult.OTHER" in admission
+    assert "new_indices, req.last_node = loaded" in admission
+    assert "if 0 < req.host_loaded_length < promised_host_hit: raise RuntimeError(" in admission
+    assert "req.kv.cache_protected_len = len(req.prefix_indices)" in admission
+    assert {f.name for f in dataclasses.fields(InitLoadBackParams)} >= {"best_match_node", "host_hit_length", "req"}
+    assert parameters(BasePrefixCache.init_load_back) == ["params"]
+
+
+def test_prefix_is_held_while_slots_are_taken() -> None:
+    """`init_load_back` may evict: the request's own prefix must not be among it."""
+    admission = source(PrefillAdder.add_one_req)
+    assert admission.index("with self._lock_node(req.last_node)") < admission.index("self.tree_cache.init_load_back(")
+
+
+def test_host_hits_need_no_flag() -> None:
+    """A load-back is asked for per request, not per --enable-hierarchical-cache."""
+    assert "self.host_hit_length > 0" in source(Req.needs_host_load_back)
+    assert {"host_hit_length", "best_match_node", "last_host_node", "last_device_node"} <= set(MatchResult._fields)
+
+
+def test_requests_are_matched_as_themselves() -> None:
+    """Plans hang on the request; a request between two prefill pieces is not matched again, or its plan would be lost."""
+    assert "req=self," in source(Req.init_next_round_input)
+    assert "if tree_cache is not None:" in source(Req.init_next_round_input)
+    assert "self.chunked_req.init_next_round_input()" in source(Scheduler._get_new_batch_prefill_raw)
+
+
+def test_forward_hook_sees_the_batch_before_it_is_laid_out() -> None:
+    """The hook gets (worker, batch, ...); `ForwardBatch.init_new` comes inside, behind it."""
+    assert parameters(TpModelWorker.forward_batch_generation)[0] == "batch"
+    assert "ForwardBatch.init_new(" in source(TpModelWorker.forward_batch_generation)
+    names = {f.name for f in dataclasses.fields(ScheduleBatch)}
+    assert {"reqs", "tree_cache", "forward_mode"} <= names
+
+
+def test_forward_batch_fields() -> None:
+    """What the passes set."""
+    names = {f.name for f in dataclasses.fields(ForwardBatch)}
+    assert {
+        "forward_mode",
+        "batch_size",
+        "input_ids",
+        "positions",
+        "out_cache_loc",
+        "req_pool_indices",
+        "seq_lens",
+        "extend_seq_lens",
+        "extend_prefix_lens",
+    } <= names
+    assert {f.name for f in dataclasses.fields(ForwardContext)} == {"attn_backend"}
+
+
+def test_pool_methods() -> None:
+    """Slots are rows of per-layer buffers, and writing takes no layer object of ours."""
+    assert parameters(MHATokenToKVPool.set_kv_buffer)[:4] == ["layer", "loc_info", "cache_k", "cache_v"]
+    assert parameters(MHATokenToKVPool.get_key_buffer) == ["layer_id"]
+    assert parameters(ReqToTokenPool.alloc_rows) == ["need_size"]
+    assert "self.free_slots" in source(ReqToTokenPool.__init__)
+    assert {f.name for f in dataclasses.fields(EvictParams)} >= {"num_tokens"}
+
+
+def test_state_request_carries_a_name() -> None:
+    """`rid` is the one free field of the state request; /chunkcache/explain travels in it."""
+    assert "rid" in GetInternalStateReq.__struct_fields__
+    assert GetInternalStateReq(rid="x").rid == "x"
+    assert "self.get_internal_state_communicator(req)" in source(TokenizerControlMixin.get_internal_state)
+
+
+def test_flush_resets_the_tree() -> None:
+    """Also after a weight update: stored chunk KV of old weights must go."""
+    assert "self.tree_cache.reset()" in source(Scheduler.flush_cache)

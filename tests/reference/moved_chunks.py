@@ -1,0 +1,86 @@
+"""Small moved chunks and requests for the selectors' tests, by hand and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from radix_ext import ChunkId
+from sglang_chunkcache.chunk_store import ChunkScores
+from sglang_chunkcache.request_spans import ReuseRequest
+from sglang_chunkcache.selectors.base import Evidence, MovedChunk, Selection
+
+
+def ids(names: str) -> tuple[ChunkId, ...]:
+    """One chunk a letter."""
+    return tuple(ChunkId(name) for name in names)
+
+
+def make_scores(
+    inter: Sequence[float] = (),
+    prefix_lens: Sequence[int] = (),
+    *,
+    intra: float = 1.0,
+    context: Sequence[float] = (),
+    received: Sequence[float] | None = None,
+) -> ChunkScores:
+    """`received` is zero unless given."""
+    zeros = [0.0] * len(context)
+    return ChunkScores(
+        tuple(inter),
+        tuple(prefix_lens),
+        intra,
+        torch.tensor(list(context)),
+        torch.tensor(zeros if received is None else list(received)),
+    )
+
+
+def make_chunk(
+    name: str, start: int, num_tokens: int, *, old: str = "", new: str = "", scores: ChunkScores | None = None
+) -> MovedChunk:
+    """Prefixes as letters."""
+    return MovedChunk(ChunkId(name), start, num_tokens, ids(old), ids(new), scores)
+
+
+def make_request(
+    selector: str = "query",
+    ratio: float = 0.15,
+    *,
+    alpha: float | None = None,
+    without: Sequence[str] = (),
+    recipe: str = "r",
+) -> ReuseRequest:
+    """Without focus; a selector does not look at it."""
+    return ReuseRequest(selector, ratio, recipe, alpha=alpha, without=frozenset(without))
+
+
+def as_lists(selection: Selection) -> list[list[int]]:
+    """The offsets, to compare."""
+    return [offsets.tolist() for offsets in selection.offsets]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[MovedChunk], Evidence]:
+    """1 to 4 chunks with gaps between them, some scored, and evidence with many equal values over the whole prompt."""
+    values = st.integers(0, 3).map(lambda tenths: tenths / 4)
+    chunks: list[MovedChunk] = []
+    position = draw(st.integers(0, 3))
+    for name in "abcd"[: draw(st.integers(1, 4))]:
+        num_tokens = draw(st.integers(1, 12))
+        old = "".join(draw(st.lists(st.sampled_from("abcdxy"), unique=True, max_size=3)))
+        new = "".join(chunk.chunk for chunk in chunks)
+        scores = None
+        if draw(st.booleans()):
+            scores = make_scores(
+                [draw(values) for _ in old],
+                [3 for _ in old],
+                intra=draw(values),
+                context=[draw(values) for _ in range(num_tokens)],
+                received=[draw(values) for _ in range(num_tokens)],
+            )
+        chunks.append(make_chunk(name, position, num_tokens, old=old, new=new, scores=scores))
+        position += num_tokens + draw(st.integers(0, 2))
+    question, deviation = (torch.tensor([draw(values) for _ in range(position)]) for _ in range(2))
+    return chunks, Evidence(question=question, deviation=deviation)

@@ -1,0 +1,173 @@
+"""A real SGLang ModelRunner in this process, on the CPU, for a tiny random model of a given family.
+
+No scheduler and no server: the passes need a model, a KV pool and an attention backend. A process may hold several; SGLang's
+settings, which are the process's, are those of the last one built.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "qwen3_yarn", "mistral", "stablelm")
+"""Llama, Llama with Llama-3's RoPE scaling, Qwen2 (biases), Qwen3 (normed heads, residual stream of its own), Qwen3 with
+YaRN, Mistral (heads wider than hidden / heads), StableLM (a quarter of each head is rotated)."""
+
+NUM_LAYERS = 3
+VOCAB = 128
+POOL_SLOTS = 2048
+MAX_REQUESTS = 16
+
+_started = False
+
+
+def write_model(path: Path, family: str, *, dtype: torch.dtype = torch.float32, num_layers: int = NUM_LAYERS) -> None:
+    """A random model as files. Weights are large enough that attention is far from uniform."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": False,
+    }
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+    makers: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+        "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": llama3}),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+        "qwen3_yarn": (
+            transformers.Qwen3Config,
+            transformers.Qwen3ForCausalLM,
+            {"head_dim": 32, "rope_parameters": yarn},
+        ),
+        "mistral": (
+            transformers.MistralConfig,
+            transformers.MistralForCausalLM,
+            {"head_dim": 32, "sliding_window": None},
+        ),
+        "stablelm": (
+            transformers.StableLmConfig,
+            transformers.StableLmForCausalLM,
+            {"num_key_value_heads": 4, "partial_rotary_factor": 0.25},
+        ),
+    }
+    config_class, model_class, extra = makers[family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**{**sizes, **extra}, dtype=dtype)).to(dtype)
+    model.save_pretrained(path, safe_serialization=True)
+
+
+def make_runner(path: Path, *, dtype: str = "float32") -> Any:
+    """SGLang's ModelRunner over the model at `path`, with `torch_native` attention and `POOL_SLOTS` slots."""
+    global _started
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_chunkcache.launch_server import CPU_FLAGS
+
+    flags = {
+        **CPU_FLAGS,
+        "--model-path": str(path),
+        "--dtype": dtype,
+        "--max-total-tokens": str(POOL_SLOTS),
+        "--max-running-requests": str(MAX_REQUESTS),
+        "--context-length": "2048",
+        "--disable-overlap-schedule": None,
+    }
+    server_args = prepare_server_args([part for flag in flags.items() for part in flag if part is not None])
+    publish(
+        server_args,
+        role="scheduler",
+        ranks=SpawnRanks(world_rank=spawn_world_rank(server_args, tp_rank=0, pp_rank=0), gpu_id=0),
+    )
+    model_config = ModelConfig.from_server_args(server_args)
+    port = _free_port()
+    if not _started:
+        bootstrap.init_parallel_runtime(server_args=server_args, device="cpu", dist_port=port)
+        _started = True
+    bootstrap.init_layer_runtime(model_config=model_config)
+    runner = ModelRunner(
+        model_config=model_config, mem_fraction_static=0.1, gpu_id=0, nccl_port=port, server_args=server_args
+    )
+    runner.alloc_memory_pool()
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    gc.collect()
+    return runner
+
+
+def make_row(runner: Any, slots: Sequence[int] | torch.Tensor, *, index: int = 1) -> int:
+    """Points a request's row at `slots`, from position 0; returns the row's index."""
+    slots = torch.as_tensor(slots, dtype=torch.int32)
+    runner.req_to_token_pool.req_to_token[index, : len(slots)] = slots
+    return index
+
+
+def kv_of(runner: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of the pool's keys and values at `slots`, [num_layers, n, num_kv_heads, head_dim] each."""
+    pool = runner.token_to_kv_pool
+    layers = range(pool.layer_num)
+    keys = torch.stack([pool.get_key_buffer(layer)[slots] for layer in layers])
+    return keys, torch.stack([pool.get_value_buffer(layer)[slots] for layer in layers])
+
+
+def prefill(runner: Any, token_ids: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
+    """SGLang's own prefill of a whole prompt into `slots`; returns the last token's logits, [vocabulary] float32."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+
+    num_tokens, row = len(token_ids), make_row(runner, slots)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=torch.tensor(token_ids),
+        positions=torch.arange(num_tokens),
+        out_cache_loc=slots,
+        req_pool_indices=torch.tensor([row]),
+        seq_lens=torch.tensor([num_tokens]),
+        seq_lens_cpu=torch.tensor([num_tokens]),
+        orig_seq_lens=torch.tensor([num_tokens]),
+        seq_lens_sum=num_tokens,
+        extend_num_tokens=num_tokens,
+        extend_seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
+        extend_seq_lens_cpu=[num_tokens],
+        extend_prefix_lens=torch.tensor([0], dtype=torch.int32),
+        extend_prefix_lens_cpu=[0],
+        extend_start_loc=torch.tensor([0], dtype=torch.int32),
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+    with torch.no_grad():
+        return runner.forward(batch).logits_output.next_token_logits[0].float()  # type: ignore[no-any-return]
+
+
+def logits_of(runner: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Float32 logits of final hidden states."""
+    return hidden.float() @ runner.model.lm_head.weight.float().T  # type: ignore[no-any-return]
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

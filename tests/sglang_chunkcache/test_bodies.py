@@ -1,0 +1,119 @@
+"""Bodies of requests: what is accepted, and that a refusal names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from sglang_chunkcache.bodies import GenerateIn, PreprocessIn, RagFields, parse
+from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
+from sglang_chunkcache.prompt import PromptError
+from sglang_chunkcache.request_spans import ReuseRequest
+
+FUSED = ChunkCacheConfig(reuse="fused")
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"reuse": None}, {"reuse": "exact"}, {"reuse": {"mode": "exact", "ratio": 1}}], ids=str
+)
+@pytest.mark.parametrize("config", [FUSED, ChunkCacheConfig()], ids=["fused", "exact"])
+def test_exact_reuse(body: dict[str, Any], config: ChunkCacheConfig) -> None:
+    """The default, on every server."""
+    assert parse(RagFields, body).reuse_request(config) is None
+
+
+@pytest.mark.parametrize("reuse", ["fused", {"mode": "fused"}], ids=str)
+def test_fused_reuse_with_defaults(reuse: Any) -> None:
+    """The short form is the object with the mode alone."""
+    fields = parse(RagFields, {"reuse": reuse})
+    assert fields.reuse_request(FUSED) == ReuseRequest("query", 0.15, "")
+    with pytest.raises(PromptError, match="--reuse fused"):
+        fields.reuse_request(ChunkCacheConfig())
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_every_selector_is_accepted(selector: str) -> None:
+    """By the names in config.py."""
+    wish = {"mode": "fused", "selector": selector, "ratio": 1, "alpha": 3, "focus": False, "without": ["beta", "cci"]}
+    expected = ReuseRequest(selector, 1.0, "", 3.0, False, frozenset({"beta", "cci"}))
+    assert parse(RagFields, {"reuse": wish}).reuse_request(FUSED) == expected
+
+
+@pytest.mark.parametrize("order", ["retriever", "frequency", "tree", None])
+def test_order_is_accepted(order: str | None) -> None:
+    """For both endpoints."""
+    assert parse(RagFields, {"order": order}).order == order
+    assert parse(GenerateIn, {"parts": ["a"], "order": order}).order == order
+
+
+BAD_REUSE: list[tuple[Any, str]] = [
+    (5, "reuse"),
+    ([], "reuse"),
+    ({}, "reuse.mode"),
+    ("", "reuse.mode"),
+    ("Fused", "reuse.mode"),
+    ({"mode": None}, "reuse.mode"),
+    ({"mode": "fused", "selector": "best"}, "reuse.selector"),
+    ({"mode": "fused", "selector": 1}, "reuse.selector"),
+    ({"mode": "fused", "ratio": -0.01}, "reuse.ratio"),
+    ({"mode": "fused", "ratio": 1.01}, "reuse.ratio"),
+    ({"mode": "fused", "ratio": float("nan")}, "reuse.ratio"),
+    ({"mode": "fused", "ratio": "0.5"}, "reuse.ratio"),
+    ({"mode": "fused", "ratio": True}, "reuse.ratio"),
+    ({"mode": "fused", "alpha": -1}, "reuse.alpha"),
+    ({"mode": "fused", "alpha": float("inf")}, "reuse.alpha"),
+    ({"mode": "fused", "focus": 1}, "reuse.focus"),
+    ({"mode": "fused", "without": "beta"}, "reuse.without"),
+    ({"mode": "fused", "without": ["gamma"]}, "reuse.without.0"),
+    ({"mode": "fused", "without": ["beta"] * 3}, "reuse.without"),
+    ({"mode": "fused", "recipe": "x"}, "reuse.recipe"),
+    ({"mode": "fused", "fresh": [0]}, "reuse.fresh"),
+    ({"mode": "exact", "ratio": 2}, "reuse.ratio"),
+]
+
+
+@pytest.mark.parametrize(("reuse", "field"), BAD_REUSE, ids=[str(case[0]) for case in BAD_REUSE])
+def test_bad_reuse_names_the_field(reuse: Any, field: str) -> None:
+    """In both bodies, by the same path."""
+    for model, body in ((RagFields, {}), (GenerateIn, {"parts": ["a"]})):
+        with pytest.raises(PromptError) as caught:
+            parse(model, {**body, "reuse": reuse})
+        assert str(caught.value).split(": ")[0] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "chunk"),
+        ({"chunk": "text"}, "chunk"),
+        ({"chunk": {"text": ""}}, "chunk.text"),
+        ({"chunk": {"text": "x"}, "neighbors": {}}, "neighbors"),
+        ({"chunk": {"text": "x"}, "neighbors": [{"id": "a"}]}, "neighbors.0.text"),
+        ({"chunk": {"text": "x"}, "messages": [{"role": "user", "content": "x"}]}, "messages.0.role"),
+        ({"chunk": {"text": "x"}, "messages": [{"role": "system", "content": [{}]}]}, "messages.0.content"),
+        ({"chunk": {"text": "x"}, "extra_key": 5}, "extra_key"),
+        ({"chunk": {"text": "x"}, "cache_salt": 5}, "cache_salt"),
+        ({"chunk": {"text": "x"}, "top_n": 5}, "top_n"),
+    ],
+    ids=str,
+)
+def test_bad_preprocessing_names_the_field(body: dict[str, Any], field: str) -> None:
+    """Only system messages may stand in front."""
+    with pytest.raises(PromptError) as caught:
+        parse(PreprocessIn, body)
+    assert str(caught.value).split(": ")[0] == field
+
+
+def test_preprocessing_of_a_chunk_alone() -> None:
+    """Neighbours and messages may be left out."""
+    body = parse(PreprocessIn, {"chunk": {"text": "x", "id": 7}})
+    assert (body.chunk.text, body.chunk.id, body.neighbors, body.messages) == ("x", 7, [], [])
+
+
+def test_refusals_are_listed() -> None:
+    """Several mistakes at once, a handful of them named."""
+    with pytest.raises(PromptError, match=r"order: .*; reuse\.mode: .*; chunks: "):
+        parse(RagFields, {"order": "x", "reuse": "y", "chunks": None})
