@@ -25,10 +25,19 @@ def make_record(name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git": {"sha": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))},
         "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
-        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": None},
+        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": _gpu()},
         "spec": {key: _without_folder(value) for key, value in spec.items() if key not in ("record", "logs")},
         "results": dict(results),
     }
+
+
+def _gpu() -> str | None:
+    """Name and driver as nvidia-smi gives them; None without one."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def write_record(record: Mapping[str, Any], *, results_dir: Path = RESULTS) -> Path:

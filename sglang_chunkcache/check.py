@@ -119,7 +119,9 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
         if not out.exists():
             lines = log.read_text(errors="replace").strip().splitlines()
             reason = next((line for line in reversed(lines) if "Error" in line or "error:" in line), "")
-            raise ServerError(reason or "\n".join(lines[-5:]))
+            raise ServerError(
+                reason or "\n".join(lines[-5:]) or "the process that loads the model ended without a word"
+            )
         figures: dict[str, Any] = json.loads(out.read_text())
         return figures
 

@@ -71,7 +71,9 @@ class ChunkCacheConfig:
     """A span includes its separator, so that the chunk area is contiguous."""
     reuse: str = knob("exact", "what the server may reuse (also --reuse)", choices=("exact", "fused"))
     """`fused` lets requests opt into moved chunk KV, which is approximate; without it nothing of that is loaded."""
-    selector: str = knob("query", "which tokens of a moved chunk are recomputed, unless a request says", choices=SELECTORS)
+    selector: str = knob(
+        "query", "which tokens of a moved chunk are recomputed, unless a request says", choices=SELECTORS
+    )
     """FusionRAG's choice; see selectors/README.md."""
     recompute_ratio: float = knob(0.15, "share of a request's moved tokens to recompute", low=0.0, high=1.0)
     """FusionRAG's and CacheBlend's operating point."""
@@ -81,7 +83,9 @@ class ChunkCacheConfig:
     """Cache-Craft's N; the bytes bound first on any real model."""
     store_variants: int = knob(5, "variants of one chunk in the store", low=1, high=1000)
     """Cache-Craft's M (section 5)."""
-    store_threshold: int = knob(2, "accesses within the window that bring a chunk into the store", low=1, high=1_000_000)
+    store_threshold: int = knob(
+        2, "accesses within the window that bring a chunk into the store", low=1, high=1_000_000
+    )
     """Until then a chunk is found where the tree holds it."""
     scoring: str = knob("on", "measure attention between chunks when one enters the store", choices=("on", "off"))
     """Costs one more prefill of the chunk, once a variant; `context` and `h2o` need it."""

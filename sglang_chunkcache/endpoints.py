@@ -273,9 +273,11 @@ async def chunkcache_preprocess(raw_request: Request) -> Any:
                 cache_salt=body.cache_salt,
                 routed_dp_rank=_routed(rag),
             )
-            async for _ in TappedManager(_state.manager, _state.service).generate_request(obj, raw_request):
-                pass
-            _state.service.finish(rag, None)
+            try:
+                async for _ in TappedManager(_state.manager, _state.service).generate_request(obj, raw_request):
+                    pass
+            finally:
+                _state.service.finish(rag, None)
             fates.update(rag.fates() or {})
     except ValueError as error:
         return _refuse(error)

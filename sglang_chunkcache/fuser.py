@@ -87,6 +87,8 @@ class Fuser:
     ) -> None:
         self.cache, self.fusion_pass, self.store, self.limits = cache, fusion_pass, store, limits
         self.extend_reserve = extend_reserve
+        self.max_variants = fusion_pass.config.store_variants
+        self.is_scoring = fusion_pass.config.scoring == "on"
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[str] = Counter()
         self._pending: list[_Pending] = []
@@ -203,15 +205,18 @@ class Fuser:
             if index >= len(chunks):
                 break
             node = chunks[index]
+            preprocessed = spans.is_preprocessing and bool(node.prefix)  # alone it has seen no neighbour
             if node in self._waiting or not self.cache.copies.holds(node):
                 continue
-            if not self._earns(node, preprocessed=spans.is_preprocessing):
+            if not spans.is_preprocessing and len(self.store.find(_identity(node))) >= self.max_variants:
+                continue  # each new chain would cost a pass
+            if not self.store.wants(_identity(node), node.prefix, scored=self.is_scoring, preprocessed=preprocessed):
                 continue
             if len(self._waiting) >= MAX_WAITING_CAPTURES:
                 self.dropped_captures += 1
                 continue
             self._waiting.add(node)
-            self._captures.append((node, spans.is_preprocessing))
+            self._captures.append((node, preprocessed))
 
     def after(self) -> None:
         """Score and store some of what waits.
@@ -295,14 +300,6 @@ class Fuser:
     def _candidates(self, identity: ChunkIdentity) -> list[Candidate]:
         copies: list[Candidate] = [DeviceCopy(node) for node in self.cache.copies.find(identity, MAX_COPIES)]
         return copies + [HostCopy(variant) for variant in self.store.find(identity)]
-
-    def _earns(self, node: TreeNode, *, preprocessed: bool) -> bool:
-        """Whether the store takes the node. With all its variants a chunk gets no more: each new chain would cost a pass."""
-        identity = _identity(node)
-        scored = self.fusion_pass.config.scoring == "on"
-        if not self.store.wants(identity, node.prefix, scored=scored, preprocessed=preprocessed):
-            return False
-        return preprocessed or len(self.store.find(identity)) < self.fusion_pass.config.store_variants
 
     @staticmethod
     def _is_under_way(node: TreeNode | None) -> bool:

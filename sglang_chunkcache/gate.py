@@ -63,11 +63,23 @@ class GateFigures:
     @property
     def passed(self) -> bool:
         """Whether fused mode may run."""
-        return max(self.moved_ulps, self.stored_ulps) <= MAX_ULPS and self.logit_error <= self.max_logit_error
+        ulps = (self.moved_ulps, self.stored_ulps)
+        return all(each <= MAX_ULPS for each in ulps) and self.logit_error <= self.max_logit_error  # NaN fails
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether skipping recomputation would have shown: dummy weights, for one, give the same logits whatever is cached."""
+        return self.logit_error_unrecomputed > self.max_logit_error
 
     def as_dict(self) -> dict[str, Any]:
         """For stats and the command."""
-        return {**asdict(self), "max_ulps": MAX_ULPS, "max_logit_error": self.max_logit_error, "passed": self.passed}
+        return {
+            **asdict(self),
+            "max_ulps": MAX_ULPS,
+            "max_logit_error": self.max_logit_error,
+            "conclusive": self.conclusive,
+            "passed": self.passed,
+        }
 
     def __str__(self) -> str:
         return (

@@ -6,10 +6,13 @@ by name, so a scheduler without it does not start, and the launcher's start-up c
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 from typing import Any
 
 from sglang_chunkcache import config
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "cp_tree"
 """Name of our cache for `--radix-cache-backend` (chunk-prefix tree)."""
@@ -20,18 +23,29 @@ PYTHON_TREE = "python_radix"
 
 def register() -> None:
     """Register cache and hooks; in the main process of our launcher also the HTTP endpoints."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
+    from sglang_chunkcache.cpu_platform import activate
     from sglang_chunkcache.hooks import register_hooks
 
     register_radix_cache_backend(BACKEND, create_cache)
     register_radix_cache_backend(PYTHON_TREE, create_python_tree)
+    if activate() is not None:
+        register_attention_backend("torch_native")(create_cpu_attention)
     settings = config.from_env()
     register_hooks(reuse=settings.reuse if settings else "exact")
     if settings is not None and multiprocessing.parent_process() is None:
         from sglang_chunkcache.endpoints import install
 
         install(settings)
+
+
+def create_cpu_attention(runner: Any) -> Any:
+    """SGLang's CPU attention without its padding. Imported late: the registry calls this when the model is there."""
+    from sglang_chunkcache.attention.cpu_backend import create
+
+    return create(runner)
 
 
 def create_cache(ctx: Any) -> Any:
@@ -97,6 +111,10 @@ def create_fuser(cache: Any, ctx: Any, settings: config.ChunkCacheConfig) -> Any
     fuser.gate = figures.as_dict()
     if not figures.passed and settings.gate == "refuse":
         raise ValueError(f"--reuse fused: this model's answers would be wrong, the gate says {figures}")
+    if not figures.conclusive:
+        logger.warning(
+            "--reuse fused: the gate says nothing of recomputation on this model (dummy weights?): %s", figures
+        )
     return fuser
 
 

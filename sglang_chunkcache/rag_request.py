@@ -173,10 +173,10 @@ class RagRequest:
 
 
 def _source(labels: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
-    """A chunk's source as the scheduler names it, for a reader."""
+    """A piece's source as the scheduler names it, for a reader. `chunk` is None for text between chunks."""
     span, source, variant_prefix, overlap, cfo = row
     return {
-        "chunk": labels[span],
+        "chunk": None if span is None else labels[span],
         "from": source,
         "variant_prefix": variant_prefix,
         "overlap": overlap,

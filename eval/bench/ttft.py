@@ -86,9 +86,7 @@ def main(argv: Sequence[str]) -> int:
         rows = run(servers, requests)
         stats = get(servers[OURS].url + "/chunkcache/stats")
     results = summarize(rows[args.warm_up :]) | overhead(rows, stats)
-    record = make_record(
-        f"ttft-{args.load}", spec=vars(args), results=results
-    )
+    record = make_record(f"ttft-{args.load}", spec=vars(args), results=results)
     if args.record:
         folder_path = write_record(record)
         (folder_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

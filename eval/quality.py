@@ -1,0 +1,111 @@
+"""How good is an answer? Exact match and F1 against the right ones; agreement, ROUGE-L and KL against a reference run's.
+
+Pure functions of texts, tokens and log probabilities; they know no server, no model and no data set.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+ROUNDING = 1e-6
+"""Probability mass below which what a distribution leaves out is rounding: log probabilities come in float32."""
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize(text: str) -> str:
+    """SQuAD's: lower case, no punctuation, no articles, single spaces."""
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, gold: Sequence[str]) -> bool:
+    """Whether the answer is one of `gold` once both are normalised."""
+    return normalize(answer) in map(normalize, gold)
+
+
+def f1(answer: str, gold: Sequence[str]) -> float:
+    """Best F1 of normalised words over `gold`, 0 to 1; 0 where `gold` is empty. Two empty texts are equal: 1."""
+    return max((_word_f1(normalize(answer).split(), normalize(right).split()) for right in gold), default=0.0)
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    """F of the longest common subsequence of words (lower case, letters and digits), 0 to 1. Two texts without words: 1."""
+    words, wanted = _words(answer), _words(reference)
+    if not words and not wanted:
+        return 1.0
+    return 2 * lcs_len(words, wanted) / (len(words) + len(wanted))
+
+
+def lcs_len(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence, O(len(a) len(b))."""
+    row = [0] * (len(b) + 1)
+    for x in a:
+        corner = 0  # row[j - 1] before this x
+        for j, y in enumerate(b, 1):
+            corner, row[j] = row[j], corner + 1 if x == y else max(row[j], row[j - 1])
+    return row[-1]
+
+
+def agreement(answers: Sequence[str], references: Sequence[str]) -> float:
+    """Share of answers that equal their reference to the letter. Raises ValueError for no pairs or unequal numbers."""
+    if not answers:
+        raise ValueError("no answers")
+    return sum(a == b for a, b in zip(answers, references, strict=True)) / len(answers)
+
+
+def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
+    """KL(p || q) in nats of two next-token distributions.
+
+    Args:
+        p, q: token -> natural log probability. Tokens that either leaves out are lumped into one: exact where both name
+            the whole vocabulary, else a lower bound, and never below 0.
+    Raises:
+        ValueError: probabilities that add up to more than 1.
+    """
+    for name, each in (("p", p), ("q", q)):
+        if (total := math.fsum(map(math.exp, each.values()))) > 1 + 1e-3:
+            raise ValueError(f"{name} must add up to at most 1 but adds up to {total}")
+    shared = p.keys() & q.keys()
+    kl = math.fsum(math.exp(p[t]) * (p[t] - q[t]) for t in shared if p[t] > -math.inf)
+    rest = 1 - math.fsum(math.exp(p[t]) for t in shared)
+    if rest > ROUNDING:
+        rest_q = max(ROUNDING, 1 - math.fsum(math.exp(q[t]) for t in shared))
+        kl += rest * math.log(rest / rest_q)
+    return max(0.0, kl)
+
+
+def answer_kl(
+    reference: Sequence[Mapping[int, float]],
+    reference_tokens: Sequence[int],
+    steps: Sequence[Mapping[int, float]],
+    tokens: Sequence[int],
+) -> float:
+    """Mean KL(reference || answer) over the steps that both took behind the same tokens, the one where they part included.
+
+    Args:
+        reference, steps: next-token distributions, one a token, as for `kl_divergence`.
+    Raises:
+        ValueError: an empty answer.
+    """
+    same = 0
+    while same < min(len(tokens), len(reference_tokens)) - 1 and tokens[same] == reference_tokens[same]:
+        same += 1
+    pairs = list(zip(reference[: same + 1], steps[: same + 1], strict=True))
+    if not pairs:
+        raise ValueError("an answer without tokens has no distribution")
+    return math.fsum(kl_divergence(p, q) for p, q in pairs) / len(pairs)
+
+
+def _word_f1(answer: Sequence[str], right: Sequence[str]) -> float:
+    if not answer or not right:
+        return float(answer == right)
+    common = sum((Counter(answer) & Counter(right)).values())
+    return 2 * common / (len(answer) + len(right))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())

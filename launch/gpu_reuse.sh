@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# Purpose: any-position reuse on a GPU with FlashInfer, on models of Llama-3-8B's shape (times, not quality):
+#   the start-up gate (everything recomputed must give full prefill's logits) on four layers with random weights, since under
+#   dummy weights all logits are alike; then, 32 layers with dummy weights, time to first token against recompute ratio at
+#   8k, 16k and 27k tokens, beside stock SGLang. Interleaved; shares of full prefill with intervals.
+#   launch/gpu_reuse.sh OUT [--cpu-smoke] [options of python -m eval.bench.reuse [-- flags of both servers]]
+# OUT gets gate.txt, bench.txt (its last line is JSON), the servers' logs and, with --record, a copy of the record.
+# Machine: one NVIDIA GPU of 140 GB, nothing else on it: two servers of 16 GB of weights, KV pools of 66 GB and 16 GB.
+# Minutes (estimated): 3 for the gate; 4 to start both servers, then 2, 4 and 8 for the lengths with 20 rounds each. Where a
+#   command may run ten minutes only: STEPS=gate, then one --tokens a command, with fewer --pairs for the longest.
+#   --cpu-smoke: the same steps with tiny sizes on any CPU, 5.
+# Expected: below a ratio of a few tenths moving beats full prefill, the more the longer the prompt. No figure is known yet.
+#
+# Environment:
+#   PYTHON    interpreter with SGLang, FlashInfer and this package's dependencies (default: .venv by launch/setup.sh)
+#   GPU_ENV   a file to source first, which installs or finds SGLang and FlashInfer; PYTHON is then python3 if not given
+#   STEPS     "gate bench" (default) or one of them
+#   POOL      tokens in our KV pool (default 500000, 128 KiB each); stock's is a quarter
+# Stock SGLang without its Rust tree core uses its Python tree: say so beside any comparison.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if (($# < 1)) || [[ $1 == -* ]]; then
+    sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+fi
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+smoke=
+if [[ ${1:-} == --cpu-smoke ]]; then
+    smoke=1
+    shift
+fi
+
+if [[ -n ${GPU_ENV:-} ]]; then
+    # shellcheck disable=SC1090
+    . "$GPU_ENV"
+    python=${PYTHON:-python3}
+else
+    if [[ -z ${PYTHON:-} ]]; then bash launch/setup.sh; fi
+    python=${PYTHON:-.venv/bin/python}
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+work=$(mktemp -d "${TMPDIR:-/tmp}/gpu-reuse.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+
+# SGLang finds the plugin by its entry points: where the package is not installed, they are written beside the checkout.
+if ! "$python" -c 'import importlib.metadata as m; m.distribution("sglang-chunkcache")' 2>/dev/null; then
+    "$python" - "$work/site" <<'PY'
+import sys, tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+info = Path(sys.argv[1]) / f"sglang_chunkcache-{project['version']}.dist-info"
+info.mkdir(parents=True)
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+groups = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in project["entry-points"].items())
+(info / "entry_points.txt").write_text("\n".join(groups))
+PY
+    export PYTHONPATH="$work/site:$PYTHONPATH"
+fi
+
+echo "gpu_reuse: writing the models" >&2
+"$python" - "$work" "$smoke" <<'PY'
+import json, sys
+from pathlib import Path
+
+from eval.bench.reuse import WORDS
+from eval.random_model import SHAPES, Shape, write_random_model
+
+texts = [" ".join(WORDS)] * 50
+gate = SHAPES[1] if sys.argv[2] else Shape(4096, 14_336, 4, 32, 8)
+write_random_model(Path(sys.argv[1]) / "gate_model", gate, texts)
+folder = write_random_model(Path(sys.argv[1]) / "model", SHAPES[1], texts)
+config = json.loads((folder / "config.json").read_text())
+config["vocab_size"] = 128_256  # beyond the tokenizer's: its text is never read
+if not sys.argv[2]:
+    config |= {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+    }
+(folder / "config.json").write_text(json.dumps(config))
+(folder / "model.safetensors").unlink()  # --load-format dummy
+PY
+
+if [[ -n $smoke ]]; then
+    server=()
+    bench=(--tokens 300 --pairs 2 --preprocess 1 --chunk-tokens 64 --max-total-tokens 30000 --threads 1)
+else
+    server=(--attention-backend flashinfer --disable-cuda-graph --mem-fraction-static 0.8)
+    bench=(--tokens 8000 16000 27000 --chunk-tokens 500 --max-total-tokens "${POOL:-500000}" --store-mib 6144 --start-limit-s 560)
+fi
+
+# Options of the bench before --, flags of the servers behind it.
+extra=()
+while (($#)); do
+    if [[ $1 == -- ]]; then
+        shift
+        break
+    fi
+    extra+=("$1")
+    shift
+done
+server+=("$@")
+
+for step in ${STEPS:-gate bench}; do
+    case $step in
+        gate)
+            echo "gpu_reuse: the gate" >&2
+            "$python" -m sglang_chunkcache.check --model-path "$work/gate_model" "${server[@]}" 2>"$out/gate.log" | tee "$out/gate.txt"
+            ;;
+        bench)
+            echo "gpu_reuse: time to first token" >&2
+            "$python" -m eval.bench.reuse --model-path "$work/model" --stock --logs "$out" "${bench[@]}" "${extra[@]}" \
+                -- --load-format dummy "${server[@]}" 2>"$out/bench.log" | tee "$out/bench.txt"
+            sed -n 's/^record: //p' "$out/bench.txt" | while read -r record; do cp -r "$record" "$out/"; done
+            ;;
+        *)
+            echo "gpu_reuse: STEPS: expected gate or bench, got '$step'" >&2
+            exit 2
+            ;;
+    esac
+done

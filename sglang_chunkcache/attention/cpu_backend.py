@@ -1,0 +1,96 @@
+"""SGLang's CPU attention without its padding: what `torch_native` means where there is no GPU, with `--stock` too.
+
+SGLang's backend pads the queries of an extend to the whole sequence, so 40 new tokens behind 6,000 cached ones cost a 6,000 by
+6,000 attention; behind a prefix hit nearly all of a CPU's time goes there. Here only the new tokens are queries:
+
+    keys      p p p p | n n n        prefix, new
+    queries             n n n        each sees the prefix and the new tokens up to itself
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+BLOCK_ROWS = 1024
+"""Queries per call behind a prefix: bounds the mask."""
+
+
+def create(runner: Any) -> UnpaddedAttention:
+    """The backend of one model runner, as SGLang's attention registry calls it."""
+    return UnpaddedAttention(runner)
+
+
+class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+    """Like its base to the last bit where nothing is cached; behind a prefix equal within rounding, and faster."""
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        extend_prefix_lens: Tensor,
+        extend_seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> Tensor:
+        """Arguments as in SGLang; anything but plain causal self-attention goes to the base."""
+        is_windowed = sliding_window_size is not None and sliding_window_size > -1
+        if encoder_lens is not None or is_cross_attn or not causal or is_windowed:
+            return super()._run_sdpa_forward_extend(  # type: ignore[no-any-return]
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                extend_prefix_lens,
+                extend_seq_lens,
+                encoder_lens,
+                scaling=scaling,
+                enable_gqa=enable_gqa,
+                causal=causal,
+                is_cross_attn=is_cross_attn,
+                sliding_window_size=sliding_window_size,
+            )
+        start = 0
+        lens = (req_pool_indices.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist())
+        for row, prefix_len, extend_len in zip(*lens, strict=True):
+            slots = req_to_token[row, : prefix_len + extend_len]
+            keys, values = (cache[slots].to(query.dtype).transpose(0, 1)[None] for cache in (k_cache, v_cache))
+            step = BLOCK_ROWS if prefix_len else max(1, extend_len)
+            for first in range(0, extend_len, step):
+                last = min(first + step, extend_len)
+                num_keys = prefix_len + last
+                rows = slice(start + first, start + last)
+                attended = scaled_dot_product_attention(
+                    query[rows].transpose(0, 1)[None],
+                    keys[:, :, :num_keys],
+                    values[:, :, :num_keys],
+                    attn_mask=_mask(last - first, num_keys, query.dtype) if prefix_len and last - first > 1 else None,
+                    is_causal=not prefix_len,
+                    scale=scaling,
+                    enable_gqa=enable_gqa,
+                )
+                output[rows] = attended[0].transpose(0, 1)
+            start += extend_len
+        return output
+
+
+def _mask(num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """[num_queries, num_keys] of 0 and -inf; the last query sees all keys."""
+    hidden = torch.full((num_queries, num_keys), float("-inf"), dtype=dtype)
+    return hidden.triu_(num_keys - num_queries + 1)
