@@ -89,7 +89,9 @@ class PromotedFirst(EvictionStrategy):  # type: ignore[misc]
 
 
 def is_promoted(node: TreeNode | None) -> bool:
-    """The mark of a node, inherited from the nearest chunk node of the first chunk area."""
+    """The mark of a node, inherited from the nearest chunk node of the first chunk area; fused nodes have none."""
+    if node is not None and isinstance(node.key, ChunkKey) and node.key.fused is not None:
+        return False
     while node is not None:
         if chain_id_of(node) is not None:
             return bool(node.promoted)
@@ -483,15 +485,15 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         Walks both parts side by side, as far as they agree; splits nothing and touches no clock.
         """
         total = 0
-        stack = [
-            (child, self.root_node, 0) for child in self.root_node.children.values() if isinstance(child.key, ChunkKey)
-        ]
+        keyed = (child for child in self.root_node.children.values() if isinstance(child.key, ChunkKey))
+        stack = [(child, self.root_node, 0) for child in keyed if child.key.fused is None]
         while stack:
             node, plain, offset = stack.pop()
             shared, plain, offset = _follow(plain, offset, node.key)
             total += shared
             if shared == len(node.key):
-                stack.extend((child, plain, offset) for child in node.children.values())
+                exact = (child for child in node.children.values() if child.key.fused is None)
+                stack.extend((child, plain, offset) for child in exact)
         return total
 
 

@@ -121,6 +121,7 @@ class Fuser:
         outcome: Outcome = getattr(req, "chunkcache_outcome", None) or Outcome()
         req.chunkcache_outcome = outcome
         outcome.exact, outcome.fused_hit, outcome.plan, outcome.move = exact, len(indices) - exact, plan, None
+        outcome.declined.clear()
         outcome.lookup_s += time.perf_counter() - started
         return result._replace(
             device_indices=indices,
@@ -240,7 +241,12 @@ class Fuser:
             num_tokens += len(node.key)
         if not captures:
             return
-        results = self.fusion_pass.capture([_capture_of(node) for node, _ in captures])
+        try:
+            results = self.fusion_pass.capture([_capture_of(node) for node, _ in captures])
+        except Exception:  # the answers are there; the store can wait
+            logger.exception("chunk cache: storing %d chunk(s) failed", len(captures))
+            self.fallbacks["capture_failed"] += len(captures)
+            return
         for (node, preprocessed), (blob, scores) in zip(captures, results, strict=True):
             node.scores = scores
             self.store.put(_identity(node), Variant(node.prefix, blob, scores, preprocessed))

@@ -300,7 +300,7 @@ class Scheduler:
     def _piece_end(self, req: FakeReq, promised: int, num_tokens: int) -> int | None:
         """None where the budget or the room does not allow for it."""
         start = len(req.prefix_indices) + promised
-        end = min(len(req.all_ids), start + num_tokens)
+        end = min(len(req.all_ids), start + num_tokens) if self.is_chunked else len(req.all_ids)
         if self.prefill_budget is not None:
             left = self.prefill_budget - self._num_planned()
             if self.is_chunked:

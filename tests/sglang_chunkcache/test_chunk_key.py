@@ -14,15 +14,19 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radix_ext import Span, chunk_id
-from sglang_chunkcache.chunk_key import ChunkKey, Segment, cut_at_chunk
+from sglang_chunkcache.chunk_key import ChunkKey, Fused, Segment, cut_at_chunk
 
 
 def make_key(
-    token_ids: Sequence[int], *chunks: tuple[int, int], extra_key: str | None = None, cache_salt: str | None = None
+    token_ids: Sequence[int],
+    *chunks: tuple[int, int],
+    extra_key: str | None = None,
+    cache_salt: str | None = None,
+    fused: Fused | None = None,
 ) -> ChunkKey:
     ids = array("q", token_ids)
     spans = tuple(Span(start, end, chunk_id(ids[start:end])) for start, end in chunks)
-    return ChunkKey(ids, spans, extra_key=extra_key, cache_salt=cache_salt)
+    return ChunkKey(ids, spans, extra_key=extra_key, cache_salt=cache_salt, fused=fused)
 
 
 KEY = make_key([9, 9, 1, 2, 3, 4, 5, 8], (2, 5), (5, 7))  # h h | a a a | b b | q
@@ -171,6 +175,67 @@ def test_child_key_is_the_chunk_whatever_follows() -> None:
     assert make_key([1, 2], (0, 2)).child_key() == make_key([1, 2, 7, 7], (0, 2)).child_key()
 
 
+# Approximate KV
+
+FUSED = make_key([9, 9, 1, 2, 3, 4, 5, 8], (2, 5), (5, 7), fused=Fused(5, "r"))  # h h | a a a | b b | q, b is moved
+
+
+def test_exact_part_of_fused_key_is_shared_with_exact_keys() -> None:
+    """In front of the first moved chunk KV is exact, whatever follows."""
+    assert FUSED.child_key() == KEY.child_key()
+    assert FUSED[:5].fused is None
+    assert FUSED[2:].child_key() == KEY[2:].child_key()
+
+
+@pytest.mark.parametrize("start", [5, 7])
+def test_nothing_from_the_moved_chunk_on_is_shared_with_exact_keys(start: int) -> None:
+    """The chunk itself and the question behind it: computed exactly, they are another node."""
+    assert FUSED[start:].child_key() != KEY[start:].child_key()
+
+
+def test_slice_moves_the_fused_part() -> None:
+    """Walking down, what is below approximate KV stays approximate."""
+    starts = [FUSED[start:].fused for start in (0, 2, 5, 7)]
+    assert starts == [Fused(5, "r"), Fused(3, "r"), Fused(0, "r"), Fused(0, "r")]
+
+
+@pytest.mark.parametrize(("stop", "expected"), [(4, None), (5, None), (7, Fused(5, "r")), (8, Fused(5, "r"))])
+def test_slice_and_cut_that_end_before_the_moved_chunk_are_exact(stop: int, expected: Fused | None) -> None:
+    """A shorter insert of a fused request may be exact throughout, and then everybody may have it."""
+    assert FUSED[:stop].fused == expected
+    assert ChunkKey.cut(FUSED.token_ids, FUSED.spans, stop, fused=FUSED.fused).fused == expected
+
+
+def test_cut_inside_the_moved_chunk_is_exact() -> None:
+    """The cut takes the whole chunk away, and with it all that is approximate."""
+    key = ChunkKey.cut(FUSED.token_ids, FUSED.spans, 6, fused=FUSED.fused)
+    assert (len(key), key.fused) == (5, None)
+
+
+def test_fused_by_taints_all() -> None:
+    """What follows an exact prefix is looked up among the fused nodes below it."""
+    rest = make_key([1, 2, 8], (0, 2), extra_key="x", cache_salt="s").fused_by("r")
+    assert rest.fused == Fused(0, "r")
+    assert (rest.extra_key, rest.cache_salt, next(iter(rest.segments()))) == (
+        "x",
+        "s",
+        Segment(0, 2, rest.spans[0].chunk),
+    )
+
+
+def test_recipes_share_nothing() -> None:
+    """Other tokens were recomputed: the KV is another."""
+    assert len({KEY[5:].fused_by(recipe).child_key() for recipe in ("r", "s", "")}) == 3
+
+
+def test_recipe_cannot_forge_another_key() -> None:
+    """A recipe is a client's word as far as it names selectors and ratios: no spelling of it makes a key exact, plain or
+    another tenant's."""
+    keys = [KEY[5:].child_key(), make_key([4, 5], (0, 2), extra_key="fused", cache_salt="r").child_key()]
+    keys += [make_key([4, 5], (0, 2), fused=Fused(0, recipe)).child_key() for recipe in ("fused", "chunkcache", "r")]
+    assert len(set(keys)) == len(keys)
+
+
 @st.composite
 def keys(draw: st.DrawFn) -> ChunkKey:
     ids: list[int] = draw(st.lists(st.integers(0, 1), max_size=3))
@@ -202,3 +267,51 @@ def test_match_of_one_segment_is_whole_units_shared_by_both(key: ChunkKey, other
         assert cut_at_chunk(other.spans, found) == found
         if segment.chunk is not None:
             assert found in (0, len(node))
+
+
+@st.composite
+def fused_keys(draw: st.DrawFn) -> ChunkKey:
+    """Exact throughout, or approximate from one of the chunks on."""
+    key = draw(keys())
+    starts = [None, *(span.start for span in key.spans)]
+    start = draw(st.sampled_from(starts))
+    if start is not None:
+        key.fused = Fused(start, draw(st.sampled_from("rs")))
+    return key
+
+
+def path_of(key: ChunkKey) -> list[object]:
+    """The child keys under which its segments hang, from the root down."""
+    return [key[segment.start :].child_key() for segment in key.segments()]
+
+
+@given(fused_keys(), fused_keys())
+def test_paths_meet_where_both_are_exact_or_fused_alike(one: ChunkKey, two: ChunkKey) -> None:
+    """Two keys share a node only if it is exact in both, or by one recipe from one chunk on."""
+    for ours, theirs in zip(one.segments(), two.segments(), strict=False):
+        if one[ours.start :].child_key() != two[theirs.start :].child_key():
+            break
+        taints = [k[s.start : s.end].fused for k, s in ((one, ours), (two, theirs))]
+        assert taints[0] == taints[1]
+        if ours != theirs:
+            break  # tokens that go apart
+
+
+@given(fused_keys())
+def test_taint_goes_down(key: ChunkKey) -> None:
+    """Below an approximate node nothing is exact, and nothing has another recipe."""
+    taints = [key[segment.start : segment.end].fused for segment in key.segments()]
+    first = next((i for i, taint in enumerate(taints) if taint is not None), len(taints))
+    assert taints[first:] == [key.fused and Fused(0, key.fused.recipe)] * (len(taints) - first)
+    assert (first < len(taints)) == (key.fused is not None)
+
+
+@given(fused_keys(), st.data())
+def test_slice_of_a_slice_is_a_slice(key: ChunkKey, data: st.DataObject) -> None:
+    """However SGLang walks, the node it arrives at is the same."""
+    borders = [0, *(segment.end for segment in key.segments())]
+    start, middle, end = sorted(data.draw(st.sampled_from(borders)) for _ in range(3))
+    one, two = key[start:][middle - start : end - start], key[middle:end]
+    assert (one.token_ids, one.spans) == (two.token_ids, two.spans)
+    assert one.fused == two.fused or not one.token_ids
+    assert ChunkKey.cut(key.token_ids, key.spans, end, fused=key.fused).fused == key[:end].fused

@@ -1,6 +1,6 @@
 """Frontend programs: which characters of a state are chunks, and what the backend posts. A fake server, no engine.
 
-    launch/test.sh tests/sglang_chunkcache/test_lang.py
+launch/test.sh tests/sglang_chunkcache/test_lang.py
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def _reply(path: str, body: dict[str, Any]) -> Any:
     meta_info: dict[str, Any] = {"prompt_tokens": 5, "cached_tokens": 3}
     if body.get("return_logprob"):
         if "input_ids" in body:
-            return [{"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.0, 1, None]]}} for _ in body["input_ids"]]
+            return [
+                {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.0, 1, None]]}} for _ in body["input_ids"]
+            ]
         logprob = -1.0 / len(body["parts"][-1])
         meta_info |= {"input_token_logprobs": [[None, 0, None], [logprob, 1, None]], "output_token_logprobs": []}
     answer = {"text": "answer", "meta_info": meta_info}
@@ -175,7 +177,11 @@ def test_text_equals_a_plain_string_and_its_parts(pieces: list[str | list[str]],
     for piece in pieces:
         text += piece if isinstance(piece, str) else chunks(piece).value
     plain = "".join(piece if isinstance(piece, str) else "".join(item + "\n\n" for item in piece) for piece in pieces)
-    for got, expected in ((text, plain), (text[start:end], plain[start:end]), (text[start:] + text, plain[start:] + plain)):
+    for got, expected in (
+        (text, plain),
+        (text[start:end], plain[start:end]),
+        (text[start:] + text, plain[start:] + plain),
+    ):
         assert got == expected
         assert _spelled(parts_of(got)) == expected
     assert [part for part in parts_of(text) if isinstance(part, dict)] == [

@@ -1,0 +1,240 @@
+"""The scheduler with moved KV, and a pool that remembers what stands in each slot instead of numbers.
+
+    KV(token, position, context)    context: the exact tokens up to here that it was computed behind, as one number;
+                                    None: moved, recomputed or computed behind such
+
+Whatever reads a slot says which token it expects there at which position. A freed slot holds nothing, so reading it, or one
+that was promised and never filled, is an assertion.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_chunkcache.chunk_key import ChunkKey
+from sglang_chunkcache.chunk_store import ChunkScores, ChunkStore, HostBlob
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.fuser import Fuser
+from sglang_chunkcache.fusion_pass import Capture, Move
+from sglang_chunkcache.reuse_plan import Limits, Piece
+from sglang_chunkcache.sources import DeviceCopy, HostCopy
+from tests.reference.scheduler import FakeReq, Scheduler
+
+ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
+
+
+class KV(NamedTuple):
+    """What stands in one slot."""
+
+    token: int
+    position: int
+    context: int | None
+
+
+class Contents:
+    """Slot -> KV."""
+
+    def __init__(self, slots: dict[int, KV]) -> None:
+        self.slots = slots
+        self._contexts: dict[tuple[int, int], int] = {}
+
+    def context(self, before: int | None, token: int) -> int | None:
+        """The context of `token` behind `before`; 0 is the empty one."""
+        return None if before is None else self._contexts.setdefault((before, token), len(self._contexts) + 1)
+
+    def read(self, slot: int, token: int, position: int) -> KV:
+        assert slot in self.slots, f"slot {slot} is read for token {token} at {position} and holds nothing"
+        kv = self.slots[slot]
+        assert kv[:2] == (token, position), f"slot {slot} holds {kv}, not token {token} at {position}"
+        return kv
+
+    def exact_len(self, slots: Sequence[int], token_ids: Sequence[int]) -> int:
+        """How far this prefix is what an ordinary prefill would compute. Reads all of it."""
+        context: int | None = 0
+        length = 0
+        for position, (slot, token) in enumerate(zip(slots, token_ids, strict=True)):
+            context = self.context(context, token)
+            if self.read(slot, token, position).context != context:
+                context = None
+            length += context is not None
+        return length
+
+    def compute(self, slots: Sequence[int], token_ids: Sequence[int], positions: Iterable[int]) -> None:
+        """Run the tokens at `positions` through the model: each reads all before it."""
+        computed = set(positions)
+        context: int | None = 0
+        for position in range(max(computed, default=-1) + 1):
+            slot, token = slots[position], token_ids[position]
+            context = self.context(context, token)
+            if position in computed:
+                self.slots[slot] = KV(token, position, context)
+            elif self.read(slot, token, position).context != context:
+                context = None
+
+
+class FakePass:
+    """`FusionPass` on contents, in its order: move everything, look at everything, compute everything.
+
+    Recomputes the first ceil(ratio * n) of the moved tokens, whatever the selector.
+    """
+
+    def __init__(self, contents: Contents, rows: Any, config: ChunkCacheConfig) -> None:
+        self.contents, self.rows, self.config = contents, rows, config
+        self.num_captured = 0
+
+    def run(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            row = self.rows.req_to_token[move.row_index(), : move.plan.end]
+            assert row.tolist() == move.slots.tolist(), "the request's row is not what was promised"
+            assert len(move.token_ids) == move.plan.end
+            for piece in move.moved:
+                self._move(move, piece)
+        for move in moves:  # probes read all that is not a gap
+            gaps = {p for piece in move.plan.pieces if piece.source is None for p in range(piece.start, piece.end)}
+            for position in set(range(move.plan.end)) - gaps:
+                self.contents.read(int(move.slots[position]), move.token_ids[position], position)
+        for move in moves:
+            moved = [position for piece in move.moved for position in range(piece.start, piece.end)]
+            critical = moved[: 0 if move.reuse.selector == "none" else math.ceil(move.reuse.ratio * len(moved))]
+            gaps = {p for piece in move.plan.pieces if piece.source is None for p in range(piece.start, piece.end)}
+            self.contents.compute(move.slots.tolist(), move.token_ids, gaps.union(critical))
+            move.recomputed_len = len(critical)
+
+    def capture(self, captures: Sequence[Capture]) -> list[tuple[HostBlob, ChunkScores | None]]:
+        results = []
+        for capture in captures:
+            self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
+            tokens = torch.tensor(capture.token_ids[capture.start :], dtype=torch.float32).reshape(1, -1, 1, 1)
+            lens = tuple(end - start for start, end in capture.prefix)
+            num_tokens = tokens.shape[1]
+            scores = ChunkScores((1.0,) * len(lens), lens, 1.0, torch.zeros(num_tokens), torch.zeros(num_tokens))
+            results.append((HostBlob(tokens, tokens.clone()), scores if self.config.scoring == "on" else None))
+        self.num_captured += len(captures)
+        return results
+
+    def stats(self) -> dict[str, Any]:
+        return {"captured": self.num_captured}
+
+    def _move(self, move: Move, piece: Piece) -> None:
+        positions = range(piece.start, piece.end)
+        tokens = list(move.token_ids[piece.start : piece.end])
+        source = piece.source
+        if isinstance(source, DeviceCopy):
+            slots = source.node.value.tolist()
+            for offset, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
+                self.contents.read(slot, token, source.node.start + offset)
+        else:
+            assert isinstance(source, HostCopy)
+            assert source.variant.blob.read()[0].flatten().tolist() == tokens
+        for position, token in zip(positions, tokens, strict=True):
+            slot = int(move.slots[position])
+            assert slot not in self.contents.slots, f"slot {slot} is filled twice"
+            self.contents.slots[slot] = KV(token, position, None)
+
+
+class FusedScheduler(Scheduler):
+    """`Scheduler` with a fuser; `prefill_budget` is also what a promise leaves free for extends."""
+
+    def __init__(
+        self,
+        capacity: int,
+        config: ChunkCacheConfig,
+        *,
+        limits: Limits = ROOMY,
+        prefill_budget: int = 64,
+        is_chunked: bool = True,
+        store_bytes: int = 10_000,
+    ) -> None:
+        super().__init__(capacity, config, prefill_budget=prefill_budget, is_chunked=is_chunked)
+        self.contents = Contents(self.allocator.contents)
+        self.fusion_pass = FakePass(self.contents, self.rows, config)
+        self.store = ChunkStore(
+            max_bytes=store_bytes, max_chunks=config.store_chunks, max_variants=config.store_variants
+        )
+        self.fuser = Fuser(
+            self.cache,
+            self.fusion_pass,  # type: ignore[arg-type]
+            self.store,
+            limits,
+            extend_reserve=prefill_budget,
+        )
+        self.cache.fuser = self.fuser
+        self.evicted_before_load_back = 0
+        """Tokens that leave between a match and the promise: SGLang has no reason to, but its calls allow for it."""
+
+    def idle(self) -> None:
+        """Forwards of other requests: everything that waits is captured."""
+        while self.fuser.stats()["store"]["pending"]:
+            self.forward()
+
+    def flush(self) -> None:
+        """As SGLang does when nothing runs."""
+        self.cache.reset()
+        self.allocator.clear()
+        self.contents.slots = self.allocator.contents
+
+    def content(self, req: FakeReq, start: int, end: int) -> list[KV | None]:
+        """What stands in the request's row."""
+        return [self.contents.slots.get(slot) for slot in self.slots(req, start, end)]
+
+    def check(self, reqs: Sequence[FakeReq] = ()) -> None:
+        """Also: locks are what holders explain, and every slot holds what its node's key says."""
+        super().check(reqs)
+        self.store.check_integrity()
+        self._check_locks(reqs)
+        stack: list[tuple[Any, int, int | None, str | None]] = [(self.cache.root_node, 0, 0, None)]
+        while stack:
+            node, position, context, recipe = stack.pop()
+            if not getattr(node, "is_filled", True):
+                assert self.batch, "a promise outlived its batch"
+                continue  # nor is anything below it filled
+            taint = node.key.fused if isinstance(node.key, ChunkKey) else None
+            assert recipe is None or (taint is not None and taint.recipe == recipe), "exact or foreign below fused KV"
+            for slot, token in zip(map(int, node.value), node.key.token_ids, strict=True):
+                context = self.contents.context(context, token)
+                kv = self.contents.read(slot, token, position)
+                assert taint is not None or kv.context == context, f"{kv} under an exact key"
+                position += 1
+            for child in node.children.values():
+                stack.append((child, position, context, taint and taint.recipe))
+        for req in reqs:
+            if req.kv.req_pool_idx is not None:
+                self.contents.exact_len(self.slots(req, 0, req.filled), req.all_ids[: req.filled])
+
+    def _load_back(self, req: FakeReq, num_tokens: int) -> int | None:
+        self.evict(self.evicted_before_load_back)
+        return super()._load_back(req, num_tokens)
+
+    def _check_locks(self, reqs: Sequence[FakeReq]) -> None:
+        holders = [req.last_node for req in reqs]
+        holders += [source for pending in self.fuser._pending for source in pending.sources]
+        expected: Counter[Any] = Counter()
+        for node in holders:
+            while node is not self.cache.root_node:
+                expected[node] += 1
+                node = node.parent
+        stack = list(self.cache.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            assert node.lock_ref == expected[node], (
+                f"{node.key.token_ids}: {node.lock_ref} locks, {expected[node]} known"
+            )
+
+    def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
+        self.fuser.before(SimpleNamespace(reqs=[req for req, _, _ in batch]))
+        for req, start, end in batch:
+            slots, ids = self.slots(req, 0, end), array("q", req.all_ids[:end])
+            spans = getattr(req, "chunkcache_spans", None)
+            exact_len = self.contents.exact_len(slots[:start], ids[:start])
+            if spans is None or spans.reuse is None:
+                assert exact_len == start, "an exact request stands on approximate KV"
+            self.contents.compute(slots, ids, range(start, end))
+        self.fuser.after()
