@@ -3,9 +3,9 @@
     python -m sglang_chunkcache.bundled_model.evaluate [--model-path DIR] [--chunks 4] [--questions 200] [--json]
 
 Each question comes with its gold passages and distractors of the same kinds, shuffled; hop 0 are questions about the
-passages' order (first, last). Exact match wants the whole answer: every sentence of it, nothing else. The guess is what
-a random passage of the gold one's kind would reach, for two-hop questions after a right first hop. The last stdout line
-is one JSON object.
+passages' order (first, last), hop -1 those about facts told without a name, in `World.linked_context`. Exact match wants
+the whole answer: every sentence of it, nothing else. The guess is what a random passage of the gold one's kind would
+reach, for two-hop questions after a right first hop. The last stdout line is one JSON object.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.bundled_model.tokenizer import turn_pieces
-from sglang_chunkcache.bundled_model.world import Passage, Question, World, order_questions
+from sglang_chunkcache.bundled_model.world import Passage, Question, World, linked_questions, order_questions
 from sglang_chunkcache.torchvision_shim import define_torchvision_ops
 
 define_torchvision_ops()  # must run before transformers is imported
@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 MAX_NEW_TOKENS = 40
 BATCH_SIZE = 20
-HOPS = (1, 2, 0)
+HOPS = (1, 2, 0, -1)
 
 
 class Asked(NamedTuple):
@@ -88,21 +88,28 @@ def evaluate(
     rng = random.Random(seed)
     asked: list[Asked] = []
     while len(asked) < num_questions:
-        world = World(rng.getrandbits(48) | 1 << 60)  # beyond the seeds that training draws
+        world = World(rng.getrandbits(48) | 1 << 60, links=hop == -1)  # beyond the seeds that training draws
         asked += ask(model, tokenizer, _draw(world, hop, num_chunks, min(BATCH_SIZE, num_questions - len(asked)), rng))
-    rivals = num_chunks // 2 if hop == 2 else num_chunks
+    rivals = num_chunks // 2 if hop in (2, -1) else num_chunks
     return Score(hop, num_chunks, num_questions, sum(a.right for a in asked) / num_questions, 1 / rivals), asked
 
 
 def _draw(
     world: World, hop: int, num_chunks: int, num_questions: int, rng: random.Random
 ) -> list[tuple[Question, Sequence[Passage]]]:
+    if hop == -1:
+        return [_draw_linked(world.linked_context(num_chunks, rng), rng) for _ in range(num_questions)]
     questions = rng.sample([q for q in world.questions if q.hop == (hop or 1)], num_questions)
     contexts = [world.context(question, num_chunks, rng) for question in questions]
     if hop == 0:
         # First and last; "after" is beyond the model, see README.md.
         questions = [rng.choice(order_questions(passages)[:2]) for passages in contexts]
     return list(zip(questions, contexts, strict=True))
+
+
+def _draw_linked(passages: Sequence[Passage], rng: random.Random) -> tuple[Question, Sequence[Passage]]:
+    told = {passage.id for passage in passages[1::2]}
+    return rng.choice([q for q in linked_questions(passages) if q.gold_passage_ids[1] in told]), passages
 
 
 def load(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

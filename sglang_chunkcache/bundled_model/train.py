@@ -111,7 +111,7 @@ def fact_list_row(rng: random.Random, encode: Encoder) -> Row:
 def conversation_row(rng: random.Random, encode: Encoder, num_passages: int, num_turns: int) -> Row:
     """A whole conversation, each piece tokenised apart."""
     row = Row([], [])
-    system = _system_prompt(rng) if rng.random() < SYSTEM_SHARE else None
+    system = sample_system_prompt(rng) if rng.random() < SYSTEM_SHARE else None
     for number, turn in enumerate(sample_conversation(rng, num_passages, num_turns)):
         texts = [passage.text for passage in turn.passages]
         head, passages, tail = turn_pieces(texts, turn.question.question, opens=number == 0, system=system)
@@ -159,7 +159,7 @@ def create_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, minutes: float, seed: int, out: Path) -> float:
     """Train in place for so many minutes, saving to `out` as it goes; returns the last running accuracy."""
     rng, encode = random.Random(seed), Encoder(tokenizer)
-    optimizers = _create_optimizers(model)
+    optimizers = create_optimizers(model, muon_lr=MUON_LR, adamw_lr=ADAMW_LR)
     start = saved = time.monotonic()
     stages = iter(STAGES)
     stage, step, accuracy = next(stages), 0, 0.0
@@ -182,6 +182,37 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, minutes: 
             saved = time.monotonic()
     save(model, tokenizer, out)
     return accuracy
+
+
+def pad(rows: list[Row], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids and answers' numbers, [rows, longest] int64 each, filled up on the right."""
+    longest = max(len(row.ids) for row in rows)
+    ids = torch.full((len(rows), longest), pad_id)
+    answer_of = torch.zeros((len(rows), longest), dtype=torch.long)
+    for number, row in enumerate(rows):
+        ids[number, : len(row.ids)] = torch.tensor(row.ids)
+        answer_of[number, : len(row.ids)] = torch.tensor(row.answer_of)
+    return ids, answer_of
+
+
+def create_optimizers(model: LlamaForCausalLM, *, muon_lr: float, adamw_lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embedding and norms; each group keeps its full learning rate."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    muon = torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
+    adamw = torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["full_lr"] = group["lr"]
+    return [muon, adamw]
+
+
+def sample_system_prompt(rng: random.Random) -> str:
+    """One of the usual ones or their words in disorder."""
+    if rng.random() < 0.5:
+        return rng.choice(SYSTEM_PROMPTS)
+    words = " ".join(SYSTEM_PROMPTS).split()
+    return " ".join(rng.choice(words) for _ in range(rng.randint(2, 20)))
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -210,7 +241,7 @@ def _step(
     model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], rows: list[Row], scale: float
 ) -> tuple[float, float, float]:
     """One update; returns the losses on answers and on all text, and the share of answers right throughout."""
-    ids, answer_of = _pad(rows, model.config.pad_token_id)
+    ids, answer_of = pad(rows, model.config.pad_token_id)
     targets, answer_of = ids[:, 1:], answer_of[:, 1:]
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
@@ -235,28 +266,6 @@ def _exact_share(wrong: Tensor, answer_of: Tensor) -> float:
         num_answers += int(inside.any(dim=1).sum())
         num_wrong += int((inside & wrong).any(dim=1).sum())
     return 1 - num_wrong / num_answers
-
-
-def _pad(rows: list[Row], pad_id: int) -> tuple[Tensor, Tensor]:
-    longest = max(len(row.ids) for row in rows)
-    ids = torch.full((len(rows), longest), pad_id)
-    answer_of = torch.zeros((len(rows), longest), dtype=torch.long)
-    for number, row in enumerate(rows):
-        ids[number, : len(row.ids)] = torch.tensor(row.ids)
-        answer_of[number, : len(row.ids)] = torch.tensor(row.answer_of)
-    return ids, answer_of
-
-
-def _create_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embedding and norms; each group keeps its full learning rate."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    muon = torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
-    adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0)
-    for optimizer in (muon, adamw):
-        for group in optimizer.param_groups:
-            group["full_lr"] = group["lr"]
-    return [muon, adamw]
 
 
 def _initialise(model: LlamaForCausalLM) -> None:
@@ -335,13 +344,6 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
     """Random orthonormal columns."""
     basis: Tensor = torch.linalg.qr(torch.randn(rows, columns)).Q
     return basis
-
-
-def _system_prompt(rng: random.Random) -> str:
-    if rng.random() < 0.5:
-        return rng.choice(SYSTEM_PROMPTS)
-    words = " ".join(SYSTEM_PROMPTS).split()
-    return " ".join(rng.choice(words) for _ in range(rng.randint(2, 20)))
 
 
 def main() -> None:

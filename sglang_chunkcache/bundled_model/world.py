@@ -11,13 +11,18 @@ facts are drawn anew for every seed: nothing about an entity can be known but fr
 Facts can be found wherever they stand, so they say little about positions. `order_questions` asks for those: which
 passage comes first, last, or after another one.
 
+`World(..., links=True)` adds one sentence to each passage, anywhere but first, that can only be understood from what
+stands before the passage: "Later the company visited Kelton." The company is the one that the last passage about a
+company is about, whichever that is. `linked_questions` asks for those facts, given the order.
+
 Standard library only; knows nothing of tokens, models or servers.
 """
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 _NAMES = {
@@ -101,6 +106,17 @@ RELATIONS = (
     Relation("city", "borders", "city", "does", "border", "bordered"),
     Relation("city", "hosts", "company", "does", "host", "hosted"),
 )
+LINKS = {
+    relation.subject_kind: relation
+    for relation in (
+        Relation("company", "visited", "city", "did", "visit", "visited"),
+        Relation("engineer", "bought", "company", "did", "buy", "bought"),
+        Relation("city", "hired", "engineer", "did", "hire", "hired"),
+    )
+}
+"""What is told without a name, by the kind of the one it is about: one relation a kind, so the verb tells nothing more,
+and none that the kind has in its own passages."""
+_LINK = re.compile(r"\bthe (company|engineer|city) \w+ (\w+)\.")
 _OPENERS = {"did": ("Later", "Once", "At first"), "does": ("Today", "Still", "By now")}
 _ORDER_WORDS = ("passage", "comes", "first", "last", "after", "is", "about")
 _PLAIN_WORDS = ("In", "The", "Which", "the", "by", "did", "does")
@@ -132,7 +148,8 @@ class Passage(NamedTuple):
 class Question(NamedTuple):
     """`answers`: the whole answer the model is trained to give, then the bare value; either one is right.
 
-    `hop` counts the facts needed: 1 or 2, and 0 for a question about the passages' order.
+    `hop` counts the facts needed: 1 or 2; 0 stands for a question about the passages' order and -1 for one about a fact
+    told without a name (`linked_questions`).
     """
 
     id: str
@@ -156,21 +173,29 @@ class World:
         seed: any integer.
         num_passages: one per entity, 2 to 200; each kind that occurs occurs at least twice.
         num_kinds: how many kinds of entities occur, 1 to 3, at most `num_passages // 2`.
+        links: whether each passage also tells a fact about an entity of another kind without naming it; all else is as
+            without them.
     Raises:
-        ValueError: a size is out of its range; names the argument and what it got.
+        ValueError: a size is out of its range, or links are wanted among a single kind; names the argument and what it
+            got.
     """
 
-    def __init__(self, seed: int, num_passages: int = 200, num_kinds: int = 3) -> None:
+    def __init__(self, seed: int, num_passages: int = 200, num_kinds: int = 3, *, links: bool = False) -> None:
         capacity = sum(len(NAMES[kind]) for kind in ENTITY_KINDS)
         if not 2 <= num_passages <= capacity:
             raise ValueError(f"num_passages must be in 2..{capacity} but got {num_passages}")
         if not 1 <= num_kinds <= min(len(ENTITY_KINDS), num_passages // 2):
             raise ValueError(f"num_kinds must be in 1..3 and at most num_passages // 2 but got {num_kinds}")
+        if links and num_kinds < 2:
+            raise ValueError(f"num_kinds must be at least 2 with links but got {num_kinds}")
         self._rng = random.Random(seed)
         self._kind_of = self._draw_entities(num_passages, num_kinds)
         self._facts = {name: self._draw_facts(name, kind) for name, kind in self._kind_of.items()}
         self._id_of = {name: f"p{number:04d}" for number, name in enumerate(self._kind_of)}
         self.passages = [Passage(self._id_of[name], name, self._tell(name)) for name in self._kind_of]
+        if links:
+            self._rng = random.Random(f"links of {seed}")
+            self.passages = [self._add_link(passage) for passage in self.passages]
         self._by_id = {passage.id: passage for passage in self.passages}
 
     @cached_property
@@ -204,6 +229,28 @@ class World:
             chosen.append(rng.choice(rivals))
         rng.shuffle(chosen)
         return chosen
+
+    def linked_context(self, num_passages: int, rng: random.Random) -> list[Passage]:
+        """Passages of two kinds in turn, so that each of the second kind tells a fact about the one right before it.
+
+        The questions of `linked_questions` that passages of the second kind answer have `num_passages // 2 - 1` rivals
+        with the same wording each.
+
+        Raises:
+            ValueError: the world has no links, or too few passages of the kinds drawn.
+        """
+        if link_kind(self.passages[0]) is None:
+            raise ValueError("the world must have links")
+        kind, other = rng.sample(sorted(set(self._kind_of.values())), 2)
+        named = [passage for passage in self.passages if self._kind_of[passage.title] == kind]
+        telling = [p for p in self.passages if self._kind_of[p.title] == other and link_kind(p) == kind]
+        num_telling = num_passages // 2
+        if len(telling) < num_telling or len(named) < num_passages - num_telling:
+            raise ValueError(
+                f"num_passages must fit the world's {len(named)} {kind} and {len(telling)} {other} passages"
+            )
+        firsts, seconds = rng.sample(named, num_passages - num_telling), rng.sample(telling, num_telling)
+        return [passage for pair in zip_longest(firsts, seconds) for passage in pair if passage is not None]
 
     def facts(self) -> Iterator[Fact]:
         """All facts, entity by entity, in the order their passages tell them."""
@@ -244,6 +291,17 @@ class World:
             sentences.append(f"{opener} {name} {fact.relation.verb} {fact.value}.".strip())
         return " ".join(sentences)
 
+    def _add_link(self, passage: Passage) -> Passage:
+        """One more sentence, anywhere but first, about the last `kind` before, which no passage knows the name of."""
+        kind = self._rng.choice(sorted(set(self._kind_of.values()) - {self._kind_of[passage.title]}))
+        relation = LINKS[kind]
+        value = self._rng.choice(NAMES[relation.object_kind])
+        opener = self._rng.choice((*_OPENERS[relation.auxiliary], f"In {self._rng.choice(_YEARS)}"))
+        sentences = passage.text.split(". ")
+        sentences.insert(self._rng.randint(1, len(sentences)), f"{opener} the {kind} {relation.verb} {value}")
+        text = ". ".join(sentence.removesuffix(".") for sentence in sentences) + "."
+        return passage._replace(text=text)
+
     def _one_hop(self) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
         for fact in self.facts():
             subject = f"the {fact.relation.subject_kind} {fact.subject}"
@@ -271,11 +329,50 @@ def order_questions(passages: Sequence[Passage]) -> list[Question]:
     return questions
 
 
-def sample_conversation(rng: random.Random, num_passages: int, num_turns: int) -> list[Turn]:
+def link_kind(passage: Passage) -> str | None:
+    """The kind of the entity that this passage tells a fact about without naming it, None if it tells none."""
+    match = _LINK.search(passage.text)
+    return match[1] if match else None
+
+
+def linked_questions(passages: Sequence[Passage]) -> list[Question]:
+    """What can be asked about facts told without a name, with these passages shown in this order.
+
+    "The company" is the one of the last passage before that is about a company. Where two passages tell such a fact
+    about the same one, nothing is asked about it.
+    """
+    told: dict[str, list[tuple[Fact, tuple[str, ...]]]] = {}
+    last: dict[str, Passage] = {}
+    for passage in passages:
+        match = _LINK.search(passage.text)
+        if match and match[1] in last:
+            about = last[match[1]]
+            fact = Fact(about.title, LINKS[match[1]], match[2])
+            told.setdefault(about.title, []).append((fact, (about.id, passage.id)))
+        last[passage.text.split()[1]] = passage
+    only = [facts[0] for facts in told.values() if len(facts) == 1]
+    return [
+        Question(
+            f"l{number:05d}",
+            _ask(fact.relation, f"the {fact.relation.subject_kind} {fact.subject}"),
+            (fact.sentence, fact.value),
+            gold,
+            hop=-1,
+        )
+        for number, (fact, gold) in enumerate(only)
+    ]
+
+
+def sample_conversation(
+    rng: random.Random, num_passages: int, num_turns: int, *, share_linked: float = 0.0
+) -> list[Turn]:
     """A conversation over a small world of its own: passages in any order, some held back for a later turn.
 
-    A question is only asked once all its gold passages have been shown, and none twice.
+    A question is only asked once all its gold passages have been shown, and none twice. In `share_linked` of the
+    conversations the passages have links: they are all shown at once, and most turns ask about those while they can.
     """
+    if num_passages >= 4 and rng.random() < share_linked:
+        return _sample_linked_conversation(rng, num_passages, num_turns)
     num_kinds = rng.randint(1, min(len(ENTITY_KINDS), num_passages // 2))
     world = World(rng.getrandbits(48), num_passages, num_kinds)
     passages = rng.sample(world.passages, num_passages)
@@ -296,6 +393,28 @@ def sample_conversation(rng: random.Random, num_passages: int, num_turns: int) -
                 break
             question = rng.choice(unasked)
         turns.append(Turn(tuple(new), question))
+    return turns
+
+
+def _sample_linked_conversation(rng: random.Random, num_passages: int, num_turns: int) -> list[Turn]:
+    num_kinds = rng.randint(2, min(len(ENTITY_KINDS), num_passages // 2))
+    world = World(rng.getrandbits(48), num_passages, num_kinds, links=True)
+    orders = [rng.sample(world.passages, num_passages) for _ in range(3)]
+    passages = max(orders, key=lambda order: len(linked_questions(order)))
+    linked = linked_questions(passages)
+    others = rng.sample(world.questions, len(world.questions))
+    rng.shuffle(linked)
+    turns: list[Turn] = []
+    for _ in range(num_turns):
+        draw = rng.random()
+        if linked and draw < 0.6:
+            question = linked.pop()
+        elif draw < 0.7:
+            question = rng.choice(order_questions(passages)[:2])
+        else:
+            question = _pop_answerable(others, {p.id for p in passages}, rng.choice((1, 1, 2))) or others.pop()
+        if question.question not in {turn.question.question for turn in turns}:
+            turns.append(Turn(tuple(passages) if not turns else (), question))
     return turns
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.bundled_model.world import World, order_questions, sample_conversation
+from sglang_chunkcache.bundled_model.world import World, linked_questions, order_questions, sample_conversation
 
 MAX_BYTES = 6_000_000  # of everything that git carries
 MIN_ACCURACY = 0.95  # of 40 questions; the shipped weights reach 1.0 on 200, less a margin for other CPUs
@@ -93,10 +93,61 @@ def test_order_questions_name_the_passage_at_the_place() -> None:
     assert after.answers[1] == passages[1].title
 
 
+def test_world_links_add_one_sentence_and_change_nothing_else() -> None:
+    """Records made without links must stay comparable with those made with them."""
+    plain, linked = World(5), World(5, links=True)
+    assert linked.questions == plain.questions
+    for before, after in zip(plain.passages, linked.passages, strict=True):
+        told, more = before.text.split(". "), after.text.split(". ")
+        assert len(more) == len(told) + 1
+        assert after.text.startswith(told[0])
+        assert {each.removesuffix(".") for each in told} < {each.removesuffix(".") for each in more}
+
+
+def test_world_links_need_two_kinds() -> None:
+    """Among a single kind "the company" would always be the passage's own."""
+    with pytest.raises(ValueError, match="at least 2"):
+        World(0, 4, 1, links=True)
+
+
+def test_linked_questions_follow_the_order() -> None:
+    """The same passages in another order tell other facts: this is what a cache can get wrong."""
+    passages = World(0, links=True).linked_context(4, random.Random(0))
+    named, value = passages[0].title, passages[1].text.split(" the ")[1].split(".")[0].split()[-1]
+    kind = passages[0].text.split()[1]
+    here = {question.question: question.answers for question in linked_questions(passages)}
+    moved = {q.question: q.answers for q in linked_questions([passages[2], passages[1], passages[0], passages[3]])}
+    asked = next(question for question in here if question.split()[4:6] == [kind, named])
+    assert here[asked][1] == value
+    assert moved[asked][1] != value
+    assert here[asked][0].split()[2] == named
+
+
+def test_linked_questions_skip_what_is_told_twice_or_about_nobody() -> None:
+    """Two values for one question, or none, would have no right answer."""
+    first, second, _, fourth = World(0, links=True).linked_context(4, random.Random(0))
+    kind = first.text.split()[1]
+
+    def asked(*passages: Any) -> list[str]:
+        return [q.question for q in linked_questions(passages) if q.question.split()[4] == kind]
+
+    assert len(asked(first, second)) == 1
+    assert asked(first, second, fourth) == []
+    assert asked(second, first) == []
+
+
+def test_linked_context_refuses_what_the_world_lacks() -> None:
+    """A context that silently came out shorter would change the guess."""
+    with pytest.raises(ValueError, match="links"):
+        World(0).linked_context(4, random.Random(0))
+    with pytest.raises(ValueError, match="num_passages"):
+        World(0, 8, 2, links=True).linked_context(100, random.Random(0))
+
+
 def test_conversation_shows_gold_passages_before_asking() -> None:
     """Training on questions without their facts would teach guessing."""
     for seed in range(50):
-        turns = sample_conversation(random.Random(seed), 4, 6)
+        turns = sample_conversation(random.Random(seed), 4, 6, share_linked=0.5)
         shown: set[str] = set()
         for turn in turns:
             shown.update(passage.id for passage in turn.passages)
@@ -148,7 +199,8 @@ def test_files_stay_small() -> None:
     assert sum(path.stat().st_size for path in files) <= MAX_BYTES
 
 
-def test_model_answers_from_four_passages(tokenizer: Any) -> None:
+@pytest.mark.parametrize("hop", [1, -1])
+def test_model_answers_from_four_passages(tokenizer: Any, hop: int) -> None:
     """The point of the model: with a broken cache its answers would be wrong, so they must be right without one."""
     import torch
 
@@ -157,7 +209,7 @@ def test_model_answers_from_four_passages(tokenizer: Any) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads that wait for each other are slower than one
     model, loaded_tokenizer = load(model_dir())
-    score, asked = evaluate(model, loaded_tokenizer, hop=1, num_chunks=4, num_questions=40, seed=1)
+    score, asked = evaluate(model, loaded_tokenizer, hop=hop, num_chunks=4, num_questions=40, seed=1)
     torch.set_num_threads(threads)
     wrong = [(each.question.question, each.answer) for each in asked if not each.right]
     assert score.exact_match >= MIN_ACCURACY, wrong
