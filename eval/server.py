@@ -23,6 +23,7 @@ class Server:
     Args:
         flags: the server's flags, without host and port.
         log: file for its output.
+        launcher: what Python runs, another script in place of our launcher.
         env: environment beside ours.
         timeout_s: seconds until it must be healthy.
     Raises (on entering):
@@ -30,11 +31,17 @@ class Server:
     """
 
     def __init__(
-        self, flags: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, timeout_s: float = 180.0
+        self,
+        flags: Sequence[str],
+        *,
+        log: Path,
+        launcher: Sequence[str] = ("-m", "sglang_chunkcache.launch_server"),
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 180.0,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [sys.executable, "-m", "sglang_chunkcache.launch_server"]
+        self.command = [sys.executable, *launcher]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *flags]
         self.log = log
         self._env = {**os.environ, **(env or {})}

@@ -127,7 +127,7 @@ def run_ours(
         }
         reply = post(url + "/rag/v1/chat/completions", body)
         prompts.append(prompt_ids(reply))
-        answers.append(_answer(reply["choices"][0]["meta_info"]))
+        answers.append(answer_of(reply["choices"][0]["meta_info"]))
         exact += reply["chunkcache"]["fates"]["exact"]
     return prompts, answers, exact
 
@@ -141,7 +141,7 @@ def run_stock(url: str, input_ids: list[int], args: argparse.Namespace) -> Answe
     """The same ids through `/generate`."""
     params = {"temperature": 0, "max_new_tokens": args.max_new_tokens}
     body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
-    return _answer(post(url + "/generate", body)["meta_info"])
+    return answer_of(post(url + "/generate", body)["meta_info"])
 
 
 def logprob_difference(a: Answer, b: Answer) -> float:
@@ -166,7 +166,8 @@ def differences(reference: Sequence[Answer], answers: Sequence[Answer]) -> list[
     return found
 
 
-def _answer(meta: dict[str, Any]) -> Answer:
+def answer_of(meta: dict[str, Any]) -> Answer:
+    """The answer in a reply's `meta_info`."""
     chosen = meta["output_token_logprobs"]
     top = meta["output_top_logprobs"]
     return Answer(

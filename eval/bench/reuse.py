@@ -53,6 +53,8 @@ from eval.server import Server
 WORDS = [a + b + c for a in "bdfgklmnprst" for b in "aeio" for c in ("ran", "sel", "tor", "min", "dus")]
 QUESTION_WORDS = 24
 PHASES = ("lookup", "relocate", "select", "recompute")
+NEIGHBOR = "Behind this."
+"""Stored chunks are computed behind it: of equal sources the server takes a preprocessed one before a device copy."""
 MAX_DRAINS = 1000
 """Requests after which chunks that still wait for the store never enter it."""
 SHORT_LEN = 200
@@ -219,7 +221,7 @@ class Bench:
         get(self.url + "/flush_cache?timeout=60")
         self._used = 0
         for text in load.stored:
-            self._capture(text, ())
+            self._capture(text, (NEIGHBOR,))
         self._drain()
         self._first = self._prompt(load.plain)
         asked = {**self._first, "order": "retriever", "max_tokens": 1}

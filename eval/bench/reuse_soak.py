@@ -1,0 +1,374 @@
+"""Does any-position reuse ever read KV that is not there, lose a slot, or touch an exact answer? Mixed load on a tiny pool.
+
+    python -m eval.bench.reuse_soak [--requests 1000] [--retract-requests 200] [--seed 0] [--record]
+
+Run in the repository's root: the server is tests/e2e/poisoned_server.py, whose pool holds NaN wherever nobody owns a slot, with
+prefill pieces smaller than two chunks and SGLang's memory checks on. Eight clients send exact and fused requests of every
+selector and many ratios, streams, parallel answers, conversations, plain and explain requests; some hang up. Then every
+answer's log probabilities must be finite, every exact answer must be the one stock SGLang gives that never reuses (up to near
+ties, see exactness.py), and every slot must be free or evictable. Once more with SGLang taking running requests back. Sampling
+from NaN kills SGLang, which fails the command, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from eval.bench.exactness import STRICT, Answer, answer_of, differences, logprob_difference, prompt_ids
+from eval.errors import CommandError
+from eval.http import get, post
+from eval.record import make_record, write_record
+from eval.server import Server
+
+POISONED = ("-m", "tests.e2e.poisoned_server")
+POOL_TOKENS = 1600
+FLAGS = [
+    *("--model-path", "bundled", "--reuse", "fused", "--max-total-tokens", str(POOL_TOKENS)),
+    *("--chunked-prefill-size", "32", "--max-running-requests", "8", "--random-seed", "0"),
+    *("--chunkcache-min-saved-tokens", "0", "--chunkcache-max-pass-tokens", "1000"),
+]
+"""A dozen prompts fill the pool, and a promised region may be recomputed whole."""
+TIGHT_POOL_TOKENS = 800
+TIGHT = [
+    *FLAGS,
+    "--max-total-tokens",
+    str(TIGHT_POOL_TOKENS),
+    "--chunkcache-store-chunks",
+    "12",
+    "--chunkcache-store-variants",
+    "2",
+]
+"""Requests wait for room, promises are declined, and the store evicts what is being moved."""
+
+SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
+RATIOS = (0.0, 0.15, 0.5, 1.0)
+NUM_PASSAGES = 20
+MAX_NEW_TOKENS = 24
+TIE = 0.05
+"""Two best tokens closer than this, in nats, may change places: bfloat16 rounds differently with what else is in the batch."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One server and its load."""
+
+    name: str
+    num_requests: int
+    flags: list[str]
+    pool_tokens: int
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one client does in a row: a request, or the turns of a conversation. `act` names how it is sent."""
+
+    act: str
+    turns: tuple[dict[str, Any], ...]
+
+
+@dataclass
+class Found:
+    """What a run has seen. `problems` must stay empty."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    fates: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    exact: list[tuple[list[int], Answer, int]] = field(default_factory=list)
+    """Prompt ids, answer, tokens asked for."""
+    problems: list[str] = field(default_factory=list)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run; 1 if there is a problem."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--retract-requests", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--logs", type=Path, default=Path("logs"))
+    parser.add_argument("--record", action="store_true", help="write eval/results/")
+    args = parser.parse_args(argv)
+    if not Path("tests/e2e/poisoned_server.py").exists():
+        parser.error("tests/e2e/poisoned_server.py is not here: run in the repository's root")
+    runs = [
+        Run("roomy", (args.requests + 1) // 2, FLAGS, POOL_TOKENS),
+        Run("tight", args.requests // 2, TIGHT, TIGHT_POOL_TOKENS),
+        Run("retract", args.retract_requests, TIGHT, TIGHT_POOL_TOKENS, {"SGLANG_TEST_RETRACT": "1"}),
+    ]
+    try:
+        results, problems = run(args, runs)
+    except CommandError as error:
+        print(f"{parser.prog}: {error}; {args.logs} has the servers' logs", file=sys.stderr)
+        return 1
+    record = make_record("reuse-soak", spec=vars(args), results=results)
+    if args.record:
+        print("record:", write_record(record))
+    print(json.dumps(results))
+    return 1 if problems else 0
+
+
+def run(args: argparse.Namespace, runs: Sequence[Run]) -> tuple[dict[str, Any], int]:
+    """Results of every run, and how many problems there were. Raises CommandError for a server that died."""
+    results: dict[str, Any] = {}
+    found: dict[str, Found] = {}
+    for one in runs:
+        if one.num_requests:
+            log = args.logs / f"reuse-soak-{one.name}.log"
+            with Server(one.flags, log=log, launcher=POISONED, env={**STRICT, **one.env}) as server:
+                start = time.monotonic()
+                seen = soak(
+                    server.url, one.num_requests, clients=args.clients, seed=args.seed, pool_tokens=one.pool_tokens
+                )
+                results[one.name] = summary(seen, server.url) | {"seconds": round(time.monotonic() - start, 1)}
+            seen.problems += problems_of_log(log)
+            found[one.name] = seen
+    miss = {"SGLANG_RADIX_FORCE_MISS": "1"}
+    with Server(["--stock", *FLAGS[:2]], log=args.logs / "reuse-soak-stock.log", env=miss) as server:
+        for name, seen in found.items():
+            results[name] |= check_exact(seen, server.url)
+            results[name]["problems"] = seen.problems
+    return results, sum(len(seen.problems) for seen in found.values())
+
+
+def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int) -> Found:
+    """Send the load, wait until nothing is left under way, and look whether `pool_tokens` slots are there again."""
+    found = Found()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(lambda task: _run(url, task, found), make_tasks(num_requests, seed)))
+    found.problems += leftovers(url, pool_tokens)
+    return found
+
+
+def make_tasks(num_requests: int, seed: int) -> list[Task]:
+    """At least `num_requests` requests about a small world, so that chunks come back in ever other places."""
+    from sglang_chunkcache.bundled_model.world import World, order_questions
+
+    world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
+    asked = [question for question in world.questions if question.hop == 1]
+    tasks: list[Task] = []
+    total = 0
+    while total < num_requests:
+        act = rng.choices(
+            ("send", "again", "stream", "parallel", "hang up", "conversation", "plain", "explain"),
+            (40, 10, 15, 5, 10, 10, 5, 5),
+        )[0]
+        turns = []
+        for number in range(3 if act == "conversation" else 1):
+            question = rng.choice(asked)
+            passages = world.context(question, rng.randint(2, 6), rng)
+            if rng.random() < 0.4:  # what moved KV gets wrong
+                question = rng.choice(order_questions(passages))
+            turns.append(_body(rng, question.question, passages[: 2 if number else None], act))
+        if act == "conversation":
+            turns = [{**turn, "conversation_id": f"soak{len(tasks)}"} for turn in turns]
+        if act == "again":  # computed in another order, moved, then exact: it must find nothing of what was moved
+            exact = {key: value for key, value in turns[0].items() if key != "reuse"}
+            exact |= {"order": "retriever", "cache_salt": f"again{len(tasks)}", "max_tokens": MAX_NEW_TOKENS}
+            exact["messages"] = [{"role": "user", "content": "Which passage comes last?"}]
+            moved = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": 0.0}
+            turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, exact]
+        tasks.append(Task(act, tuple(turns)))
+        total += len(turns)
+    return tasks
+
+
+def check_exact(found: Found, url: str, **salt: str) -> dict[str, Any]:
+    """Every exact answer against a full prefill of the same ids on the server at `url`; counts, and problems into `found`."""
+    references: dict[tuple[int, ...], Answer] = {}
+    num_excused, worst = 0, 0.0
+    for ids, answer, max_tokens in found.exact:
+        if (want := references.get(tuple(ids))) is None:
+            params = {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}
+            body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2, **salt}
+            want = references[tuple(ids)] = answer_of(post(url + "/generate", body)["meta_info"])
+        want = Answer(want.tokens[:max_tokens], want.logprobs[:max_tokens], want.gaps[:max_tokens])
+        difference_here = logprob_difference(want, answer)
+        worst = max(worst, difference_here)
+        if difference_here > TIE:
+            found.problems.append(f"exact answer's log probabilities are off by {difference_here:.3f}: {ids}")
+        for difference in differences([want], [answer]):
+            if difference.gap > TIE:
+                found.problems.append(f"exact answer differs at {difference.step} by {difference.gap:.3f}: {ids}")
+            num_excused += difference.gap <= TIE
+    return {
+        "exact_answers": len(found.exact),
+        "prompts": len(references),
+        "excused": num_excused,
+        "largest_logprob_difference": worst,
+    }
+
+
+def leftovers(url: str, pool_tokens: int, timeout_s: float = 60.0) -> list[str]:
+    """What is not given back once all is quiet; requests are sent meanwhile, since captures are done beside forwards."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        post(url + "/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 2}})
+        time.sleep(0.3)
+        stats = get(url + "/chunkcache/stats")
+        rank = stats["ranks"][0]
+        expected = {
+            "protected slots": (rank["protected"], 0),
+            "free and evictable slots": (rank["free"] + rank["evictable"], pool_tokens),
+            "pending captures": (rank["store"]["pending"], 0),
+            "open plans": (stats["tree"]["open_plans"], 0),
+            "prompt tokens in flight": (sum(stats["prompt_tokens_in_flight"]), 0),
+            "mirror agrees": (rank["mirror"]["agrees"], True),
+        }
+        wrong = [f"{name}: {got}, not {want}" for name, (got, want) in expected.items() if got != want]
+        if not wrong or time.monotonic() > deadline:
+            return wrong
+
+
+def problems_of_log(log: Path) -> list[str]:
+    """Lines that tell of an error, ours or SGLang's."""
+    marks = ("Traceback", "IntegrityError", "moving chunk KV failed", "memory leak", "Scheduler hit an exception")
+    return [line[:200] for line in log.read_text(errors="replace").splitlines() if any(m in line for m in marks)]
+
+
+def summary(found: Found, url: str) -> dict[str, Any]:
+    """For the record."""
+    rank = get(url + "/chunkcache/stats")["ranks"][0]
+    return {
+        "outcomes": dict(sorted(found.outcomes.items())),
+        "prompt_tokens": dict(found.fates),
+        "fallbacks": dict(found.fallbacks),
+        "evicted_chunks": rank["evicted_chunks"],
+        "moved_tokens": {key: value for key, value in rank["moves"]["tokens"].items() if key.startswith("moved_")},
+        "store": rank["store"],
+        "gate_passed": rank["gate"]["passed"],
+    }
+
+
+def is_finite(logprobs: Sequence[Any]) -> bool:
+    """Whether all are numbers: JSON has none for NaN, servers write null."""
+    return bool(logprobs) and all(isinstance(value, int | float) and value == value for value in logprobs)
+
+
+# Private, in order of use
+
+
+def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": question}],
+        "chunks": [{"id": p.id, "text": p.text} for p in passages],
+        "temperature": 0,
+        "max_tokens": rng.choice((1, 2, 12, MAX_NEW_TOKENS)),
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    if rng.random() < 0.5:
+        body["order"] = "retriever"
+    if rng.random() < 0.65:
+        body["reuse"] = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": rng.choice(RATIOS)}
+        if rng.random() < 0.2:
+            body["reuse"]["focus"] = rng.random() < 0.5
+        if rng.random() < 0.2:
+            body["reuse"]["alpha"] = rng.choice((0.0, 0.5, 2.0))
+    if act == "parallel":
+        body |= {"n": 2, "temperature": 1.0}
+    if act in ("stream", "hang up"):
+        body["stream"] = True
+    return body
+
+
+def _run(url: str, task: Task, found: Found) -> None:
+    messages: list[dict[str, str]] = []
+    for turn in task.turns:
+        kind = "fused" if "reuse" in turn else "exact"
+        messages = [*(messages if task.act == "conversation" else ()), *turn["messages"]]
+        body = {**turn, "messages": messages}
+        try:
+            if task.act == "plain":
+                plain = {key: value for key, value in body.items() if key not in ("chunks", "order", "reuse")}
+                _check_choices(post(url + "/v1/chat/completions", plain), found)
+            elif task.act == "explain":
+                post(
+                    url + "/chunkcache/explain",
+                    {key: body[key] for key in ("messages", "chunks", "reuse") if key in body},
+                )
+            elif "stream" in body:
+                _stream(url, body, found, hang_up=task.act == "hang up")
+            else:
+                messages.append({"role": "assistant", "content": _send(url, body, found)})
+        except (CommandError, OSError, http.client.HTTPException) as error:
+            found.problems.append(f"{task.act}: {error}"[:300])
+        found.outcomes[f"{task.act} {kind}"] += 1
+
+
+def _send(url: str, body: dict[str, Any], found: Found) -> str:
+    reply = post(url + "/rag/v1/chat/completions", {**body, "return_meta_info": True, "return_token_ids": True})
+    _check_object(reply["chunkcache"], reply["usage"]["prompt_tokens"], found)
+    if _check_choices(reply, found) and "reuse" not in body and "n" not in body:
+        found.exact.append((prompt_ids(reply), answer_of(reply["choices"][0]["meta_info"]), body["max_tokens"]))
+    return reply["choices"][0]["message"]["content"] or ""
+
+
+def _check_choices(reply: dict[str, Any], found: Found) -> bool:
+    logprobs = [token["logprob"] for choice in reply["choices"] for token in choice["logprobs"]["content"]]
+    if not is_finite(logprobs):
+        found.problems.append(f"not finite: {logprobs}, {reply.get('chunkcache')}"[:500])
+        return False
+    return True
+
+
+def _check_object(cached: dict[str, Any], prompt_tokens: int | None, found: Found) -> None:
+    fates = cached["fates"]
+    if fates is not None:
+        found.fates.update(fates)
+        if prompt_tokens is not None and sum(fates.values()) != prompt_tokens:
+            found.problems.append(f"fates do not add up to {prompt_tokens}: {cached}"[:500])
+    reasons = [*cached["fallbacks"], *((cached["reuse"] or {}).get("fallbacks") or ())]
+    found.fallbacks.update(reasons)
+    if "pass_failed" in reasons:
+        found.problems.append(f"a pass failed: {cached}"[:500])
+
+
+def _stream(url: str, body: dict[str, Any], found: Found, *, hang_up: bool) -> None:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=300)
+    try:
+        connection.request("POST", "/rag/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if hang_up and body["max_tokens"] < 3:
+            time.sleep(0.02 * body["max_tokens"])
+            return  # before there is an answer
+        events = _events(connection.getresponse())
+        logprobs: list[Any] = []
+        for event in events:
+            if hang_up:
+                return
+            logprobs += [
+                token["logprob"]
+                for choice in event["choices"]
+                for token in ((choice.get("logprobs") or {}).get("content") or ())
+            ]
+            if "chunkcache" in event:
+                _check_object(event["chunkcache"], None, found)
+        if not is_finite(logprobs):
+            found.problems.append(f"not finite in a stream: {logprobs}, {body.get('reuse')}"[:500])
+    finally:
+        connection.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    if response.status != 200:
+        raise CommandError(f"stream: {response.status} {response.read()[:300]!r}")
+    for line in response:
+        if line.startswith(b"data: {"):
+            yield json.loads(line[len(b"data: ") :])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

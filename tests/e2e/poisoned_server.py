@@ -1,0 +1,74 @@
+"""Our server with a KV pool in which every slot that nobody owns holds NaN: whoever reads such a slot answers NaN.
+
+    python -m tests.e2e.poisoned_server --model-path M [our flags] [any SGLang flag]
+
+Slots are poisoned when the pool is made or cleared, and when they become free: at the end of a group for frees that SGLang
+groups. Slot 0 is poisoned too: it belongs to padding, and rows of the request table that were never written point to it. On
+the CPU a forward pass is over when its call returns, so no forward still reads what is freed.
+
+SGLang's processes import the main module again, so that the patches below are in the scheduler as well. With `SABOTAGE_VAR`
+naming a file, moving KV on the device does nothing while that file exists: the promised slots stay as they were allocated.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang_chunkcache import launch_server  # first: defines the operators without which nothing of SGLang is imported
+
+# isort: split
+import torch
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+SABOTAGE_VAR = "POISONED_SERVER_SABOTAGE"
+
+_clear, _free = TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free
+
+
+def poison(pool: Any, slots: torch.Tensor | slice) -> None:
+    """NaN into keys and values of all layers."""
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer[slots] = float("nan")
+
+
+def _poisoning_clear(allocator: Any) -> None:
+    _clear(allocator)
+    poison(allocator._kvcache, slice(None))
+
+
+def _poisoning_free(allocator: Any, free_index: torch.Tensor) -> None:
+    _free(allocator, free_index)
+    if allocator.free_group is None and free_index.numel():
+        poison(allocator._kvcache, free_index)
+
+
+def install() -> None:
+    """Patch SGLang's allocator in this process."""
+    TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _poisoning_clear, _poisoning_free
+
+
+def uninstall() -> None:
+    """The allocator as SGLang has it."""
+    TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _clear, _free
+
+
+def _install_sabotage(switch: Path) -> None:
+    from sglang_chunkcache import fusion_pass
+    from sglang_chunkcache.relocate import copy_moved
+
+    def copy_unless_sabotaged(*args: Any, **kwargs: Any) -> None:
+        if not switch.exists():
+            copy_moved(*args, **kwargs)
+
+    vars(fusion_pass)["copy_moved"] = copy_unless_sabotaged
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    install()
+    if os.environ.get(SABOTAGE_VAR):
+        _install_sabotage(Path(os.environ[SABOTAGE_VAR]))
+if __name__ == "__main__":
+    launch_server.main(sys.argv[1:])

@@ -1,0 +1,510 @@
+"""Any-position reuse as a user sees it, on a server whose pool holds NaN wherever nobody owns a slot.
+
+Every answer below is asked for with log probabilities and refused where one is not a number. `cache_salt` keeps a test's KV
+to itself; under a salt of its own a prompt is prefilled in full. The bundled model answers questions about its passages and
+about their order, and only the latter need attention across chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.bench import reuse_soak
+from eval.bench.exactness import STRICT, answer_of, prompt_ids
+from eval.http import get, post
+from eval.server import Server
+from sglang_chunkcache.bundled_model.world import Passage, Question, World, order_questions
+from sglang_chunkcache.client import Client, settle
+
+pytestmark = pytest.mark.engine
+
+CHAT = "/rag/v1/chat/completions"
+SELECTORS = ("first", "random", "h2o", "deviation", "query", "context")
+_numbers = count()
+
+
+@pytest.fixture(scope="session")
+def switch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists, moving KV on the device does nothing."""
+    return tmp_path_factory.mktemp("poisoned") / "sabotage"
+
+
+@pytest.fixture(scope="session")
+def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iterator[Server]:
+    """Fused reuse, poisoned, with a pool that evicts, pieces smaller than two chunks and every check on."""
+    log = tmp_path_factory.mktemp("servers") / "fused.log"
+    env = {**STRICT, "OMP_NUM_THREADS": "1", "POISONED_SERVER_SABOTAGE": str(switch)}
+    with Server(reuse_soak.FLAGS, log=log, launcher=reuse_soak.POISONED, env=env, timeout_s=400) as server:
+        yield server
+        assert server.is_running, f"the server died:\n{server.log_tail(40)}"
+    assert reuse_soak.problems_of_log(log) == []
+
+
+@pytest.fixture
+def salt() -> str:
+    return f"test{next(_numbers)}"
+
+
+@pytest.fixture
+def world() -> World:
+    """Passages that no other test has seen."""
+    return World(1000 + next(_numbers), 20, num_kinds=1)
+
+
+def fused(selector: str = "none", ratio: float = 0.0, **fields: Any) -> dict[str, Any]:
+    return {"mode": "fused", "selector": selector, "ratio": ratio, **fields}
+
+
+def body_of(passages: Sequence[Passage], question: Question | str, **fields: Any) -> dict[str, Any]:
+    content = question if isinstance(question, str) else question.question
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "chunks": [{"id": p.id, "text": p.text} for p in passages],
+        "order": "retriever",
+        "temperature": 0,
+        "max_tokens": 24,
+        "logprobs": True,
+        **fields,
+    }
+
+
+def ask(server: Server, passages: Sequence[Passage], question: Question | str, **fields: Any) -> dict[str, Any]:
+    """A reply whose log probabilities are numbers and whose fates add up."""
+    reply = post(server.url + CHAT, body_of(passages, question, **fields))
+    assert_finite(reply)
+    fates = reply["chunkcache"]["fates"]
+    assert fates is None or sum(fates.values()) == reply["usage"]["prompt_tokens"]
+    return reply
+
+
+def assert_finite(reply: Mapping[str, Any]) -> None:
+    logprobs = logprobs_of(reply)
+    assert reuse_soak.is_finite(logprobs), (logprobs, reply["chunkcache"])
+
+
+def logprobs_of(reply: Mapping[str, Any]) -> list[Any]:
+    return [token["logprob"] for choice in reply["choices"] for token in choice["logprobs"]["content"]]
+
+
+def text_of(reply: Mapping[str, Any]) -> str:
+    return str(reply["choices"][0]["message"]["content"])
+
+
+def full_prefill(server: Server, passages: Sequence[Passage], question: Question | str, **fields: Any) -> str:
+    """The answer to the same prompt with nothing reused."""
+    reply = ask(server, passages, question, cache_salt=f"alone{next(_numbers)}", **fields)
+    assert reply["chunkcache"]["fates"]["exact"] == 0
+    return text_of(reply)
+
+
+def sources_of(reply: Mapping[str, Any]) -> list[tuple[str | None, str, int]]:
+    """(chunk, from, chunks in front of the source) of every piece."""
+    return [(s["chunk"], s["from"], s["variant_prefix"]) for s in reply["chunkcache"]["reuse"]["sources"]]
+
+
+def flush(server: Server) -> None:
+    """Empty tree and store."""
+    request = urllib.request.Request(server.url + "/flush_cache?timeout=10", method="POST")
+    urllib.request.urlopen(request, timeout=30).read()
+
+
+def crowd_out(server: Server) -> None:
+    """Other requests take the whole pool, twice over; the store keeps what it has."""
+    before = get(server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"]
+    for number in range(8):
+        other = World(9_000_000 + next(_numbers), 20, num_kinds=1)
+        for _ in range(2):  # what has been hit stays longer than what has not
+            ask(server, other.passages, f"What is {number}?", max_tokens=1, cache_salt=f"crowd{other.passages[0].text}")
+    assert get(server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] >= before + 60
+
+
+# The poison itself
+
+
+def test_reading_what_was_never_written_is_seen(fused_server: Server, switch: Path, world: World, salt: str) -> None:
+    """With the copy left out, a moved chunk's slots are as allocated, and the answer is NaN; with it, it is not."""
+    first, second = world.passages[:4], world.passages[3::-1]
+    question = next(q for q in world.questions if q.gold_passage_ids[0] == first[1].id and q.hop == 1)
+    ask(fused_server, first, question, cache_salt=salt)
+    switch.touch()
+    try:
+        body = body_of(second, question, cache_salt=salt, reuse=fused())
+        broken = post(fused_server.url + CHAT, body)
+    finally:
+        switch.unlink()
+    assert broken["chunkcache"]["fates"]["relocated"] > 0
+    assert None in logprobs_of(broken)
+    flush(fused_server)
+    ask(fused_server, first, question, cache_salt=salt)
+    whole = ask(fused_server, second, question, cache_salt=salt, reuse=fused())
+    assert whole["chunkcache"]["fates"]["relocated"] > 0
+    assert text_of(whole) in question.answers
+
+
+# Recomputing everything is a full prefill, recomputing nothing is not
+
+
+def cases_of(
+    world: World, num_passages: int, rng: random.Random
+) -> tuple[list[Passage], list[Passage], list[Question]]:
+    """Chunks as they are cached, as they are asked for, and questions about facts and about order."""
+    facts = [q for q in world.questions if q.hop == 1]
+    fact = rng.choice(facts)
+    cached = world.context(fact, num_passages, rng)
+    asked = cached[1:] + cached[:1]
+    order = order_questions(asked)
+    return cached, asked, [fact, order[0], order[1], rng.choice(order[2:])]
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_recomputing_everything_equals_full_prefill(fused_server: Server, selector: str) -> None:
+    """Eight prompts about facts and order, for every selector: the very answer of a prefill, and nothing merely moved."""
+    rng = random.Random(selector)
+    for number in range(2):
+        world = World(seed_of(selector, number), 20, num_kinds=1)
+        cached, asked, questions = cases_of(world, 4, rng)
+        for question in questions:
+            salt = f"whole{next(_numbers)}"
+            ask(fused_server, cached, question, cache_salt=salt, max_tokens=1)
+            reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused(selector, 1.0))
+            fates = reply["chunkcache"]["fates"]
+            assert fates["recomputed"] > 60
+            assert fates["relocated"] == 0
+            assert reply["chunkcache"]["fallbacks"] == []
+            assert text_of(reply) == full_prefill(fused_server, asked, question)
+
+
+def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
+    """What the test above would show if recomputation did nothing: facts survive, most questions about order do not."""
+    rng = random.Random(0)
+    right: dict[int, list[bool]] = {0: [], 1: []}
+    for number in range(6):
+        cached, asked, questions = cases_of(World(seed_of("nothing", number), 20, num_kinds=1), 4, rng)
+        for question in questions:
+            salt = f"nothing{next(_numbers)}"
+            ask(fused_server, cached, question, cache_salt=salt, max_tokens=1)
+            reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused())
+            assert reply["chunkcache"]["fates"]["recomputed"] == 0
+            assert reply["chunkcache"]["fates"]["relocated"] > 60
+            right[question.hop].append(text_of(reply) in question.answers)
+    assert sum(right[1]) >= 5
+    assert sum(right[0]) <= len(right[0]) / 2
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selector: str) -> None:
+    """A third of the moved tokens is recomputed, rounding up once a chunk at most; the rest is moved."""
+    passages = world.passages[:5]
+    for _ in range(2):  # the second use brings the chunks into the store, with scores
+        ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
+    settle(Client(fused_server.url, None))
+    reply = ask(
+        fused_server,
+        passages[::-1],
+        "Which passage comes first?",
+        cache_salt=salt,
+        reuse=fused(selector, 1 / 3, focus=False),
+    )
+    fates = reply["chunkcache"]["fates"]
+    moved = fates["relocated"] + fates["recomputed"]
+    assert moved > 80
+    assert moved / 3 <= fates["recomputed"] <= moved / 3 + 5
+    assert reply["chunkcache"]["reuse"]["selector"] == selector
+    assert reply["chunkcache"]["reuse"]["ratio"] == pytest.approx(1 / 3)
+
+
+# Exact and fused KV never meet
+
+
+def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, salt: str) -> None:
+    """Behind a fused request over the same tokens an exact one finds the head only, and answers as a prefill does."""
+    passages = world.passages[:4]
+    question = order_questions(passages)[3]
+    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+    moved = ask(fused_server, passages, question, cache_salt=salt, reuse=fused())
+    assert moved["chunkcache"]["fates"]["relocated"] > 60
+    exact = ask(fused_server, passages, question, cache_salt=salt)
+    assert exact["chunkcache"]["fates"]["exact"] == exact["chunkcache"]["head_tokens"]
+    assert exact["chunkcache"]["fates"]["relocated"] == 0
+    assert text_of(exact) == full_prefill(fused_server, passages, question)
+
+
+def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: str) -> None:
+    """The same recipe finds the fused chunks; another ratio or selector moves its own; `query`'s recipe has the question."""
+    passages = world.passages[:4]
+    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+
+    def hit(question: str, reuse: dict[str, Any]) -> int:
+        reply = ask(fused_server, passages, question, cache_salt=salt, reuse=reuse)
+        assert reply["chunkcache"]["fates"]["relocated"] > 0
+        return int(reply["chunkcache"]["reuse"]["fused_hit"])
+
+    assert hit("Which passage comes first?", fused("first", 0.25)) == 0
+    assert hit("Which passage comes last?", fused("first", 0.25)) > 60
+    assert hit("Which passage comes last?", fused("first", 0.5)) == 0
+    assert hit("Which passage comes last?", fused("random", 0.25)) == 0
+    assert hit("Which passage comes last?", fused("query", 0.25)) == 0
+    assert hit("Which passage comes last?", fused("query", 0.25)) > 60
+    assert hit("Which passage comes first?", fused("query", 0.25)) == 0
+
+
+def test_conversation_with_fused_turns(fused_server: Server, world: World, salt: str) -> None:
+    """A fused turn's KV is the next fused turn's history; an exact turn in between recomputes it and answers as a prefill."""
+    flush(fused_server)  # what has been hit stays, and would crowd out the later turns
+    passages = world.passages[:6]
+    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+    messages: list[dict[str, str]] = []
+    cached = []
+    for turn, (chunks, reuse) in enumerate(
+        [(passages[:4], fused()), (passages[4:], fused()), ((), None), ((), fused())]
+    ):
+        question = order_questions(passages)[turn % 2]
+        messages = [*messages, {"role": "user", "content": question.question}]
+        fields = {"messages": messages, "conversation_id": "talk", "cache_salt": salt}
+        reply = ask(fused_server, chunks, question, **fields, **({"reuse": reuse} if reuse else {}))
+        cached.append(reply["chunkcache"])
+        if reuse is None:
+            more = {"top_logprobs": 2, "return_token_ids": True, "return_meta_info": True}
+            again = post(fused_server.url + CHAT, body_of((), question, **fields, **more))
+            ids, answer = prompt_ids(again), answer_of(again["choices"][0]["meta_info"])
+            found = reuse_soak.Found(exact=[(ids, answer, 24)])
+            reuse_soak.check_exact(found, fused_server.url, cache_salt=f"alone{next(_numbers)}")
+            assert found.problems == []
+            assert text_of(again) == text_of(reply)
+        messages.append({"role": "assistant", "content": text_of(reply)})
+    assert [each["turns_reused"] for each in cached] == [0, 1, 2, 3]
+    assert cached[0]["fates"]["relocated"] > 60
+    assert cached[1]["reuse"]["fused_hit"] > 60
+    assert cached[1]["fates"]["relocated"] > cached[1]["reuse"]["fused_hit"]
+    assert cached[2]["fates"]["exact"] == cached[2]["head_tokens"]
+    assert cached[2]["fates"]["relocated"] == 0
+    assert cached[3]["fates"]["exact"] > 100  # what the exact turn has computed is better than what was moved
+    assert cached[3]["fates"]["relocated"] == 0
+
+
+# Where a chunk is found
+
+
+def test_chunks_are_found_on_the_device_wherever_they_stand(fused_server: Server, world: World, salt: str) -> None:
+    """Behind others and alone behind the head; what was cached nowhere is a gap, and found there later."""
+    a, b, c, d, e = world.passages[:5]
+    ask(fused_server, [a, b], "Hello", cache_salt=salt, max_tokens=1)
+    ask(fused_server, [c], "Hello", cache_salt=salt, max_tokens=1)
+    reply = ask(fused_server, [d, b, e, c], "Hello", cache_salt=salt, reuse=fused())
+    assert sources_of(reply) == [(d.id, "gap", 0), (b.id, "device", 1), (e.id, "gap", 0), (c.id, "device", 0)]
+    assert reply["chunkcache"]["reuse"]["gap"] > 30
+    again = ask(fused_server, [e, a, d], "Hello", cache_salt=salt, reuse=fused())
+    assert sources_of(again) == [(e.id, "device", 2), (a.id, "device", 0), (d.id, "device", 0)]
+
+
+def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
+    fused_server: Server, world: World, salt: str
+) -> None:
+    """Once other requests have taken the pool, KV comes from the store: same chunks, same answers."""
+    passages = world.passages[:4]
+    facts = [q for q in world.questions if q.hop == 1 and q.gold_passage_ids[0] in {p.id for p in passages}][:4]
+    for _ in range(2):
+        ask(fused_server, passages, "Hello", cache_salt=salt, max_tokens=1)
+    settle(Client(fused_server.url, None))
+    crowd_out(fused_server)
+    for number, question in enumerate(facts):
+        asked = passages[::-1] if number else passages[1:] + passages[:1]
+        reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused("first", 0.1 + 0.1 * number))
+        if not number:
+            assert sources_of(reply)[-4:] == [(asked[i].id, "host", (i + 1) % 4) for i in range(4)]
+        assert text_of(reply) in question.answers
+    whole = ask(fused_server, passages[2:] + passages[:2], facts[0], cache_salt=salt, reuse=fused("query", 1.0))
+    assert whole["chunkcache"]["fates"]["recomputed"] > 60
+    assert text_of(whole) == full_prefill(fused_server, passages[2:] + passages[:2], facts[0])
+
+
+@pytest.mark.parametrize("reuse", [None, fused("query", 0.25), fused("first", 0.5)], ids=["exact", "query", "first"])
+def test_explain_says_what_then_happens(fused_server: Server, world: World, salt: str, reuse: Any) -> None:
+    """Same exact prefix, same sources, and asking leaves no trace."""
+    a, b, c, d = world.passages[:4]
+    ask(fused_server, [a, b], "Hello", cache_salt=salt, max_tokens=1)
+    ask(fused_server, [c], "Hello", cache_salt=salt, max_tokens=1)
+    fields = {"cache_salt": salt, **({"reuse": reuse} if reuse else {})}
+    body = body_of([a, c, d, b], "Which passage comes last?", **fields)
+    explained, again = (post(fused_server.url + "/chunkcache/explain", body) for _ in range(2))
+    assert explained == again
+    reply = ask(fused_server, [a, c, d, b], "Which passage comes last?", **fields)["chunkcache"]
+    assert explained["exact"] == reply["fates"]["exact"] > reply["head_tokens"]
+    if reuse is None:
+        assert explained["sources"] == []
+        return
+    told = [{k: v for k, v in source.items() if k not in ("start", "end")} for source in explained["sources"]]
+    assert told == reply["reuse"]["sources"]
+    assert [source["chunk"] for source in told] == [c.id, d.id, b.id]
+    moved = sum(s["end"] - s["start"] for s in explained["sources"] if s["from"] != "gap")
+    assert moved == reply["fates"]["relocated"] + reply["fates"]["recomputed"]
+    assert explained["fallbacks"] == reply["reuse"]["fallbacks"]
+
+
+# Ahead of requests
+
+
+def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_path: Path) -> None:
+    """The command puts every chunk into the store behind its neighbours, and requests take those variants."""
+    flush(fused_server)
+    passages = world.passages[:4]
+    rows: dict[str, list[dict[str, Any]]] = {
+        "corpus": [{"id": p.id, "text": p.text} for p in passages],
+        "neighbors": [{"id": p.id, "neighbors": [q.id for q in passages if q is not p]} for p in passages],
+    }
+    flags = []
+    for name, lines in rows.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        flags += [f"--{name}", str(path)]
+    command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", fused_server.url, "--top-n", "2", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["alone"]["chunks"] == result["behind_neighbors"]["chunks"] == 4
+    assert result["stores"][0]["num_variants"] >= 8
+    reply = ask(fused_server, passages[1:], "Hello", reuse=fused())
+    exact, *moved = passages[1:]
+    assert reply["chunkcache"]["fates"]["exact"] > reply["chunkcache"]["head_tokens"], (
+        exact
+    )  # computed alone, as it stands here
+    assert sources_of(reply) == [(p.id, "host", 2) for p in moved]
+
+
+def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> None:
+    """Neighbours are moved if they can be, the chunk itself is computed and kept behind them."""
+    a, b, c = world.passages[:3]
+
+    def prepare(chunk: Passage, *neighbors: Passage) -> dict[str, Any]:
+        items = [{"id": p.id, "text": p.text} for p in neighbors]
+        body = {"chunk": {"id": chunk.id, "text": chunk.text}, "neighbors": items, "cache_salt": salt}
+        return post(fused_server.url + "/chunkcache/preprocess", body)
+
+    alone = prepare(a)
+    assert alone["fates"]["relocated"] == 0
+    prepare(b)
+    behind = prepare(c, b, a)
+    assert behind["fates"]["relocated"] > 0
+    assert behind["fates"]["computed"] >= behind["chunk_tokens"]
+    settle(Client(fused_server.url, None))
+    reply = ask(fused_server, [a, c], "Hello", cache_salt=salt, reuse=fused())
+    assert sources_of(reply)[-1][2] == 2
+
+
+# Whatever else a client does
+
+
+def test_stream_of_a_fused_answer(fused_server: Server, world: World, salt: str) -> None:
+    passages = world.passages[:4]
+    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+    body = body_of(passages, "Which passage comes first?", cache_salt=salt, reuse=fused("first", 0.5))
+    request = urllib.request.Request(
+        fused_server.url + CHAT, json.dumps({**body, "stream": True}).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
+    objects = [event["chunkcache"] for event in events if "chunkcache" in event]
+    assert len(objects) == 1
+    assert objects[0]["fates"]["recomputed"] > 30
+    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    assert text == text_of(post(fused_server.url + CHAT, body))
+
+
+def test_several_answers_at_once(fused_server: Server, world: World, salt: str) -> None:
+    """With n > 1 all are answered from moved KV; fates are not known then, as in exact mode."""
+    passages = world.passages[:4]
+    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+    reply = ask(
+        fused_server,
+        passages,
+        "Which passage comes first?",
+        cache_salt=salt,
+        reuse=fused("first", 0.5),
+        n=3,
+        temperature=1.0,
+    )
+    assert len(reply["choices"]) == 3
+    assert reply["chunkcache"]["fallbacks"] == ["parallel_sampling"]
+
+
+def test_one_token_answers(fused_server: Server, world: World, salt: str) -> None:
+    """A request that ends on its first token reports like any other."""
+    passages = world.passages[:4]
+    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+    reply = ask(fused_server, passages, "Hello", cache_salt=salt, reuse=fused("h2o", 0.5), max_tokens=1)
+    assert reply["usage"]["completion_tokens"] == 1
+    assert reply["chunkcache"]["fates"]["recomputed"] > 0
+
+
+def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt: str) -> None:
+    """Fused streams whose clients hang up at once or after the first event: every slot is given back."""
+    passages = world.passages[:6]
+    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+    rng = random.Random(0)
+    for number in range(8):
+        rng.shuffle(passages)
+        fields = {"stream": True, "max_tokens": 200, "ignore_eos": True, "cache_salt": salt}
+        body = body_of(passages, "Hello", **fields, reuse=fused("query", 0.3))
+        request = urllib.request.Request(
+            fused_server.url + CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            if number % 2:
+                assert response.readline().startswith(b"data: {")
+    assert reuse_soak.leftovers(fused_server.url, reuse_soak.POOL_TOKENS) == []
+
+
+def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str) -> None:
+    """Where source and target do not fit together, the prompt is prefilled as usual and the answer says why."""
+    texts = [f"Number {i}. " + "Later Dravex bought Solon. " * 20 for i in range(8)]
+    chunks = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
+    asked = body_of((), "Hello", cache_salt=salt, chunks=chunks, max_tokens=2)
+    first = post(fused_server.url + CHAT, asked)
+    assert first["usage"]["prompt_tokens"] > reuse_soak.POOL_TOKENS / 2
+    reply = post(fused_server.url + CHAT, {**asked, "chunks": chunks[::-1], "reuse": fused()})
+    assert_finite(reply)
+    assert reply["chunkcache"]["fallbacks"] == ["no_room"]
+    assert reply["chunkcache"]["fates"]["relocated"] == 0
+    assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["fallbacks"]["no_room"] >= 1
+
+
+# Everything together
+
+
+def test_soak(fused_server: Server) -> None:
+    """`python -m eval.bench.reuse_soak` in small: no NaN, no lost slot, exact answers as from a full prefill."""
+    found = reuse_soak.soak(fused_server.url, 200, clients=8, seed=1, pool_tokens=reuse_soak.POOL_TOKENS)
+    checked = reuse_soak.check_exact(found, fused_server.url, cache_salt="soak")
+    assert found.problems == []
+    assert checked["exact_answers"] > 15
+    assert found.fates["relocated"] > 1000
+    assert found.fates["recomputed"] > 500
+    assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] > 100
+
+
+def test_soak_under_retraction(tmp_path: Path) -> None:
+    """The same with half the pool, and SGLang taking running requests back every few steps."""
+    log = tmp_path / "retract.log"
+    env = {**STRICT, "OMP_NUM_THREADS": "1", "SGLANG_TEST_RETRACT": "1"}
+    with Server(reuse_soak.TIGHT, log=log, launcher=reuse_soak.POISONED, env=env, timeout_s=400) as server:
+        found = reuse_soak.soak(server.url, 100, clients=8, seed=3, pool_tokens=reuse_soak.TIGHT_POOL_TOKENS)
+        reuse_soak.check_exact(found, server.url, cache_salt="soak")
+    assert found.problems == []
+    assert reuse_soak.problems_of_log(log) == []
+    assert found.fates["relocated"] > 500
+    assert "retract" in log.read_text().lower()
+
+
+def seed_of(name: str, number: int) -> int:
+    """A seed that is the same in every process."""
+    return random.Random(f"{name} {number}").getrandbits(32)

@@ -1,0 +1,216 @@
+"""Eq. 13 on servers that are made up: the least alpha that is good enough, what is asked for, and bad files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("requests")
+
+from sglang_chunkcache.calibrate import GRID, NUM_HALVINGS, Example, calibrate, read_examples, token_f1
+from sglang_chunkcache.client import Client, ServerError
+
+EXAMPLES = [Example(f"question {i}", ("one", "two", "three"), ("right answer",)) for i in range(10)]
+
+
+class FakeClient(Client):
+    """Answers right for a share of the examples that depends on alpha; `full` of them without moved KV."""
+
+    def __init__(self, share: Callable[[float], float], *, full: float = 1.0, moved: int = 100) -> None:
+        self.url = "fake"
+        self.share, self.full, self.moved = share, full, moved
+        self.posts: list[tuple[str, dict[str, Any]]] = []
+        self.pending = 2
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.posts.append((path, dict(body)))
+        if path != "/rag/v1/chat/completions":
+            self.pending -= 1
+            return {}
+        alpha = body.get("reuse", {}).get("alpha")
+        share = self.full if alpha is None else self.share(alpha)
+        right = int(body["messages"][0]["content"].split()[-1]) < round(share * len(EXAMPLES))
+        recomputed = round(self.moved * min(1.0, alpha / 4)) if alpha is not None else 0
+        return {
+            "choices": [{"message": {"content": "right answer" if right else None}}],
+            "chunkcache": {"fates": {"relocated": self.moved - recomputed, "recomputed": recomputed}},
+        }
+
+    def get(self, path: str) -> dict[str, Any]:
+        return {"ranks": [{"store": {"pending": max(0, self.pending)}}]}
+
+    @property
+    def chats(self) -> list[dict[str, Any]]:
+        return [body for path, body in self.posts if path == "/rag/v1/chat/completions"]
+
+
+def alphas_of(result: Mapping[str, Any]) -> list[float]:
+    return [step["alpha"] for step in result["steps"]]
+
+
+# The search
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.2, 0.25, 0.3, 0.9, 1.7, 4.0, 8.0])
+def test_least_alpha_that_reaches_the_target(threshold: float) -> None:
+    """On a monotone server: good enough, and no more than a sixteenth of a grid step above the threshold."""
+    result = calibrate(FakeClient(lambda alpha: float(alpha >= threshold)), EXAMPLES, target=0.9)
+    index = next(i for i, alpha in enumerate(GRID) if alpha >= threshold)
+    width = (GRID[index] - GRID[index - 1]) / 2**NUM_HALVINGS
+    assert threshold <= result["alpha"] <= threshold + width
+    assert len(result["steps"]) == index + 1 + NUM_HALVINGS
+
+
+def test_the_target_is_a_share_of_full_prefills_f1() -> None:
+    """Eq. 13 compares with what the model itself reaches, not with perfect answers."""
+    result = calibrate(FakeClient(lambda alpha: 0.3 + 0.1 * (alpha >= 1), full=0.4), EXAMPLES, target=0.9)
+    assert result["full_f1"] == pytest.approx(0.4)
+    assert 0.5 < result["alpha"] <= 1.0
+    assert (result["target"], result["examples"]) == (0.9, 10)
+
+
+def test_alpha_zero_may_be_enough() -> None:
+    """Then nothing is tried beyond it."""
+    result = calibrate(FakeClient(lambda alpha: 1.0), EXAMPLES, target=1.0)
+    assert (result["alpha"], alphas_of(result)) == (0.0, [0.0])
+
+
+def test_no_alpha_may_be_enough() -> None:
+    """All of the grid is tried, and none is claimed."""
+    result = calibrate(FakeClient(lambda alpha: 0.5), EXAMPLES, target=0.9)
+    assert (result["alpha"], alphas_of(result)) == (None, list(GRID))
+
+
+def test_quality_that_falls_again() -> None:
+    """The first grid point that suffices is halved in on; what is worse behind it is never asked for."""
+    good = lambda alpha: float(0.4 <= alpha <= 0.6)  # noqa: E731
+    result = calibrate(FakeClient(good), EXAMPLES, target=0.9)
+    assert 0.4 <= result["alpha"] <= 0.4 + 0.25 / 2**NUM_HALVINGS
+    assert max(alphas_of(result)) == 0.5
+
+
+def test_quality_with_a_hole() -> None:
+    """Whatever lies between grid points, the alpha that is returned was itself tried and good enough."""
+    good = lambda alpha: float(alpha >= 1 or 0.55 <= alpha < 0.7)  # noqa: E731
+    result = calibrate(FakeClient(good), EXAMPLES, target=0.9)
+    best = next(step for step in result["steps"] if step["alpha"] == result["alpha"])
+    assert best["f1"] >= 0.9
+
+
+def test_steps_tell_what_was_recomputed() -> None:
+    """The mean CFO is the share of moved tokens that were recomputed."""
+    result = calibrate(FakeClient(lambda alpha: float(alpha >= 2)), EXAMPLES, target=0.9)
+    assert [step["mean_cfo"] for step in result["steps"]] == [
+        pytest.approx(round(100 * min(1.0, step["alpha"] / 4)) / 100) for step in result["steps"]
+    ]
+
+
+# What is asked for
+
+
+def test_chunks_are_stored_in_another_order_first() -> None:
+    """Twice, since a chunk enters the store at its second use; captures are waited for; full prefill has its own salt."""
+    client = FakeClient(lambda alpha: 1.0)
+    calibrate(client, EXAMPLES[:1], target=0.9)
+    warm, again, full, fused = client.chats
+    assert warm == again
+    assert [chunk["text"] for chunk in warm["chunks"]] == ["two", "three", "one"]
+    assert warm["max_tokens"] == 1
+    assert [chunk["text"] for chunk in fused["chunks"]] == ["one", "two", "three"]
+    assert fused["reuse"] == {"mode": "fused", "selector": "context", "alpha": 0.0}
+    assert "reuse" not in full
+    assert fused["cache_salt"] == warm["cache_salt"] != full["cache_salt"]
+    assert all(body["order"] == "retriever" and body["temperature"] == 0 for body in client.chats)
+    paths = [path for path, _ in client.posts]
+    assert paths == [*["/rag/v1/chat/completions"] * 2, *["/rag/v1/generate"] * 2, *["/rag/v1/chat/completions"] * 2]
+
+
+def test_two_runs_share_no_kv() -> None:
+    """Else the second would find fused KV of the first."""
+    salts = []
+    for _ in range(2):
+        client = FakeClient(lambda alpha: 1.0)
+        calibrate(client, EXAMPLES[:1], target=0.9)
+        salts.append(client.chats[0]["cache_salt"])
+    assert salts[0] != salts[1]
+
+
+def test_nothing_moved_is_an_error() -> None:
+    """Without moved tokens every alpha is as good: rather no answer than a wrong one."""
+    with pytest.raises(ServerError, match="no chunk was moved"):
+        calibrate(FakeClient(lambda alpha: 1.0, moved=0), EXAMPLES, target=0.9)
+
+
+# F1
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "f1"),
+    [
+        ("The clocks.", "clocks", 1.0),
+        ("", "", 1.0),
+        ("", "clocks", 0.0),
+        ("a", "the", 1.0),
+        ("red clocks", "blue clocks", 0.5),
+        ("clocks clocks", "clocks", 2 / 3),
+        ("boats", "clocks", 0.0),
+    ],
+)
+def test_token_f1(answer: str, gold: str, f1: float) -> None:
+    assert token_f1(answer, gold) == pytest.approx(f1)
+
+
+def test_the_best_of_several_answers_counts() -> None:
+    examples = [Example("question 0", ("one", "two"), ("something else", "right answer"))]
+    assert calibrate(FakeClient(lambda alpha: 1.0), examples, target=1.0)["full_f1"] == 1.0
+
+
+# Files
+
+
+def test_examples_are_read(tmp_path: Path) -> None:
+    """Empty lines and further fields do no harm."""
+    path = tmp_path / "examples.jsonl"
+    row = {"question": "q", "chunks": ["a", "b"], "answers": ["x"], "id": 7}
+    path.write_text(f"{json.dumps(row)}\n\n")
+    assert read_examples(path) == [Example("q", ("a", "b"), ("x",))]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no examples"),
+        ("not json", ":1: needs question, chunks and answers"),
+        ('\n{"question": "q", "chunks": ["a"]}', ":2: needs question, chunks and answers"),
+        ('["q"]', ":1: needs question, chunks and answers"),
+        ("7", ":1: needs question, chunks and answers"),
+        ('{"question": "q", "chunks": 7, "answers": ["x"]}', ":1: needs question, chunks and answers"),
+        ('{"question": "q", "chunks": [], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
+        ('{"question": "q", "chunks": ["a"], "answers": []}', ":1: question, chunks and answers must be texts"),
+        ('{"question": "", "chunks": ["a"], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
+        ('{"question": "q", "chunks": [""], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
+        ('{"question": "q", "chunks": [1], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
+        ('{"question": "q", "chunks": "text", "answers": ["x"]}', ":1: chunks and answers must be lists"),
+        ('{"question": "q", "chunks": ["a"], "answers": "text"}', ":1: chunks and answers must be lists"),
+        ('{"question": "q", "chunks": {"a": 1}, "answers": ["x"]}', ":1: chunks and answers must be lists"),
+    ],
+)
+def test_bad_files_are_named_with_the_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "examples.jsonl"
+    path.write_text(text)
+    with pytest.raises(ServerError) as caught:
+        read_examples(path)
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+
+
+def test_no_file_and_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match=r"missing\.jsonl"):
+        read_examples(tmp_path / "missing.jsonl")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(ServerError, match="bytes"):
+        read_examples(tmp_path / "bytes")

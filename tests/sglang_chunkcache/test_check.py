@@ -1,0 +1,233 @@
+"""`python -m sglang_chunkcache.check`: exit codes, one line for every mistake, and the gate of the bundled model for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("requests")
+
+from sglang_chunkcache import check
+from sglang_chunkcache.check import main
+from sglang_chunkcache.client import ServerError
+from tests.sglang_chunkcache.fake_server import FakeServer
+
+GOOD, BAD = {"moved_ulps": 1.0, "passed": True}, {"moved_ulps": 9.0, "passed": False}
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.close()
+
+
+def answer_with(server: FakeServer, *gates: Any) -> None:
+    ranks = [{} if gate is None else {"gate": gate} for gate in gates]
+    server.reply = (200, json.dumps({"ranks": ranks}).encode())
+
+
+# A running server
+
+
+@pytest.mark.parametrize(("gates", "code"), [([GOOD], 0), ([GOOD, GOOD], 0), ([BAD], 1), ([GOOD, BAD], 1)])
+def test_gates_of_a_running_server(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], gates: list[dict[str, Any]], code: int
+) -> None:
+    """One failed rank fails the check; the table names ranks, the last line is JSON."""
+    answer_with(server, *gates)
+    assert main(["--url", server.url]) == code
+    *table, line = capsys.readouterr().out.splitlines()
+    assert json.loads(line) == {"passed": code == 0, "ranks": gates}
+    failed = [f"rank {rank}: FAILED" for rank, gate in enumerate(gates) if not gate["passed"]]
+    assert [row for row in table if "FAILED" in row] == failed
+
+
+def test_json_prints_one_line_and_the_key_is_sent(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    answer_with(server, GOOD)
+    assert main(["--url", server.url, "--json", "--api-key", "k"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert server.keys == ["Bearer k"]
+
+
+@pytest.mark.parametrize("gates", [[None], [GOOD, None], [{}]], ids=str)
+def test_a_server_without_a_gate(server: FakeServer, capsys: pytest.CaptureFixture[str], gates: list[Any]) -> None:
+    """An exact server has no figures: that is said, not passed."""
+    answer_with(server, *gates)
+    assert main(["--url", server.url]) == 2
+    assert "not a server started with --reuse fused" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", "http://127.0.0.1:9"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# Flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --model-path, or --url"),
+        (["--device", "cpu"], "give --model-path, or --url"),
+        (["--calibrate", "file", "--model-path", "m"], "--calibrate needs one"),
+        (["--url", "u", "--model-path", "m"], "not for a running server: --model-path m"),
+        (["--url", "u", "--f1", "much"], "--f1"),
+    ],
+)
+def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(flags)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_model_path_may_be_given_with_an_equals_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[str] = []
+
+    def measure(given: list[str]) -> dict[str, Any]:
+        flags.extend(given)
+        return GOOD
+
+    monkeypatch.setattr(check, "_measure", measure)
+    assert main(["--model-path=m", "--dtype", "float32"]) == 0
+    assert flags == ["--model-path=m", "--dtype", "float32"]
+
+
+# Calibration
+
+
+@pytest.mark.parametrize(("alpha", "code"), [(0.5, 0), (0.0, 0), (None, 1)])
+def test_calibration(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    alpha: float | None,
+    code: int,
+) -> None:
+    """The file and the target are handed on; no alpha that is good enough is exit code 1, alpha 0 is not."""
+    path = tmp_path / "examples.jsonl"
+    path.write_text(json.dumps({"question": "q", "chunks": ["a"], "answers": ["x"]}))
+    asked: list[Any] = []
+    steps = [{"alpha": 1.0, "mean_cfo": 0.25, "f1": 0.5}, {"alpha": 2.0, "mean_cfo": 0.5, "f1": 0.8}]
+    result = {"alpha": alpha, "full_f1": 0.8, "steps": steps}
+
+    def calibrate(client: Any, examples: Any, *, target: float) -> dict[str, Any]:
+        asked.extend([client.url, len(examples), target])
+        return result
+
+    monkeypatch.setattr(check, "calibrate", calibrate)
+    assert main(["--url", "http://server", "--calibrate", str(path), "--f1", "0.9"]) == code
+    assert asked == ["http://server", 1, 0.9]
+    *table, line = capsys.readouterr().out.splitlines()
+    assert json.loads(line) == result
+    assert table[-1].split() == ["2.000", "0.500", "0.800", "1.000"]
+
+
+def test_a_model_that_is_never_right_divides_by_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "examples.jsonl"
+    path.write_text(json.dumps({"question": "q", "chunks": ["a"], "answers": ["x"]}))
+    steps = [{"alpha": 0.0, "mean_cfo": 0.0, "f1": 0.0}]
+    monkeypatch.setattr(check, "calibrate", lambda *args, **kwargs: {"alpha": 0.0, "full_f1": 0.0, "steps": steps})
+    assert main(["--url", "u", "--calibrate", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].split() == ["0.000", "0.000", "0.000", "0.000"]
+
+
+def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "examples.jsonl"
+    path.write_text("nonsense")
+    assert main(["--url", "http://server", "--calibrate", str(path)]) == 2
+    assert f"{path}:1: needs question, chunks and answers" in capsys.readouterr().err
+
+
+# The process that loads the model
+
+
+def make_child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """The child runs `code` in place of loading a model; `out` is the file it is to write."""
+    run = subprocess.run
+
+    def run_code(command: list[str], **kwargs: Any) -> Any:
+        assert command[1:3] == ["-m", "sglang_chunkcache.check"]
+        out = f"import os; out = os.environ[{check._CHILD!r}]\n"
+        return run([sys.executable, "-c", out + code], **kwargs)
+
+    monkeypatch.setattr(subprocess, "run", run_code)
+
+
+def test_figures_come_from_the_child(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By way of a file: what it prints is not shown."""
+    make_child(monkeypatch, "print('noise'); open(out, 'w').write('{\"passed\": true, \"moved_ulps\": 1.0}')")
+    assert main(["--model-path", "m", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"passed": True, "ranks": [GOOD]}
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "print('ValueError: --reuse fused is not supported with LoRA'); raise SystemExit(1)",
+            "not supported with LoRA",
+        ),
+        ("print('check: error: no such flag'); raise SystemExit(2)", "error: no such flag"),
+        ("print('killed')", "killed"),
+        ("pass", "without a word"),
+    ],
+)
+def test_a_child_that_fails_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: str, message: str
+) -> None:
+    """The line of its output that says why, or the last ones."""
+    make_child(monkeypatch, code)
+    assert main(["--model-path", "m"]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_child_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check, "START_TIMEOUT_S", 0.5)
+    make_child(monkeypatch, "import time; time.sleep(60)")
+    assert main(["--model-path", "m"]) == 2
+    assert "did not load within" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_the_bundled_model_passes() -> None:
+    """The whole command, with SGLang's engine."""
+    pytest.importorskip("sglang")
+    command = [sys.executable, "-m", "sglang_chunkcache.check", "--model-path", "bundled", "--json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    (gate,) = json.loads(done.stdout.splitlines()[-1])["ranks"]
+    assert gate["passed"]
+    assert gate["moved_ulps"] <= gate["max_ulps"]
+    assert gate["logit_error"] <= gate["max_logit_error"] < gate["logit_error_unrecomputed"]
+
+
+@pytest.mark.engine
+def test_a_flag_that_does_not_suit_is_named() -> None:
+    """What the server would refuse at start, the check refuses too, in one line."""
+    pytest.importorskip("sglang")
+    command = [sys.executable, "-m", "sglang_chunkcache.check", "--model-path", "bundled", "--page-size", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--page-size" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_server_errors_are_value_errors() -> None:
+    """What a user can get wrong."""
+    assert issubclass(ServerError, ValueError)
