@@ -185,36 +185,24 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: b
 
 
 def world_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Questions about a world that training never draws, as many for each kind and number of chunks."""
-    from sglang_chunkcache.bundled_model import world as worlds
+    """Questions about worlds that training never draws, as many for each kind and number of chunks."""
+    from sglang_chunkcache.bundled_model.world import World, linked_questions, order_questions
 
-    world = worlds.World(args.seed | UNSEEN)
-    ask_about: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
-        "order": lambda passages: worlds.order_questions(passages)[:2],  # the model never learned "after"
-    }
-    if linked := getattr(worlds, "linked_questions", None):
-        ask_about["linked"] = linked
-    corpus = [TextChunk(p.id, p.text) for p in world.passages]
     for kind in args.kinds:
-        hop = 2 if kind == "two-hop" else 1
-        if kind in KINDS[2:] and kind not in ask_about:
-            print(f"no {kind} questions in this world: skipped", file=sys.stderr)
-            continue
+        world = World(args.seed | UNSEEN, links=kind == "linked")
+        corpus = [TextChunk(p.id, p.text) for p in world.passages]
         for num_chunks in args.chunks:
             rng = random.Random(f"{args.seed} {kind} {num_chunks}")
-            asked = [q for q in world.questions if q.hop == hop]
+            asked = [q for q in world.questions if q.hop == (2 if kind == "two-hop" else 1)]
             rng.shuffle(asked)
-            num_found = 0
-            for question in asked:
-                if num_found == args.questions:
-                    break
-                passages = world.context(question, num_chunks, rng)
-                if kind in ask_about:
-                    found = ask_about[kind](passages)
-                    if not found:
-                        continue
-                    question = rng.choice(found)
-                num_found += 1
+            for question in asked[: args.questions]:
+                if kind == "linked":
+                    passages = world.linked_context(num_chunks, rng)
+                    question = rng.choice(linked_questions(passages))
+                else:
+                    passages = list(world.context(question, num_chunks, rng))
+                if kind == "order":
+                    question = rng.choice(order_questions(passages)[:2])  # the model never learned "after"
                 chunks = tuple(TextChunk(p.id, p.text) for p in passages)
                 yield make_case(kind, question.question, question.answers, chunks, corpus, args.neighbors, rng)
 

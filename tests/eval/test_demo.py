@@ -52,7 +52,9 @@ def test_plain_cache_computes_what_no_earlier_prompt_begins_with() -> None:
 
 def test_answer_is_right_whatever_its_white_space() -> None:
     request = Request("single questions", Sample("Which?", (), ("The city X grows peas.", "peas")))
-    rights = [Answer(request, text, 1, 0.0, {}, 1, 1).right for text in (" The city X\ngrows peas. ", "peas", "Peas", "peas!")]
+    rights = [
+        Answer(request, text, 1, 0.0, {}, 1, 1).right for text in (" The city X\ngrows peas. ", "peas", "Peas", "peas!")
+    ]
     assert rights == [True, True, False, False]
 
 

@@ -32,7 +32,6 @@ from eval.quality import (
     normalize,
     rouge_l,
 )
-from sglang_chunkcache.bundled_model import world
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=9)
 WEIGHTS = st.lists(st.floats(0.01, 1), min_size=4, max_size=4)
@@ -308,12 +307,13 @@ def test_world_cases_are_what_was_asked_for() -> None:
     assert cases == list(bench.world_cases(args))
 
 
-def test_linked_questions_are_asked_once_the_world_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = args_of(kinds=["linked"], chunks=[4], questions=2, neighbors=2)
-    monkeypatch.delattr(world, "linked_questions", raising=False)
-    assert list(bench.world_cases(args)) == []
-    monkeypatch.setattr(world, "linked_questions", lambda passages: world.order_questions(passages)[:1], raising=False)
-    assert [case.question for case in bench.world_cases(args)] == ["Which passage comes first?"] * 2
+def test_linked_questions_come_from_a_world_with_links() -> None:
+    """Each is about a passage that speaks of another one without naming it."""
+    cases = list(bench.world_cases(args_of(kinds=["linked"], chunks=[4], questions=3, neighbors=2)))
+    assert [len(case.chunks) for case in cases] == [4, 4, 4]
+    for case in cases:
+        _, kind, _, verb, *_ = case.gold[0].split()  # The company Lumex visited Kelton.
+        assert any(f" the {kind} {verb} " in chunk.text for chunk in case.chunks)
 
 
 def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
