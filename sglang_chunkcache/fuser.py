@@ -110,14 +110,18 @@ class Fuser:
                 node, found = last, [*found, *values]
                 req.chunkcache_fused = Fused(exact, spans.reuse.recipe)
         indices = torch.cat(found) if len(found) > 1 else found[0]
-        plan = make_plan(
-            spans.spans,
-            start=len(indices),
-            limit=len(key),
-            candidates=lambda chunk: self._candidates(ChunkIdentity(chunk, key.extra_key, key.cache_salt)),
-            reuse=spans.reuse,
-            limits=self.limits,
-        )
+        try:
+            plan = make_plan(
+                spans.spans,
+                start=len(indices),
+                limit=len(key),
+                candidates=lambda chunk: self._candidates(ChunkIdentity(chunk, key.extra_key, key.cache_salt)),
+                reuse=spans.reuse,
+                limits=self.limits,
+            )
+        except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
+            logger.exception("chunk cache: no plan, the prompt is computed")
+            plan = ReusePlan((), ("plan_failed",))
         outcome: Outcome = getattr(req, "chunkcache_outcome", None) or Outcome()
         req.chunkcache_outcome = outcome
         outcome.exact, outcome.fused_hit, outcome.plan, outcome.move = exact, len(indices) - exact, plan, None
@@ -144,7 +148,9 @@ class Fuser:
         ids = req.origin_input_ids[: plan.end]
         key = ChunkKey.cut(ids, spans.spans, plan.end, extra_key=req.extra_key, cache_salt=req.cache_salt, fused=fused)
         if key[plan.start :].child_key() in node.children:
-            return None  # somebody hung the same there since the match
+            return self._decline(
+                outcome, "hung_meanwhile", node
+            )  # since the match; SGLang matches right before it asks
         sources = [piece.source.node for piece in plan.pieces if isinstance(piece.source, DeviceCopy)]
         if not all(self.cache.copies.holds(source) for source in sources):
             return self._decline(outcome, "source_gone", node)
@@ -209,8 +215,9 @@ class Fuser:
             preprocessed = spans.is_preprocessing and bool(node.prefix)  # alone it has seen no neighbour
             if node in self._waiting or not self.cache.copies.holds(node):
                 continue
-            if not spans.is_preprocessing and len(self.store.find(_identity(node))) >= self.max_variants:
-                continue  # each new chain would cost a pass
+            variants = [variant.prefix for variant in self.store.find(_identity(node))]
+            if not spans.is_preprocessing and len(variants) >= self.max_variants and node.prefix not in variants:
+                continue  # with all its variants a chunk gets no more: each new chain would cost a pass
             if not self.store.wants(_identity(node), node.prefix, scored=self.is_scoring, preprocessed=preprocessed):
                 continue
             if len(self._waiting) >= MAX_WAITING_CAPTURES:

@@ -47,6 +47,9 @@ MAX_QUESTION_TOKENS = 256
 """The last tokens behind the chunks stand for the question: instructions in front of them would drown it."""
 
 
+RESCUE_PIECE = 512
+"""Tokens at a time when a region is computed after all."""
+
 FOCUS_WINDOW = 3
 """Layers that must agree on the focused chunks (w of Cache-Craft's algorithm 1, which gives no figure)."""
 
@@ -243,13 +246,15 @@ class FusionPass:
         run_pass(self.runner, [_sequence(move, positions) for move, positions in work])
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
-        """An ordinary prefill of every promised region, in batch order."""
+        """An ordinary prefill of every promised region, in batch order and in pieces: room may be what was missing."""
         for move in moves:
+            starts = range(move.plan.start, move.plan.end, RESCUE_PIECE)
             run_virtual(
                 self.runner,
                 req_pool_index=move.row_index(),
-                runs=[(move.plan.start, move.plan.end)],
+                runs=[(start, min(start + RESCUE_PIECE, move.plan.end)) for start in starts],
                 token_ids=move.token_ids,
+                max_sequences=1,
             )
             move.recomputed_len = move.plan.moved_len
             move.fallbacks.append("pass_failed")

@@ -143,7 +143,8 @@ def make_plan(
         if gaps > limits.max_gap_tokens:
             fallbacks.append("gap_too_long")
             break
-        if gaps + _num_recomputed([*pieces, piece], reuse) > limits.max_pass_tokens:
+        fresh = piece.end - start if reuse.selector == "deviation" else _num_recomputed([*pieces, piece], reuse)
+        if gaps + fresh > limits.max_pass_tokens:  # deviation runs all of the region through the first layers
             fallbacks.append("pass_budget")
             break
         pieces += [*waiting, piece]
@@ -177,7 +178,7 @@ def _choose(
     offered = {
         index: tuple(candidates(span.chunk))
         for index, span in enumerate(spans)
-        if span.end <= limit and index not in reuse.fresh
+        if span.end <= limit and index not in reuse.fresh and (span.start >= start or reuse.selector == "set")
     }
     if reuse.selector == "set":
         offered = _of_one_set(ids, offered)

@@ -4,7 +4,8 @@
              the policy                           only where the choice of tokens depends on the question
 
 Fused KV is shared between requests by its recipe alone, so the recipe names all that the KV depends on beside its chunks and
-what stands before them. Knows no token's KV and no source: what is moved is the scheduler's to decide.
+what stands before them; of a conversation the first fused turn's question stands for all. Knows no token's KV and no source:
+what is moved is the scheduler's to decide.
 """
 
 from __future__ import annotations
