@@ -37,11 +37,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from radix_ext import ChainId, ChunkId, IntegrityError, eviction_priority, extend_chain, root_chain
+from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain
+from sglang_chunkcache.chunk_copies import ChunkCopies
 from sglang_chunkcache.chunk_key import ChunkKey, Fused
-from sglang_chunkcache.chunk_store import ChunkIdentity
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.event_log import EventLog, Evicted, Inserted
+from sglang_chunkcache.eviction import PromotedFirst, ReusedLonger, chain_id_of
 from sglang_chunkcache.request_spans import ANSWER_KEY, RequestSpans, unpack
 
 if TYPE_CHECKING:
@@ -56,87 +57,6 @@ MAX_UNREAD_EVENTS = 65_536
 """Events kept for the front; a rank that is not asked for longer has its mirror rebuilt. About 150 bytes each."""
 
 _UNREAD = object()
-
-
-class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
-    """Each doubling of a chunk node's hits keeps it one access window longer; `base` breaks ties.
-
-    Token nodes have no hits of their own, so plain traffic sees recency alone, as in SGLang. Clock and hits count requests,
-    never seconds: all ranks of a tensor-parallel group must evict the same nodes.
-    """
-
-    def __init__(self, base: EvictionStrategy, window: int) -> None:
-        self.base, self.window = base, window
-
-    def get_priority(self, node: TreeNode) -> tuple[tuple[int, int], Any]:
-        used, hits = getattr(node, "used", 0), getattr(node, "hits", 0)
-        priority = eviction_priority("reused", promoted=False, hits=hits, last_access=used, window=self.window)
-        return priority, self.base.get_priority(node)
-
-
-class PromotedFirst(EvictionStrategy):  # type: ignore[misc]
-    """Nodes that are not promoted leave first; within each kind `base` decides.
-
-    A token node inherits the mark of its nearest chunk above; without one (plain traffic, prompt heads) it counts as
-    promoted, so that traffic without spans sees `base` alone.
-    """
-
-    def __init__(self, base: EvictionStrategy) -> None:
-        self.base = base
-
-    def get_priority(self, node: TreeNode) -> tuple[bool, Any]:
-        return is_promoted(node), self.base.get_priority(node)
-
-
-def is_promoted(node: TreeNode | None) -> bool:
-    """The mark of a node, inherited from the nearest chunk node of the first chunk area; fused nodes have none."""
-    if node is not None and isinstance(node.key, ChunkKey) and node.key.fused is not None:
-        return False
-    while node is not None:
-        if chain_id_of(node) is not None:
-            return bool(node.promoted)
-        node = node.parent
-    return True
-
-
-def chain_id_of(node: TreeNode) -> ChainId | None:
-    """The node's place in the global tree; None for token nodes and for chunks of later turns, which it does not hold."""
-    return getattr(node, "chain", None)
-
-
-class ChunkCopies:
-    """Where a chunk's computed KV stands in the tree: every filled chunk node that was not moved there itself."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[ChunkIdentity, dict[TreeNode, None]] = {}
-
-    def find(self, identity: ChunkIdentity, num: int) -> list[TreeNode]:
-        """The latest `num`."""
-        return list(itertools.islice(reversed(self._nodes.get(identity, {})), num))
-
-    def holds(self, node: TreeNode) -> bool:
-        return getattr(node, "chunk", None) is not None and node in self._nodes.get(_identity(node), {})
-
-    def add(self, node: TreeNode) -> None:
-        self._nodes.setdefault(_identity(node), {})[node] = None
-
-    def drop(self, node: TreeNode) -> None:
-        """No effect on a node that is none."""
-        if self.holds(node):
-            nodes = self._nodes[_identity(node)]
-            del nodes[node]
-            if not nodes:
-                del self._nodes[_identity(node)]
-
-    def clear(self) -> None:
-        self._nodes.clear()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._nodes.values()))
-
-
-def _identity(node: TreeNode) -> ChunkIdentity:
-    return ChunkIdentity(node.chunk, node.key.extra_key, node.key.cache_salt)
 
 
 class ChunkRadixCache(RadixCache):  # type: ignore[misc]

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import IntegrityError
+from sglang_chunkcache.chunk_copies import identity_of
 from sglang_chunkcache.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.chunk_store import ChunkIdentity, ChunkStore, Variant
 from sglang_chunkcache.fusion_pass import Capture, FusionPass, Move
@@ -43,7 +44,6 @@ MAX_COPIES = 8
 
 MAX_WAITING_CAPTURES = 256
 """Chunks waiting to enter the store. More are not kept this time."""
-
 
 MAX_CAPTURE_TOKENS = 512
 """Of chunks scored and stored beside one forward: what the answers under way wait for."""
@@ -147,10 +147,8 @@ class Fuser:
         fused = req.chunkcache_fused or Fused(plan.fused_from, spans.reuse.recipe)
         ids = req.origin_input_ids[: plan.end]
         key = ChunkKey.cut(ids, spans.spans, plan.end, extra_key=req.extra_key, cache_salt=req.cache_salt, fused=fused)
-        if key[plan.start :].child_key() in node.children:
-            return self._decline(
-                outcome, "hung_meanwhile", node
-            )  # since the match; SGLang matches right before it asks
+        if key[plan.start :].child_key() in node.children:  # not to be expected: SGLang matches right before it asks
+            return self._decline(outcome, "hung_meanwhile", node)
         sources = [piece.source.node for piece in plan.pieces if isinstance(piece.source, DeviceCopy)]
         if not all(self.cache.copies.holds(source) for source in sources):
             return self._decline(outcome, "source_gone", node)
@@ -215,10 +213,10 @@ class Fuser:
             preprocessed = spans.is_preprocessing and bool(node.prefix)  # alone it has seen no neighbour
             if node in self._waiting or not self.cache.copies.holds(node):
                 continue
-            variants = [variant.prefix for variant in self.store.find(_identity(node))]
+            variants = [variant.prefix for variant in self.store.find(identity_of(node))]
             if not spans.is_preprocessing and len(variants) >= self.max_variants and node.prefix not in variants:
                 continue  # with all its variants a chunk gets no more: each new chain would cost a pass
-            if not self.store.wants(_identity(node), node.prefix, scored=self.is_scoring, preprocessed=preprocessed):
+            if not self.store.wants(identity_of(node), node.prefix, scored=self.is_scoring, preprocessed=preprocessed):
                 continue
             if len(self._waiting) >= MAX_WAITING_CAPTURES:
                 self.dropped_captures += 1
@@ -256,7 +254,7 @@ class Fuser:
             return
         for (node, preprocessed), (blob, scores) in zip(captures, results, strict=True):
             node.scores = scores
-            self.store.put(_identity(node), Variant(node.prefix, blob, scores, preprocessed))
+            self.store.put(identity_of(node), Variant(node.prefix, blob, scores, preprocessed))
 
     def report(self, req: Req) -> dict[str, Any]:
         """What the front may tell the client, see `RagRequest.answer`."""
@@ -340,10 +338,6 @@ class Fuser:
             self.cache.evict(EvictParams(num_tokens=missing))
         slots: torch.Tensor | None = allocator.alloc(num_tokens)
         return slots
-
-
-def _identity(node: TreeNode) -> ChunkIdentity:
-    return ChunkIdentity(node.chunk, node.key.extra_key, node.key.cache_salt)
 
 
 def _capture_of(node: TreeNode) -> Capture:

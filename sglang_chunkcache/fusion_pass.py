@@ -38,14 +38,13 @@ from sglang_chunkcache.relocate import RotaryTable, copy_moved, read_blob, write
 from sglang_chunkcache.request_spans import ReuseRequest
 from sglang_chunkcache.reuse_plan import Piece, ReusePlan
 from sglang_chunkcache.selectors import focus
-from sglang_chunkcache.selectors.base import Evidence, MovedChunk, Need, Selection
+from sglang_chunkcache.selectors.base import Evidence, MovedChunk, Need, Selector
 from sglang_chunkcache.sources import DeviceCopy, HostCopy
 
 logger = logging.getLogger(__name__)
 
 MAX_QUESTION_TOKENS = 256
 """The last tokens behind the chunks stand for the question: instructions in front of them would drown it."""
-
 
 RESCUE_PIECE = 512
 """Tokens at a time when a region is computed after all."""
@@ -178,18 +177,17 @@ class FusionPass:
 
     def _choose(self, moves: Sequence[Move]) -> list[list[int]]:
         """Positions to compute, per move: the selector's critical tokens and all of the gaps."""
-        needs = [set(selectors.get(move.reuse.selector).needs) for move in moves]
+        choosers = [_selector_of(move.reuse) for move in moves]
+        needs = [set(chooser.needs) for chooser in choosers]
         for move, need in zip(moves, needs, strict=True):
-            if move.reuse.focus:
+            if move.reuse.focus and move.reuse.is_choice:
                 need.add(Need.QUESTION)
-            if move.reuse.ratio in (0.0, 1.0) and move.reuse.alpha is None:
-                need.clear()  # nothing or everything: there is nothing to choose
         evidence = self._measure(moves, needs)
         critical = []
-        for move, need, seen in zip(moves, needs, evidence, strict=True):
+        for move, chooser, seen in zip(moves, choosers, evidence, strict=True):
             chunks = [_chunk_of(move, piece) for piece in move.moved]
-            selection = self._select(move, chunks, seen)
-            if move.reuse.focus and Need.QUESTION in need and seen.question_by_layer is not None:
+            selection = chooser.select(chunks, move.reuse, seen)
+            if move.reuse.focus and seen.question_by_layer is not None:
                 window = min(FOCUS_WINDOW, len(seen.question_by_layer))
                 focused, _ = focus.focused_chunks(seen.question_by_layer, window=window)
                 selection = focus.spare_unfocused(selection, focused)
@@ -202,15 +200,6 @@ class FusionPass:
                     positions += range(piece.start, piece.end)
             critical.append(sorted(positions))
         return critical
-
-    def _select(self, move: Move, chunks: Sequence[MovedChunk], evidence: Evidence) -> Selection:
-        selector = selectors.get(move.reuse.selector)
-        if move.reuse.ratio == 1.0 and move.reuse.alpha is None and selector.name not in ("none", "set"):
-            everything = tuple(torch.arange(chunk.num_tokens) for chunk in chunks)
-            return Selection(everything, (None,) * len(chunks))
-        if move.reuse.ratio == 0.0 and move.reuse.alpha is None:
-            return Selection(tuple(torch.arange(0) for _ in chunks), (None,) * len(chunks))
-        return selector.select(chunks, move.reuse, evidence)
 
     def _measure(self, moves: Sequence[Move], needs: Sequence[set[Need]]) -> list[Evidence]:
         for move, need in zip(moves, needs, strict=True):
@@ -266,6 +255,11 @@ class FusionPass:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - started
+
+
+def _selector_of(reuse: ReuseRequest) -> Selector:
+    """The selector asked for; `first` in its place where nothing or everything is taken, which needs no measuring."""
+    return selectors.get(reuse.selector if reuse.is_choice or not reuse.recomputes else "first")
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

@@ -47,6 +47,16 @@ class ReuseRequest:
     fresh: frozenset[int] = frozenset()
     """Spans that are computed even where a source exists."""
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether its selector takes tokens at all."""
+        return self.selector not in ("none", "set")
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether there is something to choose: neither nothing nor everything is asked for."""
+        return self.alpha is not None or 0 < self.ratio < 1
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSpans:

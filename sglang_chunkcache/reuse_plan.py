@@ -127,7 +127,7 @@ def make_plan(
     pieces: list[Piece] = []
     waiting: list[Piece] = []  # gaps, until a hit behind them makes them worth it
     fallbacks: list[str] = []
-    position, moved_len, gap_len = start, 0, 0
+    position, moved_len, gap_len, recomputed_len, by_alpha = start, 0, 0, 0, 0
     for index, span in enumerate(spans):
         if span.start < start or span.end > limit:
             continue
@@ -143,27 +143,27 @@ def make_plan(
         if gaps > limits.max_gap_tokens:
             fallbacks.append("gap_too_long")
             break
-        fresh = piece.end - start if reuse.selector == "deviation" else _num_recomputed([*pieces, piece], reuse)
-        if gaps + fresh > limits.max_pass_tokens:  # deviation runs all of the region through the first layers
+        by_alpha += _num_by_alpha(piece, reuse)
+        recomputed = by_alpha if _goes_by_alpha(reuse) else math.ceil(reuse.ratio * moved) if reuse.recomputes else 0
+        measured = piece.end - start if reuse.selector == "deviation" and reuse.is_choice else 0  # the whole region
+        if max(gaps + recomputed, measured) > limits.max_pass_tokens:
             fallbacks.append("pass_budget")
             break
         pieces += [*waiting, piece]
-        waiting, moved_len, gap_len = [], moved, gaps
-    if pieces and moved_len - _num_recomputed(pieces, reuse) < limits.min_saved_tokens:
+        waiting, moved_len, gap_len, recomputed_len = [], moved, gaps, recomputed
+    if pieces and moved_len - recomputed_len < limits.min_saved_tokens:
         return ReusePlan((), (*fallbacks, "not_worth_it"))
-    return ReusePlan(tuple(pieces), tuple(fallbacks), _num_recomputed(pieces, reuse))
+    return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len)
 
 
-def _num_recomputed(pieces: Sequence[Piece], reuse: ReuseRequest) -> int:
-    """Tokens of moved chunks that the selector will take, as far as the plan can tell."""
-    moved = [piece for piece in pieces if piece.source is not None]
-    num_tokens = sum(piece.end - piece.start for piece in moved)
-    if reuse.selector in ("none", "set"):
-        return 0
-    if reuse.selector != "context" or reuse.alpha is None:
-        return math.ceil(reuse.ratio * num_tokens)
-    shares = (reuse.ratio if piece.cfo is None else min(1.0, reuse.alpha * piece.cfo) for piece in moved)
-    return sum(math.ceil(share * (piece.end - piece.start)) for share, piece in zip(shares, moved, strict=True))
+def _goes_by_alpha(reuse: ReuseRequest) -> bool:
+    return reuse.selector == "context" and reuse.alpha is not None
+
+
+def _num_by_alpha(piece: Piece, reuse: ReuseRequest) -> int:
+    """Tokens of a moved chunk that `context` takes at the request's alpha; by the ratio where its source is not scored."""
+    share = reuse.ratio if piece.cfo is None else min(1.0, (reuse.alpha or 0.0) * piece.cfo)
+    return math.ceil(share * (piece.end - piece.start))
 
 
 def _choose(
@@ -187,7 +187,8 @@ def _choose(
         span, before = spans[index], tuple(ids[:index])
         if span.start < start or not options:
             continue
-        best = options[_best(options, before, reuse)]
+        known = frozenset(before)
+        best = options[_best(options, before, known, reuse)]
         chosen[index] = Piece(
             span.start,
             span.end,
@@ -195,7 +196,7 @@ def _choose(
             best,
             span.chunk,
             before,
-            overlap=len(set(best.prefix) & set(before)),
+            overlap=len(known.intersection(best.prefix)),
             cfo=None
             if best.scores is None
             else context.cfo(1.0, context.fix_overhead(best.prefix, best.scores, before), span.end - span.start),
@@ -203,13 +204,14 @@ def _choose(
     return chosen
 
 
-def _best(options: Sequence[Candidate], before: tuple[ChunkId, ...], reuse: ReuseRequest) -> int:
+def _best(
+    options: Sequence[Candidate], before: tuple[ChunkId, ...], known: frozenset[ChunkId], reuse: ReuseRequest
+) -> int:
     """Index of the source to move: Cache-Craft takes the lowest CFO. Elsewhere the one that has seen most of what stands
     before the chunk now, preprocessed ones first: FusionRAG's whole point is to use those."""
     if reuse.selector == "context":
         variants = [(option.prefix, option.scores) for option in options]
         return context.best_variant(variants, before, without=reuse.without)
-    known = set(before)
 
     def merit(index: int) -> tuple[bool, int, bool, int]:
         option = options[index]

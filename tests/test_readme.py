@@ -1,6 +1,6 @@
 """README.md says what the code says.
 
-    python tests/test_readme.py     # prints the rows of the flags table, to paste
+python tests/test_readme.py     # prints the rows of the flags table, to paste
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ def flag_rows() -> list[str]:
     for knob in dataclasses.fields(ChunkCacheConfig):
         if knob.metadata.get("internal"):
             continue
-        default = "none" if knob.default is None else repr(knob.default) if knob.default == "\n\n" else str(knob.default)
-        choices = f": {', '.join(f'`{choice}`' for choice in knob.metadata['choices'])}" if knob.metadata["choices"] else ""
+        default = (
+            "none" if knob.default is None else repr(knob.default) if knob.default == "\n\n" else str(knob.default)
+        )
+        choices = (
+            f": {', '.join(f'`{choice}`' for choice in knob.metadata['choices'])}" if knob.metadata["choices"] else ""
+        )
         rows.append(f"| `{flag_name(knob.name)}` | `{default}` | {knob.metadata['help']}{choices} |")
     return rows
 

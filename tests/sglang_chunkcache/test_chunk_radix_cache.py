@@ -21,8 +21,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radix_ext import ChunkId, IntegrityError, chain_of, chunk_id
 from sglang_chunkcache.chunk_key import ChunkKey
-from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache, PromotedFirst, chain_id_of, is_promoted
+from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache
 from sglang_chunkcache.event_log import Batch, Evicted, Inserted
+from sglang_chunkcache.eviction import PromotedFirst, chain_id_of, is_promoted
 from sglang_chunkcache.request_spans import ANSWER_KEY
 from tests.reference.scheduler import SECRET, FakeReq, Scheduler, config, marked, walk
 

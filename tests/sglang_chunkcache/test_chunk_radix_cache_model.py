@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from radix_ext import ChunkPrefixTree
 from sglang_chunkcache.chunk_key import ChunkKey
-from sglang_chunkcache.chunk_radix_cache import chain_id_of
 from sglang_chunkcache.event_log import Batch
+from sglang_chunkcache.eviction import chain_id_of
 from sglang_chunkcache.rank_mirror import RankMirror
 from sglang_chunkcache.request_spans import ANSWER_KEY
 from tests.reference.naive_cache import NaiveCache, Path, num_tokens, units
