@@ -5,7 +5,8 @@
 
 The traffic comes from the bundled model's generated world: some topics are asked about far more often than others, a
 topic's passages are retrieved together, and their order differs from question to question. Three phases, one request at a
-time: each topic's first question; single questions; conversations that retrieve passages again which they have shown.
+time: each topic's first question; single questions; conversations that retrieve passages again which they have shown. With
+`--retrieve` a fourth, in which the server itself searches an index of these passages (`--write-corpus`) for each question.
 
 Everything about this server is taken from its answers. Beside it stands a prediction: what a cache that knows identical
 prefixes only would have computed for the same questions, with the chunks as retrieved, sent again every turn, the text
@@ -21,8 +22,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -48,7 +50,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question with what was retrieved for it, and the phase it belongs to."""
+    """A question with what was retrieved for it, and the phase it belongs to. No chunks: the server retrieves."""
 
     phase: str
     sample: Sample
@@ -105,13 +107,20 @@ class PlainCache:
 
 def main(argv: Sequence[str]) -> int:
     """Send the traffic, print the table; 0 if chunks were reused and the answers are right, else 1."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.write_corpus:
+        write_corpus(options.write_corpus, World(options.seed, options.passages))
+        return 0
+    if not options.url:
+        parser.error("--url: say where the server is")
     url = options.url.rstrip("/")
     if options.flush:
         _flush(url)
-    requests = list(traffic(options.seed, options.passages, options.requests, options.conversations))
+    requests = list(traffic(options.seed, options.passages, options.requests, options.conversations, options.retrieve))
     answers: list[Answer] = []
-    for answer in ask_all(url, requests):
+    texts = {passage.id: passage.text for passage in World(options.seed, options.passages).passages}
+    for answer in ask_all(url, requests, texts):
         answers.append(answer)
         if sys.stderr.isatty():
             print(f"\rasking {len(answers)}/{len(requests)} ", end="", file=sys.stderr, flush=True)
@@ -135,7 +144,15 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failures else 0
 
 
-def traffic(seed: int, num_passages: int, num_requests: int, num_conversations: int) -> Iterator[Request]:
+def write_corpus(path: Path, world: World) -> None:
+    """The world's passages, one JSON object a line, for `python -m retrieval build --no-split`."""
+    rows = [json.dumps({"id": passage.id, "text": passage.text}) + "\n" for passage in world.passages]
+    path.write_text("".join(rows), encoding="utf-8")
+
+
+def traffic(
+    seed: int, num_passages: int, num_requests: int, num_conversations: int, num_retrieved: int = 0
+) -> Iterator[Request]:
     """The requests of all phases, in the order in which they are sent; the same for the same arguments."""
     world, rng = World(seed, num_passages), random.Random(seed)
     topics = _topics(world)
@@ -155,19 +172,27 @@ def traffic(seed: int, num_passages: int, num_requests: int, num_conversations: 
         topic = rng.choices(topics, popularity)[0]
         for passage in rng.sample(topic, NUM_TURNS):
             yield Request("conversations", sample(topic, rng.choice(asked[passage.id]), f"demo-{seed}-{number}"))
+    for topic in rng.choices(topics, popularity, k=num_retrieved):
+        question = rng.choice(asked[rng.choice(topic).id])
+        yield Request("server retrieves", Sample(question.question, (), question.answers))
 
 
-def ask_all(url: str, requests: Iterable[Request]) -> Iterator[Answer]:
-    """Send the requests one after the other; a conversation's turns carry all its messages, as clients do."""
+def ask_all(url: str, requests: Iterable[Request], texts: Mapping[str, str]) -> Iterator[Answer]:
+    """Send the requests one after the other; a conversation's turns carry all its messages, as clients do.
+
+    `texts` are the passages by id, for what the server retrieves: its answer gives ids.
+    """
     plain = PlainCache()
     histories: dict[str, tuple[list[Message], list[Message]]] = {}  # as we send it, as a plain client would
     for request in requests:
         sample = request.sample
         ours, theirs = histories.setdefault(sample.conversation, ([], [])) if sample.conversation else ([], [])
         ours.append({"role": "user", "content": sample.question})
+        text, prompt_tokens, first_token_ms, chunkcache = _stream(url, ours, sample)
+        if chunkcache.get("retrieval"):
+            sample = replace(sample, chunks=_retrieved(url, chunkcache["retrieval"], texts))
         context = "".join(chunk.text + CHUNK_SEPARATOR for chunk in sample.chunks)
         theirs.append({"role": "user", "content": context + sample.question})
-        text, prompt_tokens, first_token_ms, chunkcache = _stream(url, ours, sample)
         plain_prompt = post(f"{url}/v1/tokenize", {"model": "default", "messages": theirs})["tokens"]
         plain_answer = post(f"{url}/v1/tokenize", {"model": "default", "prompt": text, "add_special_tokens": False})[
             "tokens"
@@ -175,7 +200,8 @@ def ask_all(url: str, requests: Iterable[Request]) -> Iterator[Answer]:
         plain_computed = plain.computed(plain_prompt, plain_answer)
         for history in (ours, theirs):
             history.append({"role": "assistant", "content": text})
-        yield Answer(request, text, prompt_tokens, first_token_ms, chunkcache, len(plain_prompt), plain_computed)
+        asked = Request(request.phase, sample)
+        yield Answer(asked, text, prompt_tokens, first_token_ms, chunkcache, len(plain_prompt), plain_computed)
 
 
 # Private, in order of use
@@ -187,9 +213,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Send RAG traffic to a running server and print what it reused.",
         epilog="Exit code 1 if no chunk was reused, or fewer than 80% of the answers are right.",
     )
-    parser.add_argument("--url", required=True, help="the server, for example http://127.0.0.1:30000")
+    parser.add_argument("--url", help="the server, for example http://127.0.0.1:30000")
     parser.add_argument("--requests", type=int, default=60, help="single questions; default: %(default)s")
     parser.add_argument("--conversations", type=int, default=6, help="of four turns each; default: %(default)s")
+    parser.add_argument(
+        "--retrieve",
+        type=int,
+        default=0,
+        help="questions for which the server retrieves (--index); default: %(default)s",
+    )
+    parser.add_argument("--write-corpus", type=Path, metavar="FILE", help="write the passages to index, and do no more")
     parser.add_argument("--passages", type=int, default=60, help="size of the corpus, 20 to 200; default: %(default)s")
     parser.add_argument("--seed", type=int, default=7, help="of corpus and traffic; default: %(default)s")
     parser.add_argument("--flush", action="store_true", help="empty the server's cache first")
@@ -228,12 +261,21 @@ def _retrieve(topic: Sequence[Passage], question: Question, rng: random.Random) 
     return ranked[: NUM_CHUNKS - len(missed)] + missed
 
 
+def _retrieved(url: str, retrieval: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[TextChunk, ...]:
+    ids = [passage["id"] for passage in retrieval["passages"]]
+    if unknown := [name for name in ids if name not in texts]:
+        raise CommandError(
+            f"{url} retrieves {unknown[0]!r}, which is not of this demo: index what --write-corpus writes"
+        )
+    return tuple(TextChunk(name, texts[name]) for name in ids)
+
+
 def _stream(url: str, messages: Sequence[Message], sample: Sample) -> tuple[str, int, float, dict[str, Any]]:
     """One chat completion: its text, prompt tokens, ms to the first event with text, and the `chunkcache` object."""
     body = {
         "model": "default",
         "messages": messages,
-        "chunks": [{"id": chunk.id, "text": chunk.text} for chunk in sample.chunks],
+        **_source(sample),
         "conversation_id": sample.conversation,
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
@@ -266,6 +308,13 @@ def _stream(url: str, messages: Sequence[Message], sample: Sample) -> tuple[str,
     if chunkcache is None:
         raise CommandError(f"{target}: the answer has no chunkcache object")
     return text, prompt_tokens, first_token_ms, chunkcache
+
+
+def _source(sample: Sample) -> dict[str, Any]:
+    """Where a request's chunks come from."""
+    if not sample.chunks:
+        return {"retrieve": {"k": NUM_CHUNKS}}
+    return {"chunks": [{"id": chunk.id, "text": chunk.text} for chunk in sample.chunks]}
 
 
 def _phases(requests: Sequence[Request]) -> list[str]:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Purpose: see it work: set up, start the server on the bundled model, send RAG traffic, print what was reused, stop.
+# Purpose: see it work: set up, index some passages, start the server on the bundled model, send RAG traffic, print what was
+#   reused, stop.
 #   launch/demo.sh [options of `python -m eval demo`, for example --requests 200 or --json]
 # Machine: any with Linux and Python 3.11 or newer; two cores and 4 GB of memory do, no GPU needed.
 # Minutes: about 2, plus the set-up the first time (see setup.sh).
@@ -22,7 +23,8 @@ model=${DEMO_MODEL:-bundled}
 python=.venv/bin/python
 port=${PORT:-$($python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}
 url=http://127.0.0.1:$port
-log=$(mktemp "${TMPDIR:-/tmp}/chunkcache-demo.XXXXXX")
+scratch=$(mktemp -d "${TMPDIR:-/tmp}/chunkcache-demo.XXXXXX")
+log=$scratch/server.log
 server=
 
 stop_server() {
@@ -34,17 +36,28 @@ stop_server() {
         kill -KILL -- "-$server" 2>/dev/null || true
         wait "$server" 2>/dev/null || true
     fi
-    if ((code == 0)); then rm -f "$log"; else echo "demo: failed; the server's log is in $log" >&2; fi
+    if ((code == 0)); then rm -rf "$scratch"; else echo "demo: failed; the server's log is in $log" >&2; fi
     exit "$code"
 }
 trap stop_server EXIT
 trap 'exit 130' INT TERM
 
+flags=()
+demo=()
+if [[ $model == bundled ]]; then
+    echo "demo: building an index of the demo's passages" >&2
+    $python -m eval demo --write-corpus "$scratch/passages.jsonl" "$@"
+    $python -m retrieval build "$scratch/passages.jsonl" --no-split --out "$scratch/index" >&2
+    flags=(--index "$scratch/index")
+    demo=(--retrieve 20)
+else
+    demo=(--any-answer) # the passages are the bundled model's world
+fi
 echo "demo: starting the server on port $port" >&2
 # A process group of its own, so that all of the server's processes can be stopped.
 # shellcheck disable=SC2086
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} setsid $python -m sglang_chunkcache.launch_server --model-path "$model" \
-    --host 127.0.0.1 --port "$port" --skip-server-warmup --log-level warning ${DEMO_FLAGS:-} >"$log" 2>&1 </dev/null &
+    --host 127.0.0.1 --port "$port" --skip-server-warmup --log-level warning "${flags[@]}" ${DEMO_FLAGS:-} >"$log" 2>&1 </dev/null &
 server=$!
 
 healthy() { $python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2)' "$url/health" 2>/dev/null; }
@@ -71,6 +84,4 @@ done
 if [[ -t 2 ]]; then printf '\r' >&2; fi
 echo "demo: the server is ready after $SECONDS s" >&2
 
-judge=()
-if [[ $model != bundled ]]; then judge=(--any-answer); fi
-$python -m eval demo --url "$url" "${judge[@]}" "$@"
+$python -m eval demo --url "$url" "${demo[@]}" "$@"

@@ -17,6 +17,14 @@ Model = TypeVar("Model", bound=BaseModel)
 MAX_ID_CHARS = 256
 """Conversation ids and chunk labels; they are kept, so they are bounded."""
 
+MAX_TURNS = 100
+"""User messages that make a query; a query's characters are limited further."""
+MAX_NPROBE = 1_000_000
+"""More clusters than any index has."""
+MAX_MESSAGES = 10_000
+"""Of `/rag/v1/retrieve`, where no context bounds them."""
+
+SearchMode = Literal["dense", "bm25", "fusion"]
 Order = Literal["retriever", "frequency", "tree"]
 
 
@@ -70,10 +78,34 @@ class ReuseFields(BaseModel):
         return self.reuse.to_request(config) if self.reuse else None
 
 
+class RetrieveIn(BaseModel):
+    """What a request may ask of the server's index; what is left out is the server's default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    k: int | None = Field(default=None, ge=1)
+    query: str | None = None
+    turns: int | None = Field(default=None, ge=1, le=MAX_TURNS)
+    mode: SearchMode | None = None
+    nprobe: int | None = Field(default=None, ge=1, le=MAX_NPROBE)
+
+
+class RetrieveBody(RetrieveIn):
+    """Body of `/rag/v1/retrieve`."""
+
+    messages: list[dict[str, Any]] = Field(default=[], max_length=MAX_MESSAGES)
+    text: bool = True
+
+
+def _true_or_object(value: Any) -> Any:
+    """`true` is short for `{}`, `false` for null."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
 class RagFields(ReuseFields):
     """What a RAG chat request has beside OpenAI's fields."""
 
     chunks: list[ChunkIn] = []
+    retrieve: Annotated[RetrieveIn | None, BeforeValidator(_true_or_object)] = None
     conversation_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
 
 

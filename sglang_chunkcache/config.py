@@ -17,6 +17,9 @@ from typing import Any
 
 ENV_VAR = "SGLANG_CHUNKCACHE_CONFIG"
 
+SHORT_FLAGS = {"reuse": "--reuse", "index": "--index", "encoder": "--encoder"}
+"""What a newcomer types has a short name beside its long one."""
+
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
 """Names of the selectors; tests check that each has its file in `selectors/`."""
 
@@ -99,6 +102,35 @@ class ChunkCacheConfig:
     """`masked` is ours; `virtual` is SGLang's own, one sequence per run of tokens: slow, the reference."""
     gate: str = knob("refuse", "what a failed start-up gate does in fused mode", choices=("refuse", "report"))
     """`report` starts anyway, for `sglang_chunkcache.check`."""
+    index: str | None = knob(None, "directory of a retrieval index to search for requests (also --index)")
+    """Made by `python -m retrieval build`; without one, clients send their chunks."""
+    encoder: str | None = knob(None, "where the index's encoder lies now, if not where it was built (also --encoder)")
+    """Another model than the index was built with is refused."""
+    index_verify: str = knob("on", "check the checksums of the index's files", choices=("on", "off"))
+    """Reads the whole index once, and what is new of a newer generation; `off` for one of hundreds of GB."""
+    retrieve_k: int = knob(5, "passages retrieved, unless a request says", low=1, high=100_000)
+    """CRAFT section 5: top-5."""
+    retrieve_mode: str = knob(
+        "auto", "how the index is searched, unless a request says", choices=("auto", "dense", "bm25", "fusion")
+    )
+    """`auto`: what the index names first."""
+    retrieve_nprobe: int = knob(128, "clusters of an IVF index searched, unless a request says", low=1, high=1_000_000)
+    """CRAFT section 5."""
+    retrieve_batch: int = knob(32, "queries searched together at most", low=1, high=10_000)
+    """Batches only form while a search runs; beyond 32 an encoder's time grows with the batch."""
+    retrieve_queue: int = knob(1000, "requests that may wait for a search; more get HTTP 503", low=1, high=1_000_000)
+    """Far more than wait in a server that keeps up."""
+    retrieve_threads: int = knob(1, "threads of encoder and index in the front process", low=1, high=1024)
+    """They share the machine with SGLang's: where cores are short, a team waits for its slowest (two cores under load: 12 queries
+    over 3,402 vectors took 14 ms with two threads, 2 ms with one). More pay for a large index or encoder and free cores."""
+    retrieve_device: str = knob("cpu", "where the encoder runs, for example cuda:0")
+    """SGLang plans with the GPU's memory as its own."""
+    retrieve_refresh_s: float = knob(
+        5.0, "seconds between looks for a newer generation of the index; 0: never", low=0.0
+    )
+    """A look reads one small file."""
+    max_query_chars: int = knob(8000, "characters in one query", low=1, high=10_000_000)
+    """Four times what encoders of 512 tokens read."""
     secret: str = field(default="", metadata={"internal": True})
     """Marks the front's own requests in `custom_params`; drawn at start, so no client can forge it."""
 
@@ -137,7 +169,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             continue
         kind = type(f.default) if f.default is not None else str
         group.add_argument(
-            *((flag_name(f.name), "--reuse") if f.name == "reuse" else (flag_name(f.name),)),
+            flag_name(f.name),
+            *([SHORT_FLAGS[f.name]] if f.name in SHORT_FLAGS else []),
             dest=f.name,
             type=kind,
             default=f.default,

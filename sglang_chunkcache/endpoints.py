@@ -1,6 +1,7 @@
 """HTTP in and out: `/rag/v1/*` and `/chunkcache/*` on SGLang's own app. `/v1/*` stays SGLang's.
 
 POST /rag/v1/chat/completions   a chat completion with `chunks` and `conversation_id`
+POST /rag/v1/retrieve           what the server's index finds, without a prompt
 POST /rag/v1/generate           SGLang's /generate with `parts`: texts and chunk areas (frontend programs use it)
 GET  /chunkcache/stats          counts only
 GET  /chunkcache/tree           the global tree, depth-limited
@@ -17,7 +18,7 @@ import logging
 import os
 import time
 from collections import Counter
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import requests
@@ -32,13 +33,17 @@ from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from urllib3.util.retry import Retry
 
-from sglang_chunkcache.bodies import MAX_ID_CHARS, ChunkIn, GenerateIn, PreprocessIn, RagFields, parse
+from sglang_chunkcache.bodies import MAX_ID_CHARS, ChunkIn, GenerateIn, PreprocessIn, RagFields, RetrieveBody, parse
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.hooks import EXPLAIN_KEY, STATE_KEY
 from sglang_chunkcache.prompt import PromptAssembler, PromptError, read_template
 from sglang_chunkcache.rag_request import Identity, Passage, RagRequest
+from sglang_chunkcache.rag_search import RagSearch, SearchFailedError, check_tokenizer
 from sglang_chunkcache.service import RagService
 from sglang_chunkcache.serving import RagServingChat, TappedManager
+
+if TYPE_CHECKING:
+    from retrieval.retriever import Retriever
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +53,10 @@ class _State:
 
     def __init__(self, config: ChunkCacheConfig) -> None:
         self.config = config
+        self.retriever: Retriever | None = None
         self._service: RagService | None = None
         self._chat: RagServingChat | None = None
+        self._search: RagSearch | None = None
 
     @property
     def manager(self) -> Any:
@@ -82,6 +89,13 @@ class _State:
             self._chat = RagServingChat(self.manager, http_server.get_global_state().template_manager, self.service)
         return self._chat
 
+    @property
+    def search(self) -> RagSearch | None:
+        """None for a server without an index."""
+        if self._search is None and self.retriever is not None:
+            self._search = RagSearch(self.retriever, self.config, self.service.metrics)
+        return self._search
+
 
 router = APIRouter()
 _state: _State
@@ -96,12 +110,17 @@ def install(config: ChunkCacheConfig) -> None:
         http_server.app.add_api_route(route.path, route.endpoint, methods=list(route.methods or ()))
 
 
+def search_with(retriever: Retriever) -> None:
+    """Answer requests from this index; after `install`."""
+    _state.retriever = retriever
+
+
 @router.post("/rag/v1/chat/completions")
 async def rag_chat_completions(raw_request: Request) -> Any:
     """A chat completion over `chunks`. 400 names the field that is wrong."""
     try:
         request, rag = await _plan_chat(raw_request)
-    except ValueError as error:
+    except (ValueError, SearchFailedError) as error:
         return _refuse(error)
     request.input_ids = rag.input_ids
     request.custom_params = rag.params_with(request.custom_params)
@@ -116,6 +135,19 @@ async def rag_chat_completions(raw_request: Request) -> Any:
     if isinstance(response, ORJSONResponse) and response.status_code >= 400:
         _state.service.release(rag)
     return response
+
+
+@router.post("/rag/v1/retrieve")
+async def rag_retrieve(raw_request: Request) -> Any:
+    """The passages of a query or of the last user messages. 400 names the field that is wrong."""
+    try:
+        body = parse(RetrieveBody, await _json_object(raw_request))
+        if (body.query is None) == (not body.messages):
+            raise PromptError("query: give query or messages, one of them")
+        found = await _search().find(body, body.messages, field="", is_gone=raw_request.is_disconnected)
+    except (ValueError, SearchFailedError) as error:
+        return _error_response(error)
+    return ORJSONResponse(found.listed(with_text=body.text))
 
 
 @router.post("/rag/v1/generate")
@@ -164,7 +196,7 @@ async def rag_generate(raw_request: Request) -> Any:
     except (ValueError, TypeError) as error:  # SGLang's parameters raise both
         rag.is_refused = not await raw_request.is_disconnected()
         _state.service.release(rag)
-        return _error_response(f"sampling_params: {error}")
+        return _error_response(PromptError(f"sampling_params: {error}"))
     except BaseException:
         _state.service.release(rag)
         raise
@@ -209,7 +241,8 @@ async def chunkcache_stats() -> Any:
                 },
             }
         )
-    return ORJSONResponse({"version": __version__, **service.stats(), "ranks": ranks})
+    retrieval = _state.search.stats() if _state.search else None
+    return ORJSONResponse({"version": __version__, **service.stats(), "retrieval": retrieval, "ranks": ranks})
 
 
 @router.get("/chunkcache/tree")
@@ -224,11 +257,11 @@ async def chunkcache_tree(
 @router.post("/chunkcache/explain")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
 async def chunkcache_explain(raw_request: Request) -> Any:
-    """What would become of a chat request: order, rank, spans and each chunk's source. Nothing is run or counted."""
+    """What would become of a chat request: order, rank, spans and each chunk's source. Nothing but a search is run or counted."""
     try:
         request, rag = await _plan_chat(raw_request, dry_run=True)
-    except ValueError as error:
-        return _error_response(str(error))
+    except (ValueError, SearchFailedError) as error:
+        return _error_response(error)
     asked = {
         "input_ids": rag.input_ids,
         "custom_params": rag.custom_params,
@@ -298,6 +331,8 @@ def check_ranks(server_args: Any) -> None:
         answer = session.get(server_args.url() + "/chunkcache/stats", headers=headers, timeout=60, verify=False)
         answer.raise_for_status()
         logger.info("chunk cache: in on %d rank(s)", len(answer.json()["ranks"]))
+        if _state.retriever is not None:
+            check_tokenizer(_state.retriever, server_args.tokenizer_path)
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)
         kill_process_tree(os.getpid())
@@ -320,17 +355,25 @@ async def _plan_chat(raw_request: Request, *, dry_run: bool = False) -> tuple[Ch
     """The chat request and its plan. Raises ValueError naming the field that is wrong."""
     body = await _json_object(raw_request)
     rag_fields = parse(RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body})
-    if "retrieve" in body:
-        raise PromptError("retrieve: this server has no index; send chunks")
     for field in ("input_ids", "continue_final_message"):
         if body.get(field):
             raise PromptError(f"{field}: not supported here; use /v1/chat/completions")
     request = parse(ChatCompletionRequest, body)
     _check_like_sglang(request)
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    identity = _identity(raw_request, request.cache_salt, request.extra_key, request.lora_path, request.model)
+    reuse = rag_fields.reuse_request(_state.config)
+    passages, found = _passages(rag_fields.chunks), None
+    if rag_fields.retrieve is not None:
+        if passages:
+            raise PromptError("retrieve: not together with chunks")
+        is_gone = raw_request.is_disconnected
+        found = await _search().find(rag_fields.retrieve, messages, field="retrieve.", is_gone=is_gone)
+        passages = found.chunks
     rag = _state.service.begin_chat(
-        [message.model_dump(exclude_none=True) for message in request.messages],
-        _passages(rag_fields.chunks),
-        identity=_identity(raw_request, request.cache_salt, request.extra_key, request.lora_path, request.model),
+        messages,
+        passages,
+        identity=identity,
         conversation_id=rag_fields.conversation_id,
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         tools=[tool.model_dump() for tool in request.tools]
@@ -338,10 +381,17 @@ async def _plan_chat(raw_request: Request, *, dry_run: bool = False) -> tuple[Ch
         else None,
         template_kwargs=_template_kwargs(request),
         order=rag_fields.order,
-        reuse=rag_fields.reuse_request(_state.config),
+        reuse=reuse,
         dry_run=dry_run,
     )
+    rag.retrieval = found.answer() if found else None
     return request, rag
+
+
+def _search() -> RagSearch:
+    if _state.search is None:
+        raise PromptError("retrieve: this server has no index (--index); send chunks")
+    return _state.search
 
 
 def _passages(chunks: list[ChunkIn], field: str = "chunks") -> list[Passage]:
@@ -388,19 +438,17 @@ def _template_kwargs(request: ChatCompletionRequest) -> dict[str, Any] | None:
 
 
 def _refuse(error: Exception) -> ORJSONResponse:
-    _state.service.metrics.count("requests", "refused")
-    return _error_response(str(error))
+    _state.service.metrics.count("requests", "unsearched" if isinstance(error, SearchFailedError) else "refused")
+    return _error_response(error)
 
 
-def _error_response(message: str) -> ORJSONResponse:
-    body = {
-        "object": "error",
-        "message": message,
-        "type": "BadRequestError",
-        "param": message.split(":")[0],
-        "code": 400,
-    }
-    return ORJSONResponse(body, status_code=400)
+def _error_response(error: Exception) -> ORJSONResponse:
+    """SGLang's shape of an error. `param` is the field in front of the message's colon."""
+    message, status = str(error), error.status if isinstance(error, SearchFailedError) else 400
+    kinds = {400: "BadRequestError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+    param = message.split(":")[0] if status == 400 else None
+    body = {"object": "error", "message": message, "type": kinds[status], "param": param, "code": status}
+    return ORJSONResponse(body, status_code=status)
 
 
 async def _generate_events(first: dict[str, Any], outputs: Any, rag: RagRequest) -> Any:

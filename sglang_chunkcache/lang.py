@@ -27,7 +27,7 @@ from sglang.utils import http_request
 
 from sglang_chunkcache.config import ChunkCacheConfig
 
-ENDPOINT = "/rag/v1/generate"
+ENDPOINT, RETRIEVE = "/rag/v1/generate", "/rag/v1/retrieve"
 
 Part = str | dict[str, list[dict[str, Any]]]
 """What the endpoint takes: a text, or `{"chunks": [{"text": ..., "id": ...}, ...]}`."""
@@ -147,6 +147,17 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         self.support_concate_and_append = False  # its route does not exist in SGLang 0.5.21: join by text instead
         named = {"extra_key": extra_key, "cache_salt": cache_salt, "reuse": reuse, "order": order}
         self._fields = {name: value for name, value in named.items() if value is not None}
+
+    def retrieve(self, query: str, **wishes: Any) -> list[dict[str, Any]]:
+        """What the server's index (`--index`) finds for a query, best first, ready for `chunks`.
+
+        Args:
+            wishes: `k`, `mode`, `nprobe` as in the endpoint's body; what is left out is the server's default.
+        """
+        body = {"query": query, **wishes}
+        response = http_request(self.base_url + RETRIEVE, json=body, api_key=self.api_key, verify=self.verify)
+        self._assert_success(response)
+        return list(response.json()["passages"])
 
     def cache_prefix(self, prefix_str: str) -> None:
         if not _has_areas(prefix_str):

@@ -52,9 +52,12 @@ def main(argv: list[str]) -> None:
         parser.error(str(error))
     if args.stock:
         os.environ.pop(config.ENV_VAR, None)
+        retriever = None
     else:
         os.environ.update(settings.to_env())
-    _run(rest, stock=args.stock, fail=parser.error)
+        # Before SGLang is loaded, let alone the model: a bad index is told at once. Only this process ever loads it.
+        retriever = _open_index(settings, parser.error) if settings.index is not None else None
+    _run(rest, stock=args.stock, retriever=retriever, fail=parser.error)
 
 
 def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> Any:
@@ -117,7 +120,17 @@ def refusals(server_args: Any) -> list[str]:
     return [name for name, refused in checks.items() if refused]
 
 
-def _run(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> None:
+def _open_index(settings: config.ChunkCacheConfig, fail: Callable[[str], NoReturn]) -> Any:
+    from retrieval.errors import RetrievalError
+    from sglang_chunkcache.rag_search import open_retriever
+
+    try:
+        return open_retriever(settings)
+    except (RetrievalError, OSError) as error:
+        fail(f"--index: {error}")
+
+
+def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str], NoReturn]) -> None:
     server_args = prepare(flags, stock=stock, fail=fail)
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.utils import kill_process_tree
@@ -126,8 +139,10 @@ def _run(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> N
         if stock:
             launch_server(server_args)
         else:
-            from sglang_chunkcache.endpoints import check_ranks
+            from sglang_chunkcache.endpoints import check_ranks, search_with
 
+            if retriever is not None:
+                search_with(retriever)
             launch_server(server_args, launch_callback=lambda: check_ranks(server_args))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

@@ -10,19 +10,21 @@ from collections import Counter, defaultdict
 from typing import Any
 
 COUNTERS = {
-    "requests": ("outcome", "RAG requests by outcome: finished, aborted, refused"),
+    "requests": ("outcome", "RAG requests by outcome: finished, aborted, refused, unsearched (its search failed)"),
     "prompt_tokens": ("fate", "prompt tokens by fate: exact, relocated, recomputed, computed"),
     "chunks": ("kind", "chunks by kind: retrieved, repeated (in one request), dropped (already seen), planned, hit"),
     "sources": (
         "source",
         "chunks of fused requests behind their exact prefix, by source: device, host, fused, gap (none)",
     ),
+    "searches": ("outcome", "searches of the index by outcome: found, empty, refused, failed, cancelled, full (queue)"),
     "fallbacks": ("reason", "things that were computed because reuse was not possible, by reason"),
 }
-"""Name -> (label, help). Every count is a number of requests, tokens or chunks, as its name says."""
+"""Name -> (label, help). Every count is a number of requests, tokens, chunks or searches, as its name says."""
 
 ORDER_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 REUSE_BUCKETS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+SEARCH_BUCKETS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Metrics:
@@ -35,6 +37,7 @@ class Metrics:
         self.order_seconds = 0.0
         self.num_orders = 0
         self.phase_seconds: defaultdict[str, float] = defaultdict(float)
+        self.search_seconds: defaultdict[str, float] = defaultdict(float)
 
     def count(self, name: str, label: str, amount: int = 1) -> None:
         """Add to one counter."""
@@ -57,6 +60,12 @@ class Metrics:
         if self._prometheus:
             self._export("reuse_seconds").labels(phase).observe(seconds)
 
+    def observe_search(self, phase: str, seconds: float) -> None:
+        """One phase of retrieval: queued, of one request; encode, dense, bm25, read, of one batch."""
+        self.search_seconds[phase] += seconds
+        if self._prometheus:
+            self._export("retrieval_seconds").labels(phase).observe(seconds)
+
     def totals(self) -> dict[str, dict[str, int]]:
         """All counts since the start."""
         return {name: dict(counter) for name, counter in self._totals.items()}
@@ -72,6 +81,9 @@ class Metrics:
             elif name == "reuse_seconds":
                 text = "time that a fused request's reuse took, by phase: lookup, relocate, select, recompute"
                 self._exported[name] = Histogram(f"chunkcache:{name}", text, ["phase"], buckets=REUSE_BUCKETS_S)
+            elif name == "retrieval_seconds":
+                text = "time that retrieval took, by phase: queued (a request); encode, dense, bm25, read (a batch)"
+                self._exported[name] = Histogram(f"chunkcache:{name}", text, ["phase"], buckets=SEARCH_BUCKETS_S)
             else:
                 text = "time of one order and route decision"
                 self._exported[name] = Histogram(f"chunkcache:{name}", text, buckets=ORDER_BUCKETS_S)

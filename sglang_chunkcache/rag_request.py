@@ -64,6 +64,8 @@ class RagRequest:
     """Prompt tokens by the fates of `FATES`; None where they are not known."""
     report: Mapping[str, Any] | None = None
     """What the scheduler did for a fused request."""
+    retrieval: dict[str, Any] | None = None
+    """What was searched for and found; None where the client sent its chunks."""
     hit_len: int = 0
     served_by: int | None = None
     fallbacks: list[str] = field(default_factory=list)
@@ -117,6 +119,7 @@ class RagRequest:
             "turns_departed": self.num_departed,
             "dp_rank": self.served_by,
             "reuse": self._fused() if self.reuse else None,
+            "retrieval": self.retrieval,
             "fallbacks": self.fallbacks,
         }
 
@@ -148,6 +151,7 @@ class RagRequest:
                 "without": sorted(self.reuse.without),
                 "recipe": self.reuse.recipe,
             },
+            "retrieval": self.retrieval,
             "exact": found["exact"],
             "end": found["end"],
             "fused_hit": found.get("fused_hit", 0),

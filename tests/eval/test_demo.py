@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
-from eval.demo import NUM_CHUNKS, NUM_TURNS, Answer, PlainCache, Request, traffic
+from eval.demo import NUM_CHUNKS, NUM_TURNS, Answer, PlainCache, Request, traffic, write_corpus
 from eval.passages import Sample
+from sglang_chunkcache.bundled_model.world import World
 
 
 def test_traffic_is_the_same_for_the_same_seed() -> None:
@@ -64,3 +67,13 @@ def _told(text: str) -> set[str]:
     sentences = [sentence.strip() for sentence in text.removesuffix(".").split(". ")]
     facts = {f"The {kind} {' '.join(sentence.split()[-3:])}." for sentence in sentences}
     return facts
+
+
+def test_the_server_retrieves_from_the_same_passages(tmp_path: Path) -> None:
+    """What is indexed is what the questions are about, under the ids that the answers give back."""
+    asked = [request.sample for request in traffic(7, 60, 0, 0, 5) if request.phase == "server retrieves"]
+    assert len(asked) == 5
+    assert all(not sample.chunks for sample in asked)
+    write_corpus(tmp_path / "corpus.jsonl", World(7, 60))
+    rows = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {row["id"]: row["text"] for row in rows} == {passage.id: passage.text for passage in World(7, 60).passages}

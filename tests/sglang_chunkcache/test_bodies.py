@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from sglang_chunkcache.bodies import GenerateIn, PreprocessIn, RagFields, parse
+from sglang_chunkcache.bodies import GenerateIn, PreprocessIn, RagFields, RetrieveBody, RetrieveIn, parse
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.prompt import PromptError
 from sglang_chunkcache.request_spans import ReuseRequest
@@ -111,6 +111,83 @@ def test_preprocessing_of_a_chunk_alone() -> None:
     """Neighbours and messages may be left out."""
     body = parse(PreprocessIn, {"chunk": {"text": "x", "id": 7}})
     assert (body.chunk.text, body.chunk.id, body.neighbors, body.messages) == ("x", 7, [], [])
+
+
+@pytest.mark.parametrize(
+    ("retrieve", "expected"),
+    [
+        (None, None),
+        (False, None),
+        (True, RetrieveIn()),
+        ({}, RetrieveIn()),
+        ({"k": 3, "turns": 2}, RetrieveIn(k=3, turns=2)),
+        ({"query": "q", "mode": "bm25", "nprobe": 1}, RetrieveIn(query="q", mode="bm25", nprobe=1)),
+        ({"k": None, "query": None}, RetrieveIn()),
+    ],
+    ids=str,
+)
+def test_retrieve_is_accepted(retrieve: Any, expected: RetrieveIn | None) -> None:
+    """`true` asks for the server's defaults, `false` for nothing."""
+    assert parse(RagFields, {"retrieve": retrieve}).retrieve == expected
+
+
+BAD_RETRIEVE: list[tuple[Any, str]] = [
+    (5, ""),
+    ("yes", ""),
+    ([], ""),
+    ({"top_k": 5}, "top_k"),
+    ({"k": 0}, "k"),
+    ({"k": -1}, "k"),
+    ({"k": True}, "k"),
+    ({"k": "5"}, "k"),
+    ({"k": 5.0}, "k"),
+    ({"k": 1e30}, "k"),
+    ({"k": float("nan")}, "k"),
+    ({"k": float("inf")}, "k"),
+    ({"k": [5]}, "k"),
+    ({"query": 5}, "query"),
+    ({"query": ["x"]}, "query"),
+    ({"turns": 0}, "turns"),
+    ({"turns": 101}, "turns"),
+    ({"turns": True}, "turns"),
+    ({"mode": "hybrid"}, "mode"),
+    ({"mode": 1}, "mode"),
+    ({"nprobe": 0}, "nprobe"),
+    ({"nprobe": 10**30}, "nprobe"),
+    ({"nprobe": False}, "nprobe"),
+]
+
+
+@pytest.mark.parametrize(("retrieve", "field"), BAD_RETRIEVE, ids=[str(case[0]) for case in BAD_RETRIEVE])
+def test_bad_retrieve_names_the_field(retrieve: Any, field: str) -> None:
+    """In a chat under `retrieve`, in a body of its own without."""
+    with pytest.raises(PromptError) as caught:
+        parse(RagFields, {"retrieve": retrieve})
+    assert str(caught.value).split(": ")[0] == f"retrieve.{field}".rstrip(".")
+    if field:
+        with pytest.raises(PromptError) as caught:
+            parse(RetrieveBody, retrieve)
+        assert str(caught.value).split(": ")[0] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": ["x"]}, "messages.0"),
+        ({"messages": [{}] * 10_001}, "messages"),
+        ({"text": "yes"}, "text"),
+        ({"text": 1}, "text"),
+        ({"chunks": []}, "chunks"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_search_names_the_field(body: dict[str, Any], field: str) -> None:
+    """What a search has beside `retrieve`."""
+    with pytest.raises(PromptError) as caught:
+        parse(RetrieveBody, body)
+    assert str(caught.value).split(": ")[0] == field
 
 
 def test_refusals_are_listed() -> None:

@@ -98,6 +98,15 @@ def test_flag_sets_its_field(field: Any) -> None:
     assert getattr(config.from_flags(args), field.name) == value
 
 
+@pytest.mark.parametrize(("flag", "field"), [("--reuse", "reuse"), ("--index", "index"), ("--encoder", "encoder")])
+def test_short_flag_is_the_long_one(flag: str, field: str) -> None:
+    """For what a newcomer types."""
+    parser = argparse.ArgumentParser()
+    config.add_flags(parser)
+    args = parser.parse_args([flag, "fused"])
+    assert getattr(config.from_flags(args), field) == "fused"
+
+
 def test_secret_has_no_flag() -> None:
     """A secret on the command line is one that everybody on the machine reads."""
     parser = argparse.ArgumentParser()

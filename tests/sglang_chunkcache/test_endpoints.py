@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +15,16 @@ pytest.importorskip("sglang")
 from sglang.srt.utils.auth import AuthLevel
 
 from sglang_chunkcache import endpoints
-from sglang_chunkcache.endpoints import chunkcache_explain, chunkcache_preprocess, rag_generate
+from sglang_chunkcache.endpoints import (
+    chunkcache_explain,
+    chunkcache_preprocess,
+    rag_chat_completions,
+    rag_generate,
+    rag_retrieve,
+)
 from sglang_chunkcache.rag_request import Identity
+from sglang_chunkcache.rag_search import RagSearch
+from tests.sglang_chunkcache.fake_retriever import FakeRetriever
 from tests.sglang_chunkcache.service_bench import A, B, Bench, make_output
 
 # FastAPI would have us return plain objects, OpenAI has clients send `max_completion_tokens`: SGLang uses and takes both.
@@ -25,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated", "
 MESSAGES = [{"role": "user", "content": "why?"}]
 CHUNKS = [{"id": "a", "text": A.text}, {"id": "b", "text": B.text}]
 Endpoint = Callable[[Any], Awaitable[Any]]
+Send = Callable[..., tuple[int, Any]]
 
 
 class Manager:
@@ -58,28 +67,43 @@ class Manager:
         yield make_output([65], 3, "stop", rank, self.bench.ranks[rank].serve(rag, report if rag.reuse else None))
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Bench, Manager, Callable[..., tuple[int, Any]]]]:
-    """(bench, manager, how to call an endpoint with a body) for a server of these settings."""
+MakeServer = Callable[..., tuple[Bench, Manager, Send]]
 
-    def make(**knobs: Any) -> tuple[Bench, Manager, Callable[..., tuple[int, Any]]]:
-        bench = Bench(**knobs)
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeServer]:
+    """(bench, manager, how to call an endpoint with a body) for a server of these settings, with a retriever or none."""
+
+    searches: list[RagSearch] = []
+
+    def make(retriever: FakeRetriever | None = None, **knobs: Any) -> tuple[Bench, Manager, Send]:
+        bench = Bench(**knobs, retrieve_refresh_s=0.0)
+        search = RagSearch(retriever, bench.service.config, bench.service.metrics) if retriever else None  # type: ignore[arg-type]
+        searches.extend([search] if search else [])
         manager = Manager(bench)
         chat = SimpleNamespace(_validate_request=lambda request: None, default_chat_template_kwargs={})
-        state = SimpleNamespace(config=bench.service.config, service=bench.service, chat=chat, manager=manager)
+        service = bench.service
+        state = SimpleNamespace(config=service.config, service=service, chat=chat, manager=manager, search=search)
         monkeypatch.setattr(endpoints, "_state", state, raising=False)
 
         def send(endpoint: Endpoint, body: Any) -> tuple[int, Any]:
             async def read() -> bytes:
                 return json.dumps(body).encode()
 
-            raw_request = SimpleNamespace(headers={}, state=SimpleNamespace(), body=read)
+            async def is_disconnected() -> bool:
+                return False
+
+            raw_request = SimpleNamespace(
+                headers={}, state=SimpleNamespace(), body=read, is_disconnected=is_disconnected
+            )
             answer: Any = asyncio.run(endpoint(raw_request))  # type: ignore[arg-type]
             return answer.status_code, json.loads(answer.body)
 
         return bench, manager, send
 
-    return make
+    yield make
+    for search in searches:
+        search.close()
 
 
 @pytest.mark.parametrize("endpoint", [chunkcache_explain, chunkcache_preprocess])
@@ -128,6 +152,111 @@ def test_explain_refuses_by_name_and_counts_nothing(call: Any) -> None:
     assert (status, answer["param"]) == (400, "reuse")
     assert bench.service.metrics.totals()["requests"] == {}
     assert manager.sent == []
+
+
+# Retrieve
+
+
+def test_retrieved_passages_are_chunks(call: Any) -> None:
+    """In the order and of the text that the index gives; the answer says what was searched for."""
+    _, manager, send = call(FakeRetriever())
+    manager.explained = [{"dp_rank": 0, "explain": {"exact": 0, "end": 0, "sources": [], "fallbacks": []}}]
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "x"}, *MESSAGES]
+    status, plan = send(chunkcache_explain, {"messages": messages, "retrieve": {"turns": 2, "k": 2}})
+    assert (status, plan["order"]) == (200, ["a", "b"])
+    assert (plan["retrieval"]["query"], plan["retrieval"]["k"]) == ("one\nwhy?", 2)
+    assert "A\nalpha one;B\nbeta one;why?" in "".join(map(chr, manager.sent[0]["input_ids"]))
+
+
+def test_chunks_of_the_client_are_not_searched_for(call: Any) -> None:
+    """`retrieval` is null then; so it is where nothing is wished for."""
+    retriever = FakeRetriever()
+    _, manager, send = call(retriever)
+    manager.explained = [{"dp_rank": 0, "explain": {"exact": 0, "end": 0, "sources": [], "fallbacks": []}}]
+    for wish in ({}, {"retrieve": None}, {"retrieve": False}):
+        assert send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS, **wish})[1]["retrieval"] is None
+    assert retriever.batches == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"retrieve": True, "chunks": CHUNKS}, "retrieve: not together with chunks"),
+        ({"retrieve": {"k": 300}}, "retrieve.k: 300 asked for, at most 256"),
+        ({"retrieve": {"query": ""}}, "retrieve.query: is empty"),
+        ({"retrieve": True, "reuse": "fused"}, "reuse: "),
+        ({"retrieve": True, "cache_salt": 5}, "cache_salt"),
+    ],
+    ids=str,
+)
+def test_retrieve_refuses_by_name_before_it_searches(call: Any, body: dict[str, Any], message: str) -> None:
+    """What is wrong anyway costs no search."""
+    retriever = FakeRetriever()
+    bench, _, send = call(retriever)
+    status, answer = send(chunkcache_explain, {"messages": MESSAGES, **body})
+    assert (status, answer["message"][: len(message)]) == (400, message)
+    assert retriever.batches == []
+    assert bench.is_idle()
+
+
+@pytest.mark.parametrize("wish", [True, {}, {"k": 5}], ids=str)
+def test_retrieve_without_an_index_is_refused(call: Any, wish: Any) -> None:
+    """It says what to do instead."""
+    _, _, send = call()
+    message = "retrieve: this server has no index (--index); send chunks"
+    assert send(chunkcache_explain, {"messages": MESSAGES, "retrieve": wish})[1]["message"] == message
+    assert send(rag_retrieve, {"query": "x"})[1]["message"] == message
+
+
+def test_search_alone(call: Any) -> None:
+    """The passages of a query or of a conversation, with or without their texts."""
+    _, manager, send = call(FakeRetriever())
+    status, answer = send(rag_retrieve, {"query": "two", "k": 3, "mode": "bm25"})
+    assert (status, answer["mode"], answer["k"]) == (200, "bm25", 3)
+    assert [(passage["id"], passage["text"]) for passage in answer["passages"]] == [("d", "D\ndelta two")]
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "x"}, *MESSAGES]
+    _, answer = send(rag_retrieve, {"messages": messages, "turns": 2, "text": False})
+    assert [passage["id"] for passage in answer["passages"]] == ["a", "b", "c"]
+    assert "text" not in answer["passages"][0]
+    assert manager.sent == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "query"),
+        ({"query": "x", "messages": MESSAGES}, "query"),
+        ({"query": " "}, "query"),
+        ({"query": "x", "turns": 2}, "turns"),
+        ({"query": "x", "k": 300}, "k"),
+        ({"query": "refuse me"}, "query"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": {}}]}, "messages.0.content"),
+        ({"query": "x", "index": "other"}, "index"),
+        ([], "body"),
+    ],
+    ids=str,
+)
+def test_search_refuses_by_name(call: Any, body: Any, param: str) -> None:
+    """400 and the field."""
+    _, _, send = call(FakeRetriever())
+    status, answer = send(rag_retrieve, body)
+    assert (status, answer["param"], answer["type"]) == (400, param, "BadRequestError")
+
+
+def test_failing_search_is_no_400(call: Any) -> None:
+    """Whoever sees it may try again; the request is counted as what it was."""
+    retriever = FakeRetriever()
+    retriever.fail["why?"] = OSError("disk")
+    bench, _, send = call(retriever)
+    for endpoint in (chunkcache_explain, rag_retrieve):
+        status, answer = send(
+            endpoint, {"messages": MESSAGES, **({"retrieve": True} if endpoint is not rag_retrieve else {})}
+        )
+        assert (status, answer["code"], answer["type"], answer["param"]) == (500, 500, "InternalServerError", None)
+    status, _ = send(rag_chat_completions, {"messages": MESSAGES, "retrieve": True})
+    assert (status, bench.service.metrics.totals()["requests"]) == (500, {"unsearched": 1})
+    assert bench.is_idle()
 
 
 # Preprocess

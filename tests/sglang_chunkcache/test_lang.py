@@ -81,6 +81,8 @@ class FakeServer:
 
 def _reply(path: str, body: dict[str, Any]) -> Any:
     """One token per prompt part in front of what is scored; a choice's token is as likely as its text is long."""
+    if path == "/rag/v1/retrieve":
+        return {"query": body["query"], "passages": [{**doc, "score": 0.5, "title": ""} for doc in DOCS]}
     meta_info: dict[str, Any] = {"prompt_tokens": 5, "cached_tokens": 3}
     if body.get("return_logprob"):
         if "input_ids" in body:
@@ -196,6 +198,21 @@ def _spelled(parts: list[Part]) -> str:
 
 
 # Programs
+
+
+def test_retrieve_gives_passages_for_chunks(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+    """Best first, with scores, which `chunks` leaves out of the prompt."""
+    passages = backend.retrieve("Who?", k=2)
+    assert server.posts[-1] == ("/rag/v1/retrieve", {"query": "Who?", "k": 2})
+    assert [passage["score"] for passage in passages] == [0.5, 0.5]
+    assert parts_of("" + chunks(passages).value) == [AREA]
+
+
+def test_refused_retrieve_is_an_error(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+    """With what the server says."""
+    server.refusal = {"message": "retrieve: this server has no index"}
+    with pytest.raises(RuntimeError, match="no index"):
+        backend.retrieve("Who?")
 
 
 def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: ChunkCacheEndpoint) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from sglang_chunkcache import config, launch_server
+from retrieval.errors import CorruptIndexError
+from sglang_chunkcache import config, launch_server, rag_search
 from sglang_chunkcache.launch_server import CPU_FLAGS, refusals, server_flags
 from sglang_chunkcache.plugin import BACKEND
 
@@ -165,6 +168,39 @@ def test_main_stock_leaves_no_configuration(run: list[Any]) -> None:
     launch_server.main(["--model-path", "m", "--stock"])
     assert config.ENV_VAR not in os.environ
     assert run[0][1]["stock"] is True
+
+
+def test_main_opens_the_index_first(run: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either name; `--stock` has no use for one."""
+    monkeypatch.setattr(rag_search, "open_retriever", lambda settings: f"retriever of {settings.index}")
+    for flags in (["--index", "i"], ["--chunkcache-index", "i"], ["--index", "i", "--stock"], []):
+        launch_server.main(["--model-path", "m", *flags])
+    assert [kwargs["retriever"] for _, kwargs in run] == ["retriever of i", "retriever of i", None, None]
+
+
+def test_main_bad_index_exits_with_2(
+    run: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the reason, before anything is loaded."""
+
+    def refuse(settings: Any) -> Any:
+        raise CorruptIndexError(f"{settings.index}: a checksum differs")
+
+    monkeypatch.setattr(rag_search, "open_retriever", refuse)
+    with pytest.raises(SystemExit) as caught:
+        launch_server.main(["--model-path", "m", "--index", "i"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith("error: --index: i: a checksum differs\n")
+    assert not run
+
+
+def test_without_an_index_nothing_of_retrieval_is_loaded() -> None:
+    """faiss is no dependency of a server that does not search; SGLang's processes import the launcher as well."""
+    code = (
+        "import sys; from sglang_chunkcache import launch_server, rag_search;"
+        "sys.exit(any(name in sys.modules for name in ('faiss', 'tantivy', 'retrieval.retriever')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def test_counts_add_up_by_label() -> None:
         "prompt_tokens": {},
         "chunks": {"hit": 5},
         "sources": {},
+        "searches": {},
         "fallbacks": {},
     }
 
@@ -54,6 +55,15 @@ def test_phase_times_are_summed() -> None:
     assert metrics.phase_seconds == {"select": 0.75, "relocate": 1.0}
 
 
+def test_search_times_are_summed() -> None:
+    """Apart from those of reuse, whose phases may be named alike."""
+    metrics = Metrics(prometheus=False)
+    for phase, seconds in (("queued", 0.5), ("encode", 1.0), ("queued", 0.25)):
+        metrics.observe_search(phase, seconds)
+    assert metrics.search_seconds == {"queued": 0.75, "encode": 1.0}
+    assert metrics.phase_seconds == {}
+
+
 def test_prometheus_shows_the_same_counts() -> None:
     """Counts once, shows twice."""
     registry = pytest.importorskip("prometheus_client").REGISTRY
@@ -61,6 +71,8 @@ def test_prometheus_shows_the_same_counts() -> None:
     metrics.count("prompt_tokens", "exact", 7)
     metrics.observe_order(1e-5)
     metrics.observe_phase("select", 0.25)
+    metrics.observe_search("queued", 0.5)
+    assert registry.get_sample_value("chunkcache:retrieval_seconds_sum", {"phase": "queued"}) == 0.5
     assert registry.get_sample_value("chunkcache:reuse_seconds_sum", {"phase": "select"}) == 0.25
     assert registry.get_sample_value("chunkcache:prompt_tokens_total", {COUNTERS["prompt_tokens"][0]: "exact"}) == 7
     assert registry.get_sample_value("chunkcache:order_seconds_count") == 1

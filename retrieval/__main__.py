@@ -1,0 +1,507 @@
+"""`python -m retrieval COMMAND`: documents to an index, and what is in it. Every default of the package is in this file.
+
+Progress goes to stderr; what is asked for to stdout. Exit code 2 and one line for a mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from retrieval.errors import RetrievalError
+
+K = 5
+"""Passages for a question, as in CRAFT section 5."""
+NPROBE = 128
+"""Lists visited, as in CRAFT section 5."""
+CHUNK_TOKENS = 256
+"""In the middle of the 128 to 512 that CRAFT gives as typical."""
+OVERLAP_TOKENS = 32
+TOP_N = 10
+"""Neighbours of a passage: FusionRAG's figure 7a is above 80% from ten on."""
+N_VALUES = range(2, 16)
+"""Neighbours for which FusionRAG's figure 7a is repeated."""
+DIM = 512
+SEED = 0
+FIT_PASSAGES = 100_000
+ENCODE_BATCH = 1024
+DEVICE_BATCH = 64
+BM25_MEMORY_MIB = 256
+
+EPILOG = """three commands from a folder of documents to an answered question:
+  python -m retrieval build docs --out index
+  python -m sglang_chunkcache.launch_server --model-path M --index index
+  curl http://127.0.0.1:30000/rag/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "default", "messages": [{"role": "user", "content": "..."}], "retrieve": {"k": 5}}'
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except RetrievalError as error:
+        print(f"retrieval {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"retrieval {args.command}: stopped; run it again and it goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m retrieval",
+        description="A retriever for RAG: cut documents into passages, index them with FAISS and BM25, search.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_build(
+        _command(commands, "build", "make an index of documents, go on with one, or add documents to it", _build)
+    )
+    _add_search(_command(commands, "search", "the passages that answer a question best", _search))
+    _add_neighbors(_command(commands, "neighbors", "write every passage's nearest passages to a file", _neighbors))
+    _add_inspect(_command(commands, "inspect", "what is in an index, and whether it is whole", _inspect))
+    _add_remove(_command(commands, "remove", "take passages or documents out of an index", _remove))
+    _add_evaluate(_command(commands, "evaluate", "recall and overlap of retrieval on a data set", _evaluate))
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def _command(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+# build
+
+
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make an index of documents. Run it again to go on after an interruption, or with more or changed documents to "
+        "add them; a server that has the index open follows by itself."
+    )
+    add = parser.add_argument
+    add("sources", nargs="*", metavar="SOURCE", help=".txt, .md, .jsonl or .jsonl.gz files, or folders of them")
+    add("--out", type=Path, required=True, metavar="DIR", help="the index's directory")
+    dataset = parser.add_argument_group("a data set instead of files, or beside them")
+    dataset.add_argument("--dataset", metavar="NAME", help="of Hugging Face `datasets`: a hub name or a local path")
+    dataset.add_argument("--dataset-config", metavar="NAME", help="its configuration")
+    dataset.add_argument("--split", default="train", help="its split")
+    dataset.add_argument("--id-field", metavar="FIELD", help="field with the document's id; default: the row's number")
+    dataset.add_argument("--title-field", metavar="FIELD", help="field with the title")
+    dataset.add_argument("--text-field", metavar="FIELD", default="text", help="field with the text")
+    kept = parser.add_argument_group(
+        "kept for as long as the index lives (the first build decides, later ones may leave them out)"
+    )
+    given = kept.add_argument
+    given(
+        "--tokenizer",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help=_kept("the served model's path or hub name; `words` counts words instead", "words"),
+    )
+    given(
+        "--chunk-tokens",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help=_kept("most tokens of a passage", CHUNK_TOKENS),
+    )
+    given(
+        "--overlap-tokens",
+        type=int,
+        default=argparse.SUPPRESS,
+        help=_kept("most tokens that a passage repeats of the one before it", OVERLAP_TOKENS),
+    )
+    given(
+        "--no-split",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="every document is a passage already and keeps its id",
+    )
+    given(
+        "--encoder",
+        metavar="PATH",
+        default=argparse.SUPPRESS,
+        help=_kept("a sentence-transformers model, path or hub name; `default` needs no model", "default"),
+    )
+    given(
+        "--dim",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help=_kept("numbers in a vector of the default encoder", DIM),
+    )
+    given(
+        "--query-prefix", default=argparse.SUPPRESS, help="text in front of questions; default: as the model asks for"
+    )
+    given(
+        "--passage-prefix", default=argparse.SUPPRESS, help="text in front of passages; default: as the model asks for"
+    )
+    given(
+        "--no-normalize",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="inner product of the model's vectors as they are, not the cosine (Contriever)",
+    )
+    given(
+        "--factory",
+        default=argparse.SUPPRESS,
+        help=_kept("FAISS factory string, as Flat, IVF4096,Flat, IVF4096,PQ64, HNSW32", "auto"),
+    )
+    given(
+        "--bm25",
+        metavar="LANGUAGE",
+        default=argparse.SUPPRESS,
+        help=_kept("stemmer of the word index beside the vectors; `none`: no stemmer, `off`: no word index", "english"),
+    )
+    run = parser.add_argument_group("this run")
+    run.add_argument("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
+    run.add_argument(
+        "--batch-size", type=int, metavar="N", default=DEVICE_BATCH, help="passages that a model encodes at once"
+    )
+    run.add_argument(
+        "--fit-passages",
+        type=int,
+        metavar="N",
+        default=FIT_PASSAGES,
+        help="sample that the default encoder is fitted on",
+    )
+    run.add_argument(
+        "--bm25-memory-mib",
+        type=int,
+        metavar="N",
+        default=BM25_MEMORY_MIB,
+        help="buffer while the word index is written",
+    )
+    run.add_argument("--json", action="store_true", help="print the report as one JSON object")
+
+
+def _kept(text: str, default: object) -> str:
+    return f"{text} (default: {default})"
+
+
+def _build(args: argparse.Namespace) -> None:
+    from retrieval.build import build_index
+    from retrieval.corpus import read_documents
+    from retrieval.tokens import load_tokens
+
+    if not args.sources and not args.dataset:
+        raise RetrievalError("nothing to build from: give files or folders, or --dataset")
+    settings, encoder = _settings(args)
+    parts = [read_documents(source) for source in args.sources]
+    if args.dataset:
+        from retrieval.corpus import read_dataset
+
+        fields = {"id_field": args.id_field, "title_field": args.title_field, "text_field": args.text_field}
+        parts.append(read_dataset(args.dataset, split=args.split, config=args.dataset_config, **fields))
+    with _progress() as progress:
+        report = build_index(
+            chain.from_iterable(parts),
+            args.out,
+            settings,
+            tokens=load_tokens(settings.tokens),
+            encoder=encoder,
+            options=_options(args),
+            progress=progress,
+        )
+    if args.json:
+        print(json.dumps(asdict(report)))
+        return
+    print(
+        f"{report.documents} documents read, {report.unchanged} of them known; passages: {report.added} added,", end=" "
+    )
+    print(f"{report.removed} removed, {report.duplicates} left out as duplicates")
+    print(f"{args.out}: {report.passages} passages, generation {report.generation}")
+
+
+def _options(args: argparse.Namespace) -> Any:
+    from retrieval.build import BuildOptions
+
+    memory = getattr(args, "bm25_memory_mib", BM25_MEMORY_MIB)
+    fit = getattr(args, "fit_passages", FIT_PASSAGES)
+    if memory < 15 or fit < 1:
+        raise RetrievalError("--bm25-memory-mib must be at least 15, --fit-passages at least 1")
+    return BuildOptions(fit_passages=fit, encode_batch=ENCODE_BATCH, bm25_memory_bytes=memory << 20, seed=SEED)
+
+
+def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The index's settings, those that are not given as the directory has them, and the model that encodes, if one does."""
+    from retrieval.encoder import load_encoder
+    from retrieval.index import SETTINGS, IndexSettings, read_settings
+    from retrieval.tokens import load_tokens
+
+    given = vars(args)
+    there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
+
+    def pick(name: str, kept: Any, default: Any) -> Any:
+        return given.get(name, kept if there else default)
+
+    tokens = pick("tokenizer", there and there.tokens, "words")
+    encoder: Any = None
+    path = given.get("encoder", "default")
+    if there:
+        named: dict[str, Any] = {
+            name: given[name] for name in ("dim", "query_prefix", "passage_prefix") if name in given
+        }
+        spec = {**there.encoder, **named}
+        if spec["kind"] != "hashed" or path != "default":
+            override = None if path == "default" else path  # the model may have moved
+            encoder = load_encoder(
+                there.encoder, folder=args.out, override=override, device=args.device, batch_size=args.batch_size
+            )
+    elif path == "default":
+        spec = {"kind": "hashed", "dim": given.get("dim", DIM)}
+    else:
+        from retrieval.sentence_encoder import SentenceEncoder
+
+        encoder = SentenceEncoder(
+            path,
+            device=args.device,
+            batch_size=args.batch_size,
+            query_prefix=given.get("query_prefix"),
+            passage_prefix=given.get("passage_prefix"),
+            normalize=not given.get("no_normalize", False),
+        )
+        spec = encoder.spec()
+    bm25 = pick("bm25", there and (there.bm25_language or "off"), "english")
+    settings = IndexSettings(
+        tokens=tokens,
+        tokens_name=load_tokens(tokens).name,
+        is_split=not pick("no_split", there and not there.is_split, False),
+        max_tokens=pick("chunk_tokens", there and there.max_tokens, CHUNK_TOKENS),
+        overlap_tokens=pick("overlap_tokens", there and there.overlap_tokens, OVERLAP_TOKENS),
+        encoder=spec,
+        factory=pick("factory", there and there.factory, "auto"),
+        bm25_language=None if bm25 == "off" else bm25,
+    )
+    return settings, encoder
+
+
+# search
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("index", type=Path, metavar="DIR", help="the index's directory")
+    add("query", nargs="+", help="the question")
+    add("--k", type=int, metavar="N", default=K, help="passages")
+    add("--mode", choices=("fusion", "dense", "bm25"), help="default: fusion where the index has words and vectors")
+    add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
+    add("--encoder", metavar="PATH", help="where the index's encoder lies now")
+    add("--device", metavar="NAME", help="of the encoder")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _search(args: argparse.Namespace) -> None:
+    from retrieval.retriever import Retriever
+
+    retriever = Retriever.open(args.index, encoder=args.encoder, device=args.device, verify=False, threads=None)
+    query = " ".join(args.query)
+    result = retriever.search([query], k=args.k, mode=args.mode or retriever.modes[0], nprobe=args.nprobe)
+    hits = result.hits[0]
+    if args.json:
+        rows = [{**asdict(hit.passage), "score": hit.score} for hit in hits]
+        print(json.dumps({"query": query, "passages": rows, "ms": result.ms}, ensure_ascii=False))
+        return
+    for rank, hit in enumerate(hits, 1):
+        print(f"{rank}. {hit.passage.id}  {hit.score:.4f}  {hit.passage.title}")
+        print("   " + " ".join(hit.passage.text.split())[:300])
+    if not hits:
+        print("nothing found")
+
+
+# neighbors
+
+
+def _add_neighbors(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write every passage's most similar passages, nearest first, one JSON object a line: what "
+        "`python -m sglang_chunkcache.preprocess` computes each chunk behind (FusionRAG 3.1)."
+    )
+    add = parser.add_argument
+    add("index", type=Path, metavar="DIR", help="the index's directory")
+    add("--out", type=Path, required=True, metavar="FILE", help="the file of neighbours")
+    add("--corpus", type=Path, metavar="FILE", help="write the passages' texts too, as the same program reads them")
+    add("--top-n", type=int, metavar="N", default=TOP_N, help="neighbours of each passage")
+    add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
+
+
+def _neighbors(args: argparse.Namespace) -> None:
+    from retrieval.index import Index
+    from retrieval.neighbors import write_corpus, write_neighbors
+
+    index = Index.open(args.index, verify=False)
+    with _progress() as progress:
+        lines = write_neighbors(index, args.out, n=args.top_n, nprobe=args.nprobe, progress=progress)
+        if args.corpus:
+            write_corpus(index, args.corpus, progress=progress)
+    print(f"{args.out}: {lines} passages")
+
+
+# inspect, remove
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("index", type=Path, metavar="DIR", help="the index's directory")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    parser.add_argument("--passage", metavar="ID", help="show this passage, or a document's passages")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from retrieval.index import Index
+
+    index = Index.open(args.index, verify=args.verify)
+    if args.passage is not None:
+        rows = [row for row in index.store.rows_of(args.passage) if row < index.num_rows]
+        if not rows:
+            raise RetrievalError(f"{args.index}: no passage and no document has the id {args.passage!r}")
+        for passage in index.store.get(rows):
+            print(json.dumps(asdict(passage), ensure_ascii=False))
+        return
+    manifest, settings = index.manifest, index.settings
+    facts = {
+        "generation": manifest.generation,
+        "passages": index.num_live,
+        "removed": len(index.removed),
+        "segments": [f"{part.factory}: {part.num_rows}" for part in manifest.segments],
+        "dim": index.dim,
+        **asdict(settings),
+        "bytes": sum(path.stat().st_size for path in args.index.rglob("*") if path.is_file()),
+        "verified": args.verify,
+    }
+    if args.json:
+        print(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        print(f"{name:15} {value}")
+
+
+def _add_remove(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("index", type=Path, metavar="DIR", help="the index's directory")
+    parser.add_argument("ids", nargs="+", metavar="ID", help="of passages, or of documents with all their passages")
+
+
+def _remove(args: argparse.Namespace) -> None:
+    from retrieval.build import remove_passages
+
+    with _progress() as progress:
+        removed = remove_passages(args.index, args.ids, options=_options(args), progress=progress)
+    print(f"{args.index}: {removed} passages removed")
+
+
+# evaluate
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Build a temporary index of a data set, ask its questions, and tell recall and how much the answers share. The last "
+        "line of stdout is one JSON object."
+    )
+    add = parser.add_argument
+    add("--data", type=Path, required=True, metavar="DIR", help="holds passages.jsonl.gz and questions.jsonl.gz")
+    add(
+        "--file",
+        metavar="NAME",
+        help="questions or conversations in DIR; default: questions.jsonl.gz or conversations.jsonl.gz",
+    )
+    add("--retriever", choices=("bm25", "default", "fusion"), default="fusion", help="words, vectors, or both")
+    add("--k", type=int, metavar="N", default=K, help="passages for a question")
+    add(
+        "--query",
+        default="last",
+        help="of a conversation's turn: last question, rewrite, or turns:N, its last N questions",
+    )
+    add("--limit", type=int, metavar="N", help="ask N questions only")
+    add("--seed", type=int, metavar="N", default=SEED, help="of the order of questions; conversations keep theirs")
+    add("--neighbors", action="store_true", help="tell how often passages found together are each other's neighbours")
+    add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
+    add("--encoder", metavar="PATH", default="default", help="a sentence-transformers model; `default` needs no model")
+    add("--dim", type=int, metavar="N", default=DIM, help="numbers in a vector of the default encoder")
+    add("--query-prefix", help="text in front of questions; default: as the model asks for")
+    add("--passage-prefix", help="text in front of passages; default: as the model asks for")
+    add("--no-normalize", action="store_true", help="inner product of the model's vectors as they are, not the cosine")
+    add("--factory", default="Flat", help="FAISS factory string")
+    add("--bm25", metavar="LANGUAGE", default="english", help="stemmer of the word index; `none`: no stemmer")
+    add("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
+    add("--batch-size", type=int, metavar="N", default=DEVICE_BATCH, help="passages that a model encodes at once")
+    add("--json", action="store_true", help="print nothing but the JSON object")
+    parser.set_defaults(out=Path(os.devnull))  # for `_settings`: no index lies there, so all are as given here
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from retrieval.evaluate import evaluate, table
+    from retrieval.questions import parse_query
+
+    settings, encoder = _settings(args)
+    with _progress() as progress:
+        result = evaluate(
+            args.data,
+            k=args.k,
+            retriever=args.retriever,
+            query=parse_query(args.query),
+            file=args.file,
+            seed=args.seed,
+            limit=args.limit,
+            nprobe=args.nprobe,
+            n_values=N_VALUES if args.neighbors else (),
+            settings=settings,
+            encoder=encoder,
+            options=_options(args),
+            progress=progress,
+        )
+    if not args.json:
+        print(table(result))
+    print(json.dumps(result))
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A callback that draws one bar a stage on stderr."""
+    from tqdm import tqdm
+
+    bars: dict[str, tqdm[Any]] = {}
+
+    def report(stage: str, done: int, total: int | None) -> None:
+        if stage not in bars:
+            for bar in bars.values():
+                bar.close()
+            bars[stage] = tqdm(desc=f"{stage:9}", total=total, unit="", file=sys.stderr, mininterval=0.5, delay=5)
+        bars[stage].update(done - bars[stage].n)
+
+    try:
+        yield report
+    finally:
+        for bar in bars.values():
+            bar.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,229 @@
+"""BM25 over passages' words, on tantivy: an index is one folder, a passage is known by its row.
+
+Knows no text once it is indexed, no passage ids and no generations; the caller keeps those. The constants are the engine's:
+k1 = 1.2, b = 0.75, idf = ln(1 + (N - n + 0.5) / (n + 0.5)), with a passage's length rounded down to one of 256 steps (exact
+up to 40 words, within an eighth above). tests/reference/naive_bm25.py is the slow twin.
+
+What is opened is a snapshot: it maps its files, so it answers as before even when a writer has gone on in the folder or the
+folder is gone. Only its own `update` moves it. N, n and the mean length count removed passages until the engine merges their
+segment, so a removal changes no other passage's score at once, and rebuilding may change them all a little.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import tantivy
+from numpy.typing import NDArray
+
+from retrieval.errors import CorruptIndexError, RetrievalError
+
+LANGUAGES = (
+    *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
+    *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
+)
+"""The engine's stemmers; "none" leaves words as they are."""
+
+MAX_WORD_BYTES = 100
+"""Longer "words" are dropped: they are encoded data, and each would be a term of its own."""
+
+MAX_QUERY_TERMS = 1024
+"""Lucene's default for the clauses of one query; a question has a dozen, so this only bounds pasted documents."""
+
+MIN_MEMORY_BYTES = 15_000_000
+"""The least that tantivy's writer accepts."""
+
+LOCK_SUFFIX = ".lock"
+
+
+class Bm25Index:
+    """A folder's state as it was opened. `search` may be called by many threads at once; `update` by one at a time."""
+
+    def __init__(self, index: tantivy.Index, analyzer: tantivy.TextAnalyzer, schema: tantivy.Schema) -> None:
+        self._index = index
+        self._analyzer = analyzer
+        self._schema = schema
+        self._searcher = index.searcher()
+
+    @staticmethod
+    def create(folder: Path, *, language: str) -> Bm25Index:
+        """Makes an empty index in a folder that is new or empty.
+
+        Raises:
+            RetrievalError: the folder has something in it, or there is no stemmer for `language`.
+        """
+        analyzer = _analyzer(language)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise RetrievalError(f"{folder}: a BM25 index is created in an empty folder, but this one has files")
+        return _load(folder, language, analyzer)
+
+    @staticmethod
+    def open(folder: Path, *, language: str) -> Bm25Index:
+        """Opens the folder's last commit; `language` must be the one that it was created with.
+
+        Raises:
+            CorruptIndexError: the folder is missing, incomplete, cut short, or was created with another language. Flipped
+                bits are not looked for: that is the manifest's checksums' work.
+            RetrievalError: there is no stemmer for `language`.
+        """
+        analyzer = _analyzer(language)
+        _check_exists(folder)
+        with _damage_named(f"{folder} is damaged or no BM25 index in {language!r}"):
+            if os.access(folder, os.W_OK):
+                return _load(folder, language, analyzer)
+            # The engine opens nothing where it cannot create a lock file; what it has opened outlives the links.
+            with TemporaryDirectory() as links:
+                for file in _files(folder):
+                    Path(links, file.name).symlink_to(file.resolve())
+                return _load(Path(links), language, analyzer)
+
+    @property
+    def num_docs(self) -> int:
+        """Passages that can be found: added and not removed."""
+        return int(self._searcher.num_docs)
+
+    def update(self, add: Iterable[tuple[int, str]], remove: Iterable[int], *, memory_bytes: int) -> None:
+        """Removes rows, then adds (row, content) pairs, in one commit: all of it or, if anything raises, none.
+
+        Args:
+            add: read as it is written, never held; ascending rows, none of them live unless it is in `remove` too.
+            remove: rows; unknown ones are ignored.
+            memory_bytes: the writer's buffer, at least MIN_MEMORY_BYTES; a full one becomes a segment on disk.
+        Raises:
+            RetrievalError: `memory_bytes` is too small, the folder is read-only, or another writer is at work in it. A
+                killed writer holds nothing: its lock went with the process, and its files go with the next commit.
+            ValueError: the engine could not write, for one because the disk is full.
+        """
+        if memory_bytes < MIN_MEMORY_BYTES:
+            raise RetrievalError(f"BM25 needs at least {MIN_MEMORY_BYTES:,} bytes to write, got {memory_bytes:,}")
+        try:
+            # One thread: rows stay in order inside a segment, and a second one would take the core of whoever reads the corpus.
+            writer = self._index.writer(memory_bytes, 1)
+        except ValueError as error:
+            reason = "another writer is at work" if "LockBusy" in str(error) else error
+            raise RetrievalError(f"the BM25 index cannot be written: {reason}") from error
+        try:
+            for row in remove:
+                writer.delete_documents_by_term("row", row)
+            for row, content in add:
+                writer.add_document(tantivy.Document(row=row, content=_utf8(content)))
+            writer.commit()
+        except BaseException:
+            writer.rollback()
+            raise
+        finally:
+            writer.wait_merging_threads()  # and lets go of the lock
+        self._index.reload()
+        self._searcher = self._index.searcher()
+
+    def search(
+        self, query: str, *, k: int, max_terms: int = MAX_QUERY_TERMS
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """The best passages that share a word with the query: scores [n] and rows [n], n <= k, best first.
+
+        The query is text, never syntax; a repeated word counts once. Equal scores stand by row, ascending; which of several
+        passages that tie for the last place are returned depends on the segments they lie in.
+
+        Args:
+            max_terms: distinct words looked up; of a longer query the rarest.
+        Raises:
+            RetrievalError: `k` or `max_terms` is less than 1.
+            CorruptIndexError: the engine stumbled over a damaged file.
+        """
+        if k < 1 or max_terms < 1:
+            raise RetrievalError(f"k and max_terms must be at least 1, got {k} and {max_terms}")
+        searcher = self._searcher
+        with _damage_named("the BM25 index is damaged"):
+            words = list(dict.fromkeys(self._analyzer.analyze(_utf8(query))))
+            if len(words) > max_terms:
+                frequency = {word: searcher.doc_freq("content", word) for word in words}
+                words = sorted((word for word in words if frequency[word]), key=frequency.__getitem__)[:max_terms]
+            limit = min(k, searcher.num_docs)
+            if not words or not limit:
+                return np.empty(0, np.float32), np.empty(0, np.int64)
+            terms = [
+                (tantivy.Occur.Should, tantivy.Query.term_query(self._schema, "content", word, index_option="freq"))
+                for word in words
+            ]
+            hits = searcher.search(tantivy.Query.boolean_query(terms), limit, count=False).hits
+            found = searcher.fast_field_values("row", [address for _, address in hits])
+        scores, rows = np.array([score for score, _ in hits], np.float32), np.array(found, np.int64)
+        order = np.lexsort((rows, -scores))
+        return scores[order], rows[order]
+
+
+def link_copy(source: Path, target: Path) -> None:
+    """Copies an index folder by hard links: the copy costs no space, and an update of either leaves the other as it was.
+
+    That holds because tantivy writes every file once: segments are new files, `meta.json` and `.managed.json` are replaced by
+    renaming. Only lock files are left out: two folders that shared one would keep each other's writers waiting. Where the
+    file system has no links, files are copied. No writer may be at work in `source`.
+
+    Raises:
+        RetrievalError: `target` exists.
+        CorruptIndexError: `source` is no index.
+    """
+    _check_exists(source)
+    try:
+        target.mkdir(parents=True)
+    except FileExistsError as error:
+        raise RetrievalError(f"{target} exists: a copy of a BM25 index needs a new folder") from error
+    for file in _files(source):
+        try:
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copy2(file, target / file.name)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.suffix != LOCK_SUFFIX]
+
+
+def _check_exists(folder: Path) -> None:
+    if not (folder / "meta.json").is_file():
+        raise CorruptIndexError(f"{folder} is no BM25 index: it has no meta.json")
+
+
+@contextmanager
+def _damage_named(what: str) -> Iterator[None]:
+    """The engine's errors as CorruptIndexError. It may panic on damaged files, which arrives as no `Exception` at all."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, (ValueError, OSError)) and type(error).__name__ != "PanicException":
+            raise
+        raise CorruptIndexError(f"{what}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer) -> Bm25Index:
+    # The analyzer's name is in the schema, and tantivy refuses an index whose schema is another one.
+    name = f"words-{language}"
+    builder = tantivy.SchemaBuilder().add_integer_field("row", indexed=True, fast=True)
+    schema = builder.add_text_field("content", tokenizer_name=name, index_option="freq").build()
+    index = tantivy.Index(schema, str(folder))
+    index.register_tokenizer(name, analyzer)
+    index.config_reader("manual")
+    return Bm25Index(index, analyzer, schema)
+
+
+def _analyzer(language: str) -> tantivy.TextAnalyzer:
+    """Text -> words: runs of letters and digits, lower case, without accents, stemmed."""
+    if language != "none" and language not in LANGUAGES:
+        raise RetrievalError(f"BM25 has no stemmer for {language!r}; there are none, {', '.join(LANGUAGES)}")
+    builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.remove_long(MAX_WORD_BYTES))
+    builder = builder.filter(tantivy.Filter.lowercase()).filter(tantivy.Filter.ascii_fold())
+    if language != "none":
+        builder = builder.filter(tantivy.Filter.stemmer(language))
+    return builder.build()
+
+
+def _utf8(text: str) -> str:
+    """Lone surrogates, which JSON can hold and UTF-8 cannot, become question marks."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

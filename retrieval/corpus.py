@@ -1,0 +1,293 @@
+"""Where documents come from: files and folders of text, Markdown and JSON Lines, and the data sets of the library `datasets`.
+
+One document is in memory at a time. Ids are stable: the path relative to the folder that was given, or the row's own id. What
+a tokenizer, a database or a terminal would stumble over is replaced here, once (`clean`). Does not notice an id used twice.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from retrieval.errors import RetrievalError
+from retrieval.passage import Document
+
+TEXT_SUFFIXES = (".txt", ".md")
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz")
+
+MAX_DOCUMENT_BYTES = 1 << 28
+"""A text file or a row beyond 256 MiB is taken for a mistake: it would have to be held in memory whole."""
+
+DATASET_LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
+"""What `datasets` reads a single file with, by its suffix without `.gz`."""
+
+_BOM = b"\xef\xbb\xbf"
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")  # all that are not whitespace to people
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_FENCE_OR_HEADING = re.compile(r"^(?: {0,3}(```|~~~)|#[ \t]+(.*))", re.MULTILINE)
+_CLOSING_HASHES = re.compile(r"(?:^|[ \t])#+$")
+
+
+def read_documents(source: str | Path) -> Iterator[Document]:
+    """The documents of a file or folder, those without text left out.
+
+    Folders are read recursively in the order of names, without hidden and other files; links are followed, but no folder is read
+    twice. A .txt or .md file is a document, called by its path in the folder (a single file by its name); a Markdown file's title
+    is its first heading of level 1. A line of JSON Lines is `{"text", "title"?, "id"?}`, other fields ignored; without `id` it is
+    called `FILE:LINE`, lines counted from 1.
+
+    Raises:
+        RetrievalError: no such source; while iterating: a file or row that cannot be read (names file and line), no document.
+    """
+    path = Path(source)
+    if not path.exists():
+        raise RetrievalError(f"no such file or folder: {path}")
+    if path.is_file() and not _is_corpus_file(path.name):
+        raise RetrievalError(f"{path}: not one of {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}")
+    return _read_all(path)
+
+
+def count_documents(source: str | Path) -> int | None:
+    """How many documents `read_documents` yields at most, where that is told without reading: None if rows are among them."""
+    num = 0
+    for _, name in _corpus_files(Path(source)):
+        if name.lower().endswith(ROW_SUFFIXES):
+            return None
+        num += 1
+    return num
+
+
+def read_dataset(
+    name: str, *, split: str, config: str | None, id_field: str | None, title_field: str | None, text_field: str
+) -> Iterator[Document]:
+    """The rows of a data set as documents, those without text left out. Rows are streamed: nothing is copied to a cache.
+
+    Args:
+        name: on the hub; or a folder written by `save_to_disk`; or a file or folder of Parquet, JSON, CSV or Arrow.
+        split: one of the data set's; that of a single file is "train".
+        config: the data set's configuration (also called subset), None where it has one only.
+        id_field: strings or integers; None calls the rows `NAME/SPLIT:ROW`, NAME without its folders, rows counted from 1.
+        title_field: strings or null; None leaves titles empty.
+        text_field: strings or null.
+    Raises:
+        RetrievalError: `datasets` is not installed; no such data set, split, configuration or field (names those there are),
+            or it cannot be reached; while iterating: a row that cannot be read, no document.
+    """
+    wanted = {"id": id_field, "title": title_field, "text": text_field}
+    fields = {key: field for key, field in wanted.items() if field is not None}
+    rows = _open_dataset(name, split, config, list(dict.fromkeys(fields.values())))
+    return _dataset_documents(rows, f"{Path(name).name}/{split}", fields)
+
+
+def clean(text: str) -> str:
+    """The text with one kind of line break, no control characters and no halves of surrogate pairs."""
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = _CONTROLS.sub(" ", text)
+    return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
+
+
+def _read_all(source: Path) -> Iterator[Document]:
+    empty = True
+    for path, name in _corpus_files(source):
+        read = _read_rows if name.lower().endswith(ROW_SUFFIXES) else _read_text
+        try:
+            for document in read(path, clean(name)):
+                empty = False
+                yield document
+        except OSError as error:
+            raise RetrievalError(f"{path}: {error.strerror or error}") from error
+    if empty:
+        raise RetrievalError(
+            f"no documents in {source}: looked for {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)} with text in them"
+        )
+
+
+def _is_corpus_file(name: str) -> bool:
+    return name.lower().endswith(TEXT_SUFFIXES + ROW_SUFFIXES)
+
+
+def _corpus_files(source: Path) -> Iterator[tuple[Path, str]]:
+    """Each file to read, and its path relative to the source with forward slashes."""
+    if source.is_file():
+        yield source, source.name
+        return
+    seen: set[tuple[int, int]] = set()
+    for folder, subfolders, files in os.walk(source, onerror=_refuse, followlinks=True):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            subfolders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in sorted(files):
+            path = Path(folder, name)
+            if _is_corpus_file(name) and not name.startswith(".") and path.is_file():
+                yield path, path.relative_to(source).as_posix()
+
+
+def _refuse(error: OSError) -> None:
+    raise RetrievalError(f"{error.filename}: {error.strerror}") from error
+
+
+def _read_text(path: Path, name: str) -> Iterator[Document]:
+    with path.open("rb") as file:
+        data = file.read(MAX_DOCUMENT_BYTES + 1)
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise RetrievalError(
+            f"{path}: larger than {MAX_DOCUMENT_BYTES >> 20} MiB; give its parts as rows of JSON Lines"
+        )
+    text = clean(_decode(data.removeprefix(_BOM), path, 1))
+    if text.strip():
+        title = _markdown_title(text) if path.suffix.lower() == ".md" else ""
+        yield Document(id=name, title=title, text=text)
+
+
+def _markdown_title(text: str) -> str:
+    fenced = False
+    for match in _FENCE_OR_HEADING.finditer(text):
+        if match[1]:
+            fenced = not fenced
+        elif not fenced and (title := _CLOSING_HASHES.sub("", match[2].strip()).strip()):
+            return title
+    return ""
+
+
+def _read_rows(path: Path, name: str) -> Iterator[Document]:
+    with _open_rows(path) as file:
+        for number in count(1):
+            place = f"{path}:{number}"
+            try:
+                line = file.readline(MAX_DOCUMENT_BYTES + 1)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise RetrievalError(f"{place}: not gzip, or damaged: {error}") from error
+            if not line:
+                return
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise RetrievalError(f"{place}: a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB")
+            if line.strip():
+                row = _parse(_decode(line.removeprefix(_BOM), path, number), place)
+                document = _document(row, place, f"{name}:{number}")
+                if document.text.strip():
+                    yield document
+
+
+def _open_rows(path: Path) -> BinaryIO | gzip.GzipFile:
+    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def _decode(data: bytes, path: Path, first_line: int) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = first_line + data.count(b"\n", 0, error.start)
+        raise RetrievalError(f"{path}:{line}: not UTF-8: byte 0x{data[error.start]:02x}") from error
+
+
+def _parse(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RetrievalError(f"{place}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RetrievalError(f"{place}: a row must be an object, got {type(row).__name__}")
+    if row.get("text") is None:
+        raise RetrievalError(f'{place}: a row must have a "text"; got the fields {", ".join(row) or "none"}')
+    return row
+
+
+def _document(row: dict[str, Any], place: str, default_id: str) -> Document:
+    """A document of the fields `id`, `title` and `text`, each of which may be missing or None."""
+    for field in ("title", "text"):
+        if not isinstance(row.get(field), str | None):
+            raise RetrievalError(f"{place}: the {field} must be a string, got {type(row[field]).__name__}")
+    row_id = row.get("id")
+    if row_id == "" or isinstance(row_id, bool) or not isinstance(row_id, str | int | None):
+        raise RetrievalError(f"{place}: the id must be an integer or a string that is not empty, got {row_id!r}")
+    return Document(
+        id=default_id if row_id is None else clean(str(row_id)),
+        title=" ".join(clean(row.get("title") or "").split()),
+        text=clean(row.get("text") or ""),
+    )
+
+
+def _open_dataset(name: str, split: str, config: str | None, fields: list[str]) -> Any:
+    """An iterable of rows, dicts of the given fields."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise RetrievalError("reading a data set needs the package `datasets`: pip install datasets") from error
+    try:
+        with _quiet(datasets):
+            rows = _load(datasets, name, split, config)
+            names = rows.column_names or list(next(iter(rows), {}))
+            missing = [field for field in fields if field not in names]
+            if missing:
+                raise RetrievalError(
+                    f"data set {name!r} has no field {missing[0]!r}; its fields: {', '.join(names) or 'none'}"
+                )
+            return rows.select_columns(fields)  # pictures and sound beside the text are not decoded
+    except RetrievalError:
+        raise
+    except Exception as error:  # of four libraries, without a common class
+        raise RetrievalError(f"data set {name!r}: {_one_line(error)}") from error
+
+
+def _load(datasets: Any, name: str, split: str, config: str | None) -> Any:
+    path = Path(name)
+    saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()  # by save_to_disk
+    if saved:
+        data = datasets.load_from_disk(name)
+        splits = data if isinstance(data, dict) else {str(data.split or split): data}
+        if split not in splits:
+            raise RetrievalError(f"data set {name!r} has no split {split!r}; its splits: {', '.join(splits)}")
+        return splits[split]
+    if not path.is_file():
+        return datasets.load_dataset(name, config, split=split, streaming=True)
+    loader = DATASET_LOADERS.get(Path(name.removesuffix(".gz")).suffix)
+    if loader is None:
+        raise RetrievalError(f"data set {name!r}: not one of {', '.join(DATASET_LOADERS)}")
+    return datasets.load_dataset(loader, data_files=name, split=split, streaming=True)
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """No progress bars of `datasets` inside."""
+    disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not disabled:
+            datasets.enable_progress_bars()
+
+
+def _dataset_documents(rows: Any, label: str, fields: dict[str, str]) -> Iterator[Document]:
+    empty = True
+    iterator = iter(rows)
+    for number in count(1):
+        place = f"{label}:{number}"
+        try:
+            row = next(iterator, None)
+        except Exception as error:  # whatever a reader or the network raises
+            raise RetrievalError(f"{place}: {_one_line(error)}") from error
+        if row is None:
+            break
+        document = _document({key: row.get(field) for key, field in fields.items()}, place, place)
+        if document.text.strip():
+            empty = False
+            yield document
+    if empty:
+        raise RetrievalError(f"no documents in data set {label}: no row has text")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

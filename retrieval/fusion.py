@@ -1,0 +1,32 @@
+"""Reciprocal rank fusion: one ranking out of several, by places alone.
+
+Knows no scores: those of BM25 and of inner products share no scale. Cormack, Clarke and Buettcher, SIGIR 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import fsum
+
+
+def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], *, k: int, constant: int) -> list[tuple[int, float]]:
+    """The best `k` ids of all rankings with score = sum of 1 / (constant + rank), best first.
+
+    Equal scores stand by best rank, then by the first ranking that holds that rank.
+
+    Args:
+        rankings: ids, best first; rank counts from 1. An id that a ranking repeats counts once, at its first place.
+        constant: the larger, the less the first places stand out; 60 in the paper.
+    Raises:
+        ValueError: `k` is negative, or `constant` is (a rank's share would no longer fall with the rank).
+    """
+    if k < 0 or constant < 0:
+        raise ValueError(f"k and constant must not be negative, got {k} and {constant}")
+    ranks: dict[int, list[tuple[int, int]]] = {}  # id -> (rank, number of the ranking)
+    for number, ranking in enumerate(rankings):
+        for rank, item in enumerate(dict.fromkeys(ranking), start=1):
+            ranks.setdefault(item, []).append((rank, number))
+    # fsum rounds once, so the order of the rankings cannot change a score.
+    fused = [(item, fsum(1.0 / (constant + rank) for rank, _ in places)) for item, places in ranks.items()]
+    fused.sort(key=lambda entry: (-entry[1], min(ranks[entry[0]])))
+    return fused[:k]

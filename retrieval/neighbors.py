@@ -1,0 +1,191 @@
+"""Which passages resemble each other: the top n of every passage as a file, and how often retrieval returns such together.
+
+Knows an open index and nothing of the model that will read the files. FusionRAG (3.1) computes a passage's KV cache behind its
+neighbours, because passages that are retrieved for one question tend to be each other's neighbours; `co_retrieval` measures
+on real retrieval whether they are.
+
+    neighbors file    {"id": "d1#0", "neighbors": ["d7#0", "d3#812", ...]}    one line for every passage, nearest first
+    corpus file       {"id": "d1#0", "text": "..."}                           the same passages, as the served model reads them
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from retrieval.build import Progress
+from retrieval.errors import RetrievalError
+from retrieval.index import Index
+
+BATCH_ROWS = 1024
+"""Passages whose neighbours are searched together: enough for one matrix product, and what a killed run loses at most."""
+
+
+def nearest(index: Index, first: int, last: int, *, n: int, nprobe: int) -> dict[int, list[int]]:
+    """The rows of the `n` most similar passages of every live row in `[first, last)`, nearest first.
+
+    Similarity is the index's own, between passage vectors. A passage is not its own neighbour, even where another one has the
+    very same vector. Fewer than `n` where the index, or the `nprobe` cells that are looked into, holds fewer.
+
+    Raises:
+        RetrievalError: the index has no vectors, or `n` is less than 1.
+    """
+    if n < 1:
+        raise RetrievalError(f"neighbors: n must be at least 1, got {n}")
+    rows = np.arange(first, last, dtype=np.int64)
+    is_live = index.is_live(rows)
+    rows = rows[is_live]
+    if not len(rows):
+        return {}
+    _, found = index.search_dense(index.vectors(first, last)[is_live], k=n + 1, nprobe=nprobe)
+    # Among equal vectors the passage itself need not come first, nor be among the n + 1 at all.
+    return {
+        int(row): [int(other) for other in others if other not in (-1, row)][:n]
+        for row, others in zip(rows, found, strict=True)
+    }
+
+
+def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: Progress) -> int:
+    """Write the neighbors file of a whole index.
+
+    Lines are gathered in a hidden file beside `path`, which is renamed when it is complete. A run that was interrupted is
+    continued behind its last whole line if index, generation and settings are the same, and started anew if not.
+
+    Args:
+        progress: told ("neighbors", rows done, rows in all) after every batch.
+
+    Returns:
+        How many lines this run wrote.
+
+    Raises:
+        RetrievalError: see `nearest`; the file cannot be written.
+    """
+    served = hashlib.blake2b(index.manifest.to_json().encode(), digest_size=8).hexdigest()
+    partial = path.with_name(f".{path.name}.{served}-{n}-{nprobe}.partial")
+    num_lines = 0
+    try:
+        for stale in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+            if stale != partial:
+                stale.unlink()
+        start = _resume(index, partial)
+        with partial.open("a", encoding="ascii") as file:
+            for first in range(start, index.num_rows, BATCH_ROWS):
+                last = min(first + BATCH_ROWS, index.num_rows)
+                for line in _lines(index, nearest(index, first, last, n=n, nprobe=nprobe)):
+                    file.write(line)
+                    num_lines += 1
+                file.flush()
+                progress("neighbors", last, index.num_rows)
+            _sync(file)
+        partial.replace(path)
+    except OSError as error:
+        raise RetrievalError(f"{path}: {error.strerror}") from None
+    return num_lines
+
+
+def write_corpus(index: Index, path: Path, *, progress: Progress) -> int:
+    """Write the corpus file of a whole index, at once or not at all; returns the number of passages.
+
+    Raises:
+        RetrievalError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    is_live = index.is_live(np.arange(index.num_rows))
+    num_lines = 0
+    try:
+        with partial.open("w", encoding="ascii") as file:
+            for row, passage in index.store.iterate(0, index.num_rows):
+                if is_live[row]:
+                    file.write(json.dumps({"id": passage.id, "text": passage.content}) + "\n")
+                    num_lines += 1
+                    progress("corpus", row + 1, index.num_rows)
+            _sync(file)
+        partial.replace(path)
+    except OSError as error:
+        raise RetrievalError(f"{path}: {error.strerror}") from None
+    return num_lines
+
+
+def co_retrieval(
+    ranked: Sequence[Sequence[str]], neighbors: Mapping[str, Sequence[str]], *, n_values: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """FusionRAG fig. 7a: how likely passages that were retrieved together are each other's top-n neighbours.
+
+    The paper says "the chance that RAG retrieves related blocks", over 50% at n = 2 and above 80% at n = 10; that can be read
+    in two ways, and both are returned, each by n:
+
+        any      share of retrieved passages with at least one other passage of the same list among their top n
+        pairs    share of ordered pairs (a, b), a != b, of the same list with b among the top n of a
+
+    Args:
+        ranked: what was retrieved, a list of ids for each question; one with a single passage counts in neither.
+        neighbors: id -> ids, nearest first, at least max(n_values) where there are as many; missing ids have none.
+
+    Returns:
+        {"any": {n: share}, "pairs": {n: share}}, each 0 where there is nothing to count.
+    """
+    closest = Counter[int]()  # position in a passage's neighbours of the first that was retrieved with it
+    paired = Counter[int]()  # positions of all that were
+    num_passages = num_pairs = 0
+    for ids in ranked:
+        together = set(ids)
+        if len(together) < 2:
+            continue
+        num_passages += len(together)
+        num_pairs += len(together) * (len(together) - 1)
+        for passage in together:
+            ranks = [rank for rank, other in enumerate(neighbors.get(passage, ())) if other in together]
+            paired.update(ranks)
+            closest.update(ranks[:1])
+    return {
+        name: {n: sum(ranks[rank] for rank in range(n)) / max(1, count) for n in n_values}
+        for name, ranks, count in (("any", closest, num_passages), ("pairs", paired, num_pairs))
+    }
+
+
+# Private, in order of use
+
+
+def _resume(index: Index, partial: Path) -> int:
+    """Cut an interrupted run's file behind its last whole line; returns the row to go on with."""
+    if not partial.exists():
+        return 0
+    num_lines, size, last_line = 0, 0, b""
+    with partial.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            num_lines, size, last_line = num_lines + 1, size + len(line), line
+        live = np.flatnonzero(index.is_live(np.arange(index.num_rows)))
+        row = int(live[num_lines - 1]) if 0 < num_lines <= len(live) else -1
+        if row < 0 or not _is_line_of(index, row, last_line):  # nothing whole, or nothing of this index
+            row, size = -1, 0
+        file.truncate(size)
+    return row + 1
+
+
+def _is_line_of(index: Index, row: int, line: bytes) -> bool:
+    try:
+        return bool(json.loads(line)["id"] == index.store.get([row])[0].id)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _lines(index: Index, neighbors: Mapping[int, Sequence[int]]) -> Iterator[str]:
+    rows = sorted({*neighbors, *(row for others in neighbors.values() for row in others)})
+    names = {row: passage.id for row, passage in zip(rows, index.store.get(rows), strict=True)}
+    for row, others in neighbors.items():
+        yield json.dumps({"id": names[row], "neighbors": [names[other] for other in others]}) + "\n"
+
+
+def _sync(file: TextIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,55 @@
+"""What a corpus is made of: documents, and the passages that they are cut into.
+
+Knows no tokenizer, no index and no model. A passage's `content` is one text for everybody: the encoder and BM25 index it, and the
+served model reads it. So the same passage is the same chunk, token for token, wherever it is retrieved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+HASH_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text as it is found. `id` is stable: a path relative to the folder that was given, or the row's own id."""
+
+    id: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A unit of retrieval.
+
+    Attributes:
+        id: stable; `document_id#offset` in characters, or the document's own id where documents are passages.
+        start, end: `[start, end)` in tokens of the document's text.
+        num_tokens: of `text` tokenised alone; may differ from `end - start` by a token at a border.
+    """
+
+    id: str
+    document_id: str
+    title: str
+    text: str
+    start: int
+    end: int
+    num_tokens: int
+
+    @property
+    def content(self) -> str:
+        """What encoder, BM25 and the served model read: the title as a line (CRAFT section 5), unless it is the first already."""
+        first_line = self.text.partition("\n")[0].lstrip("#").strip()
+        return self.text if self.title in ("", first_line) else f"{self.title}\n{self.text}"
+
+    def content_hash(self) -> bytes:
+        """16 bytes by which duplicates and damage are told."""
+        return hash_of(self.content)
+
+
+def hash_of(content: str) -> bytes:
+    """`Passage.content_hash` of a content."""
+    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()

@@ -1,0 +1,182 @@
+"""Questions to ranked passages: encode, search vectors and words, fuse, read the texts.
+
+    queries ── encoder ── FAISS ──┐
+           └── BM25 ──────────────┴─ reciprocal ranks ── rows ── PassageStore ── passages
+
+A retriever serves one generation of an index directory at a time; `refresh` switches to a newer one in one assignment, and a
+search that is under way ends on the generation it began with. Knows no server and no model but the encoder.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import faiss
+
+from retrieval.encoder import Encoder, load_encoder
+from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.fusion import reciprocal_rank_fusion
+from retrieval.index import Index, check_encoder, read_manifest
+from retrieval.passage import Passage
+
+Mode = Literal["fusion", "dense", "bm25"]
+
+RRF_CONSTANT = 60
+"""Cormack, Clarke and Büttcher, SIGIR 2009."""
+FUSION_DEPTH = 100
+"""Ranks of each list that are fused. Fixed, so that a smaller k gives the front of a larger one's answer."""
+QUERY_BATCH = 32
+"""Queries that a model encodes at once."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks. Modes' scores do not compare."""
+
+    passage: Passage
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """Hits of each query, best first; milliseconds of the whole batch by phase: encode, dense, bm25, read."""
+
+    hits: list[list[Hit]]
+    ms: dict[str, float]
+
+
+class Retriever:
+    """An index directory and the encoder that it was built with. Safe to call from any thread."""
+
+    def __init__(self, index: Index, encoder: Encoder, *, verify: bool, threads: int | None) -> None:
+        self._index, self._encoder, self._verify, self._threads = index, encoder, verify, threads
+        self._refreshing = threading.Lock()
+
+    @classmethod
+    def open(
+        cls, folder: Path, *, encoder: str | None, device: str | None, verify: bool, threads: int | None
+    ) -> Retriever:
+        """Open a directory that `build_index` made.
+
+        Args:
+            encoder: where the encoder lies now, if not where the index says; the same model.
+            device: of the encoder, "cpu" or "cuda"; None: the GPU if there is one.
+            verify: see `Index.open`.
+            threads: that FAISS may use for a batch; None: all cores.
+        Raises:
+            CorruptIndexError: no index, a damaged one, or another encoder than it was built with.
+            RetrievalError: the encoder cannot be loaded.
+        """
+        index = Index.open(folder, verify=verify)
+        loaded = load_encoder(
+            index.settings.encoder, folder=folder, override=encoder, device=device, batch_size=QUERY_BATCH
+        )
+        check_encoder(folder, index.manifest, loaded)
+        return cls(index, loaded, verify=verify, threads=threads)
+
+    @property
+    def index(self) -> Index:
+        """The generation that is served now."""
+        return self._index
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """What this index can do; the first is the default."""
+        return ("fusion", "dense", "bm25") if self._index.bm25 else ("dense",)
+
+    def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
+        """The k best passages of each query; fewer where there are no more, or for BM25 where no word is known.
+
+        Args:
+            nprobe: lists visited in an IVF index, or candidates beside the k best in HNSW.
+        Raises:
+            RetrievalError: k or nprobe below 1, or a mode that this index has not.
+        """
+        if k < 1 or nprobe < 1:
+            raise RetrievalError(f"k and nprobe must be at least 1, got {k} and {nprobe}")
+        if mode not in self.modes:
+            raise RetrievalError(f"mode {mode!r}: this index has {', '.join(self.modes)}")
+        index, ms = self._index, dict[str, float]()
+        if not queries:
+            return SearchResult([], ms)
+        depth = k if mode != "fusion" else max(k, FUSION_DEPTH)
+        lists: list[list[list[tuple[int, float]]]] = []
+        if mode != "bm25":
+            vectors = _timed(ms, "encode", lambda: self._encoder.encode_queries(queries))
+            lists.append(_timed(ms, "dense", lambda: self._search_dense(index, vectors, k=depth, nprobe=nprobe)))
+        if mode != "dense":
+            lists.append(_timed(ms, "bm25", lambda: [_search_words(index, query, k=depth) for query in queries]))
+        if mode == "fusion":
+            ranked = [
+                reciprocal_rank_fusion([[row for row, _ in found] for found in both], k=k, constant=RRF_CONSTANT)
+                for both in zip(*lists, strict=True)
+            ]
+        else:
+            ranked = lists[0]
+        return SearchResult(_timed(ms, "read", lambda: _read(index, ranked)), ms)
+
+    def refresh(self) -> bool:
+        """Serve the directory's newest generation. Returns whether there was a newer one.
+
+        Raises:
+            CorruptIndexError: it is damaged; the old one is served on.
+        """
+        with self._refreshing:
+            index = self._index
+            if read_manifest(index.folder) == index.manifest:
+                return False
+            newer = Index.open(index.folder, verify=self._verify, earlier=index)
+            if newer.settings != index.settings or newer.store is not index.store:
+                raise CorruptIndexError(f"{index.folder}: is another index now; open it anew")
+            self._index = newer
+            return True
+
+    def info(self) -> dict[str, Any]:
+        """What is served, for people."""
+        index = self._index
+        return {
+            "passages": index.num_live,
+            "generation": index.generation,
+            "modes": list(self.modes),
+            "factory": [segment.factory for segment in index.manifest.segments],
+            "dim": index.dim,
+            "encoder": {key: value for key, value in index.settings.encoder.items() if key != "dim"},
+            "tokenizer": index.settings.tokens_name,
+        }
+
+    # Private, in order of use
+
+    def _search_dense(self, index: Index, vectors: Any, *, k: int, nprobe: int) -> list[list[tuple[int, float]]]:
+        if self._threads is not None:
+            faiss.omp_set_num_threads(self._threads)  # counts for the calling thread only, so it is said every time
+        scores, rows = index.search_dense(vectors, k=min(k, max(1, index.num_rows)), nprobe=nprobe)
+        return [
+            [(int(row), float(score)) for row, score in zip(rows[i], scores[i], strict=True) if row >= 0]
+            for i in range(len(rows))
+        ]
+
+
+def _timed(ms: dict[str, float], phase: str, work: Callable[[], T]) -> T:
+    start = time.perf_counter()
+    result = work()
+    ms[phase] = round(1000 * (time.perf_counter() - start), 3)
+    return result
+
+
+def _search_words(index: Index, query: str, *, k: int) -> list[tuple[int, float]]:
+    assert index.bm25 is not None
+    scores, rows = index.bm25.search(query, k=k)
+    return [(int(row), float(score)) for row, score in zip(rows, scores, strict=True)]
+
+
+def _read(index: Index, ranked: Sequence[Sequence[tuple[int, float]]]) -> list[list[Hit]]:
+    rows = sorted({row for found in ranked for row, _ in found})
+    passages = dict(zip(rows, index.store.get(rows), strict=True))
+    return [[Hit(passages[row], score) for row, score in found] for found in ranked]

@@ -1,0 +1,194 @@
+"""A sentence-transformers model as an encoder: any local path or hub name, on CPU or GPU.
+
+Knows no index. A folder with a plain transformers model (Contriever) has no pooling of its own: sentence-transformers then
+takes the mean over tokens. A text longer than `max_tokens`, the model's own limit, is cut there: build passages that fit.
+
+Many models were trained with a prefix that tells queries from passages, and lose recall without it. In this order: what the
+caller gives ("" for none), the model's own `prompts`, what is published for a model of that name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import RetrievalError
+
+PUBLISHED_PREFIXES = (
+    # Model cards of intfloat/e5-*, e5-*-v2 and multilingual-e5-*; the instruct variants bring prompts of their own.
+    (re.compile(r"^(multilingual-)?e5-(small|base|large)(-v2)?$"), "query: ", "passage: "),
+    # Model cards of BAAI/bge-*-en and -en-v1.5: an instruction for queries only.
+    (
+        re.compile(r"^bge-(small|base|large)-en(-v1\.5)?$"),
+        "Represent this sentence for searching relevant passages: ",
+        "",
+    ),
+)
+"""(name without its organisation, query prefix, passage prefix)."""
+
+
+class SentenceEncoder:
+    """See the module. One call at a time: a tokenizer's truncation settings are not thread-safe.
+
+    Args:
+        path_or_name: a folder, or a name on the hub, which is downloaded unless it is in the cache.
+        device: torch's name; None takes CUDA where there is a device.
+        batch_size: texts per forward pass; sentence-transformers sorts by length first.
+        query_prefix, passage_prefix: None takes the model's own, see the module.
+        normalize: give every vector length 1, so that the inner product is the cosine.
+    Raises:
+        RetrievalError: sentence-transformers is not installed, or `path_or_name` is no model that it can load.
+    """
+
+    def __init__(
+        self,
+        path_or_name: str,
+        *,
+        device: str | None,
+        batch_size: int,
+        query_prefix: str | None,
+        passage_prefix: str | None,
+        normalize: bool,
+    ) -> None:
+        self._path_or_name = path_or_name
+        self._batch_size = batch_size
+        self._normalize = normalize
+        self._model = _load_model(path_or_name, device)
+        self._lock = threading.Lock()
+        own_query, own_passage = own_prefixes(path_or_name, self._model.prompts)
+        self.query_prefix = own_query if query_prefix is None else query_prefix
+        self.passage_prefix = own_passage if passage_prefix is None else passage_prefix
+
+    @classmethod
+    def from_spec(
+        cls, spec: Mapping[str, Any], *, path_or_name: str | None, device: str | None, batch_size: int
+    ) -> SentenceEncoder:
+        """The encoder that wrote `spec`, from another place if one is given.
+
+        Raises:
+            RetrievalError: as the class.
+            KeyError: `spec` is incomplete.
+        """
+        return cls(
+            path_or_name or spec["model"],
+            device=device,
+            batch_size=batch_size,
+            query_prefix=spec["query_prefix"],
+            passage_prefix=spec["passage_prefix"],
+            normalize=spec["normalize"],
+        )
+
+    @property
+    def dim(self) -> int:
+        """Columns of every vector."""
+        return int(self._model.get_embedding_dimension())
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens, prefix and special tokens included, after which a text is cut; None if the model has no limit."""
+        return self._model.max_seq_length  # type: ignore[no-any-return]
+
+    def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """[n, dim] float32."""
+        return self._encode(self._model.encode_document, texts, self.passage_prefix)
+
+    def encode_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """[n, dim] float32."""
+        return self._encode(self._model.encode_query, texts, self.query_prefix)
+
+    def spec(self) -> dict[str, Any]:
+        """What the index records. Not the batch size and the device: they may differ from run to run."""
+        return {
+            "kind": "sentence",
+            "model": self._path_or_name,
+            "dim": self.dim,
+            "query_prefix": self.query_prefix,
+            "passage_prefix": self.passage_prefix,
+            "normalize": self._normalize,
+            "max_tokens": self.max_tokens,
+        }
+
+    def _encode(self, encode: Any, texts: Sequence[str], prefix: str) -> NDArray[np.float32]:
+        if not texts:
+            return np.zeros((0, self.dim), dtype=np.float32)
+        # A lone surrogate, which JSON can bring, is a str but no text that a tokenizer takes.
+        clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        with self._lock:
+            vectors = encode(
+                clean,
+                prompt=prefix,
+                batch_size=self._batch_size,
+                normalize_embeddings=self._normalize,
+                show_progress_bar=False,
+            )
+        return np.ascontiguousarray(vectors, dtype=np.float32)
+
+
+def own_prefixes(path_or_name: str, prompts: Mapping[str, str | None]) -> tuple[str, str]:
+    """(query, passage) prefix of a model: its configured prompts, else what is published for its name, else "" for both."""
+    query = prompts.get("query") or ""
+    passage = next(filter(None, (prompts.get(name) for name in ("document", "passage", "corpus"))), "")
+    if query or passage:
+        return query, passage
+    name = path_or_name.rstrip("/").rsplit("/", 1)[-1].lower()
+    for pattern, published_query, published_passage in PUBLISHED_PREFIXES:
+        if pattern.match(name):
+            return published_query, published_passage
+    return "", ""
+
+
+def _load_model(path_or_name: str, device: str | None) -> Any:
+    try:
+        _hide_broken_torchvision()
+        with _quiet():
+            from sentence_transformers import SentenceTransformer
+
+            return SentenceTransformer(path_or_name, device=device)
+    except ModuleNotFoundError as err:
+        if err.name in ("sentence_transformers", "transformers", "torch"):
+            raise RetrievalError(
+                f"the encoder {path_or_name} needs sentence-transformers: install the encoders extra"
+            ) from err
+        raise RetrievalError(f"sentence-transformers does not start: {err}") from err
+    except Exception as err:  # whatever the loaders of weights, tokenizers and configurations raise
+        reason = str(err).strip().split("\n")[0]
+        raise RetrievalError(f"cannot load {path_or_name} as an encoder: {reason or type(err).__name__}") from err
+
+
+def _hide_broken_torchvision() -> None:
+    """Keep a torchvision built for another torch from stopping transformers, which imports it for images only."""
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        pass
+    except (ImportError, OSError, RuntimeError):
+        sys.modules["torchvision"] = None  # type: ignore[assignment]  # how an import is refused and a search finds nothing
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the bars and notices of loading: they are not what a command or a server has to say."""
+    from transformers.utils import logging as transformers_logging
+
+    loggers = [logging.getLogger(name) for name in ("sentence_transformers", "transformers")]
+    levels = [logger.level for logger in loggers]
+    bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bar:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,210 @@
+"""Documents to passages: whole sentences up to a number of tokens, with overlap.
+
+    sentences   |  a  | b |    c    |  d  |    max_tokens holds three of them, overlap_tokens one
+    passages    [  a    b      c    ]
+                              [c       d  ]    overlap begins with a sentence
+
+A passage ends, in order of preference: with the document; with a paragraph, where that leaves it at least half full (a passage
+on one thing is found more easily than a full one on two); with a sentence. Only a sentence longer than a passage is cut: between
+lines, likewise, else words, else tokens. Every character that is not whitespace is in a passage; without overlap, in exactly one.
+
+Time and memory: the document is worked off in blocks of BLOCK_CHARS, which no passage crosses; each block is tokenised once whole
+and once in passages, because a passage's own count may differ at its borders.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+from retrieval.errors import RetrievalError
+from retrieval.passage import Document, Passage
+from retrieval.sentences import find_borders
+from retrieval.tokens import Tokens
+
+BLOCK_CHARS = 1 << 18
+"""Bounds what is held of tokens and borders, to tens of MB; of passages of 256 tokens, one in some 250 ends early for it."""
+
+MIN_TOKENS = 8
+"""Below that a passage may not hold even one character: some take several tokens."""
+
+_NOT_SPACE = re.compile(r"\S")
+_WORD_START = re.compile(r"(?<=\s)\S")
+
+
+class Splitter:
+    """Cuts documents; holds no state between them, so threads may share one if they may share `tokens`."""
+
+    def __init__(self, tokens: Tokens, *, max_tokens: int, overlap_tokens: int) -> None:
+        """
+        Args:
+            tokens: what the limits are counted in.
+            max_tokens: no passage tokenised alone has more; at least MIN_TOKENS.
+            overlap_tokens: at most so many tokens are repeated from the passage before; less than half of `max_tokens`.
+        Raises:
+            RetrievalError: a number out of its range.
+        """
+        if max_tokens < MIN_TOKENS:
+            raise RetrievalError(f"a passage must have room for at least {MIN_TOKENS} tokens, got {max_tokens}")
+        if not 0 <= overlap_tokens < max_tokens / 2:
+            raise RetrievalError(
+                f"the overlap must be 0 or more and less than half of {max_tokens} tokens, got {overlap_tokens}"
+            )
+        self.tokens = tokens
+        self.max_tokens = max_tokens
+        self.overlap_tokens = overlap_tokens
+
+    def split(self, document: Document) -> Iterator[Passage]:
+        """The document's passages in order; none for a text of whitespace.
+
+        `text` is `document.text[offset:]` from the offset in `id`, without whitespace around it. A part is repeated only
+        from the start of a sentence (of a word, where the sentence itself had to be cut), and not at all where a whole sentence
+        would no longer fit behind it.
+
+        Raises:
+            RetrievalError: one character alone has more than `max_tokens` tokens.
+        """
+        num_tokens = 0
+        for first, last in _blocks(document.text):
+            block = _Block(document.text[first:last], self)
+            for start, end, size in block.pack(document.id):
+                yield Passage(
+                    id=f"{document.id}#{first + start}",
+                    document_id=document.id,
+                    title=document.title,
+                    text=block.text[start:end],
+                    start=num_tokens + block.tokens_before(start),
+                    end=num_tokens + block.tokens_until(end),
+                    num_tokens=size,
+                )
+            num_tokens += len(block.token_starts)
+
+
+class _Block:
+    """A stretch of a document with the places of its tokens, sentences and paragraphs. All positions are in its characters."""
+
+    def __init__(self, text: str, splitter: Splitter) -> None:
+        self.text = text
+        self._tokens = splitter.tokens
+        self._max_tokens = splitter.max_tokens
+        self._overlap_tokens = splitter.overlap_tokens
+        offsets = self._tokens.offsets(text)
+        self.token_starts = [start for start, _ in offsets]
+        self._token_ends = [end for _, end in offsets]
+        borders = find_borders(text)
+        self._sentence_ends = [border.end for border in borders]
+        self._sentence_starts = [border.start for border in borders]
+        self._paragraph_ends = [border.end for border in borders if border.paragraph]
+
+    def pack(self, document_id: str) -> Iterator[tuple[int, int, int]]:
+        """`(start, end, tokens)` of each passage, without whitespace around it."""
+        start = fresh = self._next_start(0)  # `fresh`: where what no passage holds yet begins
+        while fresh < len(self.text):
+            passage = self._take(start, fresh)
+            if passage is None and start == fresh:
+                raise RetrievalError(
+                    f"document {document_id!r}: the character {self.text[start]!r} has more than {self._max_tokens} tokens"
+                )
+            if passage is None:
+                start = fresh
+                continue
+            end, size = passage
+            yield start, end, size
+            fresh = self._next_start(end)
+            start = self._overlap_start(start, end, fresh)
+
+    def tokens_before(self, position: int) -> int:
+        """How many tokens end at or before a position."""
+        return bisect_right(self._token_ends, position)
+
+    def tokens_until(self, position: int) -> int:
+        """How many tokens begin before a position."""
+        return bisect_left(self.token_starts, position)
+
+    def _take(self, start: int, fresh: int) -> tuple[int, int] | None:
+        """End and size of the passage from `start`; None if it cannot both reach past `fresh` and hold the limit."""
+        room = self._max_tokens
+        while True:
+            end = self._choose_end(start, fresh, room)
+            if end is None:
+                return None
+            size = len(self._tokens.offsets(self.text[start:end]))
+            if size <= self._max_tokens:
+                return end, size
+            if end == fresh + 1:
+                return None
+            room -= size - self._max_tokens  # a border's doing, a token or two: once more with less
+
+    def _choose_end(self, start: int, fresh: int, room: int) -> int | None:
+        """Where a passage of at most `room` tokens from `start` best ends, beyond `fresh`."""
+        after = self.tokens_before(start) + room
+        limit = self.token_starts[max(after, 0)] if after < len(self.token_starts) else len(self.text)
+        end = _last_in(self._sentence_ends, fresh, limit)
+        if end == self._sentence_ends[-1]:
+            return end
+        paragraph = _last_in(self._paragraph_ends, fresh, limit)
+        if paragraph is not None and self._half_full(start, paragraph):
+            return paragraph
+        if end is None and start < fresh and self._begins_sentence(fresh):
+            return None  # better no overlap than a sentence cut for it
+        return end or self._cut(start, fresh, limit)
+
+    def _cut(self, start: int, fresh: int, limit: int) -> int | None:
+        """Where to cut a sentence beyond `fresh` and not beyond `limit`: a line if half full, else a space, else `limit`."""
+        if limit <= fresh:
+            return None if start < fresh else fresh + 1
+        line = self.text.rfind("\n", fresh, limit + 1)
+        if line > fresh and self._half_full(start, line):
+            return _rstrip(self.text, line)
+        space = limit
+        while space > fresh and not (self.text[space - 1].isspace() or self.text[space].isspace()):
+            space -= 1
+        return _rstrip(self.text, space if space > fresh else limit)
+
+    def _overlap_start(self, start: int, end: int, fresh: int) -> int:
+        """Where the passage after `[start, end)` begins: as far back as the overlap and the start of a sentence allow."""
+        allowed = self.tokens_until(end) - self._overlap_tokens
+        if self._overlap_tokens == 0 or fresh >= len(self.text):
+            return fresh
+        earliest = max(start + 1, self._token_ends[allowed - 1] if allowed > 0 else 0)
+        sentence = self._sentence_starts[bisect_left(self._sentence_starts, earliest)]
+        if sentence >= fresh and not self._begins_sentence(fresh):
+            word = _WORD_START.search(self.text, earliest, fresh)
+            return word.start() if word else fresh
+        return min(sentence, fresh)
+
+    def _half_full(self, start: int, end: int) -> bool:
+        return 2 * (self.tokens_until(end) - self.tokens_before(start)) >= self._max_tokens
+
+    def _begins_sentence(self, position: int) -> bool:
+        index = bisect_left(self._sentence_starts, position)
+        return self._sentence_starts[index] == position
+
+    def _next_start(self, position: int) -> int:
+        match = _NOT_SPACE.search(self.text, position)
+        return match.start() if match else len(self.text)
+
+
+def _blocks(text: str) -> Iterator[tuple[int, int]]:
+    """`[first, last)` of stretches of at most BLOCK_CHARS that end with a paragraph, else a line, sentence, word, anywhere."""
+    first = 0
+    while len(text) - first > BLOCK_CHARS:
+        late, last = first + BLOCK_CHARS // 2, first + BLOCK_CHARS
+        found = (text.rfind(mark, late, last) for mark in ("\n\n", "\n", ". ", " "))
+        cut = next((place + 1 for place in found if place >= 0), last)
+        yield first, cut
+        first = cut
+    yield first, len(text)
+
+
+def _last_in(places: list[int], after: int, limit: int) -> int | None:
+    """The greatest of ascending `places` in `(after, limit]`."""
+    index = bisect_right(places, limit) - 1
+    return places[index] if index >= 0 and places[index] > after else None
+
+
+def _rstrip(text: str, end: int) -> int:
+    while text[end - 1].isspace():
+        end -= 1
+    return end

@@ -1,0 +1,247 @@
+"""Where passages lie: one SQLite file, rows numbered in order of arrival.
+
+    documents   id, hash of what it was when it was read        a build that was cut off goes on, a changed file is seen
+    passages    row, id, text …, hash, is_removed               rows 0, 1, 2 … without a gap; never reused
+    duplicates  hash, document                                  who else has a text that is kept once
+
+A row is what FAISS and BM25 know a passage by. Rows are added and marked as removed, never changed: whoever serves an older
+generation of the index goes on reading its rows. Which rows a generation serves is the manifest's business, not this file's.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.passage import Document, Passage, hash_of
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS documents (id TEXT PRIMARY KEY, hash BLOB, run INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS passages (
+    row INTEGER PRIMARY KEY, id TEXT NOT NULL, document TEXT NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL,
+    start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL, hash BLOB NOT NULL,
+    is_removed INTEGER NOT NULL DEFAULT 0);
+CREATE UNIQUE INDEX IF NOT EXISTS live_ids ON passages (id) WHERE is_removed = 0;
+CREATE UNIQUE INDEX IF NOT EXISTS live_hashes ON passages (hash) WHERE is_removed = 0;
+CREATE INDEX IF NOT EXISTS live_documents ON passages (document) WHERE is_removed = 0;
+CREATE INDEX IF NOT EXISTS removed_rows ON passages (row) WHERE is_removed = 1;
+CREATE TABLE IF NOT EXISTS duplicates (hash BLOB, document TEXT, PRIMARY KEY (hash, document)) WITHOUT ROWID;
+"""
+_COLUMNS = "row, id, document, title, text, start, end, num_tokens, hash"
+_LOCK_TIMEOUT_S = 60.0
+_MAX_VARIABLES = 30_000
+"""Below SQLite's limit of 32,766 in one statement."""
+_PAGE_ROWS = 1000
+"""Rows fetched at a time while iterating: no statement stays open between them, so writing beside it is safe."""
+
+
+class PassageStore:
+    """The passages of an index directory. One writer at a time (`build` holds the directory's lock), any number of readers.
+
+    Safe to call from several threads: calls take turns.
+
+    Raises:
+        CorruptIndexError: the file is missing, is no such file, or a text is not what its hash says.
+    """
+
+    def __init__(self, path: Path, *, writable: bool) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            uri = f"{path.absolute().as_uri()}?mode={'rwc' if writable else 'ro'}"
+            if not (writable or os.access(path.parent, os.W_OK) or path.with_name(path.name + "-wal").exists()):
+                uri += "&immutable=1"  # otherwise SQLite would create its log beside the file
+            self._db = sqlite3.connect(
+                uri, uri=True, timeout=_LOCK_TIMEOUT_S, check_same_thread=False, isolation_level=None
+            )
+            if writable:
+                self._db.execute("PRAGMA journal_mode = WAL")  # readers of the served index are not held up
+                # Rows are on disk before their vectors are, and both before the manifest that counts them.
+                self._db.execute("PRAGMA synchronous = FULL")
+                self._db.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            raise CorruptIndexError(f"{path}: {error}") from None
+        self._inode = path.stat().st_ino
+        self._next_row = self.num_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were ever added, as the file says now."""
+        return self._count("SELECT coalesce(max(row) + 1, 0) FROM passages")
+
+    def get(self, rows: Sequence[int]) -> list[Passage]:
+        """The passages of `rows`, in their order. Raises CorruptIndexError for a row that is not there or damaged."""
+        wanted = [int(row) for row in rows]
+        found: dict[int, Passage] = {}
+        distinct = sorted(set(wanted))
+        for first in range(0, len(distinct), _MAX_VARIABLES):
+            part = distinct[first : first + _MAX_VARIABLES]
+            marks = ",".join("?" * len(part))
+            query = f"SELECT {_COLUMNS} FROM passages WHERE row IN ({marks})"
+            found.update(self._passage(record) for record in self._all(query, part))
+        if missing := [row for row in distinct if row not in found]:
+            raise CorruptIndexError(f"{self.path}: row {missing[0]} is missing")
+        return [found[row] for row in wanted]
+
+    def iterate(self, first: int, last: int) -> Iterator[tuple[int, Passage]]:
+        """(row, passage) of rows `[first, last)`, removed ones too."""
+        for start in range(first, last, _PAGE_ROWS):
+            query = f"SELECT {_COLUMNS} FROM passages WHERE row >= ? AND row < ? ORDER BY row"
+            records = self._all(query, (start, min(start + _PAGE_ROWS, last)))
+            if len(records) != min(_PAGE_ROWS, last - start):
+                raise CorruptIndexError(
+                    f"{self.path}: rows [{start}, {min(start + _PAGE_ROWS, last)}) are not all there"
+                )
+            yield from map(self._passage, records)
+
+    def rows_of(self, name: str) -> list[int]:
+        """Rows of the passage of this id, or of the document's passages, that are not removed."""
+        # Two selects: with OR, SQLite would use neither index and read the whole table.
+        query = (
+            "SELECT row FROM passages WHERE is_removed = 0 AND id = ? UNION"
+            " SELECT row FROM passages WHERE is_removed = 0 AND document = ? ORDER BY row"
+        )
+        return [row for (row,) in self._all(query, (name, name))]
+
+    def removed_rows(self) -> NDArray[np.int64]:
+        """Rows marked as removed, ascending."""
+        rows = self._all("SELECT row FROM passages WHERE is_removed = 1 ORDER BY row", ())
+        return np.array([row for (row,) in rows], dtype=np.int64)
+
+    def is_replaced(self) -> bool:
+        """Whether another file has this one's name now, or none has."""
+        return not self.path.exists() or self.path.stat().st_ino != self._inode
+
+    def check(self) -> None:
+        """SQLite's own check of the file. Raises CorruptIndexError."""
+        (answer,) = self._all("PRAGMA quick_check(1)", ())[0]
+        if answer != "ok":
+            raise CorruptIndexError(f"{self.path}: {' '.join(answer.split())}")
+
+    def close(self, *, checkpoint: bool = False) -> None:
+        """Close the file; a writer moves its log into it first, so that readers need no write access."""
+        with self._lock:
+            if self._db.in_transaction:  # of a build that an error ended; no checkpoint is possible in it
+                self._db.execute("ROLLBACK")
+            if checkpoint:
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._db.close()
+
+    # For the one writer
+
+    def begin_run(self) -> int:
+        """A number that no earlier run had; documents carry that of the run that saw them last."""
+        return self._count("SELECT coalesce(max(run) + 1, 0) FROM documents")
+
+    def is_known(self, document: Document, run: int) -> bool:
+        """Whether the document was read before, just as it is. Marks it as seen.
+
+        Raises:
+            RetrievalError: the run has seen another document of this id.
+        """
+        found = self._all("SELECT hash, run FROM documents WHERE id = ?", (document.id,))
+        if not found:
+            return False
+        (known, seen), hash_now = found[0], _document_hash(document)
+        if seen == run and known is not None and known != hash_now:
+            raise RetrievalError(f"document {document.id!r} is there twice, with different texts")
+        if known != hash_now:
+            return False
+        if seen != run:
+            self._db.execute("UPDATE documents SET run = ? WHERE id = ?", (run, document.id))
+        return True
+
+    def put(self, document: Document, passages: Iterable[Passage], run: int) -> tuple[int, int]:
+        """Make `passages` the document's passages; those it has already stay where they are.
+
+        Returns:
+            (added, duplicates): rows that are new, and passages left out because another document has the same text.
+        Raises:
+            RetrievalError: a passage's id belongs to another document, or is there twice.
+        """
+        query = "SELECT id, hash, row FROM passages WHERE document = ? AND is_removed = 0"
+        old = {(name, content_hash): row for name, content_hash, row in self._all(query, (document.id,))}
+        hashed = [(passage, passage.content_hash()) for passage in passages]
+        fresh = [pair for pair in hashed if old.pop((pair[0].id, pair[1]), None) is None]
+        self._remove(old.values())
+        num_duplicates = 0
+        for passage, content_hash in fresh:
+            if self._all("SELECT 1 FROM passages WHERE hash = ? AND is_removed = 0", (content_hash,)):
+                num_duplicates += 1
+                self._db.execute("INSERT OR IGNORE INTO duplicates VALUES (?, ?)", (content_hash, document.id))
+                continue
+            values = (
+                self._next_row,
+                passage.id,
+                document.id,
+                passage.title,
+                passage.text,
+                passage.start,
+                passage.end,
+                passage.num_tokens,
+                content_hash,
+            )
+            try:
+                self._db.execute(f"INSERT INTO passages ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+            except sqlite3.IntegrityError:
+                raise RetrievalError(f"passage id {passage.id!r} is there twice, with different texts") from None
+            self._next_row += 1
+        self._db.execute(
+            "INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (document.id, _document_hash(document), run)
+        )
+        return len(fresh) - num_duplicates, num_duplicates
+
+    def remove(self, rows: Iterable[int]) -> None:
+        """Mark rows as removed; the next build that sees their documents reads them anew."""
+        for row in rows:
+            self._db.execute("DELETE FROM documents WHERE id = (SELECT document FROM passages WHERE row = ?)", (row,))
+            self._remove([row])
+
+    def begin(self) -> None:
+        """Start a transaction."""
+        self._db.execute("BEGIN")
+
+    def commit(self) -> None:
+        """End it: what was put since `begin` is there together, whatever happens next."""
+        self._db.execute("COMMIT")
+
+    # Private, in order of use
+
+    def _count(self, query: str) -> int:
+        return int(self._all(query, ())[0][0])
+
+    def _all(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+        with self._lock:
+            try:
+                return self._db.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise CorruptIndexError(f"{self.path}: {error}") from None
+
+    def _passage(self, record: tuple[Any, ...]) -> tuple[int, Passage]:
+        row, *fields, content_hash = record
+        passage = Passage(*fields)
+        if passage.content_hash() != content_hash:
+            raise CorruptIndexError(f"{self.path}: the text of row {row} ({passage.id!r}) is damaged")
+        return row, passage
+
+    def _remove(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._db.execute("UPDATE passages SET is_removed = 1 WHERE row = ?", (row,))
+            # Whoever else has this text lost it with this row: the next build reads those documents again.
+            self._db.execute(
+                "UPDATE documents SET hash = NULL WHERE id IN"
+                " (SELECT document FROM duplicates WHERE hash = (SELECT hash FROM passages WHERE row = ?))",
+                (row,),
+            )
+
+
+def _document_hash(document: Document) -> bytes:
+    return hash_of(f"{document.title}\0{document.text}")

@@ -1,0 +1,123 @@
+"""Tokens as character spans: what the splitter counts with.
+
+Three sources, one face: plain words, a `tokenizer.json`, or a model on the hub. Knows no token ids: passages are cut in
+characters, and the server tokenises them itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from retrieval.errors import RetrievalError
+
+WORDS = "words"
+TOKENIZER_FILE = "tokenizer.json"
+FINGERPRINT_BYTES = 4
+
+# Han and kana are written without spaces, so each character is a token; and no word has more than 32 characters, so that a page
+# of base64 is not one token.
+_CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[^\W{_CJK}]{{1,32}}|\S")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+class Tokens(Protocol):
+    """Counts and places the tokens of a text.
+
+    `name` is recorded in the index: a path's last part and a fingerprint, so that a different tokenizer is noticed.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def offsets(self, text: str) -> Sequence[tuple[int, int]]:
+        """`[start, end)` in characters of every token, no special tokens; neither starts nor ends ever descend.
+
+        Spans may touch, overlap (a character of several bytes in several tokens), leave characters out (whitespace; what a
+        tokenizer drops) or begin with the space before a word (byte-level BPE).
+        """
+        ...
+
+
+class WordTokens:
+    """Words, punctuation marks and CJK characters, one token each. Needs no model."""
+
+    name = WORDS
+
+    def offsets(self, text: str) -> Sequence[tuple[int, int]]:
+        """See `Tokens`; every character but whitespace is in exactly one token."""
+        return [match.span() for match in _WORD.finditer(text)]
+
+
+class FileTokens:
+    """The tokens of a `tokenizer.json`, as the library `tokenizers` cuts them."""
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        self.name = name
+        self._tokenizer = _read_tokenizer(path)
+
+    def offsets(self, text: str) -> Sequence[tuple[int, int]]:
+        """See `Tokens`."""
+        spans: list[tuple[int, int]] = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        starts, ends = [start for start, _ in spans], [end for _, end in spans]
+        if starts == sorted(starts) and ends == sorted(ends):
+            return spans
+        # Unicode normalisation may reorder combining marks
+        return list(zip(accumulate(starts, max), accumulate(ends, max), strict=True))
+
+
+def load_tokens(name: str) -> Tokens:
+    """The tokens that `name` means.
+
+    Args:
+        name: "words", a `tokenizer.json`, a folder that holds one, or a model's name on the hub (from its cache where offline).
+    Raises:
+        RetrievalError: nothing of that name, or not a tokenizer.
+    """
+    if name == WORDS:
+        return WordTokens()
+    path = Path(name)
+    if path.is_dir():
+        path = path / TOKENIZER_FILE
+    elif not path.exists():
+        path = _download(name)
+    if not path.is_file():
+        raise RetrievalError(f"tokenizer {name!r}: no {TOKENIZER_FILE} there; AutoTokenizer.save_pretrained writes one")
+    label = Path(name).resolve()
+    base = label.parent.name if label.name == TOKENIZER_FILE else label.name
+    return FileTokens(path, name=f"{base}@{_fingerprint(path)}")
+
+
+def _read_tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise RetrievalError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()  # both may stand in the file, and would bend every count
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _fingerprint(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=FINGERPRINT_BYTES).hexdigest()
+
+
+def _download(name: str) -> Path:
+    if not _HUB_NAME.fullmatch(name) or name.endswith(".json"):
+        raise RetrievalError(f"tokenizer {name!r}: no such file or folder")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, TOKENIZER_FILE))
+    except Exception as error:  # many classes of two libraries, none common
+        reason = str(error).strip().split("\n")[0]
+        raise RetrievalError(
+            f"tokenizer {name!r}: no such file or folder, and {TOKENIZER_FILE} cannot be had from the hub: {reason}"
+        ) from error

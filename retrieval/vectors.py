@@ -1,0 +1,65 @@
+"""The passages' vectors as they were encoded: one append-only file of float16 rows, row r at byte `r * dim * 2`.
+
+What is encoded once is never encoded again: a build that was cut off goes on behind the last whole row, and FAISS indexes are
+made anew from here. FAISS gets these very numbers, so what an index holds is exactly what this file says.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import CorruptIndexError
+
+_DTYPE = np.dtype("<f2")
+
+
+class VectorFile:
+    """Vectors of an index directory. One writer; readers see the rows that were there when they opened it."""
+
+    def __init__(self, path: Path, *, dim: int) -> None:
+        self.path, self.dim = path, dim
+        size = path.stat().st_size if path.exists() else 0
+        self.num_rows = size // (dim * _DTYPE.itemsize)
+
+    def append(self, vectors: NDArray[np.float32]) -> None:
+        """Add rows. [n, dim], finite; rounded to float16.
+
+        Raises:
+            ValueError: another dim, or numbers that float16 cannot hold.
+        """
+        if vectors.ndim != 2 or vectors.shape[1] != self.dim:
+            raise ValueError(f"vectors must be [n, {self.dim}], got {list(vectors.shape)}")
+        with np.errstate(over="ignore"):
+            rows = np.ascontiguousarray(vectors, dtype=_DTYPE)
+        if not np.isfinite(rows).all():
+            raise ValueError("vectors must be finite and within float16's range")
+        with open(self.path, "r+b" if self.path.exists() else "wb") as file:
+            file.seek(self.num_rows * self.dim * _DTYPE.itemsize)  # over a row that a killed writer left half done
+            file.write(rows.tobytes())
+            file.truncate()
+        self.num_rows += len(rows)
+
+    def sync(self) -> None:
+        """Wait until the rows are on disk."""
+        if self.path.exists():
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+
+    def read(self, first: int, last: int) -> NDArray[np.float32]:
+        """Rows `[first, last)` as [n, dim] float32."""
+        return self.read_rows(np.arange(first, last))
+
+    def read_rows(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[len(rows), dim] float32. Raises CorruptIndexError if the file is too short."""
+        if not len(rows):
+            return np.zeros((0, self.dim), np.float32)
+        if int(rows.max()) >= self.num_rows:
+            raise CorruptIndexError(f"{self.path}: holds {self.num_rows} vectors, not {int(rows.max()) + 1}")
+        mapped = np.memmap(self.path, dtype=_DTYPE, mode="r", shape=(self.num_rows, self.dim))
+        is_run = int(rows[-1]) - int(rows[0]) + 1 == len(rows) and bool((np.diff(rows) == 1).all())
+        taken = mapped[int(rows[0]) : int(rows[-1]) + 1] if is_run else mapped[rows]
+        return np.asarray(taken, dtype=np.float32)

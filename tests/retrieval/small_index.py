@@ -1,0 +1,89 @@
+"""A tiny index: an encoder that is a few lines, settings, and one call that builds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.build import BuildOptions, BuildReport, build_index, remove_passages
+from retrieval.index import IndexSettings
+from retrieval.passage import Document
+from retrieval.tokens import load_tokens
+
+DIM = 8
+TOKENS = load_tokens("words")
+OPTIONS = BuildOptions(fit_passages=1000, encode_batch=3, bm25_memory_bytes=15_000_000, seed=0)
+
+
+class WordEncoder:
+    """The sum of a text's words, each a fixed random direction, at length 1. `seed` stands for the weights."""
+
+    def __init__(self, *, seed: int = 0, dim: int = DIM) -> None:
+        self.seed, self.dim = seed, dim
+
+    def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """[n, dim] float32."""
+        return np.stack([self._encode(text) for text in texts])
+
+    encode_queries = encode_passages
+
+    def spec(self) -> dict[str, Any]:
+        """As an index records it."""
+        return {"kind": "words", "dim": self.dim}
+
+    def _encode(self, text: str) -> NDArray[np.float32]:
+        words = [_direction(word, self.seed, self.dim) for word in text.lower().split()]
+        vector = np.sum([np.zeros(self.dim), *words], axis=0)
+        return np.asarray(vector / max(float(np.linalg.norm(vector)), 1e-9), np.float32)
+
+
+@cache
+def _direction(word: str, seed: int, dim: int) -> NDArray[np.float64]:
+    return np.random.default_rng([seed, *word.encode()]).standard_normal(dim)
+
+
+def make_settings(**changes: Any) -> IndexSettings:
+    """Documents are passages, Flat, with BM25."""
+    fields: dict[str, Any] = {
+        "tokens": "words",
+        "tokens_name": TOKENS.name,
+        "is_split": False,
+        "max_tokens": 8,
+        "overlap_tokens": 0,
+        "encoder": WordEncoder().spec(),
+        "factory": "Flat",
+        "bm25_language": "none",
+    }
+    return IndexSettings(**{**fields, **changes})
+
+
+def make_documents(texts: Sequence[str], *, prefix: str = "d") -> list[Document]:
+    """Documents d0, d1 … without titles."""
+    return [Document(f"{prefix}{number}", "", text) for number, text in enumerate(texts)]
+
+
+def quiet(stage: str, done: int, total: int | None) -> None:
+    """Nobody watches."""
+
+
+def build(folder: Path, documents: Iterable[Document], *, encoder: Any = None, **changes: Any) -> BuildReport:
+    """`build_index` with what tests do not care about filled in."""
+    return build_index(
+        documents,
+        folder,
+        make_settings(**changes),
+        tokens=TOKENS,
+        encoder=encoder or WordEncoder(),
+        options=OPTIONS,
+        progress=quiet,
+    )
+
+
+def remove(folder: Path, *ids: str) -> int:
+    """`remove_passages` likewise."""
+    return remove_passages(folder, ids, options=OPTIONS, progress=quiet)

@@ -1,0 +1,293 @@
+"""Documents from files and data sets: what is read, what it is called, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrieval import corpus
+from retrieval.corpus import clean, count_documents, read_dataset, read_documents
+from retrieval.errors import RetrievalError
+from retrieval.passage import Document
+
+
+def write(path: Path, data: str | bytes) -> Path:
+    """A file with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    """JSON Lines, gzipped if the name says so."""
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return write(path, gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def ids(source: Path) -> list[str]:
+    """The ids of all documents."""
+    return [document.id for document in read_documents(source)]
+
+
+def test_folder_is_read_in_order_of_names_without_hidden_and_other_files(tmp_path: Path) -> None:
+    """The same folder gives the same ids in the same order on every machine."""
+    for name in ("b.txt", "a/z.md", "a/B.TXT", "c.pdf", ".hidden.txt", ".git/x.txt", "a/.b/x.md", "empty.txt"):
+        write(tmp_path / name, "" if name == "empty.txt" else "text")
+    write_rows(tmp_path / "c/d.jsonl", {"text": "x"})
+    assert ids(tmp_path) == ["b.txt", "a/B.TXT", "a/z.md", "c/d.jsonl:1"]
+
+
+def test_linked_folders_are_read_once_and_loops_end(tmp_path: Path) -> None:
+    """A link back to the folder itself must not hang the build."""
+    write(tmp_path / "docs/a.txt", "a")
+    write(tmp_path / "elsewhere/b.txt", "b")
+    (tmp_path / "docs/loop").symlink_to(tmp_path / "docs", target_is_directory=True)
+    (tmp_path / "docs/more").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "docs/dangling.txt").symlink_to(tmp_path / "none.txt")
+    os.mkfifo(tmp_path / "docs/pipe.txt")
+    assert ids(tmp_path / "docs") == ["a.txt", "more/b.txt"]
+
+
+def test_single_file_is_called_by_its_name(tmp_path: Path) -> None:
+    """Its folder may move."""
+    assert list(read_documents(str(write(tmp_path / "a.txt", b"\xef\xbb\xbfOne.\r\nTwo.\rThree")))) == [
+        Document("a.txt", "", "One.\nTwo.\nThree")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("Intro\n\n# The *title* ##\n# Other", "The *title*"),
+        ("## Sub\n\ntext", ""),
+        ("```sh\n# comment\n```\n# Title", "Title"),
+        ("#hashtag\n#  \n# ##\n# C#", "C#"),
+    ],
+)
+def test_title_of_markdown_is_its_first_heading_of_level_1(tmp_path: Path, text: str, title: str) -> None:
+    """The text keeps the heading."""
+    assert list(read_documents(write(tmp_path / "a.md", text))) == [Document("a.md", title, text)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_rows_have_their_own_ids_or_their_line(tmp_path: Path, name: str) -> None:
+    """Rows without text are left out and do not move the others' ids."""
+    rows: list[dict[str, object]] = [
+        {"id": "x", "title": " The\ntitle", "text": "One", "domain": "d"},
+        {"id": 7, "title": None, "text": "Two"},
+        {"text": " \n"},
+        {"id": None, "text": "Three"},
+    ]
+    assert list(read_documents(write_rows(tmp_path / name, *rows))) == [
+        Document("x", "The title", "One"),
+        Document("7", "", "Two"),
+        Document(f"{name}:4", "", "Three"),
+    ]
+
+
+def test_blank_lines_count_and_the_last_line_needs_no_end(tmp_path: Path) -> None:
+    """An id names the line an editor shows."""
+    assert ids(write(tmp_path / "a.jsonl", '\ufeff{"text": "a"}\n\n  \r\n{"text": "b"}')) == ["a.jsonl:1", "a.jsonl:4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": ', r"a\.jsonl:2: not JSON"),
+        (b"[" * 100_000, r"a\.jsonl:2: not JSON"),
+        (b'["text"]', r"a\.jsonl:2: a row must be an object, got list"),
+        (b'{"contents": "x", "id": 1}', r'a\.jsonl:2: a row must have a "text"; got the fields contents, id'),
+        (b"{}", r"got the fields none"),
+        (b'{"text": 1}', r"a\.jsonl:2: the text must be a string, got int"),
+        (b'{"text": "x", "title": []}', r"a\.jsonl:2: the title must be a string, got list"),
+        (b'{"text": "x", "id": ""}', r"a\.jsonl:2: the id must be"),
+        (b'{"text": "x", "id": true}', r"a\.jsonl:2: the id must be"),
+        (b'{"text": "x", "id": 1.5}', r"a\.jsonl:2: the id must be"),
+        (b'{"text": "\xff"}', r"a\.jsonl:2: not UTF-8: byte 0xff"),
+    ],
+)
+def test_bad_row_is_refused_by_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    """A million rows, one of them bad: the user must find it."""
+    path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + line + b"\n")
+    documents = read_documents(path)
+    assert next(documents).text == "fine"
+    with pytest.raises(RetrievalError, match=message):
+        next(documents)
+
+
+def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    """A download that broke off must not pass for a smaller corpus."""
+    whole = gzip.compress(json.dumps({"text": os.urandom(9999).hex()}).encode())
+    for data in (b"no gzip", whole[:-20], whole[:1000] + b"\0\0\0" + whole[1003:]):
+        with pytest.raises(RetrievalError, match=r"a\.jsonl\.gz:1: not gzip, or damaged"):
+            ids(write(tmp_path / "a.jsonl.gz", data))
+
+
+def test_text_that_is_not_utf8_is_refused_by_line(tmp_path: Path) -> None:
+    """Latin-1 and UTF-16 would otherwise become rubbish in the index."""
+    with pytest.raises(RetrievalError, match=r"a\.txt:3: not UTF-8: byte 0xe9"):
+        ids(write(tmp_path / "a.txt", b"one\ntwo\ncaf\xe9"))
+
+
+def test_too_large_a_document_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dump given by mistake would fill the memory."""
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 1 << 20)
+    with pytest.raises(RetrievalError, match=r"a\.txt: larger than 1 MiB"):
+        ids(write(tmp_path / "a.txt", "x" * (1 << 20) + "x"))
+    with pytest.raises(RetrievalError, match=r"a\.jsonl\.gz:1: a line of more than 1 MiB"):
+        ids(write_rows(tmp_path / "a.jsonl.gz", {"text": "x" * (1 << 20)}))
+
+
+def test_source_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    """An empty index would answer nothing, and say nothing."""
+    with pytest.raises(RetrievalError, match="no such file or folder"):
+        read_documents(tmp_path / "none")
+    with pytest.raises(RetrievalError, match=r"a\.pdf: not one of \.txt, \.md, \.jsonl, \.jsonl\.gz"):
+        read_documents(write(tmp_path / "a.pdf", "x"))
+    with pytest.raises(RetrievalError, match=r"no documents in .*: looked for \.txt"):
+        ids(tmp_path)
+    with pytest.raises(RetrievalError, match="no documents in"):
+        ids(write(tmp_path / "a.txt", " \n\0"))
+
+
+def test_control_characters_and_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
+    """NUL ends strings in C, ESC commands a terminal, a lone surrogate cannot be written; offsets stay as they were."""
+    path = write(
+        tmp_path / "a.jsonl",
+        r'{"id": "\ud800", "title": "t\u0000", "text": "a\ud800b\u0000c\u001b[1m\ud83d\ude00\tz\f"}',
+    )
+    assert list(read_documents(path)) == [Document("\ufffd", "t", "a\ufffdb c [1m😀\tz\f")]
+    assert clean("e\u0301\u200d\u2028\x85") == "e\u0301\u200d\u2028\x85"
+
+
+def test_file_name_that_is_not_utf8_gives_a_writable_id(tmp_path: Path) -> None:
+    """SQLite and JSON refuse what the file system allows."""
+    try:
+        write(tmp_path / os.fsdecode(b"a\xff.txt"), "x")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    assert ids(tmp_path) == ["a\ufffd.txt"]
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """5 MB of rows pass through far less."""
+    path = tmp_path / "a.jsonl"
+    with path.open("w") as file:
+        file.writelines(json.dumps({"text": "x" * 1000}) + "\n" for _ in range(5_000))
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_documents(path)) == 5_000
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_documents_are_counted_where_that_is_cheap(tmp_path: Path) -> None:
+    """A progress bar has a total for a folder of files, and none for rows."""
+    write(tmp_path / "a.txt", "x")
+    write(tmp_path / "b/c.md", "x")
+    assert (count_documents(tmp_path), count_documents(tmp_path / "a.txt")) == (2, 1)
+    write_rows(tmp_path / "d.jsonl", {"text": "x"})
+    assert count_documents(tmp_path) is None
+
+
+ROWS = {"docid": [1, 2, 3], "name": ["A", None, "C"], "body": ["One", " ", "Three\u0000"]}
+EXPECTED = [Document("1", "A", "One"), Document("3", "C", "Three ")]
+
+
+def dataset(name: Path | str, **changes: Any) -> list[Document]:
+    """All documents of a data set with the columns of ROWS."""
+    arguments = {"split": "train", "config": None, "id_field": "docid", "title_field": "name", "text_field": "body"}
+    return list(read_dataset(str(name), **{**arguments, **changes}))
+
+
+@pytest.fixture(scope="module")
+def datasets_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ROWS in every form that is read."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("datasets")
+    rows = datasets.Dataset.from_dict(ROWS)
+    rows.save_to_disk(folder / "saved")
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(folder / "splits")
+    for name in ("rows.parquet", "folder/train.parquet", "folder/test.parquet"):
+        write(folder / name, b"")
+        rows.to_parquet(folder / name)
+    rows.to_csv(folder / "rows.csv")
+    rows.to_json(folder / "rows.jsonl")
+    rows.to_json(folder / "rows.jsonl.gz", compression="gzip")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["saved", "splits", "folder", "rows.parquet", "rows.csv", "rows.jsonl", "rows.jsonl.gz"]
+)
+def test_dataset_is_read_from_disk(datasets_dir: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each form gives the same documents, and no progress bar."""
+    assert dataset(datasets_dir / name) == EXPECTED
+    assert capfd.readouterr() == ("", "")
+
+
+def test_dataset_without_ids_and_titles(datasets_dir: Path) -> None:
+    """Rows are called by data set, split and number."""
+    assert dataset(datasets_dir / "splits", split="test", id_field=None, title_field=None) == [
+        Document("splits/test:1", "", "One")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("splits", {"split": "dev"}, "has no split 'dev'; its splits: train, test"),
+        ("folder", {"split": "dev"}, r"Available splits: \['train', 'test'\]"),
+        ("folder", {"config": "en"}, r"BuilderConfig 'en' not found. Available: \['default'\]"),
+        ("rows.jsonl", {"text_field": "text"}, "has no field 'text'; its fields: docid, name, body"),
+        ("saved", {"id_field": "_id"}, "has no field '_id'; its fields: docid, name, body"),
+        ("saved", {"text_field": "docid"}, "saved/train:1: the text must be a string, got int"),
+        ("none", {}, "none"),
+    ],
+)
+def test_dataset_that_is_not_so_is_refused(
+    datasets_dir: Path, name: str, changes: dict[str, str], message: str
+) -> None:
+    """With the names of what there is."""
+    with pytest.raises(RetrievalError, match=message) as error:
+        dataset(datasets_dir / name, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_dataset_of_an_unknown_kind_or_broken_is_refused(datasets_dir: Path) -> None:
+    """Neither traceback nor silence."""
+    with pytest.raises(RetrievalError, match=r"not one of \.parquet"):
+        dataset(write(datasets_dir / "rows.xlsx", "x"))
+    with pytest.raises(RetrievalError, match=r"broken\.parquet"):
+        dataset(write(datasets_dir / "broken.parquet", "x"))
+
+
+def test_dataset_without_text_is_refused(tmp_path: Path) -> None:
+    """As an empty folder is."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({**ROWS, "body": [None] * 3}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(RetrievalError, match="no documents in data set saved/train"):
+        dataset(tmp_path / "saved")
+
+
+def test_dataset_on_the_hub_is_refused_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is neither on disk nor to be had."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(RetrievalError, match="data set 'no-such-user/no-such-data'"):
+        dataset("no-such-user/no-such-data")
+
+
+def test_dataset_without_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install."""
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(RetrievalError, match="pip install datasets"):
+        dataset("x")

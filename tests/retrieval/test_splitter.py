@@ -1,0 +1,211 @@
+"""The splitter: nothing lost, nothing too long, sentences whole, equal to the naive one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrieval import splitter as splitter_module
+from retrieval.errors import RetrievalError
+from retrieval.passage import Document, Passage
+from retrieval.splitter import MIN_TOKENS, Splitter
+from retrieval.tokens import Tokens, WordTokens, load_tokens
+from tests.reference.naive_splitter import NaiveSplitter
+
+PIECES = [
+    *["One", " two", " three", "Four", " of", " the", "a", "I", "Dr", " 3.14", "e.g", "x" * 40, " superlongword"],
+    *[".", "!", "?", "...", ",", "—", '"', ")", ". ", "! ", ".\n", "? ", " ", "  ", "\n", "\n\n", "\r\n", "\u00a0"],
+    *["\n# Head\n", "\n## Sub\n\n", "\n- item", "\n1. item", "\n```\n", "中文字符。", "「引用。」", "ひらが", "한국어"],
+    *["é", "e\u0301", "👩\u200d👩\u200d👧", "🇩🇪", "ﬁ", "\u200b", "Ω", "הטקסט"],
+]
+CHARACTERS = st.characters(exclude_categories=["Cs"])
+TEXTS = st.one_of(
+    st.lists(st.sampled_from(PIECES), min_size=30, max_size=90).map("".join),
+    st.lists(st.sampled_from(PIECES), max_size=10).map("".join),
+    st.text(CHARACTERS, max_size=80),
+)
+
+
+def make_bpe(folder: Path) -> Tokens:
+    """A byte-level BPE tokenizer of 300 tokens: most characters beyond ASCII take several."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(["One two three. Four of the items, of the others!\n\n# Head\n\nOne"] * 9, trainer)
+    bpe.save(str(folder / "tokenizer.json"))
+    return load_tokens(str(folder))
+
+
+def make_spaced(folder: Path) -> Tokens:
+    """Llama's kind: a space is put in front of each text, so a passage alone counts otherwise than within its document."""
+    pytest.importorskip("transformers")
+    from tests.reference.tiny_tokenizer import make_spaced_tokenizer
+
+    make_spaced_tokenizer(vocab_size=400).save_pretrained(folder)
+    return load_tokens(str(folder))
+
+
+def load_bundled(folder: Path) -> Tokens:
+    """The tokenizer of the model that comes with the package."""
+    return load_tokens(str(files("sglang_chunkcache.bundled_model")))
+
+
+@pytest.fixture(scope="module", params=["words", "bpe", "spaced", "bundled"])
+def tokens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
+    """One tokenizer of each kind."""
+    make = {"words": lambda _: WordTokens(), "bpe": make_bpe, "spaced": make_spaced, "bundled": load_bundled}[
+        request.param
+    ]
+    return make(tmp_path_factory.mktemp(request.param))
+
+
+def split(tokens: Tokens, text: str, max_tokens: int, overlap_tokens: int) -> list[Passage]:
+    """The passages of a document called "d"."""
+    return list(Splitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens).split(Document("d", "", text)))
+
+
+def words(text: str, max_tokens: int, overlap_tokens: int = 0) -> list[str]:
+    """The passages' texts, counted in words."""
+    return [passage.text for passage in split(WordTokens(), text, max_tokens, overlap_tokens)]
+
+
+def offset(passage: Passage) -> int:
+    """Where the passage begins in its document, in characters."""
+    return int(passage.id.removeprefix("d#"))
+
+
+def check(tokens: Tokens, text: str, passages: Sequence[Passage], max_tokens: int, overlap_tokens: int) -> None:
+    """What must hold of every split."""
+    covered = [0] * len(text)
+    for passage in passages:
+        first = offset(passage)
+        assert text[first : first + len(passage.text)] == passage.text == passage.text.strip() != ""
+        assert len(tokens.offsets(passage.text)) == passage.num_tokens <= max_tokens
+        assert 0 <= passage.start <= passage.end
+        for place in range(first, first + len(passage.text)):
+            covered[place] += 1
+    assert all(count > 0 or char.isspace() for count, char in zip(covered, text, strict=True))
+    if overlap_tokens == 0:
+        assert all(count <= 1 for count in covered)
+    for one, other in pairwise(passages):
+        assert offset(one) < offset(other), "a start is used twice, or out of order"
+        assert offset(one) + len(one.text) < offset(other) + len(other.text), "a passage within another"
+        if offset(other) < offset(one) + len(one.text):
+            assert one.end - other.start <= overlap_tokens
+
+
+@given(text=TEXTS, max_tokens=st.integers(MIN_TOKENS, 50), overlap=st.floats(0, 0.49))
+@settings(max_examples=60, deadline=None)
+def test_split_keeps_every_promise_and_equals_the_naive_splitter(
+    tokens: Tokens, text: str, max_tokens: int, overlap: float
+) -> None:
+    """Nothing lost, nothing too long, at most so much repeated; and fast equals slow."""
+    overlap_tokens = int(overlap * max_tokens)
+    passages = split(tokens, text, max_tokens, overlap_tokens)
+    check(tokens, text, passages, max_tokens, overlap_tokens)
+    naive = NaiveSplitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
+    assert passages == naive.split(Document("d", "", text))
+
+
+@given(text=TEXTS)
+@settings(max_examples=60, deadline=None)
+def test_split_over_several_blocks_loses_nothing(tokens: Tokens, text: str) -> None:
+    """A block's border may fall anywhere in a long text, and positions go on behind it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splitter_module, "BLOCK_CHARS", 40)
+        passages = split(tokens, text, 40, 10)
+    check(tokens, text, passages, 40, 10)
+    assert [passage.start for passage in passages] == sorted(passage.start for passage in passages)
+
+
+def test_split_packs_whole_sentences() -> None:
+    """Greedy: as many as fit, none cut."""
+    text = "One two three. Four five six. Seven eight nine. Ten."
+    assert words(text, 8) == ["One two three. Four five six.", "Seven eight nine. Ten."]
+
+
+def test_split_repeats_whole_sentences_within_the_overlap() -> None:
+    """The passage begins with the earliest sentence that the overlap has room for."""
+    text = "A b c d e. F g. H i. J k l m n. O p."
+    assert words(text, 12, 5) == ["A b c d e. F g. H i.", "H i. J k l m n. O p."]
+
+
+def test_split_gives_up_the_overlap_rather_than_cutting_a_sentence() -> None:
+    """A repeated sentence must not cost the next one its wholeness."""
+    text = "A b c d e. F g. H i j k l m n o p."
+    assert words(text, 10, 4) == ["A b c d e. F g.", "H i j k l m n o p."]
+
+
+def test_split_ends_with_a_paragraph_if_half_full() -> None:
+    """A passage on one thing, unless that left it nearly empty."""
+    assert words("One two three.\n\nFour five. Six seven.", 8) == ["One two three.", "Four five. Six seven."]
+    assert words("One.\n\nFour five. Six seven eight nine ten.", 8) == [
+        "One.\n\nFour five.",
+        "Six seven eight nine ten.",
+    ]
+
+
+def test_split_keeps_a_heading_with_what_follows() -> None:
+    """A heading at the end of a passage says nothing, and its text has lost its name."""
+    text = "One two three four.\n\n## Head\n\nFive six. Seven eight nine."
+    assert words(text, 9) == ["One two three four.", "## Head\n\nFive six.", "Seven eight nine."]
+    assert words("# Head\n\na b c d e f g h i", 8) == ["# Head\n\na b c d e f", "g h i"]
+
+
+def test_split_cuts_a_long_sentence_between_lines_then_words() -> None:
+    """A table's rows stay whole; a sentence without breaks is cut between words; a word without end between tokens."""
+    assert words("a b c d e\nf g h i j\nk l m n o", 12) == ["a b c d e\nf g h i j", "k l m n o"]
+    assert words("a b c d e f g h i j k l", 8) == ["a b c d e f g h", "i j k l"]
+    assert words("a b c d e f g h i j k l", 8, 3) == ["a b c d e f g h", "f g h i j k l"]
+    assert words("-" * 20, 8) == ["-" * 8, "-" * 8, "-" * 4]
+
+
+def test_split_counts_positions_in_characters_and_tokens() -> None:
+    """Ids and spans point into the document."""
+    first, second = split(WordTokens(), "  One two three. 👩‍👧 four five!  Six.", 8, 0)
+    assert (first.id, first.start, first.end, first.num_tokens) == ("d#2", 0, 4, 4)
+    assert (second.id, second.start, second.end, second.text) == ("d#17", 4, 12, "👩‍👧 four five!  Six.")
+
+
+def test_split_yields_nothing_of_whitespace() -> None:
+    """An empty document has no passage, rather than an empty one."""
+    assert words("", 8) == words(" \n\t\u3000 ", 8) == []
+
+
+@pytest.mark.parametrize(("max_tokens", "overlap_tokens"), [(7, 0), (0, 0), (8, 4), (8, -1), (9, 5)])
+def test_splitter_refuses_limits_out_of_range(max_tokens: int, overlap_tokens: int) -> None:
+    """An overlap of half a passage would not get ahead."""
+    with pytest.raises(RetrievalError, match="tokens, got"):
+        Splitter(WordTokens(), max_tokens=max_tokens, overlap_tokens=overlap_tokens)
+
+
+def test_split_refuses_a_character_that_no_passage_holds() -> None:
+    """Rather than breaking the limit, or looping."""
+
+    class Bits(WordTokens):
+        def offsets(self, text: str) -> Sequence[tuple[int, int]]:
+            return [(i, i + 1) for i in range(len(text)) for _ in range(21)]
+
+    with pytest.raises(RetrievalError, match="'d': the character 'a' has more than 20 tokens"):
+        split(Bits(), "ab", 20, 5)
+
+
+@pytest.mark.parametrize(
+    "unit", ["word ", "Short one. ", ".", "\n", "x", "a\n\n", "# h\n", "- i\n", "é", '."', ". ", "中。"]
+)
+def test_split_takes_linear_time(unit: str) -> None:
+    """A block of anything; a quadratic rule would take minutes."""
+    text = "Start " + unit * (splitter_module.BLOCK_CHARS // len(unit))
+    began = time.process_time()
+    assert split(WordTokens(), text, 128, 16)
+    assert time.process_time() - began < 10
