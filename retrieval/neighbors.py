@@ -119,35 +119,42 @@ def co_retrieval(
 ) -> dict[str, dict[int, float]]:
     """FusionRAG fig. 7a: how likely passages that were retrieved together are each other's top-n neighbours.
 
-    The paper says "the chance that RAG retrieves related blocks", over 50% at n = 2 and above 80% at n = 10; that can be read
-    in two ways, and both are returned, each by n:
+    The paper gives a chance that related chunks are retrieved, over 50% at n = 2 and above 80% at n = 10, without saying of what;
+    three readings are returned, each by n:
 
-        any      share of retrieved passages with at least one other passage of the same list among their top n
-        pairs    share of ordered pairs (a, b), a != b, of the same list with b among the top n of a
+        questions    share of questions with at least one pair (a, b) in their list, b among the top n of a
+        any          share of retrieved passages with at least one other passage of the same list among their top n
+        pairs        share of ordered pairs (a, b), a != b, of the same list with b among the top n of a
 
     Args:
         ranked: what was retrieved, a list of ids for each question; one with a single passage counts in neither.
         neighbors: id -> ids, nearest first, at least max(n_values) where there are as many; missing ids have none.
 
     Returns:
-        {"any": {n: share}, "pairs": {n: share}}, each 0 where there is nothing to count.
+        {"questions": {n: share}, "any": ..., "pairs": ...}, each 0 where there is nothing to count.
     """
+    first = Counter[int]()  # the smallest of a question's positions below
     closest = Counter[int]()  # position in a passage's neighbours of the first that was retrieved with it
     paired = Counter[int]()  # positions of all that were
-    num_passages = num_pairs = 0
+    num_questions = num_passages = num_pairs = 0
     for ids in ranked:
         together = set(ids)
         if len(together) < 2:
             continue
+        num_questions += 1
         num_passages += len(together)
         num_pairs += len(together) * (len(together) - 1)
-        for passage in together:
-            ranks = [rank for rank, other in enumerate(neighbors.get(passage, ())) if other in together]
-            paired.update(ranks)
-            closest.update(ranks[:1])
+        found = [[i for i, other in enumerate(neighbors.get(passage, ())) if other in together] for passage in together]
+        paired.update(rank for ranks in found for rank in ranks)
+        closest.update(ranks[0] for ranks in found if ranks)
+        first.update(sorted(rank for ranks in found for rank in ranks)[:1])
     return {
         name: {n: sum(ranks[rank] for rank in range(n)) / max(1, count) for n in n_values}
-        for name, ranks, count in (("any", closest, num_passages), ("pairs", paired, num_pairs))
+        for name, ranks, count in (
+            ("questions", first, num_questions),
+            ("any", closest, num_passages),
+            ("pairs", paired, num_pairs),
+        )
     }
 
 

@@ -332,7 +332,7 @@ def check_ranks(server_args: Any) -> None:
         answer.raise_for_status()
         logger.info("chunk cache: in on %d rank(s)", len(answer.json()["ranks"]))
         if _state.retriever is not None:
-            check_tokenizer(_state.retriever, server_args.tokenizer_path)
+            check_tokenizer(_state.retriever, server_args.tokenizer_path or server_args.model_path)
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)
         kill_process_tree(os.getpid())

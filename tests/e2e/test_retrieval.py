@@ -24,6 +24,7 @@ pytest.importorskip("tantivy")
 
 from eval.http import get, post
 from eval.server import Server
+from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.bundled_model.world import Question, World
 from tests.e2e.conftest import STRICT, TIGHT
 from tests.e2e.test_bad_input import IMAGE, send
@@ -51,6 +52,8 @@ def build(folder: Path, passages: list[dict[str, str]]) -> None:
         "--no-split",
         "--dim",
         "64",
+        "--tokenizer",
+        str(model_dir()),
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 

@@ -203,14 +203,15 @@ def test_mistakes(tmp_path: Path) -> None:
         write_corpus(index, tmp_path / "missing" / "c.jsonl", progress=quiet)
 
 
-def test_co_retrieval_in_both_readings() -> None:
+def test_co_retrieval_in_three_readings() -> None:
     """a and b are each other's nearest, c is near a only at n = 2; x was retrieved alone and y has no neighbours."""
     nearby = {"a": ["b", "x"], "b": ["a", "x"], "c": ["x", "a"], "x": ["a"]}
     shares = co_retrieval([["a", "b", "c"], ["x"], ["x", "y"]], nearby, n_values=[1, 2])
+    assert shares["questions"] == pytest.approx({1: 1 / 2, 2: 1 / 2})
     assert shares["any"] == pytest.approx({1: 2 / 5, 2: 3 / 5})
     assert shares["pairs"] == pytest.approx({1: 2 / 8, 2: 3 / 8})
 
 
 def test_co_retrieval_of_nothing() -> None:
     """No division by zero."""
-    assert co_retrieval([["a"], []], {}, n_values=[2]) == {"any": {2: 0.0}, "pairs": {2: 0.0}}
+    assert co_retrieval([["a"], []], {}, n_values=[2]) == {"questions": {2: 0.0}, "any": {2: 0.0}, "pairs": {2: 0.0}}
