@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except RetrievalError as error:
+    except (RetrievalError, OSError) as error:
         print(f"retrieval {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -238,6 +238,8 @@ def _build(args: argparse.Namespace) -> None:
         f"{report.documents} documents read, {report.unchanged} of them known; passages: {report.added} added,", end=" "
     )
     print(f"{report.removed} removed, {report.duplicates} left out as duplicates")
+    if report.unread:
+        print(f"{report.unread} documents share a text with one that has changed since: run the build once more")
     print(f"{args.out}: {report.passages} passages, generation {report.generation}")
 
 
@@ -278,6 +280,8 @@ def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
             )
     elif path == "default":
         spec = {"kind": "hashed", "dim": given.get("dim", DIM)}
+        if spec["dim"] < 2:
+            raise RetrievalError("--dim must be at least 2")
     else:
         from retrieval.sentence_encoder import SentenceEncoder
 
@@ -312,7 +316,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     add("index", type=Path, metavar="DIR", help="the index's directory")
     add("query", nargs="+", help="the question")
     add("--k", type=int, metavar="N", default=K, help="passages")
-    add("--mode", choices=("fusion", "dense", "bm25"), help="default: fusion where the index has words and vectors")
+    add("--mode", choices=("fusion", "dense", "bm25"), help="default: bm25; fusion where a model encodes")
     add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
     add("--encoder", metavar="PATH", help="where the index's encoder lies now")
     add("--device", metavar="NAME", help="of the encoder")
@@ -323,7 +327,7 @@ def _search(args: argparse.Namespace) -> None:
     from retrieval.retriever import Retriever
 
     retriever = Retriever.open(args.index, encoder=args.encoder, device=args.device, verify=False, threads=None)
-    query = " ".join(args.query)
+    query = _text(" ".join(args.query))
     result = retriever.search([query], k=args.k, mode=args.mode or retriever.modes[0], nprobe=args.nprobe)
     hits = result.hits[0]
     if args.json:
@@ -380,7 +384,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
     index = Index.open(args.index, verify=args.verify)
     if args.passage is not None:
-        rows = [row for row in index.store.rows_of(args.passage) if row < index.num_rows]
+        rows = [row for row in index.store.rows_of(_text(args.passage)) if row < index.num_rows]
         if not rows:
             raise RetrievalError(f"{args.index}: no passage and no document has the id {args.passage!r}")
         for passage in index.store.get(rows):
@@ -404,6 +408,11 @@ def _inspect(args: argparse.Namespace) -> None:
         print(f"{name:15} {value}")
 
 
+def _text(word: str) -> str:
+    """A word of the command line; bytes that are no UTF-8 become question marks."""
+    return word.encode("utf-8", "replace").decode()
+
+
 def _add_remove(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("index", type=Path, metavar="DIR", help="the index's directory")
     parser.add_argument("ids", nargs="+", metavar="ID", help="of passages, or of documents with all their passages")
@@ -413,7 +422,9 @@ def _remove(args: argparse.Namespace) -> None:
     from retrieval.build import remove_passages
 
     with _progress() as progress:
-        removed = remove_passages(args.index, args.ids, options=_options(args), progress=progress)
+        removed = remove_passages(
+            args.index, [_text(name) for name in args.ids], options=_options(args), progress=progress
+        )
     print(f"{args.index}: {removed} passages removed")
 
 

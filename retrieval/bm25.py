@@ -213,10 +213,15 @@ def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer) -> Bm25In
     return Bm25Index(index, analyzer, schema)
 
 
-def _analyzer(language: str) -> tantivy.TextAnalyzer:
-    """Text -> words: runs of letters and digits, lower case, without accents, stemmed."""
+def check_language(language: str) -> None:
+    """Raises RetrievalError if there is no stemmer for it."""
     if language != "none" and language not in LANGUAGES:
         raise RetrievalError(f"BM25 has no stemmer for {language!r}; there are none, {', '.join(LANGUAGES)}")
+
+
+def _analyzer(language: str) -> tantivy.TextAnalyzer:
+    """Text -> words: runs of letters and digits, lower case, without accents, stemmed."""
+    check_language(language)
     builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.remove_long(MAX_WORD_BYTES))
     builder = builder.filter(tantivy.Filter.lowercase()).filter(tantivy.Filter.ascii_fold())
     if language != "none":

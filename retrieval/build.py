@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from retrieval.dense import ADD_ROWS, auto_factory, check_factory, create_faiss, write_faiss
 from retrieval.encoder import Encoder, load_encoder
-from retrieval.errors import RetrievalError
+from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import fit_default
 from retrieval.index import (
     ENCODER,
@@ -57,7 +57,7 @@ REBUILD_SHARE = 0.2
 """Rows behind the trained segment are searched exactly; once they are this share of it, it is trained anew over all."""
 READ_DOCUMENTS = 500
 """In one transaction."""
-PROBE_CHARS = 400
+PROBE_CHARS, PROBE_ROWS = 400, 1000
 
 T = TypeVar("T")
 
@@ -81,13 +81,17 @@ class BuildOptions:
 
 @dataclass
 class BuildReport:
-    """What a run did. `added` and `removed` are passages; the latter of documents that have changed."""
+    """What a run did. `added` and `removed` are passages; the latter of documents that have changed.
+
+    `unread` documents shared a text with one that was read after them and has lost it: the next run reads them again.
+    """
 
     documents: int = 0
     unchanged: int = 0
     added: int = 0
     duplicates: int = 0
     removed: int = 0
+    unread: int = 0
     encoded: int = 0
     passages: int = 0
     generation: int = 0
@@ -113,6 +117,10 @@ def build_index(
     """
     cut = _cutter(settings, tokens)  # what cannot work is refused before the directory keeps it
     check_factory("Flat" if settings.factory == "auto" else settings.factory, int(settings.encoder["dim"]))
+    if settings.bm25_language is not None:
+        from retrieval.bm25 import check_language  # only here: an index without BM25 does not need tantivy
+
+        check_language(settings.bm25_language)
     folder.mkdir(parents=True, exist_ok=True)
     with writer_lock(folder):
         _settle_settings(folder, settings)
@@ -214,6 +222,7 @@ def _read(
         store.commit()
         progress("read", report.documents, None)
     report.removed = len(store.removed_rows()) - removed_before
+    report.unread = store.num_unread(run)
     return report
 
 
@@ -222,6 +231,8 @@ def _embedded(
 ) -> Encoder:
     path = folder / ENCODER
     if not path.exists():
+        if (folder / VECTORS).exists():
+            raise CorruptIndexError(f"{path}: missing, and another one would not fit the vectors that are there")
         progress("fit", 0, None)
         rows = _sample(store.num_rows, options.fit_passages, options.seed)
         contents = [p.content for part in _batches(rows.tolist(), 1000) for p in store.get(part)]
@@ -260,6 +271,8 @@ def _publish(
     # A build that was cut off may have left passages without vectors: those wait for the next build.
     vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
     num_rows = min(store.num_rows, vectors.num_rows)
+    if old and num_rows < old.num_rows:
+        raise CorruptIndexError(f"{vectors.path}: holds fewer than {old.num_rows} vectors; a build encodes them again")
     removed = store.removed_rows()
     removed = removed[removed < num_rows]
     if old and old.num_rows == num_rows and _num_live(folder, old) == num_rows - len(removed):
@@ -272,15 +285,19 @@ def _publish(
     if len(removed):
         removed_name = f"removed-{generation}.npy"
         np.save(folder / removed_name, removed)
-    probe, probe_vector = (old.probe, old.probe_vector) if old else _probe(store, encoder)
+    probe_row, probe, probe_vector = (old.probe_row, old.probe, old.probe_vector) if old else _probe(store, encoder)
+    first = old.num_rows if old else 0
+    added = ((num_rows, vectors.checksum(first, num_rows)),) if num_rows > first else ()
     manifest = Manifest(
         generation=generation,
         num_rows=num_rows,
         segments=segments,
         removed=removed_name,
         bm25=bm25,
+        probe_row=probe_row,
         probe=probe,
         probe_vector=probe_vector,
+        vectors=(*(old.vectors if old else ()), *added),
         files=_entries(folder, [segment.file for segment in segments], removed_name, bm25, old),
     )
     write_atomically(folder / MANIFEST, manifest.to_json())
@@ -361,11 +378,15 @@ def _index_texts(
     return name
 
 
-def _probe(store: PassageStore, encoder: Encoder | None) -> tuple[str, tuple[float, ...]]:
-    """A text and its vector, by which a retriever sees that it has the encoder that the index was built with."""
+def _probe(store: PassageStore, encoder: Encoder | None) -> tuple[int, str, tuple[float, ...]]:
+    """The first passage that the encoder finds something in, and its beginning's vector."""
     assert encoder is not None
-    text = store.get([0])[0].content[:PROBE_CHARS]
-    return text, tuple(round(float(x), 6) for x in encoder.encode_passages([text])[0])
+    for row, passage in store.iterate(0, min(PROBE_ROWS, store.num_rows)):
+        text = passage.content[:PROBE_CHARS]
+        vector = encoder.encode_passages([text])[0]
+        if vector.any():
+            return row, text, tuple(round(float(x), 6) for x in vector)
+    return 0, "", (0.0,) * encoder.dim
 
 
 def _entries(

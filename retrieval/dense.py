@@ -146,7 +146,8 @@ def search_segments(
     Args:
         queries: [n, dim], C-contiguous.
     Returns:
-        scores [n, k] float32 and rows [n, k] int64, best first, equal scores by row; -inf and -1 where there are fewer than k.
+        scores [n, k] float32 and rows [n, k] int64, best first, equal scores by row (which of them are
+        among the k is FAISS's choice); -inf and -1 where there are fewer than k.
     """
     found = [_search(segment, queries, k=k, nprobe=nprobe) for segment in segments]
     if not found:

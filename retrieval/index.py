@@ -19,7 +19,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,15 +101,23 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One generation."""
+    """One generation.
+
+    Attributes:
+        probe_row, probe, probe_vector: the beginning of a passage, and its vector: by them another store, or another encoder
+            than the index was built with, is seen.
+        vectors: (row, XXH3) of the stretches of the vector file that each generation added, by their end.
+    """
 
     generation: int
     num_rows: int
     segments: tuple[SegmentEntry, ...]
     removed: str | None
     bm25: str | None
+    probe_row: int
     probe: str
     probe_vector: tuple[float, ...]
+    vectors: tuple[tuple[int, str], ...]
     files: Mapping[str, FileEntry]
 
     def to_json(self) -> str:
@@ -123,13 +131,14 @@ class Manifest:
         fields = json.loads(text)
         if fields.pop("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
-        if fields.pop("xxh3", None) not in (None, _digest(fields)):
+        if fields.pop("xxh3") != _digest(fields):
             raise ValueError("damaged, its checksum is another one")
         return cls(
             **{
                 **fields,
                 "segments": tuple(SegmentEntry(**entry) for entry in fields["segments"]),
                 "probe_vector": tuple(fields["probe_vector"]),
+                "vectors": tuple((row, checksum) for row, checksum in fields["vectors"]),
                 "files": {name: FileEntry(**entry) for name, entry in fields["files"].items()},
             }
         )
@@ -227,14 +236,14 @@ class Index:
             )
             if indexes[segment.file].ntotal != segment.num_rows:
                 raise CorruptIndexError(f"{folder / segment.file}: does not hold {segment.num_rows} vectors")
-        if VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"])).num_rows < manifest.num_rows:
-            raise CorruptIndexError(f"{folder / VECTORS}: holds fewer than {manifest.num_rows} vectors")
+        checked = earlier.manifest.vectors if earlier else ()
+        _check_vectors(VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"])), manifest, checked, verify=verify)
         store = earlier.store if earlier else PassageStore(folder / PASSAGES, writable=False)
         if verify and not known:
             store.check()
         if store.num_rows < manifest.num_rows:
             raise CorruptIndexError(f"{folder / PASSAGES}: holds {store.num_rows} of {manifest.num_rows} passages")
-        if not store.get([0])[0].content.startswith(manifest.probe):
+        if not store.get([manifest.probe_row])[0].content.startswith(manifest.probe):
             raise CorruptIndexError(f"{folder / PASSAGES}: is another index's")
         removed = _load_rows(folder / manifest.removed) if manifest.removed else np.zeros(0, np.int64)
         bm25 = None
@@ -243,6 +252,18 @@ class Index:
 
             bm25 = Bm25Index.open(folder / manifest.bm25, language=settings.bm25_language)
         return cls(folder, settings, manifest, store, indexes, bm25, removed)
+
+
+def _check_vectors(
+    vectors: VectorFile, manifest: Manifest, checked: tuple[tuple[int, str], ...], *, verify: bool
+) -> None:
+    if vectors.num_rows < manifest.num_rows:
+        raise CorruptIndexError(f"{vectors.path}: holds fewer than {manifest.num_rows} vectors")
+    first = 0
+    for last, checksum in manifest.vectors:
+        if verify and (last, checksum) not in checked and vectors.checksum(first, last) != checksum:
+            raise CorruptIndexError(f"{vectors.path}: damaged, the checksum of rows [{first}, {last}) is another one")
+        first = last
 
 
 def _load_rows(path: Path) -> NDArray[np.int64]:
@@ -276,9 +297,11 @@ def read_settings(folder: Path) -> IndexSettings:
     """What the directory is built with. Raises CorruptIndexError."""
     path = folder / SETTINGS
     try:
-        return IndexSettings(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CorruptIndexError(f"{path}: {error}") from None
+        settings = IndexSettings(**json.loads(path.read_text(encoding="utf-8")))
+        int(settings.encoder["dim"])
+        return settings
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CorruptIndexError(f"{path}: not settings that this version reads: {error}") from None
 
 
 def settings_json(settings: IndexSettings) -> str:
@@ -349,6 +372,7 @@ def writer_lock(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RetrievalError(f"{folder}: another process is building it") from None
-        yield
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # at once, even if a child process has inherited the file

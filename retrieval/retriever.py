@@ -88,8 +88,12 @@ class Retriever:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """What this index can do; the first is the default."""
-        return ("fusion", "dense", "bm25") if self._index.bm25 else ("dense",)
+        """What this index can do; the first is the default: on real questions words find more than the embedded encoder does,
+        and than both fused, but a model's vectors and words find more together (retrieval/README.md)."""
+        if not self._index.bm25:
+            return ("dense",)
+        is_embedded = self._index.settings.encoder["kind"] == "hashed"
+        return ("bm25", "fusion", "dense") if is_embedded else ("fusion", "dense", "bm25")
 
     def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
         """The k best passages of each query; fewer where there are no more, or for BM25 where no word is known.
@@ -158,7 +162,12 @@ class Retriever:
             faiss.omp_set_num_threads(self._threads)  # counts for the calling thread only, so it is said every time
         scores, rows = index.search_dense(vectors, k=min(k, max(1, index.num_rows)), nprobe=nprobe)
         return [
-            [(int(row), float(score)) for row, score in zip(rows[i], scores[i], strict=True) if row >= 0]
+            # The embedded encoder finds nothing in a query without words, and everything is equally near to nothing.
+            [
+                (int(row), float(score))
+                for row, score in zip(rows[i], scores[i], strict=True)
+                if row >= 0 and vectors[i].any()
+            ]
             for i in range(len(rows))
         ]
 

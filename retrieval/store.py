@@ -14,10 +14,12 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from retrieval.errors import CorruptIndexError, RetrievalError
@@ -27,18 +29,20 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS documents (id TEXT PRIMARY KEY, hash BLOB, run INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS passages (
     row INTEGER PRIMARY KEY, id TEXT NOT NULL, document TEXT NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL,
-    start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL, hash BLOB NOT NULL,
+    start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL, hash BLOB NOT NULL, checksum BLOB NOT NULL,
     is_removed INTEGER NOT NULL DEFAULT 0);
 CREATE UNIQUE INDEX IF NOT EXISTS live_ids ON passages (id) WHERE is_removed = 0;
 CREATE UNIQUE INDEX IF NOT EXISTS live_hashes ON passages (hash) WHERE is_removed = 0;
 CREATE INDEX IF NOT EXISTS live_documents ON passages (document) WHERE is_removed = 0;
 CREATE INDEX IF NOT EXISTS removed_rows ON passages (row) WHERE is_removed = 1;
+CREATE INDEX IF NOT EXISTS unread ON documents (run) WHERE hash IS NULL;
 CREATE TABLE IF NOT EXISTS duplicates (hash BLOB, document TEXT, PRIMARY KEY (hash, document)) WITHOUT ROWID;
 """
-_COLUMNS = "row, id, document, title, text, start, end, num_tokens, hash"
+_COLUMNS = "row, id, document, title, text, start, end, num_tokens, checksum"
 _LOCK_TIMEOUT_S = 60.0
 _MAX_VARIABLES = 30_000
 """Below SQLite's limit of 32,766 in one statement."""
+_WRITER_CACHE_KIB = 1 << 18
 _PAGE_ROWS = 1000
 """Rows fetched at a time while iterating: no statement stays open between them, so writing beside it is safe."""
 
@@ -66,6 +70,7 @@ class PassageStore:
                 self._db.execute("PRAGMA journal_mode = WAL")  # readers of the served index are not held up
                 # Rows are on disk before their vectors are, and both before the manifest that counts them.
                 self._db.execute("PRAGMA synchronous = FULL")
+                self._db.execute(f"PRAGMA cache_size = -{_WRITER_CACHE_KIB}")  # hashes come in no order
                 self._db.executescript(_SCHEMA)
         except sqlite3.Error as error:
             raise CorruptIndexError(f"{path}: {error}") from None
@@ -139,7 +144,9 @@ class PassageStore:
 
     def begin_run(self) -> int:
         """A number that no earlier run had; documents carry that of the run that saw them last."""
-        return self._count("SELECT coalesce(max(run) + 1, 0) FROM documents")
+        run = self._count("PRAGMA user_version") + 1
+        self._all(f"PRAGMA user_version = {run}", ())
+        return run
 
     def is_known(self, document: Document, run: int) -> bool:
         """Whether the document was read before, just as it is. Marks it as seen.
@@ -156,7 +163,7 @@ class PassageStore:
         if known != hash_now:
             return False
         if seen != run:
-            self._db.execute("UPDATE documents SET run = ? WHERE id = ?", (run, document.id))
+            self._all("UPDATE documents SET run = ? WHERE id = ?", (run, document.id))
         return True
 
     def put(self, document: Document, passages: Iterable[Passage], run: int) -> tuple[int, int]:
@@ -176,42 +183,34 @@ class PassageStore:
         for passage, content_hash in fresh:
             if self._all("SELECT 1 FROM passages WHERE hash = ? AND is_removed = 0", (content_hash,)):
                 num_duplicates += 1
-                self._db.execute("INSERT OR IGNORE INTO duplicates VALUES (?, ?)", (content_hash, document.id))
+                self._all("INSERT OR IGNORE INTO duplicates VALUES (?, ?)", (content_hash, document.id))
                 continue
-            values = (
-                self._next_row,
-                passage.id,
-                document.id,
-                passage.title,
-                passage.text,
-                passage.start,
-                passage.end,
-                passage.num_tokens,
-                content_hash,
-            )
+            values = (self._next_row, *astuple(passage), _checksum(passage), content_hash)
             try:
-                self._db.execute(f"INSERT INTO passages ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+                self._all(f"INSERT INTO passages ({_COLUMNS}, hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
             except sqlite3.IntegrityError:
                 raise RetrievalError(f"passage id {passage.id!r} is there twice, with different texts") from None
             self._next_row += 1
-        self._db.execute(
-            "INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (document.id, _document_hash(document), run)
-        )
+        self._all("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (document.id, _document_hash(document), run))
         return len(fresh) - num_duplicates, num_duplicates
 
     def remove(self, rows: Iterable[int]) -> None:
         """Mark rows as removed; the next build that sees their documents reads them anew."""
         for row in rows:
-            self._db.execute("DELETE FROM documents WHERE id = (SELECT document FROM passages WHERE row = ?)", (row,))
+            self._all("DELETE FROM documents WHERE id = (SELECT document FROM passages WHERE row = ?)", (row,))
             self._remove([row])
+
+    def num_unread(self, run: int) -> int:
+        """Documents that the run has seen and that have since lost a text they share with another document, which changed."""
+        return self._count(f"SELECT count(*) FROM documents WHERE hash IS NULL AND run = {run}")
 
     def begin(self) -> None:
         """Start a transaction."""
-        self._db.execute("BEGIN")
+        self._all("BEGIN", ())
 
     def commit(self) -> None:
         """End it: what was put since `begin` is there together, whatever happens next."""
-        self._db.execute("COMMIT")
+        self._all("COMMIT", ())
 
     # Private, in order of use
 
@@ -222,25 +221,32 @@ class PassageStore:
         with self._lock:
             try:
                 return self._db.execute(query, values).fetchall()
+            except sqlite3.IntegrityError:
+                raise  # not the file's fault
             except sqlite3.Error as error:
                 raise CorruptIndexError(f"{self.path}: {error}") from None
 
     def _passage(self, record: tuple[Any, ...]) -> tuple[int, Passage]:
-        row, *fields, content_hash = record
+        row, *fields, checksum = record
         passage = Passage(*fields)
-        if passage.content_hash() != content_hash:
-            raise CorruptIndexError(f"{self.path}: the text of row {row} ({passage.id!r}) is damaged")
+        if _checksum(passage) != checksum:
+            raise CorruptIndexError(f"{self.path}: row {row} ({passage.id!r}) is damaged")
         return row, passage
 
     def _remove(self, rows: Iterable[int]) -> None:
         for row in rows:
-            self._db.execute("UPDATE passages SET is_removed = 1 WHERE row = ?", (row,))
+            self._all("UPDATE passages SET is_removed = 1 WHERE row = ?", (row,))
             # Whoever else has this text lost it with this row: the next build reads those documents again.
-            self._db.execute(
+            self._all(
                 "UPDATE documents SET hash = NULL WHERE id IN"
                 " (SELECT document FROM duplicates WHERE hash = (SELECT hash FROM passages WHERE row = ?))",
                 (row,),
             )
+
+
+def _checksum(passage: Passage) -> bytes:
+    """Of all fields, against damage; `content_hash` tells equal texts."""
+    return xxhash.xxh3_64_digest("\0".join(map(str, astuple(passage))).encode("utf-8", "surrogatepass"))
 
 
 def _document_hash(document: Document) -> bytes:

@@ -10,11 +10,13 @@ import os
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from retrieval.errors import CorruptIndexError
+from retrieval.errors import CorruptIndexError, RetrievalError
 
 _DTYPE = np.dtype("<f2")
+_BLOCK_BYTES = 1 << 22
 
 
 class VectorFile:
@@ -29,14 +31,14 @@ class VectorFile:
         """Add rows. [n, dim], finite; rounded to float16.
 
         Raises:
-            ValueError: another dim, or numbers that float16 cannot hold.
+            RetrievalError: another dim, or numbers that float16 cannot hold.
         """
         if vectors.ndim != 2 or vectors.shape[1] != self.dim:
-            raise ValueError(f"vectors must be [n, {self.dim}], got {list(vectors.shape)}")
+            raise RetrievalError(f"vectors must be [n, {self.dim}], got {list(vectors.shape)}")
         with np.errstate(over="ignore"):
             rows = np.ascontiguousarray(vectors, dtype=_DTYPE)
         if not np.isfinite(rows).all():
-            raise ValueError("vectors must be finite and within float16's range")
+            raise RetrievalError("vectors must be finite and within float16's range")
         with open(self.path, "r+b" if self.path.exists() else "wb") as file:
             file.seek(self.num_rows * self.dim * _DTYPE.itemsize)  # over a row that a killed writer left half done
             file.write(rows.tobytes())
@@ -48,6 +50,17 @@ class VectorFile:
         if self.path.exists():
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
+
+    def checksum(self, first: int, last: int) -> str:
+        """XXH3 of the bytes of rows `[first, last)`."""
+        digest, size = xxhash.xxh3_128(), self.dim * _DTYPE.itemsize
+        with open(self.path, "rb") as file:
+            file.seek(first * size)
+            left = (last - first) * size
+            while left and (block := file.read(min(left, _BLOCK_BYTES))):
+                digest.update(block)
+                left -= len(block)
+        return digest.hexdigest()
 
     def read(self, first: int, last: int) -> NDArray[np.float32]:
         """Rows `[first, last)` as [n, dim] float32."""

@@ -30,7 +30,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
 def test_default_encoder_comes_back(saved: tuple[dict[str, Any], Path]) -> None:
     """The record survives JSON, and the encoder behind it gives the same vectors."""
     spec, folder = saved
-    loaded: Encoder = load_encoder(json.loads(json.dumps(spec)), folder=folder, override=None, device=None, batch_size=1)
+    loaded: Encoder = load_encoder(
+        json.loads(json.dumps(spec)), folder=folder, override=None, device=None, batch_size=1
+    )
     assert loaded.spec() == spec
     assert np.array_equal(loaded.encode_queries(TEXTS), fit_default(TEXTS, dim=8, seed=0).encode_queries(TEXTS))
 

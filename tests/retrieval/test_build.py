@@ -1,0 +1,311 @@
+"""Building: what a run reports, what it refuses, and that a killed one goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from retrieval import build as build_module
+from retrieval.build import BuildReport, build_index
+from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.index import ENCODER, MANIFEST, SETTINGS, VECTORS, Index, writer_lock
+from retrieval.passage import Document
+from retrieval.retriever import Retriever
+from tests.retrieval.small_index import OPTIONS, TOKENS, WordEncoder, build, make_documents, make_settings, remove
+
+NUM_DOCUMENTS = 3000
+
+
+def texts_of(folder: Path) -> list[str]:
+    """Live texts by row."""
+    index = Index.open(folder, verify=True)
+    return [passage.text for row, passage in index.store.iterate(0, index.num_rows) if row not in index.removed]
+
+
+class CountingEncoder(WordEncoder):
+    """Counts the texts."""
+
+    num_texts = 0
+
+    def encode_passages(self, texts: Sequence[str]) -> Any:
+        self.num_texts += len(texts)
+        return super().encode_passages(texts)
+
+
+def test_reports(tmp_path: Path) -> None:
+    """New, known, changed and duplicate documents; one that is not there any more stays."""
+    first = make_documents(["a", "b", "c", "b"])
+    assert build(tmp_path, first) == BuildReport(
+        documents=4, added=3, duplicates=1, encoded=3, passages=3, generation=1
+    )
+    assert build(tmp_path, first) == BuildReport(documents=4, unchanged=4, passages=3, generation=1)
+    report = build(tmp_path, make_documents(["A", "b"]))
+    assert report == BuildReport(documents=2, unchanged=1, added=1, removed=1, encoded=1, passages=3, generation=2)
+    assert texts_of(tmp_path) == ["b", "c", "A"]
+
+
+def test_encodes_each_passage_once(tmp_path: Path) -> None:
+    """Encoding is the dearest step: what is stored is never encoded again, but for the probe, once a build."""
+    encoder = CountingEncoder()
+    build(tmp_path, make_documents([f"text {n}" for n in range(10)]), encoder=encoder)
+    build(tmp_path, make_documents([f"text {n}" for n in range(12)]), encoder=encoder)
+    remove(tmp_path, "d3")
+    assert encoder.num_texts == 12 + 2
+
+
+def test_a_lost_duplicate_comes_back_with_the_next_build(tmp_path: Path) -> None:
+    """d1 was read before d0 lost the text that both had."""
+    build(tmp_path, make_documents(["same", "same"]))
+    changed = [Document("d1", "", "same"), Document("d0", "", "other")]
+    assert build(tmp_path, changed).unread == 1, "says that another run is needed"
+    report = build(tmp_path, changed)
+    assert (report.added, report.unread) == (1, 0)
+    assert sorted(texts_of(tmp_path)) == ["other", "same"]
+
+
+def test_many_later_rows_become_the_base(tmp_path: Path) -> None:
+    """Up to a fifth of the base is searched beside it."""
+    documents = make_documents([f"text {n}" for n in range(25)])
+    build(tmp_path, documents[:20])
+    for end, segments in [(22, [20, 2]), (24, [20, 4]), (25, [25])]:
+        build(tmp_path, documents[:end])
+        index = Index.open(tmp_path, verify=True)
+        assert [segment.num_rows for segment in index.manifest.segments] == segments
+
+
+def test_everything_removed(tmp_path: Path) -> None:
+    """Finds nothing, and takes documents again."""
+    build(tmp_path, make_documents(["a", "b"]))
+    assert remove(tmp_path, "d0", "d1") == 2
+    retriever = Retriever(Index.open(tmp_path, verify=True), WordEncoder(), verify=True, threads=1)
+    for mode in retriever.modes:
+        assert retriever.search(["a"], k=3, mode=mode, nprobe=1).hits == [[]]
+    assert build(tmp_path, make_documents(["a", "b"])).passages == 2
+    assert retriever.refresh()
+    assert retriever.search(["a"], k=1, mode="dense", nprobe=1).hits[0][0].passage.id == "d0"
+
+
+def test_remove_is_all_or_nothing(tmp_path: Path) -> None:
+    """One unknown id, and no passage goes."""
+    build(tmp_path, make_documents(["a", "b"]))
+    with pytest.raises(RetrievalError, match="has the id 'nobody'"):
+        remove(tmp_path, "d0", "nobody")
+    assert texts_of(tmp_path) == ["a", "b"]
+    assert remove(tmp_path, "d0", "d0") == 1
+
+
+def test_a_removal_that_died_is_finished_by_the_same_command(tmp_path: Path) -> None:
+    """It was marked, but not served yet."""
+    build(tmp_path, make_documents(["a", "b"]))
+    with patch.object(build_module, "_publish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        remove(tmp_path, "d0")
+    assert texts_of(tmp_path) == ["a", "b"]
+    remove(tmp_path, "d0")
+    assert texts_of(tmp_path) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "changes", "message"),
+    [
+        ([], {}, "no text in these documents"),
+        (["a"], {"factory": "Nonsense"}, "factory 'Nonsense'"),
+        (["a"], {"factory": "IVF8,Flat"}, "needs at least 8 passages, there are 1"),
+        (["a"], {"bm25_language": "klingon"}, "klingon"),
+        (["a"], {"is_split": True, "max_tokens": 1}, "at least 8 tokens"),
+    ],
+)
+def test_no_index_can_be_made(tmp_path: Path, texts: list[str], changes: dict[str, Any], message: str) -> None:
+    """One line."""
+    with pytest.raises(RetrievalError, match=message):
+        build(tmp_path, make_documents(texts), **changes)
+
+
+@pytest.mark.parametrize("changes", [{"factory": "Nonsense"}, {"is_split": True, "max_tokens": 1}])
+def test_a_mistake_in_the_settings_does_not_stick(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The same directory can be used with better ones."""
+    with pytest.raises(RetrievalError):
+        build(tmp_path, make_documents(["a"]), **changes)
+    build(tmp_path, make_documents(["a"]))
+
+
+@pytest.mark.parametrize("changes", [{"factory": "HNSW8"}, {"max_tokens": 9}, {"bm25_language": None}])
+def test_other_settings_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Half of the passages cut or encoded otherwise would be found by accident."""
+    build(tmp_path, make_documents(["a"]))
+    with pytest.raises(RetrievalError, match=f"was built with {next(iter(changes))} .*use another directory"):
+        build(tmp_path, make_documents(["a", "b"]), **changes)
+
+
+def test_not_a_directory_of_an_index(tmp_path: Path) -> None:
+    """Nothing of another program is written over."""
+    (tmp_path / MANIFEST).write_text("{}")
+    with pytest.raises(RetrievalError, match=f"no {SETTINGS}; use another directory"):
+        build(tmp_path, make_documents(["a"]))
+    assert (tmp_path / MANIFEST).read_text() == "{}"
+
+
+def test_two_documents_of_one_id(tmp_path: Path) -> None:
+    """Said as what it is, from within a transaction."""
+    with pytest.raises(RetrievalError, match="'d0' is there twice, with different texts"):
+        build(tmp_path, [Document("d0", "", "a"), Document("d0", "", "b")])
+    build(tmp_path, make_documents(["a"]))
+
+
+def test_one_builder_at_a_time(tmp_path: Path) -> None:
+    """The second says so, and goes on when the first has gone."""
+    build(tmp_path, make_documents(["a"]))
+    with writer_lock(tmp_path):
+        for work in (lambda: build(tmp_path, make_documents(["b"])), lambda: remove(tmp_path, "d0")):
+            with pytest.raises(RetrievalError, match="another process is building it"):
+                work()
+    assert remove(tmp_path, "d0") == 1
+
+
+def test_lost_vectors_are_encoded_again(tmp_path: Path) -> None:
+    """A build mends what it can."""
+    documents = make_documents([f"text {n}" for n in range(20)])
+    build(tmp_path, documents)
+    (tmp_path / VECTORS).write_bytes(b"")
+    assert build(tmp_path, documents).encoded == 20
+    assert texts_of(tmp_path) == [document.text for document in documents]
+    assert Index.open(tmp_path, verify=True).vectors(0, 20).any(axis=1).all()
+
+
+def test_removing_from_a_damaged_index(tmp_path: Path) -> None:
+    """What is served stays as it is: a removal cannot encode what is lost."""
+    build(tmp_path, make_documents([f"text {n}" for n in range(20)]))
+    (tmp_path / VECTORS).write_bytes(b"")
+    before = (tmp_path / MANIFEST).read_bytes()
+    with pytest.raises(CorruptIndexError, match=r"vectors\.f16: holds fewer than 20 vectors"):
+        remove(tmp_path, "d1")
+    assert (tmp_path / MANIFEST).read_bytes() == before
+
+
+def test_the_embedded_encoder_is_never_fitted_twice(tmp_path: Path) -> None:
+    """Another sample gives other vectors: a lost state is said, not replaced."""
+    settings = make_settings(encoder={"kind": "hashed", "dim": 8, "seed": 0})
+    for documents in (make_documents(["one text", "another text"]), make_documents(["a", "b", "something new"])):
+        try:
+            build_index(
+                documents, tmp_path, settings, tokens=TOKENS, encoder=None, options=OPTIONS, progress=lambda *_: None
+            )
+            (tmp_path / ENCODER).unlink()
+        except CorruptIndexError as error:
+            message = str(error)
+    assert "encoder.npz: missing" in message
+    assert not (tmp_path / ENCODER).exists()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of one to four passages, some of them twice."""
+    generator = random.Random(0)
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    with open(path, "w") as file:
+        for number in range(NUM_DOCUMENTS):
+            words = [f"w{generator.randrange(5000)}" for _ in range(generator.randrange(5, 120))]
+            text = " ".join(words) if number % 10 else f"the same {number % 70}"
+            file.write(
+                json.dumps({"id": f"doc{number}", "text": f"unique{number} {text}" if number % 10 else text}) + "\n"
+            )
+    return path
+
+
+def start_build(corpus: Path, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "retrieval", "build", str(corpus), "--out", str(folder), "--dim", "32"]
+    command += ["--chunk-tokens", "32", "--overlap-tokens", "0", "--bm25", "none", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def content_of(folder: Path) -> Any:
+    """Passages, documents, and answers of all kinds."""
+    retriever = Retriever.open(folder, encoder=None, device="cpu", verify=True, threads=1)
+    index = retriever.index
+    queries = [f"unique{number}" for number in range(1, 200, 7)]
+    found = [
+        [[(hit.passage.id, round(hit.score, 3)) for hit in hits] for hits in result.hits]
+        for mode in ("dense", "bm25")
+        for result in [retriever.search(queries, k=3, mode=mode, nprobe=1)]
+    ]
+    with sqlite3.connect(folder / "passages.sqlite") as db:
+        documents = db.execute("SELECT id FROM documents ORDER BY id").fetchall()
+    return list(index.store.iterate(0, index.num_rows)), documents, found
+
+
+def test_killed_again_and_again(corpus: Path, tmp_path: Path) -> None:
+    """SIGKILL at any moment costs time and nothing else: the same rows, the same answers as undisturbed."""
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "killed"
+    process = start_build(corpus, undisturbed)
+    assert process.wait(120) == 0
+    generator = random.Random(1)
+    num_killed = 0
+    while True:
+        process = start_build(corpus, folder)
+        try:
+            process.wait(generator.uniform(0.8, 2.5) + 0.4 * num_killed)
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            num_killed += 1
+    assert process.returncode == 0
+    assert num_killed
+    assert len(content_of(folder)[1]) == NUM_DOCUMENTS
+    assert content_of(folder) == content_of(undisturbed)
+
+
+def test_a_reader_sees_whole_generations(tmp_path: Path) -> None:
+    """Beside a process that is killed while it adds and removes: every answer is one generation's."""
+    build(tmp_path / "index", make_documents([f"text w{n}" for n in range(30)]))
+    program = """if True:
+        import sys
+        from pathlib import Path
+        from tests.retrieval.small_index import build, make_documents, remove
+        folder = Path(sys.argv[1])
+        for round in range(1000):
+            build(folder, make_documents([f"text w{n}" for n in range(30 + 10 * round)]))
+            remove(folder, "d0")
+    """
+    retriever = Retriever(Index.open(tmp_path / "index", verify=False), WordEncoder(), verify=False, threads=1)
+    seen = set()
+    for _ in range(2):
+        process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "index")], cwd=os.getcwd())
+        try:
+            for _ in watched(process, seconds=3):
+                retriever.refresh()
+                index = retriever.index
+                hits = retriever.search(["text"], k=10_000, mode="dense", nprobe=1).hits[0]
+                ids = sorted(int(hit.passage.id[1:]) for hit in hits)
+                assert len(ids) == index.num_live
+                assert ids in (list(range(len(ids))), list(range(1, len(ids) + 1)))
+                assert len(retriever.search(["text"], k=10_000, mode="bm25", nprobe=1).hits[0]) in (
+                    index.num_live,
+                    retriever.index.num_live,
+                )
+                seen.add(index.generation)
+        finally:
+            process.kill()
+            process.wait()
+    assert len(seen) > 3
+
+
+def watched(process: subprocess.Popen[bytes], *, seconds: float) -> Iterator[int]:
+    """As often as it goes while the process lives."""
+    end = np.datetime64("now") + np.timedelta64(int(seconds), "s")
+    number = 0
+    while np.datetime64("now") < end:
+        assert process.poll() is None
+        yield (number := number + 1)

@@ -1,0 +1,153 @@
+"""`python -m retrieval`: a mistake is one line on stderr and exit code 2, never a traceback; what is asked for is on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from retrieval.__main__ import main
+from retrieval.index import writer_lock
+
+BUILD = ["--dim", "16", "--bm25", "none"]
+ODD = "\udcff"
+"""What Python makes of a byte in argv that is no UTF-8."""
+
+
+@pytest.fixture(scope="module")
+def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three documents, one of them in Chinese."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "ash.md").write_text("# Ash\n\nThe ash is a tree with winged seeds.\n")
+    (folder / "birch.txt").write_text("The birch has white bark.\n")
+    (folder / "tea.txt").write_text("\u8336\u662f\u4e00\u79cd\u996e\u6599\u3002\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def index(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "index"
+    assert main(["build", str(docs), "--out", str(folder), *BUILD]) == 0
+    return folder
+
+
+def run(*argv: object) -> int:
+    """The exit code, argparse's too."""
+    try:
+        return main([str(word) for word in argv])
+    except SystemExit as stop:
+        return int(str(stop.code))
+
+
+def check_refused(capsys: pytest.CaptureFixture[str], argv: Sequence[object], message: str) -> None:
+    capsys.readouterr()
+    assert run(*argv) == 2
+    out, err = capsys.readouterr()
+    assert message in err.encode("utf-8", "backslashreplace").decode(), err
+    assert out == ""
+    assert len([line for line in err.splitlines() if not line.startswith(("usage: ", " "))]) == 1, err
+
+
+def test_build_search_inspect_remove(docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A newcomer's way; each prints one JSON object when asked."""
+    folder = tmp_path / "index"
+    assert run("build", docs, "--out", folder, *BUILD, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["passages"] == 3
+    assert run("search", folder, "winged", "seeds", "--json", "--k", "1") == 0
+    (passage,) = json.loads(capsys.readouterr().out)["passages"]
+    assert (passage["document_id"], passage["title"]) == ("ash.md", "Ash")
+    assert run("inspect", folder, "--verify", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["passages"] == 3
+    assert run("remove", folder, "ash.md") == 0
+    assert run("build", docs, "--out", folder) == 0, "the directory's settings are kept when none are given"
+    assert "1 added" in capsys.readouterr().out
+    for command in ([], ["--passage", "tea.txt"]):
+        assert run("inspect", folder, *command) == 0
+    assert run("search", folder, "\u8336", "--mode", "dense", "--k", "1") == 0
+    assert "tea.txt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("query", ["?!", "", " ", "\u00e9\u8336\U0001f375", "bark" + ODD, ODD, "word " * 200_000, "\0"])
+@pytest.mark.parametrize("mode", ["fusion", "dense", "bm25"])
+def test_any_query_is_answered(index: Path, capfd: pytest.CaptureFixture[str], query: str, mode: str) -> None:
+    """Punctuation, nothing, a megabyte, broken UTF-8: passages or none, as text and as JSON."""
+    for flags in ([], ["--json"]):
+        assert run("search", index, query, "--mode", mode, *flags) == 0
+    assert len(json.loads(capfd.readouterr().out.splitlines()[-1])["passages"]) <= 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["build", "DOCS/nothing", "--out", "TMP/new"], "no such file or folder"),
+        (["build", "TMP", "--out", "TMP/new"], "TMP"),
+        (["build", "DOCS/../x.pdf", "--out", "TMP/new"], "no such file"),
+        (["build", "--out", "TMP/new"], "nothing to build from"),
+        (["build", "DOCS", "--out", "FILE"], "FILE"),
+        (["build", "DOCS", "--out", "FILE/below"], "FILE/below"),
+        (["build", "DOCS", "--out", "TMP/new", "--chunk-tokens", "1"], "at least 8 tokens"),
+        (["build", "DOCS", "--out", "TMP/new", "--overlap-tokens", "-1"], "overlap"),
+        (["build", "DOCS", "--out", "TMP/new", "--dim", "0"], "dim"),
+        (["build", "DOCS", "--out", "TMP/new", "--dim", "x"], "invalid int value"),
+        (["build", "DOCS", "--out", "TMP/new", "--factory", "Nonsense"], "factory 'Nonsense'"),
+        (["build", "DOCS", "--out", "TMP/new", "--bm25", "klingon"], "klingon"),
+        (["build", "DOCS", "--out", "TMP/new", "--bm25-memory-mib", "1"], "--bm25-memory-mib"),
+        (["build", "DOCS", "--out", "TMP/new", "--tokenizer", "TMP/no-tokenizer"], "no-tokenizer"),
+        (["build", "DOCS", "--out", "INDEX", "--dim", "17"], "was built with encoder"),
+        (["build", "DOCS", "--out", "INDEX", "--chunk-tokens", "99"], "was built with max_tokens 256, not 99"),
+        (["search", "TMP/nothing", "x"], "no index there"),
+        (["search", "FILE", "x"], "no index there"),
+        (["search", "DOCS", "x"], "no index there"),
+        (["search", "INDEX", "x", "--k", "0"], "at least 1"),
+        (["search", "INDEX", "x", "--k", "many"], "invalid int value"),
+        (["search", "INDEX", "x", "--nprobe", "-3"], "at least 1"),
+        (["search", "INDEX", "x", "--mode", "sparse"], "invalid choice"),
+        (["search", "INDEX", "x", "--encoder", "elsewhere"], "--encoder elsewhere does not fit"),
+        (["search", "INDEX"], "required: query"),
+        (["inspect", "INDEX", "--passage", "nobody"], "has the id 'nobody'"),
+        (["inspect", "INDEX", "--passage", ODD], "has the id"),
+        (["inspect", "INDEX/nothing"], "no index there"),
+        (["remove", "INDEX", "nobody"], "has the id 'nobody'"),
+        (["remove", "INDEX", ODD], "has the id"),
+        (["remove", "TMP/nothing", "x"], "TMP/nothing"),
+        (["neighbors", "TMP/nothing", "--out", "TMP/n"], "no index there"),
+        ([], "required: COMMAND"),
+        (["serve"], "invalid choice"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    docs: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    """With what is wrong in it."""
+    (tmp_path / "file").write_text("x")
+    places = {"DOCS": docs, "INDEX": index, "TMP": tmp_path, "FILE": tmp_path / "file"}
+    for name, path in places.items():
+        argv = [word.replace(name, str(path)) for word in argv]
+        message = message.replace(name, str(path))
+    check_refused(capsys, argv, message)
+
+
+def test_a_second_builder_says_so(docs: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Instead of waiting or writing into the same files."""
+    with writer_lock(index):
+        check_refused(capsys, ["build", docs, "--out", index], "another process is building it")
+        check_refused(capsys, ["remove", index, "ash.md"], "another process is building it")
+
+
+def test_as_a_process(index: Path, tmp_path: Path) -> None:
+    """Exit code, stdout and stderr as a shell sees them, with a query that is no UTF-8."""
+    command = [sys.executable.encode(), b"-m", b"retrieval", b"search"]
+    utf8 = {**os.environ, "PYTHONUTF8": "1"}
+    good = subprocess.run([*command, bytes(index), b"bark \xff", b"--json"], capture_output=True, check=True, env=utf8)
+    assert json.loads(good.stdout)["passages"][0]["document_id"] == "birch.txt"
+    assert good.stderr == b""
+    bad = subprocess.run([*command, bytes(tmp_path), b"bark"], capture_output=True, check=False)
+    assert (bad.returncode, bad.stdout) == (2, b"")
+    assert bad.stderr.decode().splitlines() == [
+        f"retrieval search: {tmp_path}: no index there; `python -m retrieval build` makes one"
+    ]
