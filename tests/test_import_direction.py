@@ -96,6 +96,8 @@ def test_only_plugin_and_hooks_write_into_sglang() -> None:
     [
         ("sglang_chunkcache", ("torch", "sglang", "transformers", "numpy", "prometheus_client")),
         ("radix_ext", ("torch", "sglang", "numpy")),
+        ("retrieval", ("torch", "numpy", "faiss", "tantivy", "sklearn")),
+        ("sglang_chunkcache.rag_search", ("numpy", "faiss", "tantivy", "torch", "retrieval.retriever")),
         ("sglang_chunkcache.service", ("torch", "sglang", "transformers", "prometheus_client")),
         ("sglang_chunkcache.plugin", ("torch", "sglang")),
     ],
