@@ -119,6 +119,8 @@ def ask(
                     progress=lambda *_: None,
                 )
                 print(f"{name} {query} {retriever}: recall {row['recall']}", file=sys.stderr)
+                if row["encoder"] and "model" in row["encoder"]:
+                    row["encoder"] = {**row["encoder"], "model": Path(row["encoder"]["model"]).name}
                 yield {**row, "data": name}
 
 
