@@ -53,6 +53,11 @@ def main(argv: Sequence[str]) -> int:
     except (RetrievalError, OSError) as error:
         print(f"retrieval {args.command}: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        print(
+            f"retrieval {args.command}: {error.name} is not installed; install the extra 'retrieval'", file=sys.stderr
+        )
+        return 2
     except KeyboardInterrupt:
         print(f"retrieval {args.command}: stopped; run it again and it goes on", file=sys.stderr)
         return 130
@@ -209,7 +214,7 @@ def _kept(text: str, default: object) -> str:
 
 def _build(args: argparse.Namespace) -> None:
     from retrieval.build import build_index
-    from retrieval.corpus import read_documents
+    from retrieval.corpus import count_documents, read_documents
     from retrieval.tokens import load_tokens
 
     if not args.sources and not args.dataset:
@@ -221,6 +226,8 @@ def _build(args: argparse.Namespace) -> None:
 
         fields = {"id_field": args.id_field, "title_field": args.title_field, "text_field": args.text_field}
         parts.append(read_dataset(args.dataset, split=args.split, config=args.dataset_config, **fields))
+    counts = [None if args.dataset else 0, *map(count_documents, args.sources)]
+    total = None if None in counts else sum(filter(None, counts))
     with _progress() as progress:
         report = build_index(
             chain.from_iterable(parts),
@@ -229,7 +236,7 @@ def _build(args: argparse.Namespace) -> None:
             tokens=load_tokens(settings.tokens),
             encoder=encoder,
             options=_options(args),
-            progress=progress,
+            progress=lambda stage, done, of: progress(stage, done, total if stage == "read" else of),
         )
     if args.json:
         print(json.dumps(asdict(report)))
@@ -238,8 +245,6 @@ def _build(args: argparse.Namespace) -> None:
         f"{report.documents} documents read, {report.unchanged} of them known; passages: {report.added} added,", end=" "
     )
     print(f"{report.removed} removed, {report.duplicates} left out as duplicates")
-    if report.unread:
-        print(f"{report.unread} documents share a text with one that has changed since: run the build once more")
     print(f"{args.out}: {report.passages} passages, generation {report.generation}")
 
 
@@ -272,8 +277,10 @@ def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
         named: dict[str, Any] = {
             name: given[name] for name in ("dim", "query_prefix", "passage_prefix") if name in given
         }
+        named |= {"normalize": False} if "no_normalize" in given else {}
+        named |= {"kind": "hashed"} if given.get("encoder") == "default" else {}
         spec = {**there.encoder, **named}
-        if spec["kind"] != "hashed" or path != "default":
+        if there.encoder["kind"] != "hashed" or path != "default":
             override = None if path == "default" else path  # the model may have moved
             encoder = load_encoder(
                 there.encoder, folder=args.out, override=override, device=args.device, batch_size=args.batch_size
@@ -416,15 +423,22 @@ def _text(word: str) -> str:
 def _add_remove(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("index", type=Path, metavar="DIR", help="the index's directory")
     parser.add_argument("ids", nargs="+", metavar="ID", help="of passages, or of documents with all their passages")
+    parser.add_argument("--encoder", metavar="PATH", help="where the index's encoder lies now")
+    parser.add_argument("--device", metavar="NAME", help="of the encoder")
 
 
 def _remove(args: argparse.Namespace) -> None:
     from retrieval.build import remove_passages
+    from retrieval.encoder import load_encoder
+    from retrieval.index import read_settings
+
+    def load() -> Any:
+        spec = read_settings(args.index).encoder
+        return load_encoder(spec, folder=args.index, override=args.encoder, device=args.device, batch_size=DEVICE_BATCH)
 
     with _progress() as progress:
-        removed = remove_passages(
-            args.index, [_text(name) for name in args.ids], options=_options(args), progress=progress
-        )
+        ids = [_text(name) for name in args.ids]
+        removed = remove_passages(args.index, ids, load=load, options=_options(args), progress=progress)
     print(f"{args.index}: {removed} passages removed")
 
 

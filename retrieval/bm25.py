@@ -123,28 +123,26 @@ class Bm25Index:
         self._index.reload()
         self._searcher = self._index.searcher()
 
-    def search(
-        self, query: str, *, k: int, max_terms: int = MAX_QUERY_TERMS
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def search(self, query: str, *, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """The best passages that share a word with the query: scores [n] and rows [n], n <= k, best first.
 
         The query is text, never syntax; a repeated word counts once. Equal scores stand by row, ascending; which of several
         passages that tie for the last place are returned depends on the segments they lie in.
 
-        Args:
-            max_terms: distinct words looked up; of a longer query the rarest.
+        Of a query with more than MAX_QUERY_TERMS distinct words the rarest are looked up.
+
         Raises:
-            RetrievalError: `k` or `max_terms` is less than 1.
+            RetrievalError: `k` is less than 1.
             CorruptIndexError: the engine stumbled over a damaged file.
         """
-        if k < 1 or max_terms < 1:
-            raise RetrievalError(f"k and max_terms must be at least 1, got {k} and {max_terms}")
+        if k < 1:
+            raise RetrievalError(f"k must be at least 1, got {k}")
         searcher = self._searcher
         with _damage_named("the BM25 index is damaged"):
             words = list(dict.fromkeys(self._analyzer.analyze(_utf8(query))))
-            if len(words) > max_terms:
+            if len(words) > MAX_QUERY_TERMS:
                 frequency = {word: searcher.doc_freq("content", word) for word in words}
-                words = sorted((word for word in words if frequency[word]), key=frequency.__getitem__)[:max_terms]
+                words = sorted((word for word in words if frequency[word]), key=frequency.__getitem__)[:MAX_QUERY_TERMS]
             limit = min(k, searcher.num_docs)
             if not words or not limit:
                 return np.empty(0, np.float32), np.empty(0, np.int64)

@@ -21,12 +21,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.dense import ADD_ROWS, auto_factory, check_factory, create_faiss, write_faiss
+from retrieval.dense import ADD_ROWS, MAX_FLAT_ROWS, auto_factory, check_factory, create_faiss, write_faiss
 from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
-from retrieval.hashed_encoder import fit_default
+from retrieval.hashed_encoder import STATE_FILE, fit_default
 from retrieval.index import (
-    ENCODER,
     MANIFEST,
     PASSAGES,
     SETTINGS,
@@ -39,6 +38,7 @@ from retrieval.index import (
     entry_of,
     read_manifest,
     read_settings,
+    removed_rows,
     settings_json,
     sync,
     write_atomically,
@@ -55,9 +55,9 @@ Progress = Callable[[str, int, int | None], None]
 
 REBUILD_SHARE = 0.2
 """Rows behind the trained segment are searched exactly; once they are this share of it, it is trained anew over all."""
-READ_DOCUMENTS = 500
-"""In one transaction."""
-PROBE_CHARS, PROBE_ROWS = 400, 1000
+READ_DOCUMENTS = 5000
+"""In one transaction: each waits for the disk."""
+PROBE_CHARS = 400
 
 T = TypeVar("T")
 
@@ -81,17 +81,13 @@ class BuildOptions:
 
 @dataclass
 class BuildReport:
-    """What a run did. `added` and `removed` are passages; the latter of documents that have changed.
-
-    `unread` documents shared a text with one that was read after them and has lost it: the next run reads them again.
-    """
+    """What a run did. `added` and `removed` are passages; the latter of documents that have changed."""
 
     documents: int = 0
     unchanged: int = 0
     added: int = 0
     duplicates: int = 0
     removed: int = 0
-    unread: int = 0
     encoded: int = 0
     passages: int = 0
     generation: int = 0
@@ -123,43 +119,65 @@ def build_index(
         check_language(settings.bm25_language)
     folder.mkdir(parents=True, exist_ok=True)
     with writer_lock(folder):
-        _settle_settings(folder, settings)
+        if not (folder / SETTINGS).exists() and ((folder / PASSAGES).exists() or (folder / MANIFEST).exists()):
+            raise RetrievalError(f"{folder}: holds files of an index but no {SETTINGS}; use another directory")
         store = PassageStore(folder / PASSAGES, writable=True)
         try:
+            _settle_settings(folder, settings, has_rows=store.num_rows > 0)
+            vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
+            if vectors.num_rows > store.num_rows:
+                raise CorruptIndexError(f"{store.path}: holds {store.num_rows} of {vectors.num_rows} passages")
             report = _read(documents, store, cut, progress)
             if not store.num_rows:
                 raise RetrievalError("there is no text in these documents")
             encoder = encoder or _embedded(folder, settings, store, options, progress)
-            if (folder / MANIFEST).exists():
-                check_encoder(folder, read_manifest(folder), encoder)
-            report.encoded = _encode(store, VectorFile(folder / VECTORS, dim=encoder.dim), encoder, options, progress)
-            manifest = _publish(folder, settings, store, encoder, options, progress)
+            if vectors.num_rows:
+                check_encoder(store, vectors, encoder)
+            report.encoded = _encode(store, vectors, encoder, options, progress)
+            manifest = _publish(folder, settings, store, options, progress)
         finally:
             store.close(checkpoint=True)
     return replace(report, passages=_num_live(folder, manifest), generation=manifest.generation)
 
 
-def remove_passages(folder: Path, ids: Sequence[str], *, options: BuildOptions, progress: Progress) -> int:
+def remove_passages(
+    folder: Path,
+    ids: Sequence[str],
+    *,
+    load: Callable[[], Encoder],
+    options: BuildOptions,
+    progress: Progress,
+) -> int:
     """Take passages out of the served index; ids of documents stand for all their passages. Returns how many.
 
     A later build that sees their document again puts them back.
 
+    Args:
+        load: gives the index's encoder; only called where another document has a text that is removed, and takes it over.
     Raises:
         RetrievalError: an id that nobody has (then nothing is removed), or another process writes the directory.
     """
-    settings, _ = read_settings(folder), read_manifest(folder)
+    settings = read_settings(folder)
     with writer_lock(folder):
+        vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
+        if vectors.num_rows < (needed := read_manifest(folder).num_rows):
+            raise CorruptIndexError(f"{vectors.path}: holds fewer than {needed} vectors; a build encodes them again")
         store = PassageStore(folder / PASSAGES, writable=True)
         try:
             rows: set[int] = set()
+            store.begin()
             for name in ids:
-                if not (found := store.rows_of(name) or _unserved(folder, store, name)):
+                found = store.rows_of(name) or _unserved(folder, store, name)
+                if not store.forget(name) and not found:
                     raise RetrievalError(f"{folder}: no passage and no document has the id {name!r}")
                 rows.update(found)
-            store.begin()
             store.remove(rows)
+            encoder = load() if store.num_rows > vectors.num_rows else None
             store.commit()
-            _publish(folder, settings, store, None, options, progress)
+            if encoder:
+                check_encoder(store, vectors, encoder)
+                _encode(store, vectors, encoder, options, progress)
+            _publish(folder, settings, store, options, progress)
         finally:
             store.close(checkpoint=True)
     return len(rows)
@@ -170,19 +188,21 @@ def remove_passages(folder: Path, ids: Sequence[str], *, options: BuildOptions, 
 
 def _unserved(folder: Path, store: PassageStore, name: str) -> list[int]:
     """Rows of this id that a removal which died has marked, but that are still served."""
-    waiting = np.setdiff1d(store.removed_rows(), _removed(folder, read_manifest(folder))).tolist()
+    waiting = np.setdiff1d(store.removed_rows(), removed_rows(folder, read_manifest(folder))).tolist()
     passages = zip(waiting, store.get(waiting), strict=True)
     return [row for row, passage in passages if name in (passage.id, passage.document_id)]
 
 
-def _settle_settings(folder: Path, settings: IndexSettings) -> None:
-    if not (folder / SETTINGS).exists():
-        if (folder / PASSAGES).exists() or (folder / MANIFEST).exists():
-            raise RetrievalError(f"{folder}: holds files of an index but no {SETTINGS}; use another directory")
+def _settle_settings(folder: Path, settings: IndexSettings, *, has_rows: bool) -> None:
+    """Keep the settings, or compare them with those that are kept. What no file has been made by yet may still change."""
+    if not (folder / SETTINGS).exists() or not has_rows:
         write_atomically(folder / SETTINGS, settings_json(settings))
         return
     there = read_settings(folder)
-    if names := there.differences(settings):
+    names = there.differences(settings)
+    if names and not (folder / MANIFEST).exists() and set(names) <= {"factory", "bm25_language"}:
+        write_atomically(folder / SETTINGS, settings_json(settings))
+    elif names:
         name = names[0]
         raise RetrievalError(
             f"{folder}: was built with {name} {getattr(there, name)!r}, not {getattr(settings, name)!r}; "
@@ -222,14 +242,13 @@ def _read(
         store.commit()
         progress("read", report.documents, None)
     report.removed = len(store.removed_rows()) - removed_before
-    report.unread = store.num_unread(run)
     return report
 
 
 def _embedded(
     folder: Path, settings: IndexSettings, store: PassageStore, options: BuildOptions, progress: Progress
 ) -> Encoder:
-    path = folder / ENCODER
+    path = folder / STATE_FILE
     if not path.exists():
         if (folder / VECTORS).exists():
             raise CorruptIndexError(f"{path}: missing, and another one would not fit the vectors that are there")
@@ -251,7 +270,6 @@ def _encode(
     for batch in _batches(store.iterate(first, num_rows), options.encode_batch):
         vectors.append(encoder.encode_passages([passage.content for _, passage in batch]))
         progress("encode", vectors.num_rows, num_rows)
-    vectors.sync()
     return num_rows - first
 
 
@@ -259,20 +277,14 @@ def _publish(
     folder: Path,
     settings: IndexSettings,
     store: PassageStore,
-    encoder: Encoder | None,
     options: BuildOptions,
     progress: Progress,
 ) -> Manifest:
-    """Index what is in store and vectors, write the manifest, delete what it does not name. The old one, if nothing changed.
-
-    `encoder` may be None where there is a manifest.
-    """
+    """Index what is in store and vectors, write the manifest, delete what it does not name. The old one, if nothing changed."""
     old = read_manifest(folder) if (folder / MANIFEST).exists() else None
-    # A build that was cut off may have left passages without vectors: those wait for the next build.
     vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
+    vectors.sync()
     num_rows = min(store.num_rows, vectors.num_rows)
-    if old and num_rows < old.num_rows:
-        raise CorruptIndexError(f"{vectors.path}: holds fewer than {old.num_rows} vectors; a build encodes them again")
     removed = store.removed_rows()
     removed = removed[removed < num_rows]
     if old and old.num_rows == num_rows and _num_live(folder, old) == num_rows - len(removed):
@@ -285,7 +297,6 @@ def _publish(
     if len(removed):
         removed_name = f"removed-{generation}.npy"
         np.save(folder / removed_name, removed)
-    probe_row, probe, probe_vector = (old.probe_row, old.probe, old.probe_vector) if old else _probe(store, encoder)
     first = old.num_rows if old else 0
     added = ((num_rows, vectors.checksum(first, num_rows)),) if num_rows > first else ()
     manifest = Manifest(
@@ -294,9 +305,7 @@ def _publish(
         segments=segments,
         removed=removed_name,
         bm25=bm25,
-        probe_row=probe_row,
-        probe=probe,
-        probe_vector=probe_vector,
+        probe=old.probe if old else store.get([0])[0].content[:PROBE_CHARS],
         vectors=(*(old.vectors if old else ()), *added),
         files=_entries(folder, [segment.file for segment in segments], removed_name, bm25, old),
     )
@@ -330,7 +339,9 @@ def _index_vectors(
         return SegmentEntry(name, first, num_rows - first, factory)
 
     base = old.segments[0] if old else None
-    if base is None or num_rows - base.num_rows > REBUILD_SHARE * base.num_rows:
+    # Later rows are searched exactly, so beside a large base their number counts, not their share.
+    most = MAX_FLAT_ROWS if base and base.factory != "Flat" else num_rows
+    if base is None or num_rows - base.num_rows > min(most, REBUILD_SHARE * base.num_rows):
         return (create(0, auto_factory(num_rows) if settings.factory == "auto" else settings.factory),)
     if num_rows == base.num_rows:
         return (base,)
@@ -359,7 +370,7 @@ def _index_texts(
     if old and old.bm25:
         link_copy(folder / old.bm25, folder / name)
         index = Bm25Index.open(folder / name, language=settings.bm25_language)
-        first, gone = old.num_rows, np.setdiff1d(removed, _removed(folder, old))
+        first, gone = old.num_rows, np.setdiff1d(removed, removed_rows(folder, old))
     else:
         index = Bm25Index.create(folder / name, language=settings.bm25_language)
         first, gone = 0, np.zeros(0, np.int64)
@@ -378,27 +389,30 @@ def _index_texts(
     return name
 
 
-def _probe(store: PassageStore, encoder: Encoder | None) -> tuple[int, str, tuple[float, ...]]:
-    """The first passage that the encoder finds something in, and its beginning's vector."""
-    assert encoder is not None
-    for row, passage in store.iterate(0, min(PROBE_ROWS, store.num_rows)):
-        text = passage.content[:PROBE_CHARS]
-        vector = encoder.encode_passages([text])[0]
-        if vector.any():
-            return row, text, tuple(round(float(x), 6) for x in vector)
-    return 0, "", (0.0,) * encoder.dim
-
-
 def _entries(
     folder: Path, segments: Sequence[str], removed: str | None, bm25: str | None, old: Manifest | None
 ) -> dict[str, FileEntry]:
-    names = [SETTINGS, *segments, *([removed] if removed else []), *([ENCODER] if (folder / ENCODER).exists() else [])]
+    names = [
+        SETTINGS,
+        *segments,
+        *([removed] if removed else []),
+        *([STATE_FILE] if (folder / STATE_FILE).exists() else []),
+    ]
     if bm25:
         names += sorted(f"{bm25}/{path.name}" for path in (folder / bm25).iterdir() if not path.name.endswith(".lock"))
-    known = old.files if old else {}
+    known = dict(old.files) if old else {}
+    if old and old.bm25 and bm25:  # tantivy writes a file once: what is linked is what it was
+        linked = {name: name.replace(bm25, old.bm25, 1) for name in names if name.startswith(f"{bm25}/")}
+        known |= {
+            name: known[before]
+            for name, before in linked.items()
+            if before in known and (folder / before).samefile(folder / name)
+        }
     for name in names:
         if name not in known:
             sync(folder / name)
+    if bm25:
+        sync(folder / bm25)
     return {name: known[name] if name in known else entry_of(folder / name) for name in names}
 
 
@@ -408,15 +422,11 @@ def _delete_unnamed(folder: Path, manifest: Manifest) -> None:
     patterns = ("dense-*.faiss", "removed-*.npy", "bm25-*", "draft-*", "*.draft")
     for path in chain.from_iterable(map(folder.glob, patterns)):
         if path.name not in named:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _removed(folder: Path, manifest: Manifest) -> NDArray[np.int64]:
-    return np.load(folder / manifest.removed) if manifest.removed else np.zeros(0, np.int64)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def _num_live(folder: Path, manifest: Manifest) -> int:
-    return manifest.num_rows - len(_removed(folder, manifest))
+    return manifest.num_rows - len(removed_rows(folder, manifest))
 
 
 def _sample(num_rows: int, size: int, seed: int) -> NDArray[np.int64]:

@@ -165,7 +165,7 @@ def _search(
     segment: Segment, queries: NDArray[np.float32], *, k: int, nprobe: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     live = segment.live
-    selector = None if live is None else faiss.IDSelectorBitmap(segment.num_rows, faiss.swig_ptr(live))
+    selector = None if live is None else faiss.IDSelectorBitmap(live)
     parameters = search_parameters(segment.index, k=k, nprobe=nprobe, selector=selector)
     scores, rows = segment.index.search(queries, k, params=parameters)
     missing = rows < 0

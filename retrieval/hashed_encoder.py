@@ -79,8 +79,7 @@ class HashedEncoder:
     def __init__(self, *, rarity: NDArray[np.float32], mean_len: float, projection: NDArray[np.float16]) -> None:
         self.rarity = rarity
         self.mean_len = mean_len
-        # float16 is what is stored, so that a loaded encoder equals the fitted one; float32 is what multiplies fast.
-        self._stored = projection
+        # float32 is what multiplies fast; it came from float16 and goes back to the very same on disk.
         self.projection = projection.astype(np.float32)
 
     @property
@@ -109,7 +108,7 @@ class HashedEncoder:
                 version=np.int64(STATE_VERSION),
                 mean_len=np.float64(self.mean_len),
                 rarity=self.rarity,
-                projection=self._stored,
+                projection=self.projection.astype(np.float16),
             )
 
     @classmethod

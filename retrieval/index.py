@@ -16,6 +16,7 @@ count. So a directory can be served while it is extended, and a build that dies 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -39,16 +40,10 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Raised when an older version could not read what this one writes."""
-SETTINGS, MANIFEST, PASSAGES, VECTORS, ENCODER = (
-    "settings.json",
-    "manifest.json",
-    "passages.sqlite",
-    "vectors.f16",
-    "encoder.npz",
-)
+SETTINGS, MANIFEST, PASSAGES, VECTORS = "settings.json", "manifest.json", "passages.sqlite", "vectors.f16"
+PROBE_ROWS = 1000
 MIN_PROBE_COSINE = 0.99
-"""Between the probe's vector then and now: other devices and dtypes stay above, other models far below."""
-_BLOCK_BYTES = 1 << 22
+"""Between a text's vector then and now: other devices and dtypes stay above, other models far below."""
 _OPEN_TRIES = 5
 """A generation may be replaced, and its files deleted, between reading the manifest and opening them."""
 
@@ -76,9 +71,10 @@ class IndexSettings:
     bm25_language: str | None
 
     def differences(self, other: IndexSettings) -> list[str]:
-        """Names of the settings that differ."""
-        mine, theirs = asdict(self), asdict(other)
-        return [name for name in mine if mine[name] != theirs[name]]
+        """Names of the settings that differ. A tokenizer or a model may have moved: a fingerprint tells the one,
+        `check_encoder` the other."""
+        mine, theirs = ({**asdict(s), "tokens_name": s.tokens_name.rpartition("@")[2]} for s in (self, other))
+        return [name for name in mine if name != "tokens" and mine[name] != theirs[name]]
 
 
 @dataclass(frozen=True)
@@ -104,8 +100,7 @@ class Manifest:
     """One generation.
 
     Attributes:
-        probe_row, probe, probe_vector: the beginning of a passage, and its vector: by them another store, or another encoder
-            than the index was built with, is seen.
+        probe: the beginning of the first row's text, by which another index's store is seen.
         vectors: (row, XXH3) of the stretches of the vector file that each generation added, by their end.
     """
 
@@ -114,9 +109,7 @@ class Manifest:
     segments: tuple[SegmentEntry, ...]
     removed: str | None
     bm25: str | None
-    probe_row: int
     probe: str
-    probe_vector: tuple[float, ...]
     vectors: tuple[tuple[int, str], ...]
     files: Mapping[str, FileEntry]
 
@@ -137,7 +130,6 @@ class Manifest:
             **{
                 **fields,
                 "segments": tuple(SegmentEntry(**entry) for entry in fields["segments"]),
-                "probe_vector": tuple(fields["probe_vector"]),
                 "vectors": tuple((row, checksum) for row, checksum in fields["vectors"]),
                 "files": {name: FileEntry(**entry) for name, entry in fields["files"].items()},
             }
@@ -221,8 +213,6 @@ class Index:
 
     @classmethod
     def _open(cls, folder: Path, manifest: Manifest, *, verify: bool, earlier: Index | None) -> Index:
-        if earlier and (earlier.folder != folder or earlier.store.is_replaced()):
-            earlier = None
         known = earlier.manifest.files if earlier else {}
         for name, entry in manifest.files.items():
             if known.get(name) != entry:
@@ -243,14 +233,18 @@ class Index:
             store.check()
         if store.num_rows < manifest.num_rows:
             raise CorruptIndexError(f"{folder / PASSAGES}: holds {store.num_rows} of {manifest.num_rows} passages")
-        if not store.get([manifest.probe_row])[0].content.startswith(manifest.probe):
+        if not store.get([0])[0].content.startswith(manifest.probe):
             raise CorruptIndexError(f"{folder / PASSAGES}: is another index's")
-        removed = _load_rows(folder / manifest.removed) if manifest.removed else np.zeros(0, np.int64)
+        removed = removed_rows(folder, manifest)
         bm25 = None
         if manifest.bm25 and settings.bm25_language:
             from retrieval.bm25 import Bm25Index  # only here: an index without BM25 does not need tantivy
 
             bm25 = Bm25Index.open(folder / manifest.bm25, language=settings.bm25_language)
+            if bm25.num_docs != manifest.num_rows - len(
+                removed
+            ):  # a folder that is being deleted opens as an empty one
+                raise CorruptIndexError(f"{folder / manifest.bm25}: holds {bm25.num_docs} passages")
         return cls(folder, settings, manifest, store, indexes, bm25, removed)
 
 
@@ -266,11 +260,14 @@ def _check_vectors(
         first = last
 
 
-def _load_rows(path: Path) -> NDArray[np.int64]:
+def removed_rows(folder: Path, manifest: Manifest) -> NDArray[np.int64]:
+    """Rows that the generation hides, ascending. Raises CorruptIndexError."""
+    if manifest.removed is None:
+        return np.zeros(0, np.int64)
     try:
-        return np.asarray(np.load(path), np.int64)
+        return np.asarray(np.load(folder / manifest.removed), np.int64)
     except (OSError, ValueError, EOFError) as error:
-        raise CorruptIndexError(f"{path}: {error}") from None
+        raise CorruptIndexError(f"{folder / manifest.removed}: {error}") from None
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
@@ -331,10 +328,8 @@ def sync(path: Path) -> None:
 
 def entry_of(path: Path) -> FileEntry:
     """A file's size and checksum."""
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
     return FileEntry(path.stat().st_size, digest.hexdigest())
 
 
@@ -350,17 +345,26 @@ def check_file(path: Path, entry: FileEntry, *, verify: bool) -> None:
         raise CorruptIndexError(f"{path}: {error.strerror}") from None
 
 
-def check_encoder(folder: Path, manifest: Manifest, encoder: Encoder) -> None:
-    """An index is searched and extended with the encoder that built it, or it finds anything. Raises CorruptIndexError."""
-    then = np.array(manifest.probe_vector, np.float32)
-    if encoder.dim != len(then):
-        raise CorruptIndexError(f"{folder}: has vectors of {len(then)} numbers, the encoder gives {encoder.dim}")
-    now = encoder.encode_passages([manifest.probe])[0]
-    lengths = float(np.linalg.norm(then) * np.linalg.norm(now))
-    cosine = float(then @ now) / lengths if lengths else float(not then.any() and not now.any())
+def check_encoder(store: PassageStore, vectors: VectorFile, encoder: Encoder) -> None:
+    """An index is searched and extended with the encoder that built it, or it finds anything.
+
+    Encodes a text again that has a vector: the first with any words in it.
+
+    Raises:
+        CorruptIndexError: the vectors differ.
+    """
+    if encoder.dim != vectors.dim:
+        raise CorruptIndexError(
+            f"{vectors.path}: vectors of {vectors.dim} numbers, but the encoder gives {encoder.dim}"
+        )
+    then = vectors.read(0, min(PROBE_ROWS, vectors.num_rows))
+    row = int(then.any(axis=1).argmax())
+    now = encoder.encode_passages([store.get([row])[0].content])[0]
+    lengths = float(np.linalg.norm(then[row]) * np.linalg.norm(now))
+    cosine = float(then[row] @ now) / lengths if lengths else float(not then[row].any() and not now.any())
     if cosine < MIN_PROBE_COSINE:
         raise CorruptIndexError(
-            f"{folder}: was built with another encoder (a stored text's vector has cosine {cosine:.3f} to this one's)"
+            f"{vectors.path}: of another encoder (the vector of row {row} has cosine {cosine:.3f} to this one's)"
         )
 
 

@@ -48,8 +48,8 @@ def nearest(index: Index, first: int, last: int, *, n: int, nprobe: int) -> dict
     _, found = index.search_dense(index.vectors(first, last)[is_live], k=n + 1, nprobe=nprobe)
     # Among equal vectors the passage itself need not come first, nor be among the n + 1 at all.
     return {
-        int(row): [int(other) for other in others if other not in (-1, row)][:n]
-        for row, others in zip(rows, found, strict=True)
+        row: [other for other in others if other not in (-1, row)][:n]
+        for row, others in zip(rows.tolist(), found.tolist(), strict=True)
     }
 
 
@@ -188,7 +188,7 @@ def _is_line_of(index: Index, row: int, line: bytes) -> bool:
 
 def _lines(index: Index, neighbors: Mapping[int, Sequence[int]]) -> Iterator[str]:
     rows = sorted({*neighbors, *(row for others in neighbors.values() for row in others)})
-    names = {row: passage.id for row, passage in zip(rows, index.store.get(rows), strict=True)}
+    names = index.store.ids(rows)
     for row, others in neighbors.items():
         yield json.dumps({"id": names[row], "neighbors": [names[other] for other in others]}) + "\n"
 

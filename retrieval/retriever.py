@@ -21,15 +21,17 @@ import faiss
 from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.fusion import reciprocal_rank_fusion
-from retrieval.index import Index, check_encoder, read_manifest
+from retrieval.index import VECTORS, Index, Manifest, check_encoder, read_manifest
 from retrieval.passage import Passage
+from retrieval.vectors import VectorFile
 
 Mode = Literal["fusion", "dense", "bm25"]
 
 RRF_CONSTANT = 60
 """Cormack, Clarke and Büttcher, SIGIR 2009."""
 FUSION_DEPTH = 100
-"""Ranks of each list that are fused. Fixed, so that a smaller k gives the front of a larger one's answer."""
+"""Ranks of each list that are fused, or k if that is more. Fixed, so that up to there a smaller k gives the front of a larger
+one's answer."""
 QUERY_BATCH = 32
 """Queries that a model encodes at once."""
 
@@ -58,6 +60,7 @@ class Retriever:
     def __init__(self, index: Index, encoder: Encoder, *, verify: bool, threads: int | None) -> None:
         self._index, self._encoder, self._verify, self._threads = index, encoder, verify, threads
         self._refreshing = threading.Lock()
+        self._refused: tuple[Manifest, CorruptIndexError] | None = None
 
     @classmethod
     def open(
@@ -78,7 +81,7 @@ class Retriever:
         loaded = load_encoder(
             index.settings.encoder, folder=folder, override=encoder, device=device, batch_size=QUERY_BATCH
         )
-        check_encoder(folder, index.manifest, loaded)
+        check_encoder(index.store, VectorFile(folder / VECTORS, dim=index.dim), loaded)
         return cls(index, loaded, verify=verify, threads=threads)
 
     @property
@@ -130,16 +133,25 @@ class Retriever:
         """Serve the directory's newest generation. Returns whether there was a newer one.
 
         Raises:
-            CorruptIndexError: it is damaged; the old one is served on.
+            CorruptIndexError: it is damaged, or of another index; the old one is served on, and this one not looked at again.
         """
         with self._refreshing:
             index = self._index
-            if read_manifest(index.folder) == index.manifest:
+            manifest = read_manifest(index.folder)
+            if manifest == index.manifest:
                 return False
-            newer = Index.open(index.folder, verify=self._verify, earlier=index)
-            if newer.settings != index.settings or newer.store is not index.store:
-                raise CorruptIndexError(f"{index.folder}: is another index now; open it anew")
-            self._index = newer
+            if self._refused and self._refused[0] == manifest:
+                raise self._refused[1]
+            try:
+                if index.store.is_replaced():
+                    raise CorruptIndexError(f"{index.folder}: is another index now; open it anew")
+                newer = Index.open(index.folder, verify=self._verify, earlier=index)
+                if newer.settings != index.settings:
+                    raise CorruptIndexError(f"{index.folder}: is another index now; open it anew")
+            except CorruptIndexError as error:
+                self._refused = (manifest, error)
+                raise
+            self._index, self._refused = newer, None
             return True
 
     def info(self) -> dict[str, Any]:
@@ -161,14 +173,11 @@ class Retriever:
         if self._threads is not None:
             faiss.omp_set_num_threads(self._threads)  # counts for the calling thread only, so it is said every time
         scores, rows = index.search_dense(vectors, k=min(k, max(1, index.num_rows)), nprobe=nprobe)
+        # The embedded encoder finds nothing in a query without words, and everything is equally near to nothing.
+        rows[~vectors.any(axis=1)] = -1
         return [
-            # The embedded encoder finds nothing in a query without words, and everything is equally near to nothing.
-            [
-                (int(row), float(score))
-                for row, score in zip(rows[i], scores[i], strict=True)
-                if row >= 0 and vectors[i].any()
-            ]
-            for i in range(len(rows))
+            [(row, score) for row, score in zip(*pair, strict=True) if row >= 0]
+            for pair in zip(rows.tolist(), scores.tolist(), strict=True)
         ]
 
 

@@ -2,7 +2,7 @@
 
     documents   id, hash of what it was when it was read        a build that was cut off goes on, a changed file is seen
     passages    row, id, text …, hash, is_removed               rows 0, 1, 2 … without a gap; never reused
-    duplicates  hash, document                                  who else has a text that is kept once
+    duplicates  passages of a text that another document's row holds already; one of them takes over when that row goes
 
 A row is what FAISS and BM25 know a passage by. Rows are added and marked as removed, never changed: whoever serves an older
 generation of the index goes on reading its rows. Which rows a generation serves is the manifest's business, not this file's.
@@ -14,7 +14,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.passage import Document, Passage, hash_of
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS documents (id TEXT PRIMARY KEY, hash BLOB, run INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS documents (id TEXT PRIMARY KEY, hash BLOB NOT NULL, run INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS passages (
     row INTEGER PRIMARY KEY, id TEXT NOT NULL, document TEXT NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL,
     start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL, hash BLOB NOT NULL, checksum BLOB NOT NULL,
@@ -35,10 +35,14 @@ CREATE UNIQUE INDEX IF NOT EXISTS live_ids ON passages (id) WHERE is_removed = 0
 CREATE UNIQUE INDEX IF NOT EXISTS live_hashes ON passages (hash) WHERE is_removed = 0;
 CREATE INDEX IF NOT EXISTS live_documents ON passages (document) WHERE is_removed = 0;
 CREATE INDEX IF NOT EXISTS removed_rows ON passages (row) WHERE is_removed = 1;
-CREATE INDEX IF NOT EXISTS unread ON documents (run) WHERE hash IS NULL;
-CREATE TABLE IF NOT EXISTS duplicates (hash BLOB, document TEXT, PRIMARY KEY (hash, document)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS duplicates (
+    id TEXT PRIMARY KEY, document TEXT NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL,
+    start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL, hash BLOB NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS duplicate_hashes ON duplicates (hash);
+CREATE INDEX IF NOT EXISTS duplicate_documents ON duplicates (document);
 """
 _COLUMNS = "row, id, document, title, text, start, end, num_tokens, checksum"
+_FIELDS = attrgetter(*Passage.__slots__)
 _LOCK_TIMEOUT_S = 60.0
 _MAX_VARIABLES = 30_000
 """Below SQLite's limit of 32,766 in one statement."""
@@ -116,6 +120,14 @@ class PassageStore:
         )
         return [row for (row,) in self._all(query, (name, name))]
 
+    def ids(self, rows: Sequence[int]) -> dict[int, str]:
+        """Passages' ids by row."""
+        found: dict[int, str] = {}
+        for first in range(0, len(rows), _MAX_VARIABLES):
+            part = [int(row) for row in rows[first : first + _MAX_VARIABLES]]
+            found.update(self._all(f"SELECT row, id FROM passages WHERE row IN ({','.join('?' * len(part))})", part))
+        return found
+
     def removed_rows(self) -> NDArray[np.int64]:
         """Rows marked as removed, ascending."""
         rows = self._all("SELECT row FROM passages WHERE is_removed = 1 ORDER BY row", ())
@@ -158,7 +170,7 @@ class PassageStore:
         if not found:
             return False
         (known, seen), hash_now = found[0], _document_hash(document)
-        if seen == run and known is not None and known != hash_now:
+        if seen == run and known != hash_now:
             raise RetrievalError(f"document {document.id!r} is there twice, with different texts")
         if known != hash_now:
             return False
@@ -170,39 +182,43 @@ class PassageStore:
         """Make `passages` the document's passages; those it has already stay where they are.
 
         Returns:
-            (added, duplicates): rows that are new, and passages left out because another document has the same text.
+            (added, duplicates): rows that are new, and passages that wait because another document has the same text.
         Raises:
             RetrievalError: a passage's id belongs to another document, or is there twice.
         """
+        first_row = self._next_row
         query = "SELECT id, hash, row FROM passages WHERE document = ? AND is_removed = 0"
         old = {(name, content_hash): row for name, content_hash, row in self._all(query, (document.id,))}
         hashed = [(passage, passage.content_hash()) for passage in passages]
         fresh = [pair for pair in hashed if old.pop((pair[0].id, pair[1]), None) is None]
+        self._all("DELETE FROM duplicates WHERE document = ?", (document.id,))
         self._remove(old.values())
         num_duplicates = 0
         for passage, content_hash in fresh:
             if self._all("SELECT 1 FROM passages WHERE hash = ? AND is_removed = 0", (content_hash,)):
                 num_duplicates += 1
-                self._all("INSERT OR IGNORE INTO duplicates VALUES (?, ?)", (content_hash, document.id))
+                values = (*_FIELDS(passage), content_hash)
+                self._all("INSERT OR REPLACE INTO duplicates VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
                 continue
-            values = (self._next_row, *astuple(passage), _checksum(passage), content_hash)
-            try:
-                self._all(f"INSERT INTO passages ({_COLUMNS}, hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
-            except sqlite3.IntegrityError:
-                raise RetrievalError(f"passage id {passage.id!r} is there twice, with different texts") from None
-            self._next_row += 1
+            self._insert(passage, content_hash)
         self._all("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (document.id, _document_hash(document), run))
-        return len(fresh) - num_duplicates, num_duplicates
+        return self._next_row - first_row, num_duplicates
 
     def remove(self, rows: Iterable[int]) -> None:
         """Mark rows as removed; the next build that sees their documents reads them anew."""
         for row in rows:
-            self._all("DELETE FROM documents WHERE id = (SELECT document FROM passages WHERE row = ?)", (row,))
+            for table, column in (("documents", "id"), ("duplicates", "document")):
+                query = f"DELETE FROM {table} WHERE {column} = (SELECT document FROM passages WHERE row = ?)"
+                self._all(query, (row,))
             self._remove([row])
 
-    def num_unread(self, run: int) -> int:
-        """Documents that the run has seen and that have since lost a text they share with another document, which changed."""
-        return self._count(f"SELECT count(*) FROM documents WHERE hash IS NULL AND run = {run}")
+    def forget(self, name: str) -> bool:
+        """Drop the waiting passages of this id, or of this document; whether there were any."""
+        query = "DELETE FROM duplicates WHERE id = ? OR document = ? RETURNING document"
+        documents = self._all(query, (name, name))
+        for document in documents:
+            self._all("DELETE FROM documents WHERE id = ?", document)
+        return bool(documents)
 
     def begin(self) -> None:
         """Start a transaction."""
@@ -233,20 +249,29 @@ class PassageStore:
             raise CorruptIndexError(f"{self.path}: row {row} ({passage.id!r}) is damaged")
         return row, passage
 
+    def _insert(self, passage: Passage, content_hash: bytes) -> None:
+        values = (self._next_row, *_FIELDS(passage), _checksum(passage), content_hash)
+        try:
+            self._all(f"INSERT INTO passages ({_COLUMNS}, hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        except sqlite3.IntegrityError:
+            raise RetrievalError(f"passage id {passage.id!r} is there twice, with different texts") from None
+        self._next_row += 1
+
     def _remove(self, rows: Iterable[int]) -> None:
         for row in rows:
             self._all("UPDATE passages SET is_removed = 1 WHERE row = ?", (row,))
-            # Whoever else has this text lost it with this row: the next build reads those documents again.
-            self._all(
-                "UPDATE documents SET hash = NULL WHERE id IN"
-                " (SELECT document FROM duplicates WHERE hash = (SELECT hash FROM passages WHERE row = ?))",
-                (row,),
+            # Whoever else has this text takes it over.
+            query = (
+                "DELETE FROM duplicates WHERE id = (SELECT id FROM duplicates WHERE hash ="
+                " (SELECT hash FROM passages WHERE row = ?) ORDER BY id LIMIT 1) RETURNING *"
             )
+            for *fields, content_hash in self._all(query, (row,)):
+                self._insert(Passage(*fields), content_hash)
 
 
 def _checksum(passage: Passage) -> bytes:
     """Of all fields, against damage; `content_hash` tells equal texts."""
-    return xxhash.xxh3_64_digest("\0".join(map(str, astuple(passage))).encode("utf-8", "surrogatepass"))
+    return xxhash.xxh3_64_digest("\0".join(map(str, _FIELDS(passage))).encode("utf-8", "surrogatepass"))
 
 
 def _document_hash(document: Document) -> bytes:

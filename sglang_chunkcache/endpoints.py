@@ -370,6 +370,7 @@ async def _plan_chat(raw_request: Request, *, dry_run: bool = False) -> tuple[Ch
         is_gone = raw_request.is_disconnected
         found = await _search().find(rag_fields.retrieve, messages, field="retrieve.", is_gone=is_gone)
         passages = found.chunks
+    retrieval = found.answer() if found else None  # before a plan is opened that an error would leave open
     rag = _state.service.begin_chat(
         messages,
         passages,
@@ -384,7 +385,7 @@ async def _plan_chat(raw_request: Request, *, dry_run: bool = False) -> tuple[Ch
         reuse=reuse,
         dry_run=dry_run,
     )
-    rag.retrieval = found.answer() if found else None
+    rag.retrieval = retrieval
     return request, rag
 
 

@@ -55,6 +55,8 @@ def main(argv: list[str]) -> None:
         retriever = None
     else:
         os.environ.update(settings.to_env())
+        if settings.encoder is not None and settings.index is None:
+            parser.error("--encoder: nothing to encode for without --index")
         # Before SGLang is loaded, let alone the model: a bad index is told at once. Only this process ever loads it.
         retriever = _open_index(settings, parser.error) if settings.index is not None else None
     _run(rest, stock=args.stock, retriever=retriever, fail=parser.error)

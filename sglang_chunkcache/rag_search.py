@@ -160,20 +160,21 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
     torch.set_num_threads(config.retrieve_threads)  # of this process, in which only the encoder computes
     try:
         from retrieval.retriever import Retriever
-    except ModuleNotFoundError as error:
+
+        retriever = Retriever.open(
+            Path(config.index),
+            encoder=config.encoder,
+            device=config.retrieve_device,
+            verify=config.index_verify == "on",
+            threads=config.retrieve_threads,
+        )
+        mode = default_mode(retriever, config)
+        if mode not in retriever.modes:
+            flag = flag_name("retrieve_mode")
+            raise RetrievalError(f"{flag} {mode}: the index {config.index} offers {', '.join(retriever.modes)}")
+        retriever.search(["Does it work?"], k=1, mode=mode, nprobe=config.retrieve_nprobe)
+    except ModuleNotFoundError as error:  # FAISS at once, others only where the index needs them
         raise RetrievalError(f"needs the extra 'retrieval': {error.name} is not installed") from None
-    retriever = Retriever.open(
-        Path(config.index),
-        encoder=config.encoder,
-        device=config.retrieve_device,
-        verify=config.index_verify == "on",
-        threads=config.retrieve_threads,
-    )
-    mode = default_mode(retriever, config)
-    if mode not in retriever.modes:
-        flag = flag_name("retrieve_mode")
-        raise RetrievalError(f"{flag} {mode}: the index {config.index} offers {', '.join(retriever.modes)}")
-    retriever.search(["Does it work?"], k=1, mode=mode, nprobe=config.retrieve_nprobe)
     return retriever
 
 
@@ -186,7 +187,7 @@ def check_tokenizer(retriever: Retriever, path: str) -> None:
         return
     from retrieval.tokens import load_tokens
 
-    with contextlib.suppress(RetrievalError):  # a tokenizer without tokenizer.json
+    with contextlib.suppress(RetrievalError, OSError):  # a tokenizer without tokenizer.json: no reason to stop a server
         if load_tokens(path).name.rpartition("@")[2] != name.rpartition("@")[2]:
             logger.warning("retrieval: that is not the served model's tokenizer: passages are longer or shorter for it")
 

@@ -45,8 +45,8 @@ class NaiveIndex:
     documents: dict[str, Document] = field(default_factory=dict)
     passages: list[Passage] = field(default_factory=list)
     live: set[int] = field(default_factory=set)
-    waiting: dict[str, set[str]] = field(default_factory=dict)
-    """Content -> documents that have it too; read again once it has gone."""
+    waiting: dict[str, Passage] = field(default_factory=dict)
+    """Passages by id whose text another document's row holds already."""
     served: Served = Served((), frozenset())
 
     def read(self, documents: Iterable[Document]) -> dict[str, int]:
@@ -69,7 +69,20 @@ class NaiveIndex:
         """Rows are not found any more, and their documents are read again when they come again."""
         for row in rows:
             self.documents.pop(self.passages[row].document_id, None)
+            self._drop_waiting(self.passages[row].document_id)
             self._hide(row)
+
+    def forget(self, name: str) -> bool:
+        """Waiting passages of an id or a document do not wait any more; whether there were any."""
+        documents = {p.document_id for p in self.waiting.values() if name in (p.id, p.document_id)}
+        self.waiting = {p.id: p for p in self.waiting.values() if name not in (p.id, p.document_id)}
+        for document in documents:
+            self.documents.pop(document, None)
+        return bool(documents)
+
+    def texts(self) -> set[str]:
+        """What the documents that were read say, whoever's row holds it."""
+        return {passage.content for document in self.documents.values() for passage in self.cut(document)}
 
     def publish(self) -> None:
         """Serve what there is."""
@@ -80,6 +93,8 @@ class NaiveIndex:
         wanted = {(passage.id, passage.content) for passage in passages}
         old = {(self.passages[row].id, self.passages[row].content): row for row in self._rows_of_document(document.id)}
         gone = [row for key, row in old.items() if key not in wanted]
+        num_rows = len(self.passages)
+        self._drop_waiting(document.id)
         for row in gone:
             self._hide(row)
         counts = {"added": 0, "duplicates": 0, "removed": len(gone)}
@@ -87,12 +102,11 @@ class NaiveIndex:
             if (passage.id, passage.content) in old:
                 continue
             if passage.content in {self.passages[row].content for row in self.live}:
-                self.waiting.setdefault(passage.content, set()).add(document.id)
+                self.waiting[passage.id] = passage
                 counts["duplicates"] += 1
             else:
-                self.live.add(len(self.passages))
-                self.passages.append(passage)
-                counts["added"] += 1
+                self._add(passage)
+        counts["added"] = len(self.passages) - num_rows
         self.documents[document.id] = document
         return counts
 
@@ -101,5 +115,13 @@ class NaiveIndex:
 
     def _hide(self, row: int) -> None:
         self.live.discard(row)
-        for name in self.waiting.get(self.passages[row].content, ()):
-            self.documents.pop(name, None)
+        heirs = sorted(name for name, passage in self.waiting.items() if passage.content == self.passages[row].content)
+        if heirs:
+            self._add(self.waiting.pop(heirs[0]))
+
+    def _add(self, passage: Passage) -> None:
+        self.live.add(len(self.passages))
+        self.passages.append(passage)
+
+    def _drop_waiting(self, document: str) -> None:
+        self.waiting = {name: passage for name, passage in self.waiting.items() if passage.document_id != document}

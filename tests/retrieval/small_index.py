@@ -86,4 +86,4 @@ def build(folder: Path, documents: Iterable[Document], *, encoder: Any = None, *
 
 def remove(folder: Path, *ids: str) -> int:
     """`remove_passages` likewise."""
-    return remove_passages(folder, ids, options=OPTIONS, progress=quiet)
+    return remove_passages(folder, ids, load=WordEncoder, options=OPTIONS, progress=quiet)

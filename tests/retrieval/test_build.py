@@ -20,10 +20,11 @@ import pytest
 from retrieval import build as build_module
 from retrieval.build import BuildReport, build_index
 from retrieval.errors import CorruptIndexError, RetrievalError
-from retrieval.index import ENCODER, MANIFEST, SETTINGS, VECTORS, Index, writer_lock
+from retrieval.hashed_encoder import STATE_FILE
+from retrieval.index import MANIFEST, PASSAGES, SETTINGS, VECTORS, Index, writer_lock
 from retrieval.passage import Document
 from retrieval.retriever import Retriever
-from tests.retrieval.small_index import OPTIONS, TOKENS, WordEncoder, build, make_documents, make_settings, remove
+from tests.retrieval.small_index import DIM, OPTIONS, TOKENS, WordEncoder, build, make_documents, make_settings, remove
 
 NUM_DOCUMENTS = 3000
 
@@ -32,6 +33,12 @@ def texts_of(folder: Path) -> list[str]:
     """Live texts by row."""
     index = Index.open(folder, verify=True)
     return [passage.text for row, passage in index.store.iterate(0, index.num_rows) if row not in index.removed]
+
+
+def ids_of(folder: Path) -> list[str]:
+    """Live ids by row."""
+    index = Index.open(folder, verify=True)
+    return [passage.id for row, passage in index.store.iterate(0, index.num_rows) if row not in index.removed]
 
 
 class CountingEncoder(WordEncoder):
@@ -57,22 +64,92 @@ def test_reports(tmp_path: Path) -> None:
 
 
 def test_encodes_each_passage_once(tmp_path: Path) -> None:
-    """Encoding is the dearest step: what is stored is never encoded again, but for the probe, once a build."""
+    """Encoding is the dearest step: what is stored is never encoded again, but for one text when a build goes on, as a check."""
     encoder = CountingEncoder()
     build(tmp_path, make_documents([f"text {n}" for n in range(10)]), encoder=encoder)
     build(tmp_path, make_documents([f"text {n}" for n in range(12)]), encoder=encoder)
     remove(tmp_path, "d3")
-    assert encoder.num_texts == 12 + 2
+    assert encoder.num_texts == 12 + 1
 
 
-def test_a_lost_duplicate_comes_back_with_the_next_build(tmp_path: Path) -> None:
-    """d1 was read before d0 lost the text that both had."""
-    build(tmp_path, make_documents(["same", "same"]))
-    changed = [Document("d1", "", "same"), Document("d0", "", "other")]
-    assert build(tmp_path, changed).unread == 1, "says that another run is needed"
-    report = build(tmp_path, changed)
-    assert (report.added, report.unread) == (1, 0)
-    assert sorted(texts_of(tmp_path)) == ["other", "same"]
+def test_a_text_that_two_documents_have_outlives_one_of_them(tmp_path: Path) -> None:
+    """d0 changes, or goes: d1's passage is found at once, under d1's id."""
+    build(tmp_path, make_documents(["same", "same", "more"]))
+    report = build(tmp_path, [Document("d1", "", "same"), Document("d0", "", "other")])
+    assert (report.added, report.removed, report.duplicates) == (2, 1, 0)
+    assert sorted(texts_of(tmp_path)) == ["more", "other", "same"]
+    build(tmp_path, make_documents(["same"], prefix="z"))
+    assert remove(tmp_path, "d1") == 1
+    assert sorted(texts_of(tmp_path)) == ["more", "other", "same"], "z0's, encoded by the removal"
+    assert ids_of(tmp_path) == ["d2", "d0", "z0"]
+
+
+def test_shifted_rows_without_ids_lose_nothing(tmp_path: Path) -> None:
+    """The first line of a file is deleted: every other line is another document now, with its neighbour's text."""
+    texts = [f"text {n}" for n in range(30)]
+    build(tmp_path, make_documents(texts))
+    build(tmp_path, make_documents(texts[1:]))
+    assert sorted(texts_of(tmp_path)) == sorted(texts[1:])
+
+
+def test_a_document_that_only_waits_can_be_removed(tmp_path: Path) -> None:
+    """Its text stays, since it is another one's too; it does not come back when that goes."""
+    build(tmp_path, make_documents(["same", "same", "more"]))
+    assert remove(tmp_path, "d1") == 0
+    assert remove(tmp_path, "d0") == 1
+    assert texts_of(tmp_path) == ["more"]
+
+
+def test_a_lost_store_is_not_filled_anew(tmp_path: Path) -> None:
+    """Rows would count from 0 again, beside the old vectors."""
+    build(tmp_path, make_documents(["a", "b", "c"]))
+    (tmp_path / PASSAGES).unlink()
+    with pytest.raises(CorruptIndexError, match="holds 0 of 3 passages"):
+        build(tmp_path, make_documents(["x", "a", "b", "c"]))
+
+
+def test_a_build_is_resumed_with_its_encoder_only(tmp_path: Path) -> None:
+    """There is no manifest yet that could tell; half of the vectors are."""
+
+    documents = make_documents([f"text {n}" for n in range(10)])
+    build(tmp_path, documents)
+    (tmp_path / MANIFEST).unlink()
+    with open(tmp_path / VECTORS, "r+b") as file:
+        file.truncate(2 * DIM * 4)
+    with pytest.raises(CorruptIndexError, match="of another encoder"):
+        build(tmp_path, documents, encoder=WordEncoder(seed=1))
+
+
+def test_settings_are_kept_by_what_is_made_with_them(tmp_path: Path) -> None:
+    """A mistake in the first build costs no more than that build: factory and words until there is an index, the rest until there
+    is a passage."""
+    with pytest.raises(RetrievalError, match="no text"):
+        build(tmp_path, [], max_tokens=64, is_split=True)
+    with pytest.raises(RetrievalError, match="at least 64 passages"):
+        build(tmp_path, make_documents(["a", "b"]), factory="IVF64,Flat")
+    assert build(tmp_path, make_documents(["a", "b"]), factory="Flat").encoded == 0
+    with pytest.raises(RetrievalError, match="was built with factory 'Flat', not 'HNSW32'"):
+        build(tmp_path, make_documents(["a", "b"]), factory="HNSW32")
+
+
+def test_a_tokenizer_may_move(tmp_path: Path) -> None:
+    """What counts is its fingerprint."""
+    build(tmp_path, make_documents(["a"]), tokens="/old/place", tokens_name="place@12ab")
+    build(tmp_path, make_documents(["a", "b"]), tokens="/new/home", tokens_name="home@12ab")
+    with pytest.raises(RetrievalError, match="tokens_name"):
+        build(tmp_path, make_documents(["a"]), tokens="/new/home", tokens_name="home@ffff")
+
+
+def test_words_that_were_damaged_get_no_new_checksum(tmp_path: Path) -> None:
+    """The next generation links the old one's files: what they were is known."""
+    build(tmp_path, make_documents([f"word{n} text" for n in range(20)]))
+    path = next((tmp_path / "bm25-1").glob("*.idx"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    build(tmp_path, make_documents(["more"], prefix="e"))
+    with pytest.raises(CorruptIndexError, match="bm25-2"):
+        Index.open(tmp_path, verify=True)
 
 
 def test_many_later_rows_become_the_base(tmp_path: Path) -> None:
@@ -201,11 +278,11 @@ def test_the_embedded_encoder_is_never_fitted_twice(tmp_path: Path) -> None:
             build_index(
                 documents, tmp_path, settings, tokens=TOKENS, encoder=None, options=OPTIONS, progress=lambda *_: None
             )
-            (tmp_path / ENCODER).unlink()
+            (tmp_path / STATE_FILE).unlink()
         except CorruptIndexError as error:
             message = str(error)
     assert "encoder.npz: missing" in message
-    assert not (tmp_path / ENCODER).exists()
+    assert not (tmp_path / STATE_FILE).exists()
 
 
 @pytest.fixture(scope="module")

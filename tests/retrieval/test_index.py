@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from retrieval.errors import CorruptIndexError
+from retrieval.hashed_encoder import STATE_FILE
 from retrieval.index import (
-    ENCODER,
     MANIFEST,
     PASSAGES,
     SETTINGS,
@@ -188,7 +188,7 @@ def test_json_round_trips(whole_index: Path) -> None:
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert read_settings(whole_index) == make_settings()
     assert set(manifest.files) | {MANIFEST, PASSAGES, VECTORS} == set(files_of(whole_index))
-    assert ENCODER not in manifest.files
+    assert STATE_FILE not in manifest.files
 
 
 def test_settings_name_their_differences() -> None:

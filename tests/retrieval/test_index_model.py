@@ -107,6 +107,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(corpus=corpora)
     def build(self, corpus: list[Document]) -> None:
         counts, before, generation = self.naive.read(corpus), self.naive.served, self._generation()
+        assert self.naive.texts() <= {self.naive.passages[row].content for row in self.naive.live}, "a text is lost"
         report = self._build(corpus)
         self.naive.publish()
         for name, number in counts.items():

@@ -72,15 +72,17 @@ def test_a_text_is_kept_once(store: PassageStore) -> None:
     assert store.put(Document("c", "title", "x"), [titled], 0) == (1, 0)
 
 
-def test_a_duplicate_is_read_again_when_its_text_goes(store: PassageStore) -> None:
-    """Otherwise a text that another document still has would be lost for good."""
+def test_a_duplicate_takes_over_when_its_text_goes(store: PassageStore) -> None:
+    """Otherwise a text that another document still has would be lost."""
     put(store, "a", ["x"])
     put(store, "b", ["x"])
+    put(store, "c", ["x"])
+    assert put(store, "a", ["y"], run=1) == (2, 0)
+    assert live(store) == {"b#0": 1, "a#0": 2}
     assert store.is_known(Document("b", "", "x"), 1)
-    put(store, "a", ["y"], run=1)
-    assert not store.is_known(Document("b", "", "x"), 1)
-    assert put(store, "b", ["x"], run=1) == (1, 0)
-    assert live(store) == {"a#0": 1, "b#0": 2}
+    put(store, "c", ["z"], run=1)
+    put(store, "b", ["w"], run=1)
+    assert live(store) == {"a#0": 2, "c#0": 3, "b#0": 4}, "c waits no more"
 
 
 def test_is_known_tells_changed_documents(store: PassageStore) -> None:
