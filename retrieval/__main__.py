@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval.errors import RetrievalError
+from retrieval.passage import Passage
 
 K = 5
 """Passages for a question, as in CRAFT section 5."""
@@ -50,6 +51,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         args.run(args)
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (RetrievalError, OSError) as error:
         print(f"retrieval {args.command}: {error}", file=sys.stderr)
         return 2
@@ -79,7 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_search(_command(commands, "search", "the passages that answer a question best", _search))
     _add_neighbors(_command(commands, "neighbors", "write every passage's nearest passages to a file", _neighbors))
     _add_inspect(_command(commands, "inspect", "what is in an index, and whether it is whole", _inspect))
-    _add_remove(_command(commands, "remove", "take passages or documents out of an index", _remove))
+    _add_remove(
+        _command(
+            commands,
+            "remove",
+            "hide passages or documents of an index; a build that still finds them brings them back",
+            _remove,
+        )
+    )
     _add_evaluate(_command(commands, "evaluate", "recall and overlap of retrieval on a data set", _evaluate))
     return parser
 
@@ -120,7 +131,9 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     dataset.add_argument("--split", default="train", help="its split")
     dataset.add_argument("--id-field", metavar="FIELD", help="field with the document's id; default: the row's number")
     dataset.add_argument("--title-field", metavar="FIELD", help="field with the title")
-    dataset.add_argument("--text-field", metavar="FIELD", default="text", help="field with the text")
+    dataset.add_argument(
+        "--text-field", metavar="FIELD", default="text", help="field with the text; .jsonl files use id, title and text"
+    )
     kept = parser.add_argument_group(
         "kept for as long as the index lives (the first build decides, later ones may leave them out)"
     )
@@ -129,20 +142,25 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="NAME",
         default=argparse.SUPPRESS,
-        help=_kept("the served model's path or hub name; `words` counts words instead", "words"),
+        help=_kept(
+            "the served model's path or hub name (of the bundled one sglang_chunkcache/bundled_model); `words` counts words",
+            "words",
+        ),
     )
     given(
         "--chunk-tokens",
         type=int,
         metavar="N",
         default=argparse.SUPPRESS,
-        help=_kept("most tokens of a passage", CHUNK_TOKENS),
+        help=_kept("most tokens of a passage's text, at least 8", CHUNK_TOKENS),
     )
     given(
         "--overlap-tokens",
         type=int,
         default=argparse.SUPPRESS,
-        help=_kept("most tokens that a passage repeats of the one before it", OVERLAP_TOKENS),
+        help=_kept(
+            "most tokens that a passage repeats of the one before it, less than half of --chunk-tokens", OVERLAP_TOKENS
+        ),
     )
     given(
         "--no-split",
@@ -241,10 +259,8 @@ def _build(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(asdict(report)))
         return
-    print(
-        f"{report.documents} documents read, {report.unchanged} of them known; passages: {report.added} added,", end=" "
-    )
-    print(f"{report.removed} removed, {report.duplicates} left out as duplicates")
+    print(f"documents: {report.documents} read, {report.unchanged} unchanged, {report.changed} changed")
+    print(f"passages: {report.added} added, {report.removed} removed, {report.duplicates} left out as duplicates")
     print(f"{args.out}: {report.passages} passages, generation {report.generation}")
 
 
@@ -265,12 +281,16 @@ def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
     from retrieval.tokens import load_tokens
 
     given = vars(args)
+    if args.batch_size < 1:
+        raise RetrievalError("--batch-size must be at least 1")
     there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
 
     def pick(name: str, kept: Any, default: Any) -> Any:
         return given.get(name, kept if there else default)
 
     tokens = pick("tokenizer", there and there.tokens, "words")
+    if Path(tokens).exists():
+        tokens = str(Path(tokens).resolve())  # later builds may run elsewhere
     encoder: Any = None
     path = given.get("encoder", "default")
     if there:
@@ -323,7 +343,11 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     add("index", type=Path, metavar="DIR", help="the index's directory")
     add("query", nargs="+", help="the question")
     add("--k", type=int, metavar="N", default=K, help="passages")
-    add("--mode", choices=("fusion", "dense", "bm25"), help="default: bm25; fusion where a model encodes")
+    add(
+        "--mode",
+        choices=("fusion", "dense", "bm25"),
+        help="default: bm25, or fusion if the index was built with --encoder",
+    )
     add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
     add("--encoder", metavar="PATH", help="where the index's encoder lies now")
     add("--device", metavar="NAME", help="of the encoder")
@@ -338,7 +362,7 @@ def _search(args: argparse.Namespace) -> None:
     result = retriever.search([query], k=args.k, mode=args.mode or retriever.modes[0], nprobe=args.nprobe)
     hits = result.hits[0]
     if args.json:
-        rows = [{**asdict(hit.passage), "score": hit.score} for hit in hits]
+        rows = [{**_row(hit.passage), "score": hit.score} for hit in hits]
         print(json.dumps({"query": query, "passages": rows, "ms": result.ms}, ensure_ascii=False))
         return
     for rank, hit in enumerate(hits, 1):
@@ -395,7 +419,7 @@ def _inspect(args: argparse.Namespace) -> None:
         if not rows:
             raise RetrievalError(f"{args.index}: no passage and no document has the id {args.passage!r}")
         for passage in index.store.get(rows):
-            print(json.dumps(asdict(passage), ensure_ascii=False))
+            print(json.dumps(_row(passage), ensure_ascii=False))
         return
     manifest, settings = index.manifest, index.settings
     facts = {
@@ -413,6 +437,13 @@ def _inspect(args: argparse.Namespace) -> None:
         return
     for name, value in facts.items():
         print(f"{name:15} {value}")
+
+
+def _row(passage: Passage) -> dict[str, Any]:
+    """A passage as `/rag/v1/retrieve` shows it: `text` is what encoder, BM25 and the served model read."""
+    place = {"start": passage.start, "end": passage.end, "tokens": passage.num_tokens}
+    names = {"id": passage.id, "document": passage.document_id, "title": passage.title}
+    return {**names, "text": passage.content, **place}
 
 
 def _text(word: str) -> str:
@@ -457,7 +488,12 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="questions or conversations in DIR; default: questions.jsonl.gz or conversations.jsonl.gz",
     )
-    add("--retriever", choices=("bm25", "default", "fusion"), default="fusion", help="words, vectors, or both")
+    add(
+        "--retriever",
+        choices=("bm25", "default", "fusion"),
+        default="fusion",
+        help="words; vectors, of the default encoder or --encoder; or both",
+    )
     add("--k", type=int, metavar="N", default=K, help="passages for a question")
     add(
         "--query",

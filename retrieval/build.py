@@ -35,6 +35,9 @@ from retrieval.index import (
     Manifest,
     SegmentEntry,
     check_encoder,
+    check_files,
+    check_num_vectors,
+    check_store,
     entry_of,
     read_manifest,
     read_settings,
@@ -85,6 +88,7 @@ class BuildReport:
 
     documents: int = 0
     unchanged: int = 0
+    changed: int = 0
     added: int = 0
     duplicates: int = 0
     removed: int = 0
@@ -125,6 +129,7 @@ def build_index(
         try:
             _settle_settings(folder, settings, has_rows=store.num_rows > 0)
             vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
+            _check_served(folder, store, vectors)
             if vectors.num_rows > store.num_rows:
                 raise CorruptIndexError(f"{store.path}: holds {store.num_rows} of {vectors.num_rows} passages")
             report = _read(documents, store, cut, progress)
@@ -160,10 +165,9 @@ def remove_passages(
     settings = read_settings(folder)
     with writer_lock(folder):
         vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
-        if vectors.num_rows < (needed := read_manifest(folder).num_rows):
-            raise CorruptIndexError(f"{vectors.path}: holds fewer than {needed} vectors; a build encodes them again")
         store = PassageStore(folder / PASSAGES, writable=True)
         try:
+            _check_served(folder, store, vectors)
             rows: set[int] = set()
             store.begin()
             for name in ids:
@@ -171,7 +175,7 @@ def remove_passages(
                 if not store.forget(name) and not found:
                     raise RetrievalError(f"{folder}: no passage and no document has the id {name!r}")
                 rows.update(found)
-            store.remove(rows)
+            store.remove(sorted(rows))
             encoder = load() if store.num_rows > vectors.num_rows else None
             store.commit()
             if encoder:
@@ -191,6 +195,15 @@ def _unserved(folder: Path, store: PassageStore, name: str) -> list[int]:
     waiting = np.setdiff1d(store.removed_rows(), removed_rows(folder, read_manifest(folder))).tolist()
     passages = zip(waiting, store.get(waiting), strict=True)
     return [row for row, passage in passages if name in (passage.id, passage.document_id)]
+
+
+def _check_served(folder: Path, store: PassageStore, vectors: VectorFile) -> None:
+    """A damaged index is refused here as it is by those who search: nothing is built on it."""
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        check_files(folder, manifest, {}, verify=False)
+        check_store(store, manifest)
+        check_num_vectors(vectors, manifest)
 
 
 def _settle_settings(folder: Path, settings: IndexSettings, *, has_rows: bool) -> None:
@@ -233,8 +246,10 @@ def _read(
         store.begin()
         for document in batch:
             report.documents += 1
-            if store.is_known(document, run):
-                report.unchanged += 1
+            if (is_known := store.is_known(document, run)) is not None:
+                report.unchanged += is_known
+                report.changed += not is_known
+            if is_known:
                 continue
             added, duplicates = store.put(document, cut(document), run)
             report.added += added

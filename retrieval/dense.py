@@ -10,6 +10,7 @@ Similarity is the inner product.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ TRAIN_VECTORS_PER_LIST = 64
 MIN_TRAIN_VECTORS = 65_536
 """For quantisers that are not lists; 256 per centroid of a product quantiser."""
 ADD_ROWS = 65_536
+_EXACT = re.compile(r"(IVF\d+(_HNSW\d+)?,|HNSW\d+,)?Flat|HNSW\d+")
 MAX_FLAT_ROWS = 100_000
 """`auto` searches up to that many exactly: about 10 ms a query on one core at 384 dimensions."""
 
@@ -154,8 +156,20 @@ def search_segments(
         return np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1, np.int64)
     scores = np.concatenate([scores for scores, _ in found], axis=1)
     rows = np.concatenate([rows for _, rows in found], axis=1)
+    return best_of(scores, rows, k=k)
+
+
+def best_of(
+    scores: NDArray[np.float32], rows: NDArray[np.int64], *, k: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The k best columns of each line, best first, equal scores by row."""
     best = np.lexsort((rows, -scores), axis=1)[:, :k]
     return np.take_along_axis(scores, best, axis=1), np.take_along_axis(rows, best, axis=1)
+
+
+def is_exact(factory: str) -> bool:
+    """Whether an index of this factory string holds the vectors themselves, so that its scores are inner products."""
+    return bool(_EXACT.fullmatch(factory))
 
 
 # Private, in order of use

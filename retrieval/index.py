@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from retrieval.dense import Segment, create_segment, read_faiss, search_segments
+from retrieval.dense import Segment, best_of, create_segment, is_exact, read_faiss, search_segments
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.store import PassageStore
 from retrieval.vectors import VectorFile
@@ -42,6 +42,10 @@ FORMAT = 1
 """Raised when an older version could not read what this one writes."""
 SETTINGS, MANIFEST, PASSAGES, VECTORS = "settings.json", "manifest.json", "passages.sqlite", "vectors.f16"
 PROBE_ROWS = 1000
+PROPOSALS = 10
+"""Rows that compressed segments propose for each one that is wanted."""
+RESCORED = 64
+"""Queries at a time: 64 with 100 proposals of 768 numbers take 20 MB."""
 MIN_PROBE_COSINE = 0.99
 """Between a text's vector then and now: other devices and dtypes stay above, other models far below."""
 _OPEN_TRIES = 5
@@ -198,8 +202,14 @@ class Index:
     def search_dense(
         self, queries: NDArray[np.float32], *, k: int, nprobe: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """See `dense.search_segments`."""
-        return search_segments(self.segments, queries, k=k, nprobe=nprobe)
+        """See `dense.search_segments`. Where a segment holds compressed vectors, it only proposes: scores are those of the
+        vectors themselves, so that rows of all segments compare."""
+        if all(is_exact(entry.factory) for entry in self.manifest.segments):
+            return search_segments(self.segments, queries, k=k, nprobe=nprobe)
+        parts = [
+            self._rescored(queries[i : i + RESCORED], k=k, nprobe=nprobe) for i in range(0, len(queries), RESCORED)
+        ]
+        return np.concatenate([scores for scores, _ in parts]), np.concatenate([rows for _, rows in parts])
 
     def vectors(self, first: int, last: int) -> NDArray[np.float32]:
         """[last - first, dim] float32: the vectors of rows `[first, last)`, removed ones too."""
@@ -211,12 +221,19 @@ class Index:
 
     # Private, in order of use
 
+    def _rescored(
+        self, queries: NDArray[np.float32], *, k: int, nprobe: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        _, rows = search_segments(self.segments, queries, k=PROPOSALS * k, nprobe=nprobe)
+        distinct, places = np.unique(np.maximum(rows, 0), return_inverse=True)
+        stored = VectorFile(self.folder / VECTORS, dim=self.dim).read_rows(distinct)
+        scores = np.einsum("nd,nkd->nk", queries, stored[places.reshape(rows.shape)])
+        return best_of(np.where(rows < 0, np.float32(-np.inf), scores), rows, k=k)
+
     @classmethod
     def _open(cls, folder: Path, manifest: Manifest, *, verify: bool, earlier: Index | None) -> Index:
         known = earlier.manifest.files if earlier else {}
-        for name, entry in manifest.files.items():
-            if known.get(name) != entry:
-                check_file(folder / name, entry, verify=verify)
+        check_files(folder, manifest, known, verify=verify)
         settings = read_settings(folder)
         indexes: dict[str, Any] = {}
         for segment in manifest.segments:
@@ -231,10 +248,7 @@ class Index:
         store = earlier.store if earlier else PassageStore(folder / PASSAGES, writable=False)
         if verify and not known:
             store.check()
-        if store.num_rows < manifest.num_rows:
-            raise CorruptIndexError(f"{folder / PASSAGES}: holds {store.num_rows} of {manifest.num_rows} passages")
-        if not store.get([0])[0].content.startswith(manifest.probe):
-            raise CorruptIndexError(f"{folder / PASSAGES}: is another index's")
+        check_store(store, manifest)
         removed = removed_rows(folder, manifest)
         bm25 = None
         if manifest.bm25 and settings.bm25_language:
@@ -251,13 +265,18 @@ class Index:
 def _check_vectors(
     vectors: VectorFile, manifest: Manifest, checked: tuple[tuple[int, str], ...], *, verify: bool
 ) -> None:
-    if vectors.num_rows < manifest.num_rows:
-        raise CorruptIndexError(f"{vectors.path}: holds fewer than {manifest.num_rows} vectors")
+    check_num_vectors(vectors, manifest)
     first = 0
     for last, checksum in manifest.vectors:
         if verify and (last, checksum) not in checked and vectors.checksum(first, last) != checksum:
             raise CorruptIndexError(f"{vectors.path}: damaged, the checksum of rows [{first}, {last}) is another one")
         first = last
+
+
+def check_num_vectors(vectors: VectorFile, manifest: Manifest) -> None:
+    """Raises CorruptIndexError if there are fewer than the generation has."""
+    if vectors.num_rows < manifest.num_rows:
+        raise CorruptIndexError(f"{vectors.path}: holds fewer than {manifest.num_rows} vectors")
 
 
 def removed_rows(folder: Path, manifest: Manifest) -> NDArray[np.int64]:
@@ -366,6 +385,21 @@ def check_encoder(store: PassageStore, vectors: VectorFile, encoder: Encoder) ->
         raise CorruptIndexError(
             f"{vectors.path}: of another encoder (the vector of row {row} has cosine {cosine:.3f} to this one's)"
         )
+
+
+def check_files(folder: Path, manifest: Manifest, known: Mapping[str, FileEntry], *, verify: bool) -> None:
+    """Raises CorruptIndexError if a file of the generation is not what it was. Those of `known` have been looked at."""
+    for name, entry in manifest.files.items():
+        if known.get(name) != entry:
+            check_file(folder / name, entry, verify=verify)
+
+
+def check_store(store: PassageStore, manifest: Manifest) -> None:
+    """Raises CorruptIndexError if the passages are not those of the generation."""
+    if store.num_rows < manifest.num_rows:
+        raise CorruptIndexError(f"{store.path}: holds {store.num_rows} of {manifest.num_rows} passages")
+    if not store.get([0])[0].content.startswith(manifest.probe):
+        raise CorruptIndexError(f"{store.path}: is another index's")
 
 
 @contextmanager

@@ -68,6 +68,7 @@ def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: 
     Raises:
         RetrievalError: see `nearest`; the file cannot be written.
     """
+    _check_name(path)
     served = hashlib.blake2b(index.manifest.to_json().encode(), digest_size=8).hexdigest()
     partial = path.with_name(f".{path.name}.{served}-{n}-{nprobe}.partial")
     num_lines = 0
@@ -97,6 +98,7 @@ def write_corpus(index: Index, path: Path, *, progress: Progress) -> int:
     Raises:
         RetrievalError: the file cannot be written.
     """
+    _check_name(path)
     partial = path.with_name(f".{path.name}.partial")
     is_live = index.is_live(np.arange(index.num_rows))
     num_lines = 0
@@ -159,6 +161,11 @@ def co_retrieval(
 
 
 # Private, in order of use
+
+
+def _check_name(path: Path) -> None:
+    if path.suffix == ".gz":
+        raise RetrievalError(f"{path}: is written as plain text; leave out .gz, or compress it afterwards")
 
 
 def _resume(index: Index, partial: Path) -> int:

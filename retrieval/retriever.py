@@ -106,8 +106,9 @@ class Retriever:
         Raises:
             RetrievalError: k or nprobe below 1, or a mode that this index has not.
         """
-        if k < 1 or nprobe < 1:
-            raise RetrievalError(f"k and nprobe must be at least 1, got {k} and {nprobe}")
+        for name, number in (("k", k), ("nprobe", nprobe)):
+            if number < 1:
+                raise RetrievalError(f"{name} must be at least 1, got {number}")
         if mode not in self.modes:
             raise RetrievalError(f"mode {mode!r}: this index has {', '.join(self.modes)}")
         index, ms = self._index, dict[str, float]()

@@ -160,18 +160,21 @@ class PassageStore:
         self._all(f"PRAGMA user_version = {run}", ())
         return run
 
-    def is_known(self, document: Document, run: int) -> bool:
-        """Whether the document was read before, just as it is. Marks it as seen.
+    def is_known(self, document: Document, run: int) -> bool | None:
+        """Whether the document was read before, just as it is; None: none of this id was. Marks it as seen.
 
         Raises:
             RetrievalError: the run has seen another document of this id.
         """
         found = self._all("SELECT hash, run FROM documents WHERE id = ?", (document.id,))
         if not found:
-            return False
+            return None
         (known, seen), hash_now = found[0], _document_hash(document)
         if seen == run and known != hash_now:
-            raise RetrievalError(f"document {document.id!r} is there twice, with different texts")
+            raise RetrievalError(
+                f"document {document.id!r} is there twice, with different texts; a file is named by its path below the folder "
+                "that is given, so give the common parent of several folders"
+            )
         if known != hash_now:
             return False
         if seen != run:

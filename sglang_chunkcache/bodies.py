@@ -96,6 +96,11 @@ class RetrieveBody(RetrieveIn):
     text: bool = True
 
 
+def _none_or_list(value: Any) -> Any:
+    """null is as good as nothing."""
+    return [] if value is None else value
+
+
 def _true_or_object(value: Any) -> Any:
     """`true` is short for `{}`, `false` for null."""
     return ({} if value else None) if isinstance(value, bool) else value
@@ -104,7 +109,7 @@ def _true_or_object(value: Any) -> Any:
 class RagFields(ReuseFields):
     """What a RAG chat request has beside OpenAI's fields."""
 
-    chunks: list[ChunkIn] = []
+    chunks: Annotated[list[ChunkIn], BeforeValidator(_none_or_list)] = []
     retrieve: Annotated[RetrieveIn | None, BeforeValidator(_true_or_object)] = None
     conversation_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
 

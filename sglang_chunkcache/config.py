@@ -145,6 +145,9 @@ class ChunkCacheConfig:
             if high is not None and not value <= high:
                 raise ValueError(f"{flag} must be at most {high}, got {value!r}")
 
+        if self.index is not None and self.retrieve_k > self.max_chunks:
+            raise ValueError(f"{flag_name('retrieve_k')} must be at most {flag_name('max_chunks')} ({self.max_chunks})")
+
     def to_env(self) -> dict[str, str]:
         """The environment that hands this configuration to SGLang's processes; draws the secret."""
         return {ENV_VAR: json.dumps({**dataclasses.asdict(self), "secret": self.secret or secrets.token_hex(16)})}

@@ -371,20 +371,27 @@ async def _plan_chat(raw_request: Request, *, dry_run: bool = False) -> tuple[Ch
         found = await _search().find(rag_fields.retrieve, messages, field="retrieve.", is_gone=is_gone)
         passages = found.chunks
     retrieval = found.answer() if found else None  # before a plan is opened that an error would leave open
-    rag = _state.service.begin_chat(
-        messages,
-        passages,
-        identity=identity,
-        conversation_id=rag_fields.conversation_id,
-        max_new_tokens=request.max_completion_tokens or request.max_tokens,
-        tools=[tool.model_dump() for tool in request.tools]
-        if request.tools and request.tool_choice != "none"
-        else None,
-        template_kwargs=_template_kwargs(request),
-        order=rag_fields.order,
-        reuse=reuse,
-        dry_run=dry_run,
-    )
+    try:
+        rag = _state.service.begin_chat(
+            messages,
+            passages,
+            identity=identity,
+            conversation_id=rag_fields.conversation_id,
+            max_new_tokens=request.max_completion_tokens or request.max_tokens,
+            tools=[tool.model_dump() for tool in request.tools]
+            if request.tools and request.tool_choice != "none"
+            else None,
+            template_kwargs=_template_kwargs(request),
+            order=rag_fields.order,
+            reuse=reuse,
+            dry_run=dry_run,
+        )
+    except PromptError as error:
+        if found and str(error).startswith("chunks:"):  # a field that the client has not sent
+            raise PromptError(
+                f"retrieve.k: of the {len(passages)} passages found,{str(error).removeprefix('chunks:')}"
+            ) from None
+        raise
     rag.retrieval = retrieval
     return request, rag
 

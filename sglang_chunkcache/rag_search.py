@@ -112,7 +112,7 @@ class RagSearch:
             SearchFailedError: too many requests wait, or the search failed.
         """
         config = self._config
-        k = wish.k or min(config.retrieve_k, config.max_chunks)
+        k = wish.k or config.retrieve_k
         if k > config.max_chunks:
             raise PromptError(f"{field}k: {k} asked for, at most {config.max_chunks}")
         mode = wish.mode or default_mode(self._retriever, config)

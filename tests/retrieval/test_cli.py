@@ -60,7 +60,7 @@ def test_build_search_inspect_remove(docs: Path, tmp_path: Path, capsys: pytest.
     assert json.loads(capsys.readouterr().out)["passages"] == 3
     assert run("search", folder, "winged", "seeds", "--json", "--k", "1") == 0
     (passage,) = json.loads(capsys.readouterr().out)["passages"]
-    assert (passage["document_id"], passage["title"]) == ("ash.md", "Ash")
+    assert (passage["document"], passage["title"]) == ("ash.md", "Ash")
     assert run("inspect", folder, "--verify", "--json") == 0
     assert json.loads(capsys.readouterr().out)["passages"] == 3
     assert run("remove", folder, "ash.md") == 0
@@ -144,7 +144,7 @@ def test_as_a_process(index: Path, tmp_path: Path) -> None:
     command = [sys.executable.encode(), b"-m", b"retrieval", b"search"]
     utf8 = {**os.environ, "PYTHONUTF8": "1"}
     good = subprocess.run([*command, bytes(index), b"bark \xff", b"--json"], capture_output=True, check=True, env=utf8)
-    assert json.loads(good.stdout)["passages"][0]["document_id"] == "birch.txt"
+    assert json.loads(good.stdout)["passages"][0]["document"] == "birch.txt"
     assert good.stderr == b""
     bad = subprocess.run([*command, bytes(tmp_path), b"bark"], capture_output=True, check=False)
     assert (bad.returncode, bad.stdout) == (2, b"")

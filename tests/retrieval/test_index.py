@@ -211,3 +211,20 @@ def test_a_generation_that_goes_while_it_is_opened(folder: Path, monkeypatch: py
     monkeypatch.setattr(np, "load", build_meanwhile)
     index = Index.open(folder, verify=False)
     assert (index.generation, index.removed.tolist()) == (4, [3, 4])
+
+
+def test_compressed_vectors_only_propose(tmp_path: Path) -> None:
+    """Scores are those of the vectors themselves, so rows of the exact segment beside them win only if they are nearer."""
+    texts = [f"word{number % 97} tail{number % 31} end{number}" for number in range(1200)]
+    build(tmp_path, make_documents(texts), factory="IVF1,PQ4x4", bm25_language=None)
+    build(tmp_path, make_documents(["word1 tail2"], prefix="late"), factory="IVF1,PQ4x4", bm25_language=None)
+    index = Index.open(tmp_path, verify=True)
+    assert [entry.factory for entry in index.manifest.segments] == ["IVF1,PQ4x4", "Flat"]
+    queries = WordEncoder().encode_queries(["word1 tail2", "word50 tail7 end3"] * 40)
+    scores, rows = index.search_dense(queries, k=5, nprobe=1)
+    assert rows[0][0] == 1200
+    stored = index.vectors(0, index.num_rows)
+    np.testing.assert_allclose(scores, np.take_along_axis(queries @ stored.T, rows, axis=1), atol=1e-5)
+    assert (np.diff(scores, axis=1) <= 0).all()
+    best = np.sort(queries @ stored.T, axis=1)[:, ::-1][:, :5]
+    assert (scores >= best - 1e-5).mean() > 0.8, "ten proposals for each that is wanted"

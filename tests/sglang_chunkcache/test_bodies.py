@@ -193,4 +193,9 @@ def test_bad_search_names_the_field(body: dict[str, Any], field: str) -> None:
 def test_refusals_are_listed() -> None:
     """Several mistakes at once, a handful of them named."""
     with pytest.raises(PromptError, match=r"order: .*; reuse\.mode: .*; chunks: "):
-        parse(RagFields, {"order": "x", "reuse": "y", "chunks": None})
+        parse(RagFields, {"order": "x", "reuse": "y", "chunks": 7})
+
+
+def test_null_chunks_are_none() -> None:
+    """As clients write that serialise every field they have."""
+    assert parse(RagFields, {"chunks": None, "retrieve": True}).chunks == []

@@ -123,3 +123,10 @@ def test_config_is_frozen() -> None:
     """Shared by every part of a process."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         ChunkCacheConfig().order = "retriever"  # type: ignore[misc]
+
+
+def test_more_retrieved_than_a_request_may_have_is_refused() -> None:
+    """Every request that leaves k to the server would be."""
+    with pytest.raises(ValueError, match="--chunkcache-retrieve-k must be at most --chunkcache-max-chunks"):
+        ChunkCacheConfig(index="somewhere", retrieve_k=9, max_chunks=8)
+    ChunkCacheConfig(retrieve_k=9, max_chunks=8)

@@ -126,12 +126,12 @@ def test_no_query_is_refused_by_name(wish: dict[str, Any], messages: Any, messag
 
 
 def test_servers_defaults(make_search: Any) -> None:
-    """The index's own mode, k and nprobe by flags; k no more than a request may have chunks."""
+    """The index's own mode, k and nprobe by flags."""
     _, retriever, find = make_search(retrieve_k=3, retrieve_nprobe=9)
     assert (find().query, find().mode, find().k) == ("last two", "fusion", 3)
     assert retriever.batches[0] == (["last two"], 3, "fusion", 9)
-    _, retriever, find = make_search(retrieve_mode="bm25", max_chunks=2)
-    assert (find().mode, find().k) == ("bm25", 2)
+    _, retriever, find = make_search(retrieve_mode="bm25")
+    assert find().mode == "bm25"
 
 
 def test_requests_own_wishes(make_search: Any) -> None:
