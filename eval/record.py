@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("sglang-chunkcache", "sglang", "torch", "transformers", "flashinfer-python")
+PACKAGES = (
+    "sglang-chunkcache",
+    "sglang",
+    "torch",
+    "transformers",
+    "flashinfer-python",
+    "numpy",
+    "faiss-cpu",
+    "tantivy",
+    "scikit-learn",
+    "sentence-transformers",
+)
 
 
 def make_record(name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
