@@ -43,7 +43,7 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("content a number", CHAT, {"messages": [{"role": "user", "content": 7}]}, "content"),
     ("content null", CHAT, {"messages": [{"role": "user", "content": None}]}, "content"),
     ("chunks a string", CHAT, {"messages": MESSAGES, "chunks": "abc"}, "chunks"),
-    ("chunks null", CHAT, {"messages": MESSAGES, "chunks": None}, "chunks"),
+    ("chunks a number", CHAT, {"messages": MESSAGES, "chunks": 7}, "chunks"),
     ("chunks of strings", CHAT, {"messages": MESSAGES, "chunks": ["abc"]}, "chunks.0"),
     ("chunk without text", CHAT, {"messages": MESSAGES, "chunks": [{"id": "a"}]}, "chunks.0.text"),
     ("chunk text empty", CHAT, {"messages": MESSAGES, "chunks": [{"text": ""}]}, "chunks.0.text"),
