@@ -1,4 +1,4 @@
-"""`python -m retrieval COMMAND`: documents to an index, and what is in it. Every default of the package is in this file.
+"""`python -m retrieval COMMAND`: documents to an index, and what is in it. Every default is in defaults.py.
 
 Progress goes to stderr; what is asked for to stdout. Exit code 2 and one line for a mistake.
 """
@@ -9,33 +9,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from retrieval.build_flags import add_device_flags, add_index_flags, add_passage_flags, options, settings
+from retrieval.defaults import BM25_MEMORY_MIB, DEVICE_BATCH, FIT_PASSAGES, N_VALUES, NPROBE, SEED, TOP_N, K
 from retrieval.errors import RetrievalError
 from retrieval.passage import Passage
-
-K = 5
-"""Passages for a question, as in CRAFT section 5."""
-NPROBE = 128
-"""Lists visited, as in CRAFT section 5."""
-CHUNK_TOKENS = 256
-"""In the middle of the 128 to 512 that CRAFT gives as typical."""
-OVERLAP_TOKENS = 32
-TOP_N = 10
-"""Neighbours of a passage: FusionRAG's figure 7a is above 80% from ten on."""
-N_VALUES = range(2, 16)
-"""Neighbours for which FusionRAG's figure 7a is repeated."""
-DIM = 512
-SEED = 0
-FIT_PASSAGES = 100_000
-ENCODE_BATCH = 1024
-DEVICE_BATCH = 64
-BM25_MEMORY_MIB = 256
+from retrieval.progress import progress_bars
 
 EPILOG = """three commands from a folder of documents to an answered question:
   python -m retrieval build docs --out index
@@ -137,78 +121,10 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     kept = parser.add_argument_group(
         "kept for as long as the index lives (the first build decides, later ones may leave them out)"
     )
-    given = kept.add_argument
-    given(
-        "--tokenizer",
-        metavar="NAME",
-        default=argparse.SUPPRESS,
-        help=_kept(
-            "the served model's path or hub name (of the bundled one sglang_chunkcache/bundled_model); `words` counts words",
-            "words",
-        ),
-    )
-    given(
-        "--chunk-tokens",
-        type=int,
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help=_kept("most tokens of a passage's text, at least 8", CHUNK_TOKENS),
-    )
-    given(
-        "--overlap-tokens",
-        type=int,
-        default=argparse.SUPPRESS,
-        help=_kept(
-            "most tokens that a passage repeats of the one before it, less than half of --chunk-tokens", OVERLAP_TOKENS
-        ),
-    )
-    given(
-        "--no-split",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="every document is a passage already and keeps its id",
-    )
-    given(
-        "--encoder",
-        metavar="PATH",
-        default=argparse.SUPPRESS,
-        help=_kept("a sentence-transformers model, path or hub name; `default` needs no model", "default"),
-    )
-    given(
-        "--dim",
-        type=int,
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help=_kept("numbers in a vector of the default encoder", DIM),
-    )
-    given(
-        "--query-prefix", default=argparse.SUPPRESS, help="text in front of questions; default: as the model asks for"
-    )
-    given(
-        "--passage-prefix", default=argparse.SUPPRESS, help="text in front of passages; default: as the model asks for"
-    )
-    given(
-        "--no-normalize",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="inner product of the model's vectors as they are, not the cosine (Contriever)",
-    )
-    given(
-        "--factory",
-        default=argparse.SUPPRESS,
-        help=_kept("FAISS factory string, as Flat, IVF4096,Flat, IVF4096,PQ64, HNSW32", "auto"),
-    )
-    given(
-        "--bm25",
-        metavar="LANGUAGE",
-        default=argparse.SUPPRESS,
-        help=_kept("stemmer of the word index beside the vectors; `none`: no stemmer, `off`: no word index", "english"),
-    )
+    add_passage_flags(kept.add_argument)
+    add_index_flags(kept.add_argument, factory="auto", kept=True)
     run = parser.add_argument_group("this run")
-    run.add_argument("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
-    run.add_argument(
-        "--batch-size", type=int, metavar="N", default=DEVICE_BATCH, help="passages that a model encodes at once"
-    )
+    add_device_flags(run.add_argument)
     run.add_argument(
         "--fit-passages",
         type=int,
@@ -226,18 +142,16 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--json", action="store_true", help="print the report as one JSON object")
 
 
-def _kept(text: str, default: object) -> str:
-    return f"{text} (default: {default})"
-
-
 def _build(args: argparse.Namespace) -> None:
     from retrieval.build import build_index
     from retrieval.corpus import count_documents, read_documents
+    from retrieval.index import SETTINGS, read_settings
     from retrieval.tokens import load_tokens
 
     if not args.sources and not args.dataset:
         raise RetrievalError("nothing to build from: give files or folders, or --dataset")
-    settings, encoder = _settings(args)
+    there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
+    chosen, encoder = settings(args, there)
     parts = [read_documents(source) for source in args.sources]
     if args.dataset:
         from retrieval.corpus import read_dataset
@@ -246,14 +160,14 @@ def _build(args: argparse.Namespace) -> None:
         parts.append(read_dataset(args.dataset, split=args.split, config=args.dataset_config, **fields))
     counts = [None if args.dataset else 0, *map(count_documents, args.sources)]
     total = None if None in counts else sum(filter(None, counts))
-    with _progress() as progress:
+    with progress_bars() as progress:
         report = build_index(
             chain.from_iterable(parts),
             args.out,
-            settings,
-            tokens=load_tokens(settings.tokens),
+            chosen,
+            tokens=load_tokens(chosen.tokens),
             encoder=encoder,
-            options=_options(args),
+            options=options(args),
             progress=lambda stage, done, of: progress(stage, done, total if stage == "read" else of),
         )
     if args.json:
@@ -262,77 +176,6 @@ def _build(args: argparse.Namespace) -> None:
     print(f"documents: {report.documents} read, {report.unchanged} unchanged, {report.changed} changed")
     print(f"passages: {report.added} added, {report.removed} removed, {report.duplicates} left out as duplicates")
     print(f"{args.out}: {report.passages} passages, generation {report.generation}")
-
-
-def _options(args: argparse.Namespace) -> Any:
-    from retrieval.build import BuildOptions
-
-    memory = getattr(args, "bm25_memory_mib", BM25_MEMORY_MIB)
-    fit = getattr(args, "fit_passages", FIT_PASSAGES)
-    if memory < 15 or fit < 1:
-        raise RetrievalError("--bm25-memory-mib must be at least 15, --fit-passages at least 1")
-    return BuildOptions(fit_passages=fit, encode_batch=ENCODE_BATCH, bm25_memory_bytes=memory << 20, seed=SEED)
-
-
-def _settings(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The index's settings, those that are not given as the directory has them, and the model that encodes, if one does."""
-    from retrieval.encoder import load_encoder
-    from retrieval.index import SETTINGS, IndexSettings, read_settings
-    from retrieval.tokens import load_tokens
-
-    given = vars(args)
-    if args.batch_size < 1:
-        raise RetrievalError("--batch-size must be at least 1")
-    there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
-
-    def pick(name: str, kept: Any, default: Any) -> Any:
-        return given.get(name, kept if there else default)
-
-    tokens = pick("tokenizer", there and there.tokens, "words")
-    if Path(tokens).exists():
-        tokens = str(Path(tokens).resolve())  # later builds may run elsewhere
-    encoder: Any = None
-    path = given.get("encoder", "default")
-    if there:
-        named: dict[str, Any] = {
-            name: given[name] for name in ("dim", "query_prefix", "passage_prefix") if name in given
-        }
-        named |= {"normalize": False} if "no_normalize" in given else {}
-        named |= {"kind": "hashed"} if given.get("encoder") == "default" else {}
-        spec = {**there.encoder, **named}
-        if there.encoder["kind"] != "hashed" or path != "default":
-            override = None if path == "default" else path  # the model may have moved
-            encoder = load_encoder(
-                there.encoder, folder=args.out, override=override, device=args.device, batch_size=args.batch_size
-            )
-    elif path == "default":
-        spec = {"kind": "hashed", "dim": given.get("dim", DIM)}
-        if spec["dim"] < 2:
-            raise RetrievalError("--dim must be at least 2")
-    else:
-        from retrieval.sentence_encoder import SentenceEncoder
-
-        encoder = SentenceEncoder(
-            path,
-            device=args.device,
-            batch_size=args.batch_size,
-            query_prefix=given.get("query_prefix"),
-            passage_prefix=given.get("passage_prefix"),
-            normalize=not given.get("no_normalize", False),
-        )
-        spec = encoder.spec()
-    bm25 = pick("bm25", there and (there.bm25_language or "off"), "english")
-    settings = IndexSettings(
-        tokens=tokens,
-        tokens_name=load_tokens(tokens).name,
-        is_split=not pick("no_split", there and not there.is_split, False),
-        max_tokens=pick("chunk_tokens", there and there.max_tokens, CHUNK_TOKENS),
-        overlap_tokens=pick("overlap_tokens", there and there.overlap_tokens, OVERLAP_TOKENS),
-        encoder=spec,
-        factory=pick("factory", there and there.factory, "auto"),
-        bm25_language=None if bm25 == "off" else bm25,
-    )
-    return settings, encoder
 
 
 # search
@@ -393,7 +236,7 @@ def _neighbors(args: argparse.Namespace) -> None:
     from retrieval.neighbors import write_corpus, write_neighbors
 
     index = Index.open(args.index, verify=False)
-    with _progress() as progress:
+    with progress_bars() as progress:
         lines = write_neighbors(index, args.out, n=args.top_n, nprobe=args.nprobe, progress=progress)
         if args.corpus:
             write_corpus(index, args.corpus, progress=progress)
@@ -467,9 +310,9 @@ def _remove(args: argparse.Namespace) -> None:
         spec = read_settings(args.index).encoder
         return load_encoder(spec, folder=args.index, override=args.encoder, device=args.device, batch_size=DEVICE_BATCH)
 
-    with _progress() as progress:
+    with progress_bars() as progress:
         ids = [_text(name) for name in args.ids]
-        removed = remove_passages(args.index, ids, load=load, options=_options(args), progress=progress)
+        removed = remove_passages(args.index, ids, load=load, options=options(args), progress=progress)
     print(f"{args.index}: {removed} passages removed")
 
 
@@ -504,64 +347,32 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", default=SEED, help="of the order of questions; conversations keep theirs")
     add("--neighbors", action="store_true", help="tell how often passages found together are each other's neighbours")
     add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
-    add("--encoder", metavar="PATH", default="default", help="a sentence-transformers model; `default` needs no model")
-    add("--dim", type=int, metavar="N", default=DIM, help="numbers in a vector of the default encoder")
-    add("--query-prefix", help="text in front of questions; default: as the model asks for")
-    add("--passage-prefix", help="text in front of passages; default: as the model asks for")
-    add("--no-normalize", action="store_true", help="inner product of the model's vectors as they are, not the cosine")
-    add("--factory", default="Flat", help="FAISS factory string")
-    add("--bm25", metavar="LANGUAGE", default="english", help="stemmer of the word index; `none`: no stemmer")
-    add("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
-    add("--batch-size", type=int, metavar="N", default=DEVICE_BATCH, help="passages that a model encodes at once")
+    add_index_flags(add, factory="Flat", kept=False)
+    add_device_flags(add)
     add("--json", action="store_true", help="print nothing but the JSON object")
-    parser.set_defaults(out=Path(os.devnull))  # for `_settings`: no index lies there, so all are as given here
 
 
 def _evaluate(args: argparse.Namespace) -> None:
     from retrieval.evaluate import evaluate, table
-    from retrieval.questions import parse_query
+    from retrieval.questions import parse_query, read_questions
 
-    settings, encoder = _settings(args)
-    with _progress() as progress:
+    chosen, encoder = settings(args, None)
+    asked = read_questions(args.data, file=args.file, query=parse_query(args.query), seed=args.seed, limit=args.limit)
+    with progress_bars() as progress:
         result = evaluate(
-            args.data,
+            asked,
             k=args.k,
             retriever=args.retriever,
-            query=parse_query(args.query),
-            file=args.file,
-            seed=args.seed,
-            limit=args.limit,
             nprobe=args.nprobe,
             n_values=N_VALUES if args.neighbors else (),
-            settings=settings,
+            settings=chosen,
             encoder=encoder,
-            options=_options(args),
+            options=options(args),
             progress=progress,
         )
     if not args.json:
         print(table(result))
     print(json.dumps(result))
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A callback that draws one bar a stage on stderr."""
-    from tqdm import tqdm
-
-    bars: dict[str, tqdm[Any]] = {}
-
-    def report(stage: str, done: int, total: int | None) -> None:
-        if stage not in bars:
-            for bar in bars.values():
-                bar.close()
-            bars[stage] = tqdm(desc=f"{stage:9}", total=total, unit="", file=sys.stderr, mininterval=0.5, delay=5)
-        bars[stage].update(done - bars[stage].n)
-
-    try:
-        yield report
-    finally:
-        for bar in bars.values():
-            bar.close()
 
 
 if __name__ == "__main__":

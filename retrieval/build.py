@@ -3,7 +3,7 @@
     read     documents -> passages -> PassageStore      a transaction every few documents
     fit      the embedded encoder, on a sample           once in a directory's life
     encode   passages -> VectorFile                      in batches, behind the last row that is there
-    index    VectorFile -> FAISS, PassageStore -> BM25   new files, then the manifest that names them
+    index    VectorFile -> FAISS, PassageStore -> BM25   generation.py: new files, then the manifest that names them
 
 Each stage goes on from what lies in the directory, so a build that was killed is simply run again, and a build over more
 documents is the same command too. What is served changes with the last step alone.
@@ -11,34 +11,29 @@ documents is the same command too. What is served changes with the last step alo
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from retrieval.dense import ADD_ROWS, MAX_FLAT_ROWS, auto_factory, check_factory, create_faiss, write_faiss
+from retrieval.dense import check_factory
 from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.generation import num_live, publish, sample_rows
 from retrieval.hashed_encoder import STATE_FILE, fit_default
 from retrieval.index import (
     MANIFEST,
     PASSAGES,
     SETTINGS,
     VECTORS,
-    FileEntry,
     IndexSettings,
-    Manifest,
-    SegmentEntry,
     check_encoder,
     check_files,
     check_num_vectors,
     check_store,
-    entry_of,
     read_manifest,
     read_settings,
     removed_rows,
@@ -48,19 +43,14 @@ from retrieval.index import (
     writer_lock,
 )
 from retrieval.passage import Document, Passage
+from retrieval.progress import Progress
 from retrieval.splitter import Splitter
 from retrieval.store import PassageStore
 from retrieval.tokens import Tokens
 from retrieval.vectors import VectorFile
 
-Progress = Callable[[str, int, int | None], None]
-"""Told the stage, how much of it is done, and of how much, if that is known."""
-
-REBUILD_SHARE = 0.2
-"""Rows behind the trained segment are searched exactly; once they are this share of it, it is trained anew over all."""
 READ_DOCUMENTS = 5000
 """In one transaction: each waits for the disk."""
-PROBE_CHARS = 400
 
 T = TypeVar("T")
 
@@ -139,10 +129,17 @@ def build_index(
             if vectors.num_rows:
                 check_encoder(store, vectors, encoder)
             report.encoded = _encode(store, vectors, encoder, options, progress)
-            manifest = _publish(folder, settings, store, options, progress)
+            manifest = publish(
+                folder,
+                settings,
+                store,
+                seed=options.seed,
+                bm25_memory_bytes=options.bm25_memory_bytes,
+                progress=progress,
+            )
         finally:
             store.close(checkpoint=True)
-    return replace(report, passages=_num_live(folder, manifest), generation=manifest.generation)
+    return replace(report, passages=num_live(folder, manifest), generation=manifest.generation)
 
 
 def remove_passages(
@@ -181,7 +178,14 @@ def remove_passages(
             if encoder:
                 check_encoder(store, vectors, encoder)
                 _encode(store, vectors, encoder, options, progress)
-            _publish(folder, settings, store, options, progress)
+            publish(
+                folder,
+                settings,
+                store,
+                seed=options.seed,
+                bm25_memory_bytes=options.bm25_memory_bytes,
+                progress=progress,
+            )
         finally:
             store.close(checkpoint=True)
     return len(rows)
@@ -268,7 +272,7 @@ def _embedded(
         if (folder / VECTORS).exists():
             raise CorruptIndexError(f"{path}: missing, and another one would not fit the vectors that are there")
         progress("fit", 0, None)
-        rows = _sample(store.num_rows, options.fit_passages, options.seed)
+        rows = sample_rows(store.num_rows, options.fit_passages, options.seed)
         contents = [p.content for part in _batches(rows.tolist(), 1000) for p in store.get(part)]
         encoder = fit_default(contents, dim=int(settings.encoder["dim"]), seed=options.seed)
         draft = path.with_name("draft-" + path.name)
@@ -286,169 +290,6 @@ def _encode(
         vectors.append(encoder.encode_passages([passage.content for _, passage in batch]))
         progress("encode", vectors.num_rows, num_rows)
     return num_rows - first
-
-
-def _publish(
-    folder: Path,
-    settings: IndexSettings,
-    store: PassageStore,
-    options: BuildOptions,
-    progress: Progress,
-) -> Manifest:
-    """Index what is in store and vectors, write the manifest, delete what it does not name. The old one, if nothing changed."""
-    old = read_manifest(folder) if (folder / MANIFEST).exists() else None
-    vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
-    vectors.sync()
-    num_rows = min(store.num_rows, vectors.num_rows)
-    removed = store.removed_rows()
-    removed = removed[removed < num_rows]
-    if old and old.num_rows == num_rows and _num_live(folder, old) == num_rows - len(removed):
-        _delete_unnamed(folder, old)  # of a build that died behind its manifest
-        return old
-    generation = old.generation + 1 if old else 1
-    segments = _index_vectors(folder, settings, vectors, num_rows, old, generation, options, progress)
-    bm25 = _index_texts(folder, settings, store, num_rows, removed, old, generation, options, progress)
-    removed_name = None
-    if len(removed):
-        removed_name = f"removed-{generation}.npy"
-        np.save(folder / removed_name, removed)
-    first = old.num_rows if old else 0
-    added = ((num_rows, vectors.checksum(first, num_rows)),) if num_rows > first else ()
-    manifest = Manifest(
-        generation=generation,
-        num_rows=num_rows,
-        segments=segments,
-        removed=removed_name,
-        bm25=bm25,
-        probe=old.probe if old else store.get([0])[0].content[:PROBE_CHARS],
-        vectors=(*(old.vectors if old else ()), *added),
-        files=_entries(folder, [segment.file for segment in segments], removed_name, bm25, old),
-    )
-    write_atomically(folder / MANIFEST, manifest.to_json())
-    _delete_unnamed(folder, manifest)
-    return manifest
-
-
-def _index_vectors(
-    folder: Path,
-    settings: IndexSettings,
-    vectors: VectorFile,
-    num_rows: int,
-    old: Manifest | None,
-    generation: int,
-    options: BuildOptions,
-    progress: Progress,
-) -> tuple[SegmentEntry, ...]:
-    def create(first: int, factory: str) -> SegmentEntry:
-        progress("train", 0, None)
-        index = create_faiss(
-            factory,
-            vectors.dim,
-            num_rows - first,
-            lambda n: vectors.read_rows(first + _sample(num_rows - first, n, options.seed)),
-            (vectors.read(at, min(at + ADD_ROWS, num_rows)) for at in range(first, num_rows, ADD_ROWS)),
-            lambda done: progress("add", done, num_rows - first),
-        )
-        name = f"dense-{generation}-{first}.faiss"
-        write_faiss(index, folder / name)
-        return SegmentEntry(name, first, num_rows - first, factory)
-
-    base = old.segments[0] if old else None
-    # Later rows are searched exactly, so beside a large base their number counts, not their share.
-    most = MAX_FLAT_ROWS if base and base.factory != "Flat" else num_rows
-    if base is None or num_rows - base.num_rows > min(most, REBUILD_SHARE * base.num_rows):
-        return (create(0, auto_factory(num_rows) if settings.factory == "auto" else settings.factory),)
-    if num_rows == base.num_rows:
-        return (base,)
-    if old and old.num_rows == num_rows:
-        return old.segments
-    return (base, create(base.num_rows, "Flat"))
-
-
-def _index_texts(
-    folder: Path,
-    settings: IndexSettings,
-    store: PassageStore,
-    num_rows: int,
-    removed: NDArray[np.int64],
-    old: Manifest | None,
-    generation: int,
-    options: BuildOptions,
-    progress: Progress,
-) -> str | None:
-    if settings.bm25_language is None:
-        return None
-    from retrieval.bm25 import Bm25Index, link_copy  # only here: an index without BM25 does not need tantivy
-
-    name = f"bm25-{generation}"
-    shutil.rmtree(folder / name, ignore_errors=True)  # of a build that died here
-    if old and old.bm25:
-        link_copy(folder / old.bm25, folder / name)
-        index = Bm25Index.open(folder / name, language=settings.bm25_language)
-        first, gone = old.num_rows, np.setdiff1d(removed, removed_rows(folder, old))
-    else:
-        index = Bm25Index.create(folder / name, language=settings.bm25_language)
-        first, gone = 0, np.zeros(0, np.int64)
-    hidden = set(removed[removed >= first].tolist())
-
-    def rows() -> Iterator[tuple[int, str]]:
-        for row, passage in store.iterate(first, num_rows):
-            if row % 1000 == 0:
-                progress("bm25", row - first, num_rows - first)
-            if row not in hidden:
-                yield row, passage.content
-
-    index.update(rows(), gone[gone < first].tolist(), memory_bytes=options.bm25_memory_bytes)
-    for path in (folder / name).iterdir():
-        path.chmod((folder / SETTINGS).stat().st_mode)  # the engine lets only the owner read some of its files
-    return name
-
-
-def _entries(
-    folder: Path, segments: Sequence[str], removed: str | None, bm25: str | None, old: Manifest | None
-) -> dict[str, FileEntry]:
-    names = [
-        SETTINGS,
-        *segments,
-        *([removed] if removed else []),
-        *([STATE_FILE] if (folder / STATE_FILE).exists() else []),
-    ]
-    if bm25:
-        names += sorted(f"{bm25}/{path.name}" for path in (folder / bm25).iterdir() if not path.name.endswith(".lock"))
-    known = dict(old.files) if old else {}
-    if old and old.bm25 and bm25:  # tantivy writes a file once: what is linked is what it was
-        linked = {name: name.replace(bm25, old.bm25, 1) for name in names if name.startswith(f"{bm25}/")}
-        known |= {
-            name: known[before]
-            for name, before in linked.items()
-            if before in known and (folder / before).samefile(folder / name)
-        }
-    for name in names:
-        if name not in known:
-            sync(folder / name)
-    if bm25:
-        sync(folder / bm25)
-    return {name: known[name] if name in known else entry_of(folder / name) for name in names}
-
-
-def _delete_unnamed(folder: Path, manifest: Manifest) -> None:
-    """Whoever serves an older generation keeps its files open, so they may go."""
-    named = {name.split("/")[0] for name in manifest.files}
-    patterns = ("dense-*.faiss", "removed-*.npy", "bm25-*", "draft-*", "*.draft")
-    for path in chain.from_iterable(map(folder.glob, patterns)):
-        if path.name not in named:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-
-
-def _num_live(folder: Path, manifest: Manifest) -> int:
-    return manifest.num_rows - len(removed_rows(folder, manifest))
-
-
-def _sample(num_rows: int, size: int, seed: int) -> NDArray[np.int64]:
-    """Distinct rows of `[0, num_rows)`, ascending; all of them if `size` allows."""
-    if size >= num_rows:
-        return np.arange(num_rows)
-    return np.sort(np.random.default_rng(seed).choice(num_rows, size, replace=False))
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:

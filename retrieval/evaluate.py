@@ -1,6 +1,6 @@
 """How well a retriever finds what it should, and how much its answers share: recall and overlap over a folder of questions.
 
-    folder ── read_questions ── a temporary index for each domain ── Retriever ── ranked ids ── recall, overlap, co-retrieval
+    questions ── a temporary index for each domain ── Retriever ── ranked ids ── recall, overlap, co-retrieval
 
 The index is built by `build_index` and searched by `Retriever`, as a served one is. Passages are taken as they are, one for each
 document, so that the folder's ids are the index's.
@@ -16,14 +16,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from retrieval.build import BuildOptions, Progress, build_index
+from retrieval.build import BuildOptions, build_index
 from retrieval.encoder import Encoder
 from retrieval.errors import RetrievalError
 from retrieval.index import Index, IndexSettings
 from retrieval.neighbors import BATCH_ROWS, co_retrieval, nearest
 from retrieval.overlap import hit_share, prefix_share, repeated_share, total_share
 from retrieval.passage import Document, Passage
-from retrieval.questions import Query, Question, read_questions
+from retrieval.progress import Progress
+from retrieval.questions import Question, QuestionSet
 from retrieval.retriever import Mode, Retriever
 from retrieval.tokens import load_tokens
 
@@ -35,14 +36,10 @@ SEARCH_BATCH = 256
 
 
 def evaluate(
-    data: Path,
+    asked: QuestionSet,
     *,
     k: int,
     retriever: str,
-    query: Query,
-    file: str | None,
-    seed: int,
-    limit: int | None,
     nprobe: int,
     n_values: Sequence[int],
     settings: IndexSettings,
@@ -53,7 +50,6 @@ def evaluate(
     """Build, search, and count.
 
     Args:
-        data: folder as in `retrieval.questions`; `query`, `file`, `seed` and `limit` are explained there.
         k: passages for a question, at least 1.
         retriever: one of `MODES`.
         n_values: neighbours for which `co_retrieval` is measured; empty: not measured.
@@ -66,7 +62,7 @@ def evaluate(
         conversations.
 
     Raises:
-        RetrievalError: an unknown retriever, a number below 1, or a folder with something wrong in it.
+        RetrievalError: an unknown retriever, a number below 1, or settings of which no index can be made.
     """
     if retriever not in MODES:
         raise RetrievalError(f"retriever must be one of {', '.join(MODES)}, got {retriever!r}")
@@ -76,7 +72,6 @@ def evaluate(
     # Without words to search, neither the word index nor its library is needed.
     language = None if retriever == "default" else settings.bm25_language
     settings = replace(settings, is_split=False, bm25_language=language)
-    asked = read_questions(data, file=file, query=query, seed=seed, limit=limit)
     by_domain: dict[str, list[int]] = {}
     for position, question in enumerate(asked.questions):
         by_domain.setdefault(question.domain, []).append(position)
@@ -100,14 +95,14 @@ def evaluate(
 
     conversations = [question.conversation for question in asked.questions]
     return {
-        "data": str(data),
+        "data": str(asked.data),
         "file": asked.file,
         "retriever": retriever,
         "encoder": None if retriever == "bm25" else dict(settings.encoder),
         "factory": None if retriever == "bm25" else settings.factory,
         "k": k,
-        "query": query,
-        "seed": seed,
+        "query": asked.query,
+        "seed": asked.seed,
         "passages": sum(map(len, asked.documents.values())),
         "questions": len(asked.questions),
         **_recall(asked.questions, ranked, _kept_ids(asked.documents)),

@@ -21,9 +21,9 @@ from typing import TextIO
 
 import numpy as np
 
-from retrieval.build import Progress
 from retrieval.errors import RetrievalError
 from retrieval.index import Index
+from retrieval.progress import Progress
 
 BATCH_ROWS = 1024
 """Passages whose neighbours are searched together: enough for one matrix product, and what a killed run loses at most."""

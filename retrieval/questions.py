@@ -50,9 +50,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """Documents by domain, and questions in the order in which they are asked. `file` is the name of the questions' file."""
+    """Documents by domain, and questions in the order in which they are asked.
 
+    Attributes:
+        data, file, query, seed: what they were read with; `file` is the name of the one that was found.
+    """
+
+    data: Path
     file: str
+    query: Query
+    seed: int
     documents: Mapping[str, list[Document]]
     questions: list[Question]
 
@@ -88,7 +95,7 @@ def read_questions(data: Path, *, file: str | None, query: Query, seed: int, lim
         raise RetrievalError(f"{path}: no " + ("rewrites" if query == "rewrite" else "questions"))
     if questions[0].conversation is None:
         Random(seed).shuffle(questions)
-    return QuestionSet(path.name, documents, questions[:limit])
+    return QuestionSet(data, path.name, query, seed, documents, questions[:limit])
 
 
 # Private, in order of use

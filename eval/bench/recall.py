@@ -24,16 +24,17 @@ from eval.errors import CommandError
 from eval.record import make_record, write_record
 from retrieval import RetrievalError
 from retrieval.build import BuildOptions
+from retrieval.defaults import BM25_MEMORY_MIB, DIM, ENCODE_BATCH, FIT_PASSAGES, N_VALUES, NPROBE, SEED
 from retrieval.encoder import Encoder
 from retrieval.evaluate import MODES, evaluate
 from retrieval.index import IndexSettings
-from retrieval.questions import Query
+from retrieval.questions import Query, read_questions
 
 SETS = ("squad", "hotpotqa", "2wikimqa", "musique", "nq", "triviaqa", "mtrag")
 CONVERSATION_QUERIES: tuple[Query, ...] = (1, 2, "rewrite")
-N_VALUES = tuple(range(2, 16))
-DIM, NPROBE, SEED = 512, 128, 0
-OPTIONS = BuildOptions(fit_passages=100_000, encode_batch=1024, bm25_memory_bytes=256 << 20, seed=SEED)
+OPTIONS = BuildOptions(
+    fit_passages=FIT_PASSAGES, encode_batch=ENCODE_BATCH, bm25_memory_bytes=BM25_MEMORY_MIB << 20, seed=SEED
+)
 MODEL_BATCH = 32
 
 
@@ -102,15 +103,12 @@ def ask(
     for name in sets:
         has_turns = not (data / name / "questions.jsonl.gz").exists()
         for query in CONVERSATION_QUERIES if has_turns else (1,):
+            asked = read_questions(data / name, file=None, query=query, seed=SEED, limit=limit)
             for retriever in MODES:
                 row = evaluate(
-                    data / name,
+                    asked,
                     k=k,
                     retriever=retriever,
-                    query=query,
-                    file=None,
-                    seed=SEED,
-                    limit=limit,
                     nprobe=NPROBE,
                     n_values=N_VALUES if retriever != "bm25" and query == 1 else (),
                     settings=settings,

@@ -188,7 +188,7 @@ def test_remove_is_all_or_nothing(tmp_path: Path) -> None:
 def test_a_removal_that_died_is_finished_by_the_same_command(tmp_path: Path) -> None:
     """It was marked, but not served yet."""
     build(tmp_path, make_documents(["a", "b"]))
-    with patch.object(build_module, "_publish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch.object(build_module, "publish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         remove(tmp_path, "d0")
     assert texts_of(tmp_path) == ["a", "b"]
     remove(tmp_path, "d0")

@@ -17,6 +17,7 @@ from retrieval.build import BuildOptions
 from retrieval.errors import RetrievalError
 from retrieval.evaluate import evaluate, table
 from retrieval.index import IndexSettings
+from retrieval.questions import read_questions
 from retrieval.tokens import load_tokens
 
 pytest.importorskip("tantivy")
@@ -67,17 +68,18 @@ def run(data: Path, *, retriever: str = "default", k: int = 2, nprobe: int = 1, 
         bm25_language="none",
     )
     options = BuildOptions(fit_passages=100, encode_batch=2, bm25_memory_bytes=15 << 20, seed=0)
-    arguments = {"query": 1, "file": None, "seed": 0, "limit": None, "n_values": (), **changed}
+    n_values = changed.pop("n_values", ())
+    asked = read_questions(data, **{"query": 1, "file": None, "seed": 0, "limit": None, **changed})
     return evaluate(
-        data,
+        asked,
         retriever=retriever,
         k=k,
         nprobe=nprobe,
+        n_values=n_values,
         settings=settings,
         encoder=encoder,
         options=options,
         progress=lambda stage, done, total: None,
-        **arguments,
     )
 
 
@@ -161,7 +163,8 @@ def test_vectors_alone_need_no_word_index(tmp_path: Path, monkeypatch: pytest.Mo
         ({"n_values": (2, 0)}, "n must be at least 1, got 0"),
     ],
 )
-def test_mistakes(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], message: str) -> None:
     """Refused before anything is built."""
+    monkeypatch.setattr("retrieval.evaluate.build_index", None)
     with pytest.raises(RetrievalError, match=message):
-        run(tmp_path, **changed)
+        run(make_folder(tmp_path, [ask("apple")]), **changed)

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from retrieval import build as build_module
+from retrieval import generation as generation_module
 from retrieval.index import MANIFEST, VECTORS, Index, read_manifest
 from retrieval.passage import Document
 from retrieval.retriever import Retriever
@@ -268,7 +269,7 @@ def dying(stage: str | None, *, after: bool) -> Iterator[Death]:
     if stage is None:
         yield death
         return
-    work = getattr(build_module, stage)
+    work = getattr(generation_module, stage)
 
     def die(*args: Any, **kwargs: Any) -> Any:
         death.has_died = True
@@ -277,7 +278,7 @@ def dying(stage: str | None, *, after: bool) -> Iterator[Death]:
             work(*args, **kwargs)
         raise Killed
 
-    with patch.object(build_module, stage, die), suppress(Killed):
+    with patch.object(generation_module, stage, die), suppress(Killed):
         yield death
 
 

@@ -1,0 +1,32 @@
+"""How far a long command is: a callback that the library tells, and bars on stderr for a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Progress = Callable[[str, int, int | None], None]
+"""Told the stage, how much of it is done, and of how much, if that is known."""
+
+
+@contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """A callback that draws one bar a stage on stderr."""
+    from tqdm import tqdm  # only here: who imports the library need not have it
+
+    bars: dict[str, tqdm[Any]] = {}
+
+    def report(stage: str, done: int, total: int | None) -> None:
+        if stage not in bars:
+            for bar in bars.values():
+                bar.close()
+            bars[stage] = tqdm(desc=f"{stage:9}", total=total, unit="", file=sys.stderr, mininterval=0.5, delay=5)
+        bars[stage].update(done - bars[stage].n)
+
+    try:
+        yield report
+    finally:
+        for bar in bars.values():
+            bar.close()
