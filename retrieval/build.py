@@ -51,6 +51,8 @@ from retrieval.vectors import VectorFile
 
 READ_DOCUMENTS = 5000
 """In one transaction: each waits for the disk."""
+READ_CHARS = 1 << 26
+"""In one transaction of long documents."""
 
 T = TypeVar("T")
 
@@ -246,20 +248,25 @@ def _read(
     progress: Progress,
 ) -> BuildReport:
     report, run, removed_before = BuildReport(), store.begin_run(), len(store.removed_rows())
-    for batch in _batches(documents, READ_DOCUMENTS):
-        store.begin()
-        for document in batch:
-            report.documents += 1
-            if (is_known := store.is_known(document, run)) is not None:
-                report.unchanged += is_known
-                report.changed += not is_known
-            if is_known:
-                continue
+    num_chars = 0
+    store.begin()
+    for document in documents:
+        report.documents += 1
+        if (is_known := store.is_known(document, run)) is not None:
+            report.unchanged += is_known
+            report.changed += not is_known
+        if not is_known:
             added, duplicates = store.put(document, cut(document), run)
             report.added += added
             report.duplicates += duplicates
-        store.commit()
-        progress("read", report.documents, None)
+        num_chars += len(document.text)
+        if report.documents % READ_DOCUMENTS == 0 or num_chars >= READ_CHARS:
+            num_chars = 0
+            store.commit()
+            store.begin()
+            progress("read", report.documents, None)
+    store.commit()
+    progress("read", report.documents, None)
     report.removed = len(store.removed_rows()) - removed_before
     return report
 

@@ -74,6 +74,18 @@ def test_encodes_each_passage_once(tmp_path: Path) -> None:
     assert encoder.num_texts == 12 + 1
 
 
+def test_long_documents_make_short_transactions(tmp_path: Path) -> None:
+    """Thousands of books are not read twice because the last one cannot be read, nor held at once."""
+
+    def books() -> Iterator[Document]:
+        yield from make_documents(["one long book", "two long books", "three"])
+        raise RetrievalError("the fourth is not UTF-8")
+
+    with patch.object(build_module, "READ_CHARS", 20), pytest.raises(RetrievalError, match="fourth"):
+        build(tmp_path, books())
+    assert build(tmp_path, make_documents(["one long book", "two long books", "three"])).unchanged == 2
+
+
 def test_a_text_that_two_documents_have_outlives_one_of_them(tmp_path: Path) -> None:
     """d0 changes, or goes: d1's passage is found at once, under d1's id."""
     build(tmp_path, make_documents(["same", "same", "more"]))
