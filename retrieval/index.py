@@ -156,6 +156,8 @@ class Index:
         self.folder, self.settings, self.manifest = folder, settings, manifest
         self.store, self.bm25, self.removed = store, bm25, removed
         self.faiss_indexes = faiss_indexes
+        self._vectors = VectorFile(folder / VECTORS, dim=self.dim)
+        self._vectors.map()
         self.segments: tuple[Segment, ...] = tuple(
             create_segment(faiss_indexes[entry.file], entry.first_row, removed) for entry in manifest.segments
         )
@@ -206,14 +208,13 @@ class Index:
         vectors themselves, so that rows of all segments compare."""
         if all(is_exact(entry.factory) for entry in self.manifest.segments):
             return search_segments(self.segments, queries, k=k, nprobe=nprobe)
-        parts = [
-            self._rescored(queries[i : i + RESCORED], k=k, nprobe=nprobe) for i in range(0, len(queries), RESCORED)
-        ]
+        starts = range(0, max(1, len(queries)), RESCORED)
+        parts = [self._rescored(queries[start : start + RESCORED], k=k, nprobe=nprobe) for start in starts]
         return np.concatenate([scores for scores, _ in parts]), np.concatenate([rows for _, rows in parts])
 
     def vectors(self, first: int, last: int) -> NDArray[np.float32]:
         """[last - first, dim] float32: the vectors of rows `[first, last)`, removed ones too."""
-        return VectorFile(self.folder / VECTORS, dim=self.dim).read(first, last)
+        return self._vectors.read(first, last)
 
     def is_live(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `rows` can be found."""
@@ -226,7 +227,7 @@ class Index:
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         _, rows = search_segments(self.segments, queries, k=PROPOSALS * k, nprobe=nprobe)
         distinct, places = np.unique(np.maximum(rows, 0), return_inverse=True)
-        stored = VectorFile(self.folder / VECTORS, dim=self.dim).read_rows(distinct)
+        stored = self._vectors.read_rows(distinct)
         scores = np.einsum("nd,nkd->nk", queries, stored[places.reshape(rows.shape)])
         return best_of(np.where(rows < 0, np.float32(-np.inf), scores), rows, k=k)
 
@@ -255,9 +256,8 @@ class Index:
             from retrieval.bm25 import Bm25Index  # only here: an index without BM25 does not need tantivy
 
             bm25 = Bm25Index.open(folder / manifest.bm25, language=settings.bm25_language)
-            if bm25.num_docs != manifest.num_rows - len(
-                removed
-            ):  # a folder that is being deleted opens as an empty one
+            num_live = manifest.num_rows - len(removed)
+            if bm25.num_docs != num_live:  # a folder that is being deleted opens as an empty one
                 raise CorruptIndexError(f"{folder / manifest.bm25}: holds {bm25.num_docs} passages")
         return cls(folder, settings, manifest, store, indexes, bm25, removed)
 

@@ -26,6 +26,7 @@ class VectorFile:
         self.path, self.dim = path, dim
         size = path.stat().st_size if path.exists() else 0
         self.num_rows = size // (dim * _DTYPE.itemsize)
+        self._mapped: NDArray[np.float16] | None = None
 
     def append(self, vectors: NDArray[np.float32]) -> None:
         """Add rows. [n, dim], finite; rounded to float16.
@@ -62,6 +63,12 @@ class VectorFile:
                 left -= len(block)
         return digest.hexdigest()
 
+    def map(self) -> NDArray[np.float16]:
+        """[num_rows, dim], mapped: whatever becomes of the file's name, these rows stay."""
+        if self._mapped is None or len(self._mapped) != self.num_rows:
+            self._mapped = np.memmap(self.path, dtype=_DTYPE, mode="r", shape=(self.num_rows, self.dim))
+        return self._mapped
+
     def read(self, first: int, last: int) -> NDArray[np.float32]:
         """Rows `[first, last)` as [n, dim] float32."""
         return self.read_rows(np.arange(first, last))
@@ -72,7 +79,7 @@ class VectorFile:
             return np.zeros((0, self.dim), np.float32)
         if int(rows.max()) >= self.num_rows:
             raise CorruptIndexError(f"{self.path}: holds {self.num_rows} vectors, not {int(rows.max()) + 1}")
-        mapped = np.memmap(self.path, dtype=_DTYPE, mode="r", shape=(self.num_rows, self.dim))
+        mapped = self.map()
         is_run = int(rows[-1]) - int(rows[0]) + 1 == len(rows) and bool((np.diff(rows) == 1).all())
         taken = mapped[int(rows[0]) : int(rows[-1]) + 1] if is_run else mapped[rows]
         return np.asarray(taken, dtype=np.float32)

@@ -228,3 +228,6 @@ def test_compressed_vectors_only_propose(tmp_path: Path) -> None:
     assert (np.diff(scores, axis=1) <= 0).all()
     best = np.sort(queries @ stored.T, axis=1)[:, ::-1][:, :5]
     assert (scores >= best - 1e-5).mean() > 0.8, "ten proposals for each that is wanted"
+    assert index.search_dense(queries[:0], k=5, nprobe=1)[1].shape == (0, 5)
+    shutil.rmtree(tmp_path)
+    np.testing.assert_array_equal(index.search_dense(queries, k=5, nprobe=1)[1], rows, "what is open stays as it is")
