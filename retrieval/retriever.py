@@ -142,7 +142,7 @@ class Retriever:
             if manifest == index.manifest:
                 return False
             if self._refused and self._refused[0] == manifest:
-                raise self._refused[1]
+                raise self._refused[1].with_traceback(None)  # it would grow with every look
             try:
                 if index.store.is_replaced():
                     raise CorruptIndexError(f"{index.folder}: is another index now; open it anew")
