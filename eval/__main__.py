@@ -11,7 +11,12 @@ from importlib import import_module
 from eval.errors import CommandError
 
 COMMANDS = {
-    "replay": ("eval.replay", "hit rate of an order and an eviction policy on a trace of retrieved chunks"),
+    "replay": ("eval.replay", "what orders and evictions would find cached on your own trace; no server"),
+    "serve": ("eval.serve", "time to first token and throughput under load, stock SGLang beside ours"),
+    "quality": ("eval.answers", "what reuse does to the answers"),
+    "sensitivity": ("eval.sensitivity", "one setting varied, everything else as it is"),
+    "compare": ("eval.compare", "two records, or two arms of one: what differs beyond chance"),
+    "report": ("eval.report", "a page, pictures and a summary of records"),
     "demo": ("eval.demo", "RAG traffic against a running server, and what it reused"),
 }
 """Command -> its module and one line for the help."""
@@ -32,6 +37,9 @@ def main(argv: Sequence[str]) -> int:
     except CommandError as error:
         print(f"eval {name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"eval {name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _usage() -> str:

@@ -25,6 +25,10 @@ PACKAGES = (
     "tantivy",
     "scikit-learn",
     "sentence-transformers",
+    "torchmetrics",
+    "matplotlib",
+    "contextpilot",
+    "lmcache",
 )
 
 
@@ -37,9 +41,15 @@ def make_record(name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any
         "git": {"sha": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))},
         "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": _gpu()},
-        "spec": {key: _without_folder(value) for key, value in spec.items() if key not in ("record", "logs")},
+        "spec": portable(spec),
         "results": dict(results),
     }
+
+
+def portable(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON without this machine: of paths the last part, and not where the output went."""
+    kept = {key: value for key, value in spec.items() if key not in ("record", "logs", "out")}
+    return dict(json.loads(json.dumps({key: _without_folder(value) for key, value in kept.items()}, default=str)))
 
 
 def _gpu() -> str | None:
@@ -61,7 +71,10 @@ def write_record(record: Mapping[str, Any], *, results_dir: Path = RESULTS) -> P
 
 
 def _without_folder(value: Any) -> Any:
-    return Path(value).name if isinstance(value, Path) or (isinstance(value, str) and "/" in value) else value
+    if isinstance(value, list | tuple):
+        return [_without_folder(item) for item in value]
+    is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "./", "../", "~")))
+    return Path(value).name if is_path else value
 
 
 def _module_args() -> list[str]:

@@ -72,7 +72,7 @@ fi
 
 if [[ $kind == cuda ]]; then
     say "NVIDIA GPU: the CUDA packages are large, this takes 10 to 20 minutes"
-    pip_install -e '.[cuda,retrieval,encoders,dev]'
+    pip_install -e '.[cuda,retrieval,encoders,eval,dev]'
 else
     say "no NVIDIA GPU: the CPU packages, 3 to 10 minutes"
     if [[ -n ${TORCH_INDEX_URL:-} ]]; then
@@ -81,7 +81,7 @@ else
         say "TORCH_INDEX_URL is not set: if pip's index has no CPU build of torch, this brings gigabytes of CUDA libraries"
         pip_install "$(pinned torch)" # before its users, or one of them brings another
     fi
-    pip_install -e '.[cpu,retrieval,encoders,dev]'
+    pip_install -e '.[cpu,retrieval,encoders,eval,dev]'
     pip_install --no-deps "$(pinned sglang)" # with its dependencies it would bring the CUDA packages
 fi
 echo "$stamp" >.venv/setup.stamp

@@ -1,0 +1,35 @@
+"""What is measured: a sample's `metrics` have these names. Report and comparison take unit, label and direction from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`unit` is empty for shares and scores, which go from 0 to 1 unless said otherwise."""
+
+    label: str
+    unit: str
+    better: Literal["lower", "higher"]
+
+
+METRICS = {
+    "ttft_s": Metric("time to first token", "s", "lower"),
+    "itl_s": Metric("time between output tokens, mean of an answer", "s", "lower"),
+    "e2e_s": Metric("time to the whole answer", "s", "lower"),
+    "hit_share": Metric("chunks found cached", "", "higher"),
+    "token_hit_share": Metric("chunk tokens found cached", "", "higher"),
+    "cached_share": Metric("prompt tokens found cached", "", "higher"),
+    "prefill_tokens": Metric("prompt tokens computed", "tokens", "lower"),
+    "em": Metric("exact match", "", "higher"),
+    "f1": Metric("F1 of words", "", "higher"),
+    "rouge_l": Metric("ROUGE-L", "", "higher"),
+    "jaccard": Metric("Jaccard index of words", "", "higher"),
+    "bert_score": Metric("BERTScore F1", "", "higher"),
+    "same": Metric("answers that equal full prefill's", "", "higher"),
+    "kl": Metric("KL to full prefill, mean of the answer", "nats", "lower"),
+    "kl_first": Metric("KL to full prefill, first token", "nats", "lower"),
+    "faithfulness": Metric("faithfulness, by a judge", "", "higher"),
+}
