@@ -1,0 +1,165 @@
+"""A run's folder: every sample is kept, an interrupted run goes on, and its record is valid at every moment."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.__main__ import main
+from eval.errors import CommandError
+from eval.record import portable
+from eval.run import Run, read_record, read_samples
+
+
+def total(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"total": sum(sample["value"] for sample in samples)}
+
+
+def interrupt(run: Run, error: type[BaseException]) -> None:
+    """One sample, then the end."""
+    with pytest.raises(error), run:  # noqa: PT012  both lines belong to the run that ends
+        run.add("a", {"value": 1})
+        raise error
+
+
+def open_run(folder: Path, **spec: Any) -> Run:
+    return Run(folder, kind="serve", spec=spec, summarize=total)
+
+
+def test_complete_run_has_its_samples_and_figures(tmp_path: Path) -> None:
+    """What a reader of the folder finds."""
+    with open_run(tmp_path / "run", seed=3) as run:
+        for value in (1, 2):
+            run.add(f"sample {value}", {"value": value})
+    record = read_record(tmp_path / "run")
+    assert (record["kind"], record["complete"], record["spec"], record["results"]) == (
+        "serve",
+        True,
+        {"seed": 3},
+        {"total": 3},
+    )
+    assert read_samples(tmp_path / "run") == [{"key": "sample 1", "value": 1}, {"key": "sample 2", "value": 2}]
+
+
+def test_interrupted_run_has_a_valid_record_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C costs the sample in the making and no other."""
+    interrupt(open_run(tmp_path / "run"), KeyboardInterrupt)
+    record = read_record(tmp_path / "run")
+    assert (record["complete"], record["results"]) == (False, {"total": 1})
+    assert "1 samples are in" in capsys.readouterr().err
+    with open_run(tmp_path / "run") as run:
+        assert "a" in run
+        assert "b" not in run
+        run.add("b", {"value": 2})
+    assert read_record(tmp_path / "run")["results"] == {"total": 3}
+
+
+def test_killed_run_loses_only_the_line_in_the_making(tmp_path: Path) -> None:
+    """kill -9 writes no record and may cut a line: the next run must not append to it."""
+    interrupt(open_run(tmp_path / "run"), RuntimeError)
+    with (tmp_path / "run" / "samples.jsonl").open("a") as lines:
+        lines.write('{"key": "b", "val')
+    with open_run(tmp_path / "run") as run:
+        assert "b" not in run
+        run.add("b", {"value": 2})
+    assert [sample["key"] for sample in read_samples(tmp_path / "run")] == ["a", "b"]
+
+
+def test_record_is_there_before_the_first_sample(tmp_path: Path) -> None:
+    """A run that is killed at once can be continued, too."""
+    run = open_run(tmp_path / "run")
+    run.__enter__()
+    assert read_record(tmp_path / "run")["complete"] is False
+
+
+def test_other_settings_do_not_continue_a_run(tmp_path: Path) -> None:
+    """Samples of two settings in one record would be no record."""
+    interrupt(open_run(tmp_path / "run", seed=1, rate=2), KeyboardInterrupt)
+    with pytest.raises(CommandError, match="other settings: seed"), open_run(tmp_path / "run", seed=2, rate=2):
+        pass
+    with (
+        pytest.raises(CommandError, match="the command"),
+        Run(tmp_path / "run", kind="quality", spec={"seed": 1, "rate": 2}, summarize=total),
+    ):
+        pass
+
+
+def test_complete_run_is_never_touched(tmp_path: Path) -> None:
+    """Records are added, never edited."""
+    with open_run(tmp_path / "run"):
+        pass
+    before = (tmp_path / "run" / "record.json").read_bytes()
+    with pytest.raises(CommandError, match="complete"), open_run(tmp_path / "run"):
+        pass
+    assert (tmp_path / "run" / "record.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_somebody_elses_folder_is_refused(tmp_path: Path, kind: str) -> None:
+    """`--out .` must not scatter files among a user's own."""
+    path = tmp_path / "thing"
+    if kind == "folder":
+        path.mkdir()
+        (path / "thesis.txt").write_text("mine")
+    else:
+        path.write_text("mine")
+    with pytest.raises(CommandError, match="new or empty"), open_run(path):
+        pass
+
+
+def test_same_key_twice_is_a_bug(tmp_path: Path) -> None:
+    """Otherwise a sample would count twice."""
+    with open_run(tmp_path / "run") as run:
+        run.add("a", {"value": 1})
+        with pytest.raises(ValueError, match="there already"):
+            run.add("a", {"value": 1})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"results": {}}'])
+def test_broken_and_older_records_are_named(tmp_path: Path, text: str) -> None:
+    """One line, not a traceback, from report and compare."""
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(CommandError, match=r"record\.json"):
+        read_record(tmp_path)
+
+
+def test_missing_record_and_broken_samples_are_named(tmp_path: Path) -> None:
+    """With the line, since a long run's file is no fun to search."""
+    with pytest.raises(CommandError, match="no record"):
+        read_record(tmp_path)
+    (tmp_path / "samples.jsonl").write_text('{"key": "a"}\nnonsense\n')
+    with pytest.raises(CommandError, match="line 2"):
+        read_samples(tmp_path)
+
+
+def test_spec_keeps_no_path_of_this_machine() -> None:
+    """Records are published; hub names are not paths."""
+    spec = {
+        "data": Path("/home/me/data/squad"),
+        "model": "/models/x",
+        "hub": "rajpurkar/squad",
+        "out": Path("/x"),
+        "n": (1, "../y/z"),
+    }
+    assert portable(spec) == {"data": "squad", "model": "x", "hub": "rajpurkar/squad", "n": [1, "z"]}
+
+
+def test_interrupted_command_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As shells expect, and without a traceback."""
+
+    def interrupted(argv: Sequence[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eval.replay.main", interrupted)
+    assert main(["replay"]) == 130
+    assert capsys.readouterr().err == "eval replay: interrupted\n"
+
+
+def test_samples_are_json_lines(tmp_path: Path) -> None:
+    """Anybody can read them without us."""
+    with open_run(tmp_path / "run") as run:
+        run.add("ä ", {"value": 1})
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().split("\n")
+    assert [json.loads(line)["value"] for line in lines if line] == [1]
