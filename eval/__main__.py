@@ -4,6 +4,7 @@ A command's module has `main(argv: Sequence[str]) -> int`, which parses its own 
 user got wrong raises `CommandError`: one line on stderr, exit code 2. Run: `python -m eval replay --help`.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,12 +12,12 @@ from importlib import import_module
 from eval.errors import CommandError
 
 COMMANDS = {
-    "replay": ("eval.replay", "what orders and evictions would find cached on your own trace; no server"),
-    "serve": ("eval.serve", "time to first token and throughput under load, stock SGLang beside ours"),
-    "quality": ("eval.answers", "what reuse does to the answers"),
-    "sensitivity": ("eval.sensitivity", "one setting varied, everything else as it is"),
+    "replay": ("eval.replay.command", "what orders and evictions would find cached on your own trace; no server"),
+    "serve": ("eval.serve.command", "time to first token and throughput under load, stock SGLang beside ours"),
+    "quality": ("eval.quality.command", "what reuse does to the answers"),
+    "sensitivity": ("eval.serve.sensitivity", "one setting varied, everything else as it is"),
     "compare": ("eval.compare", "two records, or two arms of one: what differs beyond chance"),
-    "report": ("eval.report", "a page, pictures and a summary of records"),
+    "report": ("eval.report.command", "a page, pictures and a summary of records"),
     "demo": ("eval.demo", "RAG traffic against a running server, and what it reused"),
 }
 """Command -> its module and one line for the help."""
@@ -37,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
     except CommandError as error:
         print(f"eval {name}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it ends
+        return 141
     except KeyboardInterrupt:
         print(f"eval {name}: interrupted", file=sys.stderr)
         return 130

@@ -24,13 +24,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from eval.errors import CommandError
 from eval.http import post
-from eval.passages import Sample, TextChunk
+from eval.task import Request, TextChunk
 from sglang_chunkcache.bundled_model.world import Passage, Question, World
 
 TOPIC_SIZE = 5
@@ -49,18 +50,18 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A question with what was retrieved for it, and the phase it belongs to. No chunks: the server retrieves."""
+class Asked:
+    """A request and the phase it belongs to. No chunks: the server retrieves."""
 
     phase: str
-    sample: Sample
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One answer, as the server reports it; `plain_*` is the prediction for a plain prefix cache."""
 
-    request: Request
+    asked: Asked
     text: str
     prompt_tokens: int
     first_token_ms: float
@@ -71,7 +72,7 @@ class Answer:
     @property
     def right(self) -> bool:
         """Exact match with one of the right answers, whatever the white space."""
-        return _words(self.text) in map(_words, self.request.sample.answers)
+        return _words(self.text) in map(_words, self.asked.request.answers)
 
 
 @dataclass(slots=True)
@@ -126,13 +127,11 @@ def main(argv: Sequence[str]) -> int:
             print(f"\rasking {len(answers)}/{len(requests)} ", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr)
-    rows = [_sum(phase, [a for a in answers if a.request.phase == phase]) for phase in _phases(requests)]
+    rows = [_sum(phase, [a for a in answers if a.asked.phase == phase]) for phase in _phases(requests)]
     total = _sum("all", answers)
     print(_table([*rows, total]))
     print()
-    for answer in [a for a in answers if a.request.phase == "single questions"][
-        :: max(1, options.requests // NUM_SHOWN)
-    ]:
+    for answer in [a for a in answers if a.asked.phase == "single questions"][:: max(1, options.requests // NUM_SHOWN)]:
         print(_show(answer))
     failures = _failures(total, any_answer=options.any_answer)
     for failure in failures:
@@ -152,7 +151,7 @@ def write_corpus(path: Path, world: World) -> None:
 
 def traffic(
     seed: int, num_passages: int, num_requests: int, num_conversations: int, num_retrieved: int = 0
-) -> Iterator[Request]:
+) -> Iterator[Asked]:
     """The requests of all phases, in the order in which they are sent; the same for the same arguments."""
     world, rng = World(seed, num_passages), random.Random(seed)
     topics = _topics(world)
@@ -160,39 +159,43 @@ def traffic(
     popularity = [1 / (rank + 1) for rank in range(len(topics))]
     asked = {p.id: [q for q in world.questions if q.hop == 1 and q.gold_passage_ids == (p.id,)] for p in world.passages}
 
-    def sample(topic: Sequence[Passage], question: Question, conversation: str | None = None) -> Sample:
-        chunks = tuple(TextChunk(p.id, p.text) for p in _retrieve(topic, question, rng))
-        return Sample(question.question, chunks, question.answers, conversation)
+    numbers = count()
+
+    def ask(topic: Sequence[Passage], question: Question, conversation: str | None = None) -> Request:
+        retrieved = _retrieve(topic, question, rng) if topic else ()
+        chunks = tuple(TextChunk(p.id, p.text) for p in retrieved)
+        name = f"demo:{next(numbers)}"
+        return Request(name, question.question, chunks, question.answers, conversation=conversation)
 
     for topic in topics:
-        yield Request("first sight", sample(topic, rng.choice(asked[topic[0].id])))
+        yield Asked("first sight", ask(topic, rng.choice(asked[topic[0].id])))
     for topic in rng.choices(topics, popularity, k=num_requests):
-        yield Request("single questions", sample(topic, rng.choice(asked[rng.choice(topic).id])))
+        yield Asked("single questions", ask(topic, rng.choice(asked[rng.choice(topic).id])))
     for number in range(num_conversations):
         topic = rng.choices(topics, popularity)[0]
         for passage in rng.sample(topic, NUM_TURNS):
-            yield Request("conversations", sample(topic, rng.choice(asked[passage.id]), f"demo-{seed}-{number}"))
+            yield Asked("conversations", ask(topic, rng.choice(asked[passage.id]), f"demo-{seed}-{number}"))
     for topic in rng.choices(topics, popularity, k=num_retrieved):
         question = rng.choice(asked[rng.choice(topic).id])
-        yield Request("server retrieves", Sample(question.question, (), question.answers))
+        yield Asked("server retrieves", ask((), question))
 
 
-def ask_all(url: str, requests: Iterable[Request], texts: Mapping[str, str]) -> Iterator[Answer]:
+def ask_all(url: str, requests: Iterable[Asked], texts: Mapping[str, str]) -> Iterator[Answer]:
     """Send the requests one after the other; a conversation's turns carry all its messages, as clients do.
 
     `texts` are the passages by id, for what the server retrieves: its answer gives ids.
     """
     plain = PlainCache()
     histories: dict[str, tuple[list[Message], list[Message]]] = {}  # as we send it, as a plain client would
-    for request in requests:
-        sample = request.sample
-        ours, theirs = histories.setdefault(sample.conversation, ([], [])) if sample.conversation else ([], [])
-        ours.append({"role": "user", "content": sample.question})
-        text, prompt_tokens, first_token_ms, chunkcache = _stream(url, ours, sample)
+    for asked in requests:
+        request = asked.request
+        ours, theirs = histories.setdefault(request.conversation, ([], [])) if request.conversation else ([], [])
+        ours.append({"role": "user", "content": request.question})
+        text, prompt_tokens, first_token_ms, chunkcache = _stream(url, ours, request)
         if chunkcache.get("retrieval"):
-            sample = replace(sample, chunks=_retrieved(url, chunkcache["retrieval"], texts))
-        context = "".join(chunk.text + CHUNK_SEPARATOR for chunk in sample.chunks)
-        theirs.append({"role": "user", "content": context + sample.question})
+            request = replace(request, chunks=_retrieved(url, chunkcache["retrieval"], texts))
+        context = "".join(chunk.text + CHUNK_SEPARATOR for chunk in request.chunks)
+        theirs.append({"role": "user", "content": context + request.question})
         plain_prompt = post(f"{url}/v1/tokenize", {"model": "default", "messages": theirs})["tokens"]
         plain_answer = post(f"{url}/v1/tokenize", {"model": "default", "prompt": text, "add_special_tokens": False})[
             "tokens"
@@ -200,7 +203,7 @@ def ask_all(url: str, requests: Iterable[Request], texts: Mapping[str, str]) -> 
         plain_computed = plain.computed(plain_prompt, plain_answer)
         for history in (ours, theirs):
             history.append({"role": "assistant", "content": text})
-        asked = Request(request.phase, sample)
+        asked = Asked(asked.phase, request)
         yield Answer(asked, text, prompt_tokens, first_token_ms, chunkcache, len(plain_prompt), plain_computed)
 
 
@@ -270,24 +273,24 @@ def _retrieved(url: str, retrieval: Mapping[str, Any], texts: Mapping[str, str])
     return tuple(TextChunk(name, texts[name]) for name in ids)
 
 
-def _stream(url: str, messages: Sequence[Message], sample: Sample) -> tuple[str, int, float, dict[str, Any]]:
+def _stream(url: str, messages: Sequence[Message], request: Request) -> tuple[str, int, float, dict[str, Any]]:
     """One chat completion: its text, prompt tokens, ms to the first event with text, and the `chunkcache` object."""
     body = {
         "model": "default",
         "messages": messages,
-        **_source(sample),
-        "conversation_id": sample.conversation,
+        **_source(request),
+        "conversation_id": request.conversation,
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     target = f"{url}/rag/v1/chat/completions"
-    request = urllib.request.Request(target, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    message = urllib.request.Request(target, json.dumps(body).encode(), {"Content-Type": "application/json"})
     text, prompt_tokens, first_token_ms, chunkcache = "", 0, 0.0, None
     start = time.perf_counter()
     try:
-        with urllib.request.urlopen(request, timeout=600) as response:
+        with urllib.request.urlopen(message, timeout=600) as response:
             for line in response:
                 if not line.startswith(b"data: {"):
                     continue
@@ -310,15 +313,15 @@ def _stream(url: str, messages: Sequence[Message], sample: Sample) -> tuple[str,
     return text, prompt_tokens, first_token_ms, chunkcache
 
 
-def _source(sample: Sample) -> dict[str, Any]:
+def _source(request: Request) -> dict[str, Any]:
     """Where a request's chunks come from."""
-    if not sample.chunks:
+    if not request.chunks:
         return {"retrieve": {"k": NUM_CHUNKS}}
-    return {"chunks": [{"id": chunk.id, "text": chunk.text} for chunk in sample.chunks]}
+    return {"chunks": [{"id": chunk.id, "text": chunk.text} for chunk in request.chunks]}
 
 
-def _phases(requests: Sequence[Request]) -> list[str]:
-    return list(dict.fromkeys(request.phase for request in requests))
+def _phases(requests: Sequence[Asked]) -> list[str]:
+    return list(dict.fromkeys(asked.phase for asked in requests))
 
 
 def _sum(phase: str, answers: Sequence[Answer]) -> Row:
@@ -328,7 +331,7 @@ def _sum(phase: str, answers: Sequence[Answer]) -> Row:
         row.prompt_tokens += answer.prompt_tokens
         row.exact += cache["fates"]["exact"]
         row.computed += cache["fates"]["computed"]
-        row.chunks_retrieved += len(answer.request.sample.chunks)
+        row.chunks_retrieved += len(answer.asked.request.chunks)
         row.chunks_hit += cache["chunks_hit"]
         row.chunks_dropped += len(cache["dropped"])
         row.right += answer.right
@@ -392,11 +395,11 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _show(answer: Answer) -> str:
-    sample, cache = answer.request.sample, answer.chunkcache
-    verdict = "right" if answer.right else f"expected: {sample.answers[0]}" if sample.answers else ""
+    request, cache = answer.asked.request, answer.chunkcache
+    verdict = "right" if answer.right else f"expected: {request.answers[0]}" if request.answers else ""
     return (
-        f"{sample.question}\n"
-        f"    retrieved {' '.join(c.id for c in sample.chunks)}, sent {' '.join(cache['order'])}, "
+        f"{request.question}\n"
+        f"    retrieved {' '.join(c.id for c in request.chunks)}, sent {' '.join(cache['order'])}, "
         f"{cache['chunks_hit']} of them cached\n"
         f"    {answer.text.strip()}  [{verdict}]"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -31,6 +32,8 @@ def _open(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
         raise CommandError(f"{request.full_url}: {error.code} {error.read().decode(errors='replace')[:500]}") from None
     except urllib.error.URLError as error:
         raise CommandError(f"{request.full_url}: {error.reason}") from None
+    except (OSError, http.client.HTTPException) as error:  # while reading the answer
+        raise CommandError(f"{request.full_url}: {error or type(error).__name__}") from None
     try:
         parsed = json.loads(text)
     except ValueError:

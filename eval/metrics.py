@@ -30,6 +30,15 @@ METRICS = {
     "bert_score": Metric("BERTScore F1", "", "higher"),
     "same": Metric("answers that equal full prefill's", "", "higher"),
     "kl": Metric("KL to full prefill, mean of the answer", "nats", "lower"),
+    "expected_hit_share": Metric("chunks that a replay finds cached", "", "higher"),
+    "same_retriever": Metric("answers that equal full prefill's in retriever order", "", "higher"),
+    "kl_retriever": Metric("KL to full prefill in retriever order", "nats", "lower"),
+    "kl_first_retriever": Metric("KL to full prefill in retriever order, first token", "nats", "lower"),
     "kl_first": Metric("KL to full prefill, first token", "nats", "lower"),
+    **{
+        f"{score}_{reference}": Metric(f"{label}, against full prefill's answer{order}", "", "higher")
+        for score, label in (("rouge_l", "ROUGE-L"), ("jaccard", "Jaccard index"), ("bert_score", "BERTScore F1"))
+        for reference, order in (("full", ""), ("retriever", " in retriever order"))
+    },
     "faithfulness": Metric("faithfulness, by a judge", "", "higher"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
@@ -20,11 +21,11 @@ class Bar(Protocol):
 
 @contextmanager
 def progress(label: str, total: int | None, *, initial: int = 0) -> Iterator[Bar]:
-    """A bar that appears after five seconds. Without tqdm, as under the system's Python, none."""
+    """A bar that appears after five seconds. Without tqdm, as under the system's Python, a line now and then."""
     try:
         from tqdm import tqdm
     except ImportError:
-        yield _NoBar()
+        yield _Lines(label, total, initial)
         return
     with tqdm(
         desc=label,
@@ -47,6 +48,15 @@ def tracked(label: str, items: Collection[T]) -> Iterator[T]:
             bar.update()
 
 
-class _NoBar:
+class _Lines:
+    """How many are done, at most one line in five seconds."""
+
+    def __init__(self, label: str, total: int | None, initial: int) -> None:
+        self._label, self._total, self._done = label, total, initial
+        self._said = time.monotonic()
+
     def update(self, n: int = 1) -> None:
-        pass
+        self._done += n
+        if time.monotonic() - self._said >= DELAY_S:
+            self._said = time.monotonic()
+            print(f"{self._label}: {self._done}" + (f" of {self._total}" if self._total else ""), file=sys.stderr)

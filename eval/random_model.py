@@ -1,6 +1,6 @@
 """Write a random Llama and a byte-level BPE tokenizer trained on given texts: for speed and accounting, never for quality.
 
-python -m eval.random_model OUT_DIR --params 100 [--texts FOLDER]
+python -m eval.random_model OUT_DIR --params 100 [--task NAME --data DIR]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.task import add_task_options, load_texts
 from sglang_chunkcache.torchvision_shim import define_torchvision_ops
 
 CHAT_TEMPLATE = (
@@ -34,6 +35,7 @@ class Shape:
 
 SHAPES = {
     1: Shape(128, 352, 2, 4, 2),
+    10: Shape(384, 1024, 6, 6, 2),
     100: Shape(768, 2048, 14, 12, 4),
 }
 """About this many million parameters (without the embedding)."""
@@ -83,12 +85,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--params", type=int, choices=sorted(SHAPES), default=1, help="millions of parameters")
-    parser.add_argument("--data", type=Path, help="folder with passages.jsonl.gz to train the tokenizer on")
+    add_task_options(parser)
     args = parser.parse_args(argv)
-    from eval.passages import load_texts, world_samples
-
-    texts = load_texts(args.data) if args.data else [c.text for s in world_samples(500, 0) for c in s.chunks]
-    print(write_random_model(args.out, SHAPES[args.params], texts))
+    print(write_random_model(args.out, SHAPES[args.params], load_texts(args), seed=args.seed))
     return 0
 
 

@@ -54,12 +54,11 @@ class Server:
             self._process = subprocess.Popen(
                 self.command, stdout=out, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
             )
-        deadline = time.monotonic() + self._timeout_s
-        while not self.is_healthy():
-            if not self.is_running or time.monotonic() > deadline:
-                self.__exit__(None, None, None)
-                raise CommandError(f"the server did not start; {self.log} ends with:\n{self.log_tail()}")
-            time.sleep(0.5)
+        try:
+            self._wait()
+        except BaseException:  # Ctrl-C, too, would leave it behind
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -76,6 +75,13 @@ class Server:
             except subprocess.TimeoutExpired:
                 continue
         self._process.wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not self.is_healthy():
+            if not self.is_running or time.monotonic() > deadline:
+                raise CommandError(f"the server did not start; {self.log} ends with:\n{self.log_tail()}")
+            time.sleep(0.5)
 
     @property
     def is_running(self) -> bool:

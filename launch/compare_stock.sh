@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Purpose: time to first token of our server beside stock SGLang, same requests, interleaved; a ratio above 1 means ours is faster.
 #   launch/compare_stock.sh DATA [ragpulse|mtrag|fresh] [options of python -m eval.bench.ttft]
-# DATA is a folder with ragpulse/ and mtrag/ (their format: eval/bench/ttft.py, eval/passages.py).
+# DATA is a folder with ragpulse/ and mtrag/ (their format: eval/bench/ttft.py, eval/tasks/).
 # Machine: nothing else running on it; two cores are enough, three servers share them one at a time.
 # Minutes: about 10 for 80 measured requests after 160 to warm up.
 set -euo pipefail
@@ -14,6 +14,4 @@ fi
 data=$1 load=${2:-ragpulse}
 shift $(($# < 2 ? $# : 2))
 bash launch/setup.sh
-folder=$load
-if [[ $load == fresh ]]; then folder=ragpulse; fi
-exec .venv/bin/python -m eval.bench.ttft --data "$data/$folder" --load "$load" --threads "$(nproc)" "$@"
+exec .venv/bin/python -m eval.bench.ttft --data "$data" --load "$load" --threads "$(nproc)" "$@"

@@ -20,72 +20,18 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if (($# < 1)) || [[ $1 == -* ]]; then
-    sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
-    exit 2
-fi
-out=$(mkdir -p "$1" && cd "$1" && pwd)
-shift
-smoke=
-if [[ ${1:-} == --cpu-smoke ]]; then
-    smoke=1
-    shift
-fi
-
-if [[ -n ${GPU_ENV:-} ]]; then
-    # shellcheck disable=SC1090
-    . "$GPU_ENV"
-    python=${PYTHON:-python3}
-else
-    if [[ -z ${PYTHON:-} ]]; then bash launch/setup.sh; fi
-    python=${PYTHON:-.venv/bin/python}
-fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-work=$(mktemp -d "${TMPDIR:-/tmp}/gpu-reuse.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-
-# SGLang finds the plugin by its entry points: where the package is not installed, they are written beside the checkout.
-if ! "$python" -c 'import importlib.metadata as m; m.distribution("sglang-chunkcache")' 2>/dev/null; then
-    "$python" - "$work/site" <<'PY'
-import sys, tomllib
+. launch/gpu_common.sh
+write_model "$work/model"
+"$python" - "$work/gate_model" "$smoke" <<'PY'
+import sys
 from pathlib import Path
 
-project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-info = Path(sys.argv[1]) / f"sglang_chunkcache-{project['version']}.dist-info"
-info.mkdir(parents=True)
-(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-groups = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in project["entry-points"].items())
-(info / "entry_points.txt").write_text("\n".join(groups))
-PY
-    export PYTHONPATH="$work/site:$PYTHONPATH"
-fi
-
-echo "gpu_reuse: writing the models" >&2
-"$python" - "$work" "$smoke" <<'PY'
-import json, sys
-from pathlib import Path
-
-from eval.bench.reuse import WORDS
 from eval.random_model import SHAPES, Shape, write_random_model
+from eval.data.random_text import WORDS
 
-texts = [" ".join(WORDS)] * 50
-gate = SHAPES[1] if sys.argv[2] else Shape(4096, 14_336, 4, 32, 8)
-write_random_model(Path(sys.argv[1]) / "gate_model", gate, texts)
-folder = write_random_model(Path(sys.argv[1]) / "model", SHAPES[1], texts)
-config = json.loads((folder / "config.json").read_text())
-config["vocab_size"] = 128_256  # beyond the tokenizer's: its text is never read
-if not sys.argv[2]:
-    config |= {
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 32_768,
-    }
-(folder / "config.json").write_text(json.dumps(config))
-(folder / "model.safetensors").unlink()  # --load-format dummy
+write_random_model(
+    Path(sys.argv[1]), SHAPES[1] if sys.argv[2] else Shape(4096, 14_336, 4, 32, 8), [" ".join(WORDS)] * 50
+)
 PY
 
 if [[ -n $smoke ]]; then
@@ -96,17 +42,7 @@ else
     bench=(--tokens 8000 16000 27000 --chunk-tokens 500 --max-total-tokens "${POOL:-500000}" --store-mib 6144 --start-limit-s 560)
 fi
 
-# Options of the bench before --, flags of the servers behind it.
-extra=()
-while (($#)); do
-    if [[ $1 == -- ]]; then
-        shift
-        break
-    fi
-    extra+=("$1")
-    shift
-done
-server+=("$@")
+server+=("${flags[@]}")
 
 for step in ${STEPS:-gate bench}; do
     case $step in
@@ -116,7 +52,7 @@ for step in ${STEPS:-gate bench}; do
             ;;
         bench)
             echo "gpu_reuse: time to first token" >&2
-            "$python" -m eval.bench.reuse --model-path "$work/model" --stock --logs "$out" "${bench[@]}" "${extra[@]}" \
+            "$python" -m eval.bench.reuse --model-path "$work/model" --stock --logs "$out" "${bench[@]}" "${options[@]}" \
                 -- --load-format dummy "${server[@]}" 2>"$out/bench.log" | tee "$out/bench.txt"
             sed -n 's/^record: //p' "$out/bench.txt" | while read -r record; do cp -r "$record" "$out/"; done
             ;;

@@ -49,20 +49,25 @@ from radix_ext.order import (
 from radix_ext.prefix_tree import ChunkPrefixTree, HeldStats, Plan, TreeStats
 from radix_ext.replay import (
     ADMISSION_POLICIES,
+    DEDUP_POLICIES,
     EVICTION_POLICIES,
     AdmissionPolicy,
+    DedupPolicy,
     EvictionPolicy,
     EvictionQueue,
     ReplayResult,
     ReplaySettings,
+    RequestCount,
     eviction_priority,
     overlap,
     replay_trace,
+    seen_before,
 )
 from radix_ext.route import KvAware, RoundRobin, Router
 
 __all__ = [
     "ADMISSION_POLICIES",
+    "DEDUP_POLICIES",
     "EVICTION_POLICIES",
     "ORDER_POLICIES",
     "SHOWN_POLICIES",
@@ -78,6 +83,7 @@ __all__ = [
     "ChunkPrefixTree",
     "ConversationKey",
     "ConversationMap",
+    "DedupPolicy",
     "EvictionPolicy",
     "EvictionQueue",
     "HeldStats",
@@ -91,6 +97,7 @@ __all__ = [
     "PolicyError",
     "ReplayResult",
     "ReplaySettings",
+    "RequestCount",
     "RoundRobin",
     "Router",
     "ShownPolicy",
@@ -114,5 +121,6 @@ __all__ = [
     "replay_trace",
     "root_chain",
     "running_hashes",
+    "seen_before",
     "shown",
 ]

@@ -284,7 +284,9 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         borders = (len(req.origin_input_ids),) if split_prompt else ()
         values = row[: len(key)].to(dtype=torch.int64, copy=True)
         matched, path = self.insert_segments(key, values, req.priority or 0, chunked, borders)
-        self._mark(path, spans, first=not hasattr(req, "chunkcache_inserted"))
+        # A conversation's own later turns are no sign that others will ask for its chunks: counted, they would keep
+        # finished conversations in the pool while the running ones' histories leave.
+        self._mark(path, spans, counts_hits=not hasattr(req, "chunkcache_inserted") and not spans.is_later_turn)
         req.chunkcache_inserted = True
         if self.fuser is not None and not chunked:
             self.fuser.keep(path, spans)
@@ -335,10 +337,10 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             token_ids, spans.spans, up_to, extra_key=req.extra_key, cache_salt=req.cache_salt, fused=fused
         )
 
-    def _mark(self, path: list[TreeNode], spans: RequestSpans, *, first: bool) -> None:
+    def _mark(self, path: list[TreeNode], spans: RequestSpans, *, counts_hits: bool) -> None:
         """Give the nodes of the first chunk area their place in the global tree and this request's promotion marks.
 
-        `first`: the request's first insert, which counts a hit for every chunk that was there before.
+        `counts_hits`: every chunk that was there before counts one.
         """
         exact = itertools.takewhile(lambda node: node.key.fused is None, path)
         parent, area = None, [node for node in exact if node.chunk is not None][: spans.area_len]
@@ -351,7 +353,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
                 self.num_inserted_chunks += 1
                 self.log.append(Inserted(node.chunk, len(node.key), parent, spans.namespace, promoted))
                 node.hits = 0
-            elif first:
+            elif counts_hits:
                 node.hits += 1
             self._num_promoted += promoted - node.promoted
             node.promoted, parent = promoted, node.chain

@@ -254,6 +254,14 @@ async def chunkcache_tree(
     return ORJSONResponse(_state.service.tree.snapshot(depth=depth, max_nodes=max_nodes))
 
 
+@router.post("/chunkcache/forget")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
+async def chunkcache_forget() -> Any:
+    """Forget what requests were like, as a restart would: access counts and conversations. `/flush_cache` empties the cache."""
+    _state.service.forget()
+    return ORJSONResponse({"forgotten": ["table", "conversations"]})
+
+
 @router.post("/chunkcache/explain")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
 async def chunkcache_explain(raw_request: Request) -> Any:

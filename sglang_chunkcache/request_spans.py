@@ -75,6 +75,8 @@ class RequestSpans:
     """Sent ahead of requests to fill the store (FusionRAG 3.1)."""
     reuse: ReuseRequest | None = None
     """None: exact reuse only."""
+    is_later_turn: bool = False
+    """It stands behind its own conversation's history, whose chunks it finds without anybody having asked for them again."""
 
     @property
     def area_len(self) -> int:
@@ -104,6 +106,7 @@ def pack(
     keep: Iterable[int] = (),
     is_preprocessing: bool = False,
     reuse: ReuseRequest | None = None,
+    is_later_turn: bool = False,
 ) -> dict[str, Any]:
     """The `custom_params` of one request."""
     params: dict[str, Any] = {
@@ -114,6 +117,7 @@ def pack(
         "chunkcache_ack": list(ack),
         "chunkcache_keep": sorted(keep),
         "chunkcache_preprocess": is_preprocessing,
+        "chunkcache_later_turn": is_later_turn,
     }
     if reuse is not None:
         params |= {
@@ -153,6 +157,7 @@ def unpack(params: object, token_ids: array[int], *, prompt_len: int, secret: st
         frozenset(int(x) for x in params["chunkcache_keep"]),
         bool(params["chunkcache_preprocess"]),
         _unpack_reuse(params) if "chunkcache_selector" in params else None,
+        bool(params["chunkcache_later_turn"]),
     )
 
 

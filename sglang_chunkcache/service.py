@@ -69,7 +69,6 @@ class RagService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.assembler, self.context_len = config, assembler, context_len
-        self.table = AccessTable(config.window_requests)
         self.tree = ChunkPrefixTree(max_nodes=config.max_tree_nodes)
         self.mirrors = [RankMirror(self.tree, rank) for rank in range(num_ranks)]
         self.router: Router = (
@@ -77,14 +76,19 @@ class RagService:
             if config.routing == "kv_aware"
             else RoundRobin(num_ranks)
         )
-        self.conversations = ConversationMap(
-            max_conversations=config.max_conversations,
-            max_tokens=config.max_conversation_tokens,
-            idle_s=config.conversation_idle_s,
-        )
         self.metrics = Metrics(prometheus=prometheus)
         self._fitter = TurnFitter(assembler, context_len=context_len, dedup=config.dedup)
         self._clock = clock
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget which chunks were asked for and how conversations looked. What is cached stays, and the tree that mirrors it."""
+        self.table = AccessTable(self.config.window_requests)
+        self.conversations = ConversationMap(
+            max_conversations=self.config.max_conversations,
+            max_tokens=self.config.max_conversation_tokens,
+            idle_s=self.config.conversation_idle_s,
+        )
 
     def begin_chat(
         self,
@@ -440,6 +444,7 @@ class RagService:
             else spans_to_keep(self.config, self.table, request.spans),
             is_preprocessing=request.is_preprocessing,
             reuse=request.reuse,
+            is_later_turn=request.num_turns > 0,
         )
         if dry_run:
             return request

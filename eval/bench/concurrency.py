@@ -20,9 +20,10 @@ from typing import Any
 
 from eval.http import get, post
 from eval.intervals import quantile
-from eval.passages import Sample, world_samples
 from eval.record import make_record, write_record
 from eval.server import Server
+from eval.task import Request
+from eval.tasks.world import world_requests
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,12 +35,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument("--record", action="store_true", help="write eval/results/")
     args = parser.parse_args(argv)
-    samples = world_samples(args.requests, seed=4)
+    requests = world_requests(args.requests, seed=4)
     results = {}
     for policy in args.schedule_policy:
         flags = ["--model-path", "bundled", "--schedule-policy", policy]
         with Server(flags, log=args.logs / f"concurrency-{policy}.log") as server:
-            results[policy] = load(server.url, samples, args.clients)
+            results[policy] = load(server.url, requests, args.clients)
     record = make_record("concurrency", spec=vars(args), results=results)
     if args.record:
         print("record:", write_record(record))
@@ -47,18 +48,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def load(url: str, samples: Sequence[Sample], clients: int) -> dict[str, Any]:
+def load(url: str, requests: Sequence[Request], clients: int) -> dict[str, Any]:
     """Closed loop of `clients`; the share of planned hits that did not come true, exact tokens, latency."""
 
-    def send(sample: Sample) -> tuple[float, dict[str, Any]]:
-        chunks = [{"id": c.id, "text": c.text} for c in sample.chunks]
-        messages = [{"role": "user", "content": sample.question}]
+    def send(request: Request) -> tuple[float, dict[str, Any]]:
+        chunks = [{"id": c.id, "text": c.text} for c in request.chunks]
+        messages = [{"role": "user", "content": request.question}]
         start = time.perf_counter()
         reply = post(url + "/rag/v1/chat/completions", {"messages": messages, "chunks": chunks, "max_tokens": 8})
         return time.perf_counter() - start, reply["chunkcache"]
 
     with ThreadPoolExecutor(clients) as pool:
-        answers = list(pool.map(send, samples))
+        answers = list(pool.map(send, requests))
     planned = sum(answer["chunks_planned"] for _, answer in answers)
     missed = sum(max(0, answer["chunks_planned"] - answer["chunks_hit"]) for _, answer in answers)
     exact = sum(answer["fates"]["exact"] for _, answer in answers)

@@ -1,6 +1,6 @@
 """Does reuse change an answer? Our server against stock SGLang, token by token (design contract 1).
 
-    python -m eval.bench.exactness --model-path M [--questions DIR] [--requests 200] [--record]
+    python -m eval.bench.exactness --model-path M [--task NAME --data DIR] [--requests 200] [--record]
 
 Our server gets RAG requests while its pool is too small for them (eviction), with prefill pieces smaller than a chunk and
 SGLang's strict memory checks on. The very same prompts then go, as token ids, to stock SGLang, and to stock SGLang that
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.http import get, post
-from eval.passages import Sample, load_samples, world_samples
 from eval.record import make_record, write_record
 from eval.server import Server
+from eval.task import Request, add_task_options, load_requests
 
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 
@@ -51,27 +51,24 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="bundled")
     parser.add_argument("--chat-template")
-    parser.add_argument(
-        "--questions", type=Path, help="folder with passages and questions; default: the generated world"
-    )
-    parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--max-new-tokens", type=int, default=12)
     parser.add_argument("--chunked-prefill-size", type=int, default=48)
     parser.add_argument("--max-total-tokens", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument("--record", action="store_true", help="write eval/results/")
+    add_task_options(parser)
+    parser.set_defaults(requests=200, k=4)
     args = parser.parse_args(argv)
-    samples = load_samples(args.questions, args.requests) if args.questions else world_samples(args.requests, args.seed)
-    results = compare(args, samples)
-    record = make_record("exactness", spec=vars(args) | {"requests": len(samples)}, results=results)
+    requests = load_requests(args)
+    results = compare(args, requests)
+    record = make_record("exactness", spec=vars(args) | {"requests": len(requests)}, results=results)
     if args.record:
         print("record:", write_record(record))
     print(json.dumps(record["results"]))
     return 1 if results["unexcused"] else 0
 
 
-def compare(args: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, Any]:
+def compare(args: argparse.Namespace, requests: Sequence[Request]) -> dict[str, Any]:
     """The three runs and their differences."""
     model = ["--model-path", args.model_path]
     model += ["--chat-template", args.chat_template] if args.chat_template else []
@@ -83,7 +80,7 @@ def compare(args: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, An
         str(args.max_total_tokens),
     ]
     with Server(tight, log=args.logs / "exactness-ours.log", env=STRICT) as server:
-        prompts, ours, fates = run_ours(server.url, samples, args)
+        prompts, ours, fates = run_ours(server.url, requests, args)
         stats = get(server.url + "/chunkcache/stats")
     with Server(["--stock", *tight], log=args.logs / "exactness-stock.log") as server:
         stock = [run_stock(server.url, ids, args) for ids in prompts]
@@ -110,14 +107,14 @@ def compare(args: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, An
 
 
 def run_ours(
-    url: str, samples: Sequence[Sample], args: argparse.Namespace
+    url: str, requests: Sequence[Request], args: argparse.Namespace
 ) -> tuple[list[list[int]], list[Answer], int]:
-    """Every sample through `/rag/v1/chat/completions`, four at a time in spirit of real load: order stays fixed here."""
+    """Every request through `/rag/v1/chat/completions`, four at a time in spirit of real load: order stays fixed here."""
     prompts, answers, exact = [], [], 0
-    for sample in samples:
+    for request in requests:
         body = {
-            "messages": [{"role": "user", "content": sample.question}],
-            "chunks": [{"id": chunk.id, "text": chunk.text} for chunk in sample.chunks],
+            "messages": [{"role": "user", "content": request.question}],
+            "chunks": [{"id": chunk.id, "text": chunk.text} for chunk in request.chunks],
             "temperature": 0,
             "max_tokens": args.max_new_tokens,
             "logprobs": True,

@@ -1,11 +1,10 @@
 """Is the front's prediction what SGLang then reports? Requests one at a time through the real server.
 
-    python -m eval.bench.prediction --data DIR [--requests 300] [--record]
+    python -m eval.bench.prediction --task mtrag --data DIR [--requests 300] [--record]
 
-DIR holds passages with text and questions or conversations (eval/passages.py); the model is small and random. For every
-request the front predicts how many prompt tokens the rank holds (head and planned chain). SGLang's own `cached_tokens` must
-equal that where the chain stops before the last chunk, and be at least that where all chunks hit: the excess is then a match
-inside the question. Without a planned chunk only a head can match.
+The model is small and random. For every request the front predicts how many prompt tokens the rank holds (head and planned
+chain). SGLang's own `cached_tokens` must equal that where the chain stops before the last chunk, and be at least that where
+all chunks hit: the excess is then a match inside the question. Without a planned chunk only a head can match.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from eval.http import get, post
-from eval.passages import Sample, load_samples, load_texts
 from eval.random_model import SHAPES, write_random_model
 from eval.record import make_record, write_record
 from eval.server import Server
+from eval.task import Request, add_task_options, load_requests, load_texts
 
 
 def main(argv: Sequence[str]) -> int:
     """Run; 1 if a prediction is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--max-total-tokens", type=int, default=400_000)
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument("--record", action="store_true", help="write eval/results/")
+    add_task_options(parser)
+    parser.set_defaults(requests=300)
     args = parser.parse_args(argv)
-    samples = load_samples(args.data, args.requests)
+    requests = load_requests(args)
     with tempfile.TemporaryDirectory() as folder:
-        model = write_random_model(Path(folder), SHAPES[1], load_texts(args.data))
+        model = write_random_model(Path(folder), SHAPES[1], load_texts(args))
         flags = ["--model-path", str(model), "--max-total-tokens", str(args.max_total_tokens)]
         with Server(flags, log=args.logs / "prediction.log") as server:
-            rows = [check(server.url, sample) for sample in samples]
+            rows = [check(server.url, request) for request in requests]
             stats = get(server.url + "/chunkcache/stats")
     wrong = [row for row in rows if not row["right"]]
     results = {
@@ -60,11 +59,11 @@ def main(argv: Sequence[str]) -> int:
     return 1 if wrong else 0
 
 
-def check(url: str, sample: Sample) -> dict[str, Any]:
+def check(url: str, request: Request) -> dict[str, Any]:
     """One request: what was predicted and what SGLang reports."""
     body = {
-        "messages": [{"role": "user", "content": sample.question}],
-        "chunks": [{"id": c.id, "text": c.text} for c in sample.chunks],
+        "messages": [{"role": "user", "content": request.question}],
+        "chunks": [{"id": c.id, "text": c.text} for c in request.chunks],
         "max_tokens": 1,
         "temperature": 0,
         "return_meta_info": True,

@@ -6,9 +6,7 @@ Three servers with the same flags (`--schedule-policy lpm --sleep-on-idle`) and 
 stock SGLang with the Python `RadixCache` that ours derives from (stock's default tree is another). Each gets every request,
 one at a time, in ABBA order, so that machine noise hits all alike; each keeps the cache that its own traffic left.
 
-Lengths are the data's divided by `--scale`. RAGPulse has no text: every component becomes that many random words, the same
-wherever it occurs. Its system prompts end in a block that no other request has; in front of the chunks that would leave
-nothing to reuse for anybody, so all arms get the shared first block, the chunks, then everything else. Stock servers get
+Lengths are the data's divided by `--scale`; how RAGPulse becomes text is said in eval/tasks/ragpulse.py. Stock servers get
 what an application sends today: `/v1/chat/completions` with the chunks in retriever order in the user message, every turn.
 Weights are random: nothing here says anything about quality.
 
@@ -18,47 +16,36 @@ Weights are random: nothing here says anything about quality.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import random
 import statistics
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eval.http import get
 from eval.intervals import bootstrap, quantile
-from eval.passages import load_samples, load_texts
 from eval.random_model import SHAPES, write_random_model
 from eval.record import make_record, write_record
 from eval.server import Server
+from eval.task import Request, Source, TextChunk, load_task, requests_of
 
 OURS, STOCK, PYTHON_TREE = "ours", "stock", "stock_python_tree"
 ARMS = {OURS: [], STOCK: ["--stock"], PYTHON_TREE: ["--stock", "--radix-cache-backend", "python_radix"]}
 
 
-@dataclass
-class Request:
-    """One RAG request: a system prompt, chunks in retriever order, the rest of the user's text."""
-
-    system: str
-    chunks: list[tuple[str, str]]
-    question: str
-    conversation: str | None = None
-    history: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    """Messages of earlier turns as each arm has seen them; shared between the turns of one conversation."""
+Message = dict[str, str]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run all arms and print ratios with intervals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder of the load")
+    parser.add_argument("--data", type=Path, required=True, help="folder with ragpulse/ and mtrag/")
     parser.add_argument("--load", choices=("ragpulse", "mtrag", "fresh"), required=True)
     parser.add_argument("--pairs", type=int, default=80)
     parser.add_argument("--warm-up", type=int, default=40, help="requests before the measured ones")
@@ -70,10 +57,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--record", action="store_true", help="write eval/results/")
     args = parser.parse_args(argv)
     count = args.warm_up + args.pairs
-    if args.load != "mtrag":
-        requests, texts = ragpulse_requests(args.data, count, args.scale, fresh=args.load == "fresh")
-    else:
-        requests, texts = mtrag_requests(args.data, count, args.scale), load_texts(args.data)
+    requests, texts = read_load(args.load, args.data, count, args.scale)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = write_random_model(Path(folder), SHAPES[args.params], texts)
         flags = ["--model-path", str(model), "--schedule-policy", "lpm", "--sleep-on-idle", "--enable-cache-report"]
@@ -98,17 +82,19 @@ def main(argv: Sequence[str]) -> int:
 def run(servers: dict[str, Server], requests: Sequence[Request]) -> list[dict[str, Any]]:
     """Every request through every arm, the order of the arms turned round each time (ABBA)."""
     rows = []
+    histories: dict[tuple[str, str], list[Message]] = {}
     for i, request in enumerate(requests):
         arms = list(servers) if i % 2 == 0 else list(servers)[::-1]
-        row = {arm: send(servers[arm].url, arm, request) for arm in arms}
+        row = {arm: send(servers[arm].url, arm, request, histories) for arm in arms}
         rows.append(row)
         print(i, {arm: (round(r["ttft_s"], 3), r["cached"], r["prompt"]) for arm, r in row.items()}, flush=True)
     return rows
 
 
-def send(url: str, arm: str, request: Request) -> dict[str, Any]:
-    """Stream one request; seconds to the first token, prompt and cached tokens."""
-    history = request.history.setdefault(arm, [{"role": "system", "content": request.system}])
+def send(url: str, arm: str, request: Request, histories: dict[tuple[str, str], list[Message]]) -> dict[str, Any]:
+    """Stream one request; seconds to the first token, prompt and cached tokens. `histories`: as each arm has seen them."""
+    begun = (arm, request.conversation or request.id)
+    history = histories.setdefault(begun, [{"role": "system", "content": request.system}])
     body: dict[str, Any] = {
         "temperature": 0,
         "max_tokens": 8 if request.conversation else 2,
@@ -118,11 +104,11 @@ def send(url: str, arm: str, request: Request) -> dict[str, Any]:
     if arm == OURS:
         path = "/rag/v1/chat/completions"
         message = {"role": "user", "content": request.question}
-        body["chunks"] = [{"id": name, "text": text} for name, text in request.chunks]
+        body["chunks"] = [{"id": chunk.id, "text": chunk.text} for chunk in request.chunks]
         body["conversation_id"] = request.conversation
     else:
         path = "/v1/chat/completions"
-        text = "".join(text + "\n\n" for _, text in request.chunks) + request.question
+        text = "".join(chunk.text + "\n\n" for chunk in request.chunks) + request.question
         message = {"role": "user", "content": text}
     body["messages"] = [*history, message]
     data = json.dumps(body).encode()
@@ -142,7 +128,7 @@ def send(url: str, arm: str, request: Request) -> dict[str, Any]:
             content += delta.get("content") or ""
             usage = event.get("usage") or usage
     if request.conversation:
-        request.history[arm] += [message, {"role": "assistant", "content": content}]
+        history += [message, {"role": "assistant", "content": content}]
     details = usage.get("prompt_tokens_details") or {}
     return {"ttft_s": first, "prompt": usage["prompt_tokens"], "cached": details.get("cached_tokens")}
 
@@ -180,53 +166,21 @@ def _ratio(pairs: Sequence[tuple[float, float]], q: float) -> float:
     return quantile([a for a, _ in pairs], q) / quantile([b for _, b in pairs], q)
 
 
-def ragpulse_requests(folder: Path, count: int, scale: int, *, fresh: bool = False) -> tuple[list[Request], list[str]]:
-    """The trace's first requests with passages, every component as random words of its length / scale."""
-    lengths = {(row["kind"], row["id"]): row["token_length"] for row in _rows(folder / "components.jsonl.gz")}
-    words = [
-        a + b + c for a in "bdfgklmnprst" for b in ("a", "e", "i", "o") for c in ("ran", "sel", "tor", "min", "dus")
-    ]
-
-    def text(kind: str, ident: int) -> str:
-        rng = random.Random(f"{kind} {ident}")
-        return " ".join(rng.choices(words, k=max(1, lengths.get((kind, ident), scale) // scale)))
-
-    requests: list[Request] = []
-    for row in _rows(folder / "requests.jsonl.gz"):
-        if not row["passages"] or len(requests) == count:
-            continue
-        rest = [text("sys_prompt", i) for i in row["sys_prompt"][1:]]
-        rest += [text(kind, i) for kind in ("history", "web_search", "user_input") for i in row[kind]]
-        requests.append(
-            Request(
-                text("sys_prompt", row["sys_prompt"][0]),
-                [(str(i), f"{len(requests)} " * fresh + text("passage", i)) for i in dict.fromkeys(row["passages"])],
-                " ".join(rest),
-            )
-        )
-    return requests, [" ".join(words)] * 50
+def read_load(load: str, data: Path, count: int, scale: int) -> tuple[list[Request], list[str]]:
+    """The first requests, every list as long as the data has it, and texts to train the tokenizer on."""
+    source = Source("mtrag" if load == "mtrag" else "ragpulse", data, requests=count, k=1000, scale=scale)
+    task = load_task(source)
+    requests = requests_of(source, task)
+    if load == "mtrag":
+        requests = [replace(request, system="Answer from the passages.") for request in requests]
+    if load == "fresh":
+        requests = [_with_fresh_chunks(request, number) for number, request in enumerate(requests)]
+    return requests, [passage.text for passage in task.passages]
 
 
-def mtrag_requests(folder: Path, count: int, scale: int) -> list[Request]:
-    """Conversations turn by turn; texts cut to 1/scale of their words."""
-
-    def cut(text: str) -> str:
-        words = text.split(" ")
-        return " ".join(words[: max(1, len(words) // scale)])
-
-    requests: list[Request] = []
-    histories: dict[str, dict[str, list[dict[str, str]]]] = {}
-    for sample in load_samples(folder, count):
-        assert sample.conversation is not None
-        history = histories.setdefault(sample.conversation, {})
-        chunks = [(chunk.id, cut(chunk.text)) for chunk in sample.chunks]
-        requests.append(Request("Answer from the passages.", chunks, sample.question, sample.conversation, history))
-    return requests
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+def _with_fresh_chunks(request: Request, number: int) -> Request:
+    chunks = tuple(TextChunk(chunk.id, f"{number} {chunk.text}") for chunk in request.chunks)
+    return replace(request, chunks=chunks)
 
 
 if __name__ == "__main__":

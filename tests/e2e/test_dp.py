@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from eval.http import get, post
-from eval.passages import world_samples
 from eval.server import Server
+from eval.tasks.world import world_requests
 
 pytestmark = pytest.mark.engine
 
@@ -17,13 +17,13 @@ def test_repeated_chunks_go_where_they_are_cached(dp_server: Server) -> None:
     """The same chunks again, in any order: same rank, all hit, although both ranks are idle."""
     home: dict[str, int] = {}
     for _ in range(3):
-        for sample in world_samples(4, seed=21):
-            chunks = [{"id": c.id, "text": c.text} for c in reversed(sample.chunks)]
-            body = {"messages": [{"role": "user", "content": sample.question}], "chunks": chunks, "max_tokens": 2}
+        for request in world_requests(4, seed=21):
+            chunks = [{"id": c.id, "text": c.text} for c in reversed(request.chunks)]
+            body = {"messages": [{"role": "user", "content": request.question}], "chunks": chunks, "max_tokens": 2}
             reply = post(dp_server.url + "/rag/v1/chat/completions", body)["chunkcache"]
-            key = " ".join(sorted(c.id for c in sample.chunks))
+            key = " ".join(sorted(c.id for c in request.chunks))
             if key in home:
-                assert (reply["dp_rank"], reply["chunks_hit"]) == (home[key], len(sample.chunks))
+                assert (reply["dp_rank"], reply["chunks_hit"]) == (home[key], len(request.chunks))
             home[key] = reply["dp_rank"]
     assert set(home.values()) == {0, 1}
 
@@ -39,11 +39,11 @@ def test_client_header_does_not_choose_the_rank(dp_server: Server) -> None:
 
 def test_both_mirrors_agree(dp_server: Server) -> None:
     """What the front believes of each rank is what the rank holds."""
-    for sample in world_samples(8, seed=22):
-        chunks = [{"id": c.id, "text": c.text} for c in sample.chunks]
+    for request in world_requests(8, seed=22):
+        chunks = [{"id": c.id, "text": c.text} for c in request.chunks]
         post(
             dp_server.url + "/rag/v1/chat/completions",
-            {"messages": [{"role": "user", "content": sample.question}], "chunks": chunks, "max_tokens": 1},
+            {"messages": [{"role": "user", "content": request.question}], "chunks": chunks, "max_tokens": 1},
         )
     stats = get(dp_server.url + "/chunkcache/stats")
     assert [rank["dp_rank"] for rank in stats["ranks"]] == [0, 1]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from eval.bench.exactness import differences, run_ours, run_stock
-from eval.passages import world_samples
 from eval.server import Server
+from eval.tasks.world import world_requests
 
 pytestmark = pytest.mark.engine
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 def test_answers_equal_stock_without_reuse(rag_server: Server, tmp_path: Path) -> None:
     """40 requests under eviction, pieces smaller than a chunk: greedy tokens as from stock SGLang that never reuses."""
     args = argparse.Namespace(max_new_tokens=12)
-    prompts, ours, reused = run_ours(rag_server.url, world_samples(40, seed=7), args)
+    prompts, ours, reused = run_ours(rag_server.url, world_requests(40, seed=7), args)
     with Server(
         ["--stock", "--model-path", "bundled"], log=tmp_path / "stock.log", env={"SGLANG_RADIX_FORCE_MISS": "1"}
     ) as stock:

@@ -16,18 +16,19 @@ import pytest
 
 from eval.errors import CommandError
 from eval.http import get, post
-from eval.passages import Sample, world_samples
 from eval.server import Server
+from eval.task import Request
+from eval.tasks.world import world_requests
 
 pytestmark = pytest.mark.engine
 
 POOL_TOKENS = 2400
 
 
-def body_of(sample: Sample, **extra: Any) -> dict[str, Any]:
-    """The request of a sample."""
-    chunks = [{"id": c.id, "text": c.text} for c in sample.chunks]
-    return {"messages": [{"role": "user", "content": sample.question}], "chunks": chunks, "temperature": 0, **extra}
+def body_of(request: Request, **extra: Any) -> dict[str, Any]:
+    """What is posted for a request."""
+    chunks = [{"id": c.id, "text": c.text} for c in request.chunks]
+    return {"messages": [{"role": "user", "content": request.question}], "chunks": chunks, "temperature": 0, **extra}
 
 
 CLIENT = """
@@ -39,9 +40,9 @@ stream.read()
 """
 
 
-def kill_mid_stream(server: Server, sample: Sample) -> None:
+def kill_mid_stream(server: Server, request: Request) -> None:
     """Start a client process, wait until its stream has begun, `kill -9` it."""
-    body = json.dumps(body_of(sample, stream=True, max_tokens=400, ignore_eos=True))
+    body = json.dumps(body_of(request, stream=True, max_tokens=400, ignore_eos=True))
     command = [sys.executable, "-c", CLIENT, server.url + "/rag/v1/chat/completions", body]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
         assert client.stdout is not None
@@ -53,7 +54,7 @@ def assert_clean(server: Server) -> None:
     """Idle: every slot is free or evictable, no plan or load is open, and mirror and tree agree."""
     deadline = time.monotonic() + 30
     while True:
-        post(server.url + "/rag/v1/chat/completions", body_of(world_samples(1, seed=5)[0], max_tokens=1))
+        post(server.url + "/rag/v1/chat/completions", body_of(world_requests(1, seed=5)[0], max_tokens=1))
         time.sleep(1.0)
         stats = get(server.url + "/chunkcache/stats")
         rank = stats["ranks"][0]
@@ -72,19 +73,19 @@ def assert_clean(server: Server) -> None:
 def test_killed_clients_leave_nothing(rag_server: Server) -> None:
     """Ten clients vanish in mid-stream; the server aborts their requests."""
     aborted = get(rag_server.url + "/chunkcache/stats")["requests"].get("aborted", 0)
-    for sample in world_samples(10, seed=1):
-        kill_mid_stream(rag_server, sample)
+    for request in world_requests(10, seed=1):
+        kill_mid_stream(rag_server, request)
     assert_clean(rag_server)
     assert get(rag_server.url + "/chunkcache/stats")["requests"]["aborted"] >= aborted + 8
 
 
 def test_fifty_parallel_clients(rag_server: Server) -> None:
     """More requests than fit, some of them ending on their first token: all answered, eviction under way."""
-    samples = world_samples(50, seed=2)
+    requests = world_requests(50, seed=2)
     lengths = random.Random(0).choices([1, 2, 12], k=50)
     evicted = get(rag_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"]
     with ThreadPoolExecutor(50) as pool:
-        bodies = [body_of(sample, max_tokens=n) for sample, n in zip(samples, lengths, strict=True)]
+        bodies = [body_of(request, max_tokens=n) for request, n in zip(requests, lengths, strict=True)]
         replies = list(pool.map(lambda body: post(rag_server.url + "/rag/v1/chat/completions", body), bodies))
     assert all(sum(r["chunkcache"]["fates"].values()) == r["usage"]["prompt_tokens"] for r in replies)
     assert get(rag_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] > evicted
@@ -105,8 +106,8 @@ def test_flush_during_load(rag_server: Server) -> None:
 
     thread = threading.Thread(target=flush)
     thread.start()
-    for sample in world_samples(30, seed=3):
-        post(rag_server.url + "/rag/v1/chat/completions", body_of(sample, max_tokens=2))
+    for request in world_requests(30, seed=3):
+        post(rag_server.url + "/rag/v1/chat/completions", body_of(request, max_tokens=2))
     stop.set()
     thread.join()
     assert_clean(rag_server)
@@ -116,7 +117,7 @@ def test_flush_during_load(rag_server: Server) -> None:
 
 def test_retracted_requests_are_served_in_the_end(retracting_server: Server) -> None:
     """A request taken back matches again with its answer so far behind the prompt; slots and mirror still add up."""
-    bodies = [body_of(sample, max_tokens=60, ignore_eos=True) for sample in world_samples(16, seed=6)]
+    bodies = [body_of(request, max_tokens=60, ignore_eos=True) for request in world_requests(16, seed=6)]
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda body: post(retracting_server.url + "/rag/v1/chat/completions", body), bodies))
     assert all(reply["usage"]["completion_tokens"] == 60 for reply in replies)

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from eval.http import get, post
-from eval.passages import world_samples
 from eval.server import Server
+from eval.tasks.world import world_requests
 from radix_ext import ChunkId, Span
 from sglang_chunkcache.request_spans import Acknowledgement, pack
 
@@ -72,18 +72,18 @@ def test_prefix_of_a_chain_is_reused_and_extended(rag_server: Server) -> None:
 def test_answers_come_from_the_chunks(rag_server: Server) -> None:
     """The bundled model answers from whatever order and reuse the cache chose; a broken cache would show here."""
     flush(rag_server)
-    samples = world_samples(40, seed=11)
+    requests = world_requests(40, seed=11)
     right = reused = 0
-    for sample in samples:
-        chunks = [{"id": c.id, "text": c.text} for c in sample.chunks]
+    for request in requests:
+        chunks = [{"id": c.id, "text": c.text} for c in request.chunks]
         body = {
-            "messages": [{"role": "user", "content": sample.question}],
+            "messages": [{"role": "user", "content": request.question}],
             "chunks": chunks,
             "temperature": 0,
             "max_tokens": 24,
         }
         reply = post(rag_server.url + "/rag/v1/chat/completions", body)
-        right += reply["choices"][0]["message"]["content"].strip() in sample.answers
+        right += reply["choices"][0]["message"]["content"].strip() in request.answers
         reused += reply["chunkcache"]["chunks_hit"]
     assert reused > 40
     assert right >= 38  # the model is right on 200 of 200 (bundled_model/README.md)

@@ -1,7 +1,10 @@
-"""`python -m eval replay` as a user runs it: the trace format, the report, and every mistake in one clear line."""
+"""`python -m eval replay` as a user runs it: one cell, the comparison and its verdict, grids, folders, mistakes."""
+
+from __future__ import annotations
 
 import gzip
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from eval.__main__ import main
+from radix_ext import replay_trace
 
 TRACE: list[dict[str, object]] = [
     {"passages": ["a", "b", "a"], "lengths": [5, 7, 5], "timestamp": 0.5},
@@ -26,8 +30,8 @@ def write_trace(path: Path, records: list[dict[str, object]]) -> Path:
 
 
 def run_json(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> dict[str, Any]:
-    """The report: the last stdout line of a run that must succeed."""
-    assert main(["replay", "--trace", str(trace), *options, "--json"]) == 0
+    """The report: the last stdout line of a run that must succeed; one cell unless the options ask for more."""
+    assert main(["replay", "--trace", str(trace), *(options or ["--order", "tree"]), "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert isinstance(report, dict)
     return report
@@ -78,76 +82,32 @@ def test_options_reach_the_replay(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_table_without_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For people: one line per setting and figure."""
-    assert main(["replay", "--trace", str(write_trace(tmp_path / "trace.jsonl", TRACE))]) == 0
+    trace = write_trace(tmp_path / "trace.jsonl", TRACE)
+    assert main(["replay", "--trace", str(trace), "--order", "tree"]) == 0
     assert "chunk_hit_rate   0.2857" in capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "has no request with passages"),
-        (b'{"passages": []}\n', "has no request with passages"),
-        (b'{"passages": [1]}\n\n{"passages": [1]\n', "line 3: Expecting"),
-        (b"[1, 2]\n", "line 1: must be a JSON object but is a list"),
-        (b"null\n", "line 1: must be a JSON object but is null"),
-        (b'{"question": "?"}\n', 'line 1: has neither "passages" nor "chunks"'),
-        (b'{"passages": "abc"}\n', 'line 1: "passages" must be a list but is a string'),
-        (b'{"passages": [1.5]}\n', 'line 1: "passages" must hold strings or integers but has a number'),
-        (b'{"passages": [true]}\n', 'line 1: "passages" must hold strings or integers but has a boolean'),
-        (b'{"chunks": [[1]]}\n', 'line 1: "chunks" must hold strings or integers but has a list'),
-        (b'{"passages": [1, 2], "lengths": [3]}\n', 'line 1: "lengths" must be a list of 2 token counts'),
-        (b'{"passages": [1], "lengths": 3}\n', 'line 1: "lengths" must be a list of 1 token counts'),
-        (b'{"passages": [1], "lengths": [0]}\n', 'line 1: "lengths" must hold positive integers but has 0'),
-        (b'{"passages": [1], "lengths": ["3"]}\n', "line 1: \"lengths\" must hold positive integers but has '3'"),
-        (b'{"passages": ["\xff"]}\n', "cannot be read after line 0: 'utf-8' codec"),
-        (b"[" * 100_000, "line 1: "),
-    ],
-)
-def test_bad_trace_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
-) -> None:
-    """File, line and reason on stderr, exit code 2, nothing on stdout."""
+def test_bad_trace_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """File, line and reason on stderr, exit code 2, nothing on stdout; every mistake is in test_trace.py."""
     path = tmp_path / "trace.jsonl"
-    path.write_bytes(content)
+    path.write_text('{"passages": [1]}\n{"passages": "abc"}\n')
     assert main(["replay", "--trace", str(path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"eval replay: {path}")
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("trace.jsonl", None, "does not exist"),
-        ("trace.jsonl.gz", b"plain text", "cannot be read after line 0: Not a gzipped file"),
-        ("trace.jsonl.gz", gzip.compress(b'{"passages": [1]}\n' * 999)[:-9], "cannot be read after line"),
-        ("trace.jsonl.gz", gzip.compress(b"x")[:10] + b"\xff" * 40, "cannot be read after line 0"),
-    ],
-)
-def test_unreadable_file_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None, message: str
-) -> None:
-    """Missing, not gzip, cut off, garbage inside."""
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    assert main(["replay", "--trace", str(path)]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-
-
-def test_directory_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same one line."""
-    assert main(["replay", "--trace", str(tmp_path)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert captured.err == f'eval replay: {path}, line 2: "passages" must be a list but is a string\n'
 
 
 @pytest.mark.parametrize(
     "options",
-    [["--order", "best"], ["--capacity", "-1"], ["--capacity", "many"], ["--window", "0"], ["--k", "0"], ["--bogus"]],
+    [
+        ["--order", "best"],
+        ["--capacity", "-1"],
+        ["--capacity", "many"],
+        ["--window", "0"],
+        ["--k", "0"],
+        ["--worth", "2"],
+        ["--bogus"],
+    ],
 )
 def test_bad_options_end_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     """argparse names the option."""
@@ -155,6 +115,51 @@ def test_bad_options_end_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["replay", "--trace", str(tmp_path / "trace.jsonl"), *options])
     assert exit_info.value.code == 2
     assert options[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "."], "--data goes with --task"),
+        (["--capacity", "5", "--capacity-tokens", "5"], "give --capacity or --capacity-tokens, not both"),
+    ],
+)
+def test_options_that_contradict_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    """One clear line."""
+    records = [{"passages": [1], "lengths": [2]}]
+    trace = write_trace(tmp_path / "trace.jsonl", records)  # type: ignore[arg-type]
+    assert main(["replay", "--trace", str(trace), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_task_is_replayed_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The generated world's requests, by name; its chunks recur."""
+    options = [
+        "--task",
+        "world",
+        "--max-requests",
+        "20",
+        "--order",
+        "retriever",
+        "tree",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert main(["replay", *options]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [cell["num_requests"] for cell in results["cells"]] == [20, 20]
+    assert results["overlap"]["seen_before"]["value"] > 0
+
+
+def test_verdict_names_the_policies_that_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two evictions at one room are two verdicts; stock's is LRU in both."""
+    trace = write_trace(tmp_path / "trace.jsonl", popular_sets(200))
+    options = ["--order", "retriever", "tree", "--eviction", "reused", "lru", "--capacity", "20"]
+    _, results = compare(capsys, trace, *options)
+    found = [line for line in results["verdict"] if line.startswith("Room for 20 chunks, eviction ")]
+    assert [line.split(": ")[1].startswith("stock SGLang finds") for line in found] == [True, True]
 
 
 def test_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,11 +180,207 @@ def test_command_runs_without_any_installed_package(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", TRACE)
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "eval", "replay", "--trace", str(trace), "--json"],
+        [sys.executable, "-S", "-m", "eval", "replay", "--trace", str(trace), "--order", "tree", "--json"],
         cwd=root,
         capture_output=True,
         text=True,
         check=True,
     )
     assert json.loads(done.stdout.splitlines()[-1])["chunk_hit_rate"] == 2 / 7
+    assert done.stderr == ""
+
+
+# --- the comparison and its verdict ---
+
+
+def popular_sets(n: int, *, seed: int = 0) -> list[dict[str, object]]:
+    """Requests that share sets of chunks in turning order: reuse that only an order can find."""
+    rng = random.Random(seed)
+    sets = [[f"s{number}-{i}" for i in range(5)] for number in range(10)]
+    return [{"passages": rng.sample(rng.choice(sets), 5)} for _ in range(n)]
+
+
+def compare(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> tuple[list[str], dict[str, Any]]:
+    """(stdout lines, results) of a run without a setting of the grid."""
+    assert main(["replay", "--trace", str(trace), "--out", str(trace.parent / "run"), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return lines, json.loads(lines[-1])
+
+
+def test_comparison_of_a_clear_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sets in turning order: stock finds little, ours nearly all; nine cells, a verdict for each room, a record."""
+    trace = write_trace(tmp_path / "trace.jsonl", popular_sets(400))
+    lines, results = compare(capsys, trace)
+    assert lines[-1] == json.dumps(results)
+    assert [(cell["cell"]["order"], cell["cell"]["capacity"]) for cell in results["cells"]] == [
+        (order, capacity) for capacity in (0, 12, 6) for order in ("retriever", "frequency", "tree")
+    ]
+    unlimited = results["cells"][2]["chunk_hit_rate"]
+    assert unlimited["low"] <= unlimited["value"] <= unlimited["high"]
+    assert unlimited["value"] > 0.95
+    assert results["cells"][0]["chunk_hit_rate"]["value"] < 0.6
+    assert any("WORTH IT with no limit of room" in line for line in results["verdict"])
+    assert f"record: {tmp_path / 'run'}" in lines
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["kind"], record["complete"], record["results"]) == ("replay", True, results)
+
+
+def test_trace_without_any_overlap_is_not_worth_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing comes twice: zero for everybody, and no wish to be fair to us turns that around."""
+    records: list[dict[str, object]] = [{"passages": [f"{n}-{i}" for i in range(5)]} for n in range(300)]
+    _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", records))
+    assert results["overlap"]["seen_before"]["value"] == 0
+    assert {cell["chunk_hit_rate"]["high"] for cell in results["cells"]} == {0}
+    (verdict,) = [line for line in results["verdict"] if line.startswith("Verdict")]
+    assert verdict == "Verdict: NOT WORTH IT with no limit of room; with room for 375 chunks; with room for 187 chunks."
+
+
+def test_short_trace_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ninety requests may differ by luck however much they differ."""
+    _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", popular_sets(90)))
+    assert any(line.startswith("Verdict: CANNOT BE TOLD FROM THIS TRACE with no limit") for line in results["verdict"])
+    assert any(line.startswith("Warning: 90 requests are few") for line in results["verdict"])
+
+
+def test_gain_around_the_threshold_cannot_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The interval holds the gain asked for: neither yes nor no."""
+    trace = write_trace(tmp_path / "trace.jsonl", popular_sets(400))
+    _, results = compare(capsys, trace)
+    gain = next(c["value"] for c in results["contrasts"] if c["b"] == "tree")
+    (tmp_path / "run" / "record.json").unlink()
+    (tmp_path / "run" / "samples.jsonl").unlink()
+    _, results = compare(capsys, trace, "--worth", f"{gain:.4f}")
+    assert any(line.startswith("Verdict: CANNOT BE TOLD") for line in results["verdict"])
+
+
+def test_token_rooms_come_from_the_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Operators know KV tokens: a quarter and an eighth of the distinct chunks' tokens, or what they name."""
+    records = [{**record, "lengths": [10] * 5} for record in popular_sets(120)]
+    trace = write_trace(tmp_path / "trace.jsonl", records)
+    _, results = compare(capsys, trace)
+    assert [cell["cell"]["capacity_tokens"] for cell in results["cells"][::3]] == [0, 125, 62]
+    assert results["cells"][0]["token_hit_rate"]["value"] > 0
+    report = run_json(capsys, trace, "--order", "tree", "--capacity-tokens", "125")
+    assert report["peak_nodes"] == 12
+    write_trace(trace, popular_sets(5))
+    assert main(["replay", "--trace", str(trace), "--capacity-tokens", "125"]) == 2
+    assert "needs a trace with lengths on every request" in capsys.readouterr().err
+
+
+def test_warm_up_is_served_and_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warm cache: the second of two equal requests finds everything."""
+    trace = write_trace(tmp_path / "trace.jsonl", [{"passages": [1, 2]}] * 2)
+    report = run_json(capsys, trace, "--order", "tree", "--warm-up", "1")
+    assert (report["num_requests"], report["chunk_hit_rate"], report["seen_before"]) == (1, 1.0, 1.0)
+    assert main(["replay", "--trace", str(trace), "--order", "tree", "--warm-up", "2"]) == 2
+    assert "--warm-up 2 leaves none of 2 requests to measure" in capsys.readouterr().err
+
+
+def test_later_turns_hit_nothing_and_drop_what_was_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CRAFT 4.3 and fig. 12: reduction by order and by conversation are told apart; stock drops nothing."""
+    records: list[dict[str, object]] = [
+        {"passages": ["a", "b"], "conversation": "x"},
+        {"passages": ["b", "a"], "conversation": "y"},
+        {"passages": ["a", "c"], "conversation": "x"},
+    ]
+    trace = write_trace(tmp_path / "trace.jsonl", records)
+    _, results = compare(capsys, trace, "--order", "retriever", "tree")
+    stock, ours = results["cells"]
+    assert (stock["cell"]["dedup"], ours["cell"]["dedup"]) == ("off", "shown")
+    shares = {name: share["value"] for name, share in stock["reduction"]["chunks"].items()}
+    assert shares == {"general": 0, "conversation_scoped": 0, "history_lost": 0}
+    shares = {name: share["value"] for name, share in ours["reduction"]["chunks"].items()}
+    assert shares == {"general": 2 / 6, "conversation_scoped": 1 / 6, "history_lost": 0}
+    (contrast,) = results["contrasts"]
+    assert contrast["value"] == pytest.approx(3 / 6)
+
+
+def test_histories_that_are_lost_count_against_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What must be computed once more is no saving, however much was found elsewhere."""
+    turns: list[dict[str, object]] = [
+        {"passages": ["a", "b"], "conversation": "x"},
+        {"passages": ["o"]},
+        {"passages": ["p"]},
+        {"passages": ["a"], "conversation": "x"},
+    ]
+    trace = write_trace(tmp_path / "trace.jsonl", turns)
+    _, results = compare(capsys, trace, "--order", "tree", "--capacity", "2", "0")
+    saved = {cell["cell"]["capacity"]: cell["saved"]["chunks"]["value"] for cell in results["cells"]}
+    assert saved == {2: (1 - 2) / 5, 0: 1 / 5}
+
+
+# --- grids and folders ---
+
+
+def test_grid_leaves_out_what_would_be_the_same_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tail matters to `tree` only, an eviction where room is limited, a window where something counts."""
+    trace = write_trace(tmp_path / "trace.jsonl", TRACE)
+    options = ["--order", "retriever", "tree", "--tail", "rank", "frequency", "--eviction", "lru", "reused"]
+    _, results = compare(capsys, trace, *options, "--window", "1", "1000", "--k", "1", "2")
+    cells = [cell["cell"] for cell in results["cells"]]
+    assert len(cells) == 2 * (1 + 1 + 2)
+    assert {cell["eviction"] for cell in cells} == {None}
+    assert [cell["tail"] for cell in cells if cell["order"] == "retriever"] == [None, None]
+
+
+def test_grid_cell_equals_the_single_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However many cells are asked for, each is the replay of its settings alone."""
+    trace = write_trace(tmp_path / "trace.jsonl", popular_sets(60))
+    _, results = compare(
+        capsys, trace, "--order", "retriever", "frequency", "tree", "--capacity", "20", "--window", "5"
+    )
+    for cell in results["cells"]:
+        alone = run_json(capsys, trace, "--order", cell["cell"]["order"], "--capacity", "20", "--window", "5")
+        assert alone["chunk_hit_rate"] == cell["chunk_hit_rate"]["value"]
+
+
+def test_interrupted_grid_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C leaves a valid record of the cells so far; the same command takes only the others."""
+    trace = write_trace(tmp_path / "trace.jsonl", popular_sets(30))
+    command = ["replay", "--trace", str(trace), "--order", "retriever", "tree", "--out", str(tmp_path / "run")]
+    replayed: list[object] = []
+
+    def second_is_interrupted(*args: Any, **kwargs: Any) -> Any:
+        replayed.append(args)
+        if len(replayed) == 2:
+            raise KeyboardInterrupt
+        return replay_trace(*args, **kwargs)
+
+    monkeypatch.setattr("eval.replay.command.replay_trace", second_is_interrupted)
+    assert main(command) == 130
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["complete"], len(record["results"]["cells"])) == (False, 1)
+    assert main(command) == 0
+    assert len(replayed) == 3
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]) == 2
+
+
+def test_other_trace_of_the_same_name_is_no_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two halves of two traces would make one wrong record."""
+    trace = write_trace(tmp_path / "trace.jsonl", TRACE)
+    command = ["replay", "--trace", str(trace), "--k", "1", "2", "--out", str(tmp_path / "run")]
+    assert main(command) == 0
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    (tmp_path / "run" / "record.json").write_text(json.dumps(record | {"complete": False}))
+    write_trace(trace, TRACE[:1])
+    assert main(command) == 2
+    assert "was begun with other settings: trace_sha256" in capsys.readouterr().err
+
+
+def test_comparison_runs_without_any_installed_package(tmp_path: Path) -> None:
+    """A stranger's first command, with the folder it makes where it is run."""
+    trace = write_trace(tmp_path / "trace.jsonl", TRACE)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "eval", "replay", "--trace", str(trace)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert len(json.loads(done.stdout.splitlines()[-1])["cells"]) == 9
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "record.json").read_text())["complete"]
     assert done.stderr == ""

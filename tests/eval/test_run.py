@@ -152,7 +152,7 @@ def test_interrupted_command_ends_with_130(monkeypatch: pytest.MonkeyPatch, caps
     def interrupted(argv: Sequence[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eval.replay.main", interrupted)
+    monkeypatch.setattr("eval.replay.command.main", interrupted)
     assert main(["replay"]) == 130
     assert capsys.readouterr().err == "eval replay: interrupted\n"
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from radix_ext import (
+    EVICTION_POLICIES,
     AdmissionPolicy,
     Chunk,
     ChunkId,
     ChunkPrefixTree,
+    DedupPolicy,
     EvictionPolicy,
     EvictionQueue,
     LimitError,
@@ -24,6 +26,7 @@ from radix_ext import (
     Tier,
     overlap,
     replay_trace,
+    seen_before,
 )
 from tests.reference.naive_replay import naive_hits
 
@@ -46,9 +49,12 @@ def run(
     tail: TailPolicy = "rank",
     eviction: EvictionPolicy = "lru",
     admission: AdmissionPolicy = "all",
+    dedup: DedupPolicy = "shown",
     capacity: int | None = None,
+    capacity_tokens: int | None = None,
     window: int = 1000,
     threshold: int = 2,
+    conversations: list[str | None] | None = None,
 ) -> ReplayResult:
     return replay_trace(
         trace,
@@ -57,11 +63,14 @@ def run(
             tail=tail,
             eviction=eviction,
             admission=admission,
+            dedup=dedup,
             capacity=capacity,
+            capacity_tokens=capacity_tokens,
             window=window,
             threshold=threshold,
             max_visits=1000,
         ),
+        conversations=conversations,
     )
 
 
@@ -77,15 +86,15 @@ def test_replay_equals_the_naive_simulator(
     trace = make_trace(150)
     result = run(as_chunks(trace), order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3)
     expected = naive_hits(trace, order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3)
-    assert result.num_chunk_hits == expected
-    assert 0 < expected < result.num_chunks
+    assert result.total.num_hits == expected
+    assert 0 < expected < result.total.num_chunks
 
 
 def test_result_accounts_for_everything() -> None:
     """Counts, rates and bounds by hand: the second request hits both chunks, the third one of two."""
     result = run([[*chunks] for chunks in as_chunks([["a", "b"], ["b", "a"], ["a", "c"]], num_tokens=5)], capacity=2)
-    assert (result.num_requests, result.num_chunks, result.num_chunk_hits) == (3, 6, 3)
-    assert (result.num_tokens, result.num_token_hits) == (30, 15)
+    assert (len(result.requests), result.total.num_chunks, result.total.num_hits) == (3, 6, 3)
+    assert (result.total.num_tokens, result.total.num_token_hits) == (30, 15)
     assert (result.chunk_hit_rate, result.token_hit_rate) == (0.5, 0.5)
     assert (result.peak_nodes, result.num_evicted) == (2, 1)
     assert 0 < result.order_us_p50 <= result.order_us_p99
@@ -94,14 +103,78 @@ def test_result_accounts_for_everything() -> None:
 def test_empty_trace_has_rates_of_zero() -> None:
     """No division by nothing."""
     result = run([])
-    assert (result.num_requests, result.chunk_hit_rate, result.order_us_p50) == (0, 0.0, 0.0)
+    assert (len(result.requests), result.chunk_hit_rate, result.order_us_p50) == (0, 0.0, 0.0)
 
 
 def test_admission_of_promoted_runs_only_caches_less() -> None:
     """CRAFT to the letter: a chunk's first request leaves nothing behind."""
     trace = as_chunks([["a", "b"]] * 3)
-    assert run(trace).num_chunk_hits == 4
-    assert run(trace, admission="promoted").num_chunk_hits == 2
+    assert run(trace).total.num_hits == 4
+    assert run(trace, admission="promoted").total.num_hits == 2
+
+
+def test_room_in_tokens_is_kept_after_every_request() -> None:
+    """Chunks of 5 tokens, room for 10: the same replay as room for two chunks; of 11 tokens, none fits beside another."""
+    trace = make_trace(80)
+    by_chunks = run(as_chunks(trace, num_tokens=5), capacity=2)
+    by_tokens = run(as_chunks(trace, num_tokens=5), capacity_tokens=10)
+    assert by_tokens.requests == by_chunks.requests
+    assert by_tokens.num_evicted == by_chunks.num_evicted > 0
+    assert run(as_chunks(trace, num_tokens=11), capacity_tokens=10).peak_nodes == 0
+
+
+def test_later_turn_hits_no_prefix_and_drops_what_was_shown() -> None:
+    """CRAFT 4.3: its second turn stands behind a history, so `b` is no hit although it is cached at the front."""
+    trace = as_chunks([["b", "d"], ["a", "b"], ["b", "a", "c"], ["b", "c"]], num_tokens=5)
+    names = [None, "x", "x", None]
+    counts = run(trace, conversations=names).requests
+    assert [(count.num_hits, count.num_dropped, count.num_dropped_tokens) for count in counts] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 2, 10),
+        (1, 0, 0),  # `c` stands behind the question of turn 1 there
+    ]
+    counts = run(trace, conversations=names, dedup="off").requests
+    assert [(count.num_hits, count.num_dropped) for count in counts] == [(0, 0), (1, 0), (0, 0), (1, 0)]
+
+
+def test_conversations_of_one_turn_change_nothing() -> None:
+    """A name alone is no history."""
+    trace = as_chunks(make_trace(50))
+    names: list[str | None] = [str(n) for n in range(50)]
+    assert run(trace, conversations=names).requests == run(trace).requests
+
+
+def test_history_takes_room() -> None:
+    """The chunks of later turns are KV too: with room for three, the third turn's two push the other request out."""
+    trace = as_chunks([["o"], ["a"], ["b", "c"], ["o"]])
+    names = [None, "x", "x", None]
+    assert run(trace, conversations=names, capacity=4).total.num_hits == 1
+    result = run(trace, conversations=names, capacity=3)
+    assert (result.total.num_hits, result.num_evicted) == (0, 2)
+
+
+def test_history_that_left_the_cache_is_counted() -> None:
+    """Two strangers between the turns push the first turn out: its chunks are computed once more, in front of the second."""
+    trace = as_chunks([["a", "b"], ["o"], ["p"], ["c"]], num_tokens=5)
+    names = ["x", None, None, "x"]
+    assert run(trace, conversations=names).total.num_lost == 0
+    total = run(trace, conversations=names, capacity=2).total
+    assert (total.num_lost, total.num_lost_tokens) == (2, 10)
+
+
+def test_later_turns_are_no_sign_that_others_want_the_chunks() -> None:
+    """Under `reused` a finished conversation must not stay for its own turns' sake while the running one's history leaves."""
+    names: list[str | None] = [*["x"] * 6, *["y"] * 6]
+    trace = as_chunks([[f"{name}{turn}"] for turn, name in enumerate(names)])
+    for eviction in EVICTION_POLICIES:
+        assert run(trace, conversations=names, capacity=6, eviction=eviction).total.num_lost == 0
+
+
+def test_seen_before_counts_chunks_and_tokens() -> None:
+    """At any position, by any earlier request."""
+    trace = [[Chunk(ChunkId("a"), 5), Chunk(ChunkId("b"), 7)], [Chunk(ChunkId("c"), 1), Chunk(ChunkId("b"), 7)], []]
+    assert seen_before(trace) == [(0, 0), (1, 7), (0, 0)]
 
 
 def test_eviction_queue_survives_many_uses_of_the_same_leaf() -> None:
@@ -122,8 +195,12 @@ def test_impossible_settings_are_refused() -> None:
     """Before anything is replayed."""
     with pytest.raises(PolicyError, match="eviction must be one of lru, promoted, reused"):
         run([], eviction="fifo")  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="dedup must be one of shown, off"):
+        run([], dedup="paper")  # type: ignore[arg-type]
     with pytest.raises(LimitError, match="capacity must be at least 1 but got 0"):
         run([], capacity=0)
+    with pytest.raises(LimitError, match="capacity_tokens must be at least 1 but got 0"):
+        run([], capacity_tokens=0)
 
 
 def test_overlap_of_the_papers_two_requests() -> None:

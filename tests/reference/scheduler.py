@@ -103,6 +103,7 @@ def marked(
     ack: tuple[int, int] = (0, 0),
     keep: Sequence[int] = (),
     reuse: ReuseRequest | None = None,
+    is_later_turn: bool = False,
 ) -> dict[str, Any]:
     """The `custom_params` of a request of the front."""
     return dict(
@@ -114,6 +115,7 @@ def marked(
             secret=SECRET,
             keep=keep,
             reuse=reuse,
+            is_later_turn=is_later_turn,
         )
     )
 

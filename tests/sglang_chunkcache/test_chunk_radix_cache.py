@@ -328,6 +328,18 @@ def test_eviction_keeps_the_base_policy_within_a_kind() -> None:
     assert isinstance(strategy.base, LRUStrategy)
 
 
+@pytest.mark.parametrize("is_later_turn", [False, True])
+def test_only_others_requests_keep_a_chunk(is_later_turn: bool) -> None:
+    """A finished conversation must not stay for its own turns' sake: its chunk goes before one that was used after it."""
+    scheduler = Scheduler(40, config())
+    for _ in range(3):
+        scheduler.serve(rag(C1, tail=[30], is_later_turn=is_later_turn))
+    scheduler.serve(rag(C3, tail=[31]))
+    while (left := [node for node in nodes(scheduler) if node in (C1, C3)]) == sorted([C1, C3]):
+        scheduler.evict(1)
+    assert left == ([C3] if is_later_turn else [C1])
+
+
 @pytest.mark.parametrize("eviction", ["reused", "promoted", "lru"])
 @settings(max_examples=60, deadline=None)
 @given(st.data())

@@ -9,7 +9,11 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+Token = TypeVar("Token", bound=Hashable)
+"""An id, or a text where only that is known."""
 
 ROUNDING = 1e-6
 """Probability mass below which what a distribution leaves out is rounding: log probabilities come in float32."""
@@ -40,6 +44,22 @@ def rouge_l(answer: str, reference: str) -> float:
     return 2 * lcs_len(words, wanted) / (len(words) + len(wanted))
 
 
+def jaccard(answer: str, reference: str) -> float:
+    """Words both have, of the words either has (lower case, letters and digits), 0 to 1. Two texts without words: 1."""
+    words, wanted = set(_words(answer)), set(_words(reference))
+    return len(words & wanted) / len(words | wanted) if words | wanted else 1.0
+
+
+def normalized_f1(f1: float, *, full_reuse: float, full_prefill: float) -> float | None:
+    """FusionRAG equation 11 as a share: 0 is as good as moving everything, 1 as computing everything.
+
+    None where moving everything loses nothing, so that there is nothing to win back. Where it is *better* than computing,
+    the scale would stand on its head (all that is worse than both would come out above 1): None as well.
+    """
+    lost = full_prefill - full_reuse
+    return (f1 - full_reuse) / lost if lost > ROUNDING else None
+
+
 def lcs_len(a: Sequence[str], b: Sequence[str]) -> int:
     """Length of the longest common subsequence, O(len(a) len(b))."""
     row = [0] * (len(b) + 1)
@@ -57,7 +77,7 @@ def agreement(answers: Sequence[str], references: Sequence[str]) -> float:
     return sum(a == b for a, b in zip(answers, references, strict=True)) / len(answers)
 
 
-def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
+def kl_divergence(p: Mapping[Token, float], q: Mapping[Token, float]) -> float:
     """KL(p || q) in nats of two next-token distributions.
 
     Args:
@@ -79,10 +99,10 @@ def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
 
 
 def answer_kl(
-    reference: Sequence[Mapping[int, float]],
-    reference_tokens: Sequence[int],
-    steps: Sequence[Mapping[int, float]],
-    tokens: Sequence[int],
+    reference: Sequence[Mapping[Token, float]],
+    reference_tokens: Sequence[Token],
+    steps: Sequence[Mapping[Token, float]],
+    tokens: Sequence[Token],
 ) -> float:
     """Mean KL(reference || answer) over the steps that both took behind the same tokens, the one where they part included.
 

@@ -1,0 +1,220 @@
+"""`python -m eval compare A [B]`: what differs beyond chance, between two runs or between the arms of one.
+
+    python -m eval compare runs/monday runs/friday                   the same arm and request in both, A beside B
+    python -m eval compare runs/monday --against stock-lpm           the arms of one run, request by request
+    python -m eval compare runs/monday runs/friday --fail-if-worse   exit code 1 where B is worse: for CI
+
+Only requests that both sides answered count. Two runs are not interleaved: differences of their times may be the machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.contrast import MIN_PAIRS, Contrast, contrast_arms, direction, shown, verdict
+from eval.errors import CommandError
+from eval.recorded import Recorded, cell_name, read_recorded
+from eval.run import Sample
+
+BASELINES = ("stock-lpm", "stock-fcfs", "no-cache", "retriever", "full-prefill")
+"""What one run's arms are compared against unless it or --against says otherwise: the first of these that it has."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Table, sentences and one JSON object; 1 where B is worse and --fail-if-worse was given, else 0."""
+    options = _parser().parse_args(argv)
+    runs = [read_recorded(path) for path in options.records]
+    if len(runs) > 2:
+        raise CommandError(f"expected one or two records, got {len(runs)}")
+    if len(runs) == 2 and runs[0].kind != runs[1].kind:
+        raise CommandError(f"A is a {runs[0].kind} record and B a {runs[1].kind} record")
+    report = compare_runs(*runs, **_chosen(options)) if len(runs) == 2 else compare_arms(runs[0], **_chosen(options))
+    if not report["contrasts"]:
+        raise CommandError(_nothing(runs, options.metric))
+    print(_table(report["contrasts"]))
+    print("\n".join(["", *_sentences(report), ""]))
+    print(json.dumps(report))
+    return int(options.fail_if_worse and any(direction(found) == "worse" for found in report["contrasts"]))
+
+
+def compare_runs(a: Recorded, b: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
+    """Each arm that both have; with `against`, that arm of A and every arm of B.
+
+    Raises:
+        CommandError: no arm to compare.
+    """
+    if against is not None:
+        _has(a, against)
+        arms = [(against, arm) for arm in b.arms]
+    elif len(a.arms) == len(b.arms) == 1:
+        arms = [(a.arms[0], b.arms[0])]
+    else:
+        arms = [(arm, arm) for arm in a.arms if arm in b.arms]
+    if not arms:
+        raise CommandError(f"no arm is in both: A has {', '.join(a.arms)}, B {', '.join(b.arms)}; --against names A's")
+    sides = [(_of(a, left), _of(b, right), f"{left} in A", f"{right} in B") for left, right in arms]
+    return {**_report(sides, metrics), "records": {"A": a.name, "B": b.name}, "differs": differences(a, b)}
+
+
+def compare_arms(run: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
+    """Every other arm beside `against`, the one that the run itself was compared with, or the usual baseline.
+
+    Raises:
+        CommandError: fewer than two arms, or none of that name.
+    """
+    if len(run.arms) < 2:
+        raise CommandError(f"{run.folder} has {len(run.arms)} arm, so name a second record to compare it with")
+    usual = (run.record["spec"].get("against"), *BASELINES, run.arms[0])
+    base = against or next(name for name in usual if name in run.arms)
+    _has(run, base)
+    sides = [(_of(run, base), _of(run, arm), base, arm) for arm in run.arms if arm != base]
+    return {**_report(sides, metrics), "records": {"A": run.name}, "differs": []}
+
+
+def differences(a: Recorded, b: Recorded) -> list[str]:
+    """What was not the same in two runs: "machine cores: 2, 16"."""
+    sides = []
+    for run in (a, b):
+        servers = run.results.get("servers")
+        flat = {"complete": run.record.get("complete"), "git": run.record.get("git")}
+        for name in ("versions", "machine", "spec"):
+            flat |= {f"{name} {key}": value for key, value in (run.record.get(name) or {}).items() if key != "baseline"}
+        for arm, facts in servers.items() if isinstance(servers, dict) else ():
+            flat |= {f"server {arm} {key}": value for key, value in facts.items()}
+        sides.append(flat)
+    left, right = sides
+    return [
+        f"{key}: {_text(left.get(key))} in A, {_text(right.get(key))} in B"
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key) != right.get(key)
+    ]
+
+
+# Private, in order of use
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD", help="a run's folder or its record.json")
+    parser.add_argument("--metric", nargs="+", metavar="NAME", help="only these (default: all that were measured)")
+    parser.add_argument("--against", metavar="ARM", help="the arm of A that all others are compared with")
+    parser.add_argument("--fail-if-worse", action="store_true", help="exit code 1 if any verdict is that B is worse")
+    return parser
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, Any]:
+    """What both ways of comparing take."""
+    return {"against": options.against, "metrics": options.metric}
+
+
+def _has(run: Recorded, arm: str) -> None:
+    if arm not in run.arms:
+        raise CommandError(f"--against: {run.name} has no arm {arm!r}; it has {', '.join(run.arms)}")
+
+
+def _of(run: Recorded, arm: str) -> list[Sample]:
+    return [sample for sample in run.samples if sample["arm"] == arm]
+
+
+def _report(
+    sides: Iterable[tuple[list[Sample], list[Sample], str, str]], metrics: Sequence[str] | None
+) -> dict[str, Any]:
+    contrasts: list[Contrast] = []
+    counts = []
+    for left, right, a, b in sides:
+        contrasts += contrast_arms(left, right, a=a, b=b, metrics=metrics)
+        keys, others = _answered(left), _answered(right)
+        alone = {"only_a": len(keys - others), "only_b": len(others - keys)}
+        errors = {"errors_a": _errors(left), "errors_b": _errors(right)}
+        counts.append({"a": a, "b": b, "both": len(keys & others), **alone, **errors})
+    said = [text for text in map(verdict, contrasts) if text]
+    return {"contrasts": contrasts, "verdict": said, "counts": counts}
+
+
+def _answered(samples: Sequence[Sample]) -> set[tuple[str, str]]:
+    kept = (sample for sample in samples if not sample.get("warm_up") and not sample.get("error"))
+    return {(json.dumps(sample["cell"], sort_keys=True), str(sample["request"])) for sample in kept}
+
+
+def _errors(samples: Sequence[Sample]) -> int:
+    return sum(bool(sample.get("error")) for sample in samples)
+
+
+def _nothing(runs: Sequence[Recorded], metrics: Sequence[str] | None) -> str:
+    measured = sorted({name for run in runs for sample in run.samples for name in sample["metrics"]})
+    if metrics and not set(metrics) & set(measured):
+        return f"--metric: {', '.join(metrics)} was not measured; there is {', '.join(measured) or 'none'}"
+    return "no request was answered on both sides in the same cell"
+
+
+def _table(contrasts: Sequence[Contrast]) -> str:
+    head = ["cell", "A", "B", "metric", "statistic", "value A", "value B", "B beside A", "95% interval", "n", "p"]
+    rows = [
+        [
+            cell_name(found["cell"]),
+            found["a"],
+            found["b"],
+            found["metric"],
+            found["statistic"],
+            shown(found["metric"], found["a_value"]),
+            shown(found["metric"], found["b_value"]),
+            _number(found["value"]),
+            "too few" if found["n"] < MIN_PAIRS else f"[{_number(found['low'])}, {_number(found['high'])}]",
+            str(found["n"]),
+            "" if found["p"] is None else f"{found['p']:.2g}",
+        ]
+        for found in contrasts
+    ]
+    kept = [i for i in range(len(head)) if i or any(row[0] for row in rows)]
+    widths = {i: max(len(row[i]) for row in [head, *rows]) for i in kept}
+    return "\n".join("  ".join(row[i].ljust(widths[i]) for i in kept).rstrip() for row in [head, *rows])
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def _sentences(report: Mapping[str, Any]) -> list[str]:
+    """Verdicts, then what to hold against them."""
+    contrasts, said = report["contrasts"], report["verdict"]
+    few = [found for found in contrasts if found["n"] < MIN_PAIRS]
+    lines = said or (["No difference beyond chance."] if len(few) < len(contrasts) else [])
+    if few:
+        lines = [*lines, f"Too few: {len(few)} of {len(contrasts)} comparisons have fewer than {MIN_PAIRS} requests."]
+    if len(contrasts) >= 20:
+        chance = round(0.05 * len(contrasts))
+        lines = [
+            *lines,
+            f"{len(said)} of {len(contrasts)} intervals exclude no difference; about {chance} would by chance.",
+        ]
+    for side in report["counts"]:
+        if side["only_a"] or side["only_b"]:
+            lines = [
+                *lines,
+                f"{side['a']}, {side['b']}: {side['both']} requests in both; not used: {side['only_a']} "
+                f"only in the first, {side['only_b']} only in the second.",
+            ]
+        if side["errors_a"] or side["errors_b"]:
+            lines = [
+                *lines,
+                f"Failed requests, not used: {side['a']} {side['errors_a']}, {side['b']} {side['errors_b']}.",
+            ]
+    if report["differs"]:
+        lines = [*lines, "The runs differ in:", *(f"  {line}" for line in report["differs"])]
+    if "B" in report["records"] and any(found["metric"].endswith("_s") for found in contrasts):
+        lines = [
+            *lines,
+            "Times: the two runs were not interleaved, so a difference may be the machine's or the hour's.",
+        ]
+    return lines
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,44 @@
+"""Rows of a data set on the Hugging Face hub, or of a local copy of it, through `datasets`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from eval.data.rows import Row
+from eval.errors import CommandError
+from eval.progress import tracked
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """What `datasets.load_dataset` wants. `file` names one of several files."""
+
+    name: str
+    config: str | None = None
+    split: str = "validation"
+    file: str | None = None
+
+
+def parse_hub(text: str, published: HubName) -> HubName:
+    """`NAME[:CONFIG[:SPLIT]]`; what is left out is the published set's. A copy elsewhere has no config unless it is named."""
+    name, _, rest = text.partition(":")
+    config, _, split = rest.partition(":")
+    if name in ("", published.name):
+        return HubName(published.name, config or published.config, split or published.split, published.file)
+    return HubName(name, config or None, split or published.split)
+
+
+def hub_rows(hub: HubName) -> Iterator[tuple[str, Row]]:
+    """("name, row number", row). Raises CommandError where `datasets` is missing or cannot load it."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise CommandError("--hub needs the package datasets: pip install datasets") from None
+    try:
+        rows = load_dataset(hub.name, hub.config, split=hub.split, data_files=hub.file)
+    except Exception as error:  # whatever it is, of many libraries: no network, no such name, config or split
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CommandError(f"--hub {hub.name}: {lines[0]}") from None
+    for number, row in enumerate(tracked(f"reading {hub.name}", rows), 1):
+        yield f"{hub.name}, row {number}", row

@@ -1,0 +1,147 @@
+"""Question sets: single questions over passages, from a folder or from the hub.
+
+    passages.jsonl.gz     {"id", "title", "text"}, title and "domain" optional
+    questions.jsonl.gz    {"id", "question", "answers", "gold_passage_ids", "context_passage_ids"}, the last three optional
+
+`context_passage_ids` is the list that the data set itself gives for a question. On the hub a question brings its passages
+along; equal ones are one passage. A passage is read by the model as its title, a line break and its text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.data.hub import HubName, hub_rows, parse_hub
+from eval.data.rows import Row, name_of, names_of, read_rows, text_of
+from eval.errors import CommandError
+from eval.task import Request, Source, TaskData, TextChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A passage that a row of the hub brings along."""
+
+    title: str
+    text: str
+    is_gold: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A row of the hub in our terms; `is_list`: the passages are the list that the data set gives the question to answer from."""
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    passages: tuple[Found, ...]
+    is_list: bool = True
+
+
+def load_questions(source: Source, hub: HubName, example: Callable[[Row], Example | None]) -> TaskData:
+    """The data set `source.task` from its folder or from the hub, questions shuffled by the seed: files have those about one
+    passage side by side.
+
+    Args:
+        example: the mapping from the hub's columns; None leaves a row out.
+    """
+    if source.hub is None:
+        data = read_questions(source.folder(source.task), source.task)
+    else:
+        data = _examples(source.task, parse_hub(source.hub, hub), example)
+    requests = list(data.requests)
+    random.Random(source.seed).shuffle(requests)
+    return TaskData(data.passages, tuple(requests))
+
+
+def read_questions(folder: Path, task: str) -> TaskData:
+    """A folder, its questions in the file's order. Raises CommandError."""
+    passages, _ = read_passages(folder)
+    requests: dict[str, Request] = {}
+    for where, row in read_rows(folder / "questions.jsonl.gz"):
+        name = f"{task}:{name_of(row, 'id', where)}"
+        if name in requests:
+            raise CommandError(f"{where}: id {row['id']!r} is there twice")
+        requests[name] = Request(
+            name,
+            text_of(row, "question", where),
+            chunks_of(row, "context_passage_ids", where, passages),
+            names_of(row, "answers", where),
+            tuple(chunk.id for chunk in chunks_of(row, "gold_passage_ids", where, passages)),
+        )
+    return TaskData(tuple(passages.values()), tuple(requests.values()))
+
+
+def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
+    """A folder's passages by id, and the domains of those that have one. Raises CommandError."""
+    passages: dict[str, TextChunk] = {}
+    domains: dict[str, str] = {}
+    path = folder / "passages.jsonl.gz"
+    for where, row in read_rows(path):
+        name = name_of(row, "id", where)
+        if name in passages:
+            raise CommandError(f"{where}: id {name!r} is there twice")
+        passages[name] = TextChunk(name, content(str(row.get("title") or ""), text_of(row, "text", where)))
+        if row.get("domain"):
+            domains[name] = str(row["domain"])
+    if not passages:
+        raise CommandError(f"{path} has no passages")
+    return passages, domains
+
+
+def chunks_of(row: Row, field: str, where: str, passages: Mapping[str, TextChunk]) -> tuple[TextChunk, ...]:
+    """The passages that a field names. Raises CommandError for one that there is not."""
+    names = names_of(row, field, where)
+    if unknown := next((name for name in names if name not in passages), None):
+        raise CommandError(f"{where}: {field} names {unknown!r}, which is not among the passages")
+    return tuple(passages[name] for name in names)
+
+
+def content(title: str, text: str) -> str:
+    """What the model reads of a passage: as the index of `retrieval` has it."""
+    first_line = text.partition("\n")[0].lstrip("#").strip()
+    return text if title in ("", first_line) else f"{title}\n{text}"
+
+
+# Private, in order of use
+
+
+def _examples(task: str, hub: HubName, example: Callable[[Row], Example | None]) -> TaskData:
+    passages: dict[str, TextChunk] = {}
+    requests: dict[str, Request] = {}
+    for where, row in hub_rows(hub):
+        try:
+            found = example(row)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CommandError(
+                f"{where} is not laid out as task {task} expects: {type(error).__name__} {error}"
+            ) from None
+        if found is None:
+            continue
+        chunks = [_chunk(task, passage) for passage in found.passages]
+        passages.update((chunk.id, chunk) for chunk in chunks)
+        gold = (chunk.id for chunk, passage in zip(chunks, found.passages, strict=True) if passage.is_gold)
+        name = f"{task}:{found.id}"
+        requests.setdefault(
+            name,
+            Request(
+                name,
+                found.question,
+                _distinct(chunks) if found.is_list else (),
+                found.answers,
+                tuple(dict.fromkeys(gold)),
+            ),
+        )
+    return TaskData(tuple(passages.values()), tuple(requests.values()))
+
+
+def _chunk(task: str, passage: Found) -> TextChunk:
+    text = content(passage.title.strip(), passage.text.strip())
+    return TextChunk(f"{task}-{hashlib.sha1(text.encode()).hexdigest()[:12]}", text)
+
+
+def _distinct(chunks: Iterable[TextChunk]) -> tuple[TextChunk, ...]:
+    return tuple({chunk.id: chunk for chunk in chunks}.values())

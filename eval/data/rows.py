@@ -1,0 +1,70 @@
+"""JSON Lines as data sets have them: rows with the place they stand at, and fields that are what they should be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from zlib import error as ZlibError
+
+from eval.errors import CommandError
+
+Row = Mapping[str, Any]
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """("file, line number", object) of every line that is not blank; gzip by the name's `.gz`. Raises CommandError."""
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.isspace():
+                    continue
+                where = f"{path}, line {number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise CommandError(f"{where}: not JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise CommandError(f"{where}: must be a JSON object")
+                yield where, row
+    except FileNotFoundError:
+        raise CommandError(f"{path} does not exist") from None
+    except (OSError, EOFError, UnicodeDecodeError, ZlibError) as error:
+        raise CommandError(f"{path} cannot be read after line {number}: {error}") from None
+
+
+def text_of(row: Row, name: str, where: str) -> str:
+    """A field that is a text and not blank. Raises CommandError."""
+    value = row.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise CommandError(f"{where}: {name} must be a text that is not empty")
+    return value
+
+
+def name_of(row: Row, name: str, where: str) -> str:
+    """A field that is an id: a text that is not blank, or an integer, as a text. Raises CommandError."""
+    value = row.get(name)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return text_of(row, name, where)
+
+
+def number_of(row: Row, name: str, where: str) -> float:
+    """A field that is a number. Raises CommandError."""
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CommandError(f"{where}: {name} must be a number")
+    return value
+
+
+def names_of(row: Row, name: str, where: str) -> tuple[str, ...]:
+    """A list of texts or integers as texts, none twice; missing or null: empty. Raises CommandError."""
+    values = row.get(name)
+    if values is None:
+        return ()
+    if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, str | int) for v in values):
+        raise CommandError(f"{where}: {name} must be a list of texts or integers")
+    return tuple(dict.fromkeys(map(str, values)))

@@ -1,0 +1,1 @@
+"""What reuse does to answers: `python -m eval quality`."""

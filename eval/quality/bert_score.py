@@ -1,0 +1,108 @@
+"""BERTScore (Zhang et al. 2020) with an encoder from a local folder: each token is matched with its most similar one.
+
+No inverse document frequencies and no rescaling, so values depend on encoder and layer: they stand in the record, and only
+values of the same ones can be compared. [CLS] and [SEP] do not count.
+
+torchmetrics has this too, but with texts of different lengths in one call it scores answers against other answers' references
+(1.9.0: it sorts by length and un-sorts with the same permutation instead of its inverse; torchmetrics issue 2728). Tests
+compare ours with it one pair at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.errors import CommandError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BATCH = 32
+MAX_TOKENS = 512
+"""Of a text; the rest is cut off, as all BERT-like encoders do."""
+
+
+class BertScore:
+    """F1 of greedy matching between texts; remembers a text's embedding while it scores one list.
+
+    Args:
+        folder: a transformers encoder with its tokenizer; nothing is downloaded.
+        layer: whose output is compared, 1 to the encoder's layers; None: the last one.
+    Raises:
+        CommandError: no such encoder, or no such layer.
+    """
+
+    def __init__(self, folder: Path, *, layer: int | None = None) -> None:
+        if not (folder / "config.json").exists():
+            raise CommandError(f"--bert-encoder: {folder} is no folder of an encoder: it has no config.json")
+        from sglang_chunkcache.torchvision_shim import define_torchvision_ops
+
+        define_torchvision_ops()
+        from transformers import AutoModel, AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._model: Any = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+        except (OSError, ValueError) as error:
+            raise CommandError(f"--bert-encoder: {folder}: {str(error).splitlines()[0]}") from None
+        config = self._model.config
+        self.layer = config.num_hidden_layers if layer is None else layer
+        if not 1 <= self.layer <= config.num_hidden_layers:
+            raise CommandError(f"--bert-layer must be in 1..{config.num_hidden_layers} for {folder.name}, got {layer}")
+        self.name = folder.name
+        self._max_tokens = min(MAX_TOKENS, config.max_position_embeddings)
+
+    def spec(self) -> dict[str, Any]:
+        """What the values depend on, for the record."""
+        return {"encoder": self.name, "layer": self.layer, "idf": False, "rescaled": False}
+
+    def score(self, answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+        """For each answer the best F1 over its references, -1 to 1; a text without tokens: 0, two of them: 1.
+
+        Raises:
+            ValueError: another number of reference lists than of answers, or an empty one.
+        """
+        pairs = list(zip(answers, references, strict=True))
+        if any(not wanted for _, wanted in pairs):
+            raise ValueError("an answer has no reference")
+        embedded = self._embed(list(dict.fromkeys([*answers, *(text for wanted in references for text in wanted)])))
+        return [max(match(embedded[answer], embedded[text]) for text in wanted) for answer, wanted in pairs]
+
+    def _embed(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Text -> [num_tokens, dim] float32 of length 1 each, without special tokens."""
+        import torch
+
+        found: dict[str, Tensor] = {}
+        for start in range(0, len(texts), BATCH):
+            batch = list(texts[start : start + BATCH])
+            inputs = self._tokenizer(
+                batch,
+                padding=True,
+                truncation=True,
+                max_length=self._max_tokens,
+                return_special_tokens_mask=True,
+                return_tensors="pt",
+            )
+            counts = ~inputs.pop("special_tokens_mask").bool()
+            with torch.inference_mode():
+                states = self._model(**inputs, output_hidden_states=True).hidden_states[self.layer].float()
+            for text, row, mask in zip(batch, torch.nn.functional.normalize(states, dim=-1), counts, strict=True):
+                found[text] = row[mask]
+        return found
+
+
+def match(answer: Tensor, reference: Tensor) -> float:
+    """F1 of precision (mean over the answer's tokens of the best similarity) and recall (over the reference's).
+
+    Args:
+        answer, reference: [num_tokens, dim] of length 1 each; either may have no tokens.
+    """
+    if not len(answer) or not len(reference):
+        return float(len(answer) == len(reference))
+    similarity = answer @ reference.T
+    precision = float(similarity.max(dim=1).values.mean())
+    recall = float(similarity.max(dim=0).values.mean())
+    # Both negative, as between opposite texts, leaves F1 without a meaning; their mean still says so.
+    return 2 * precision * recall / (precision + recall) if min(precision, recall) > 0 else (precision + recall) / 2

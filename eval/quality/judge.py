@@ -1,0 +1,116 @@
+"""Faithfulness by a judge: which of an answer's claims do the passages support? Any OpenAI-compatible endpoint can judge.
+
+We ship the question and the arithmetic, and no figure: what comes out depends on the judge, whose name is in the record.
+The key comes from an environment variable; its value goes into the request and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.errors import CommandError
+from eval.http import post
+
+PROMPT = """You check an answer against the passages it should rest on.
+
+Passages:
+{passages}
+
+Question: {question}
+Answer: {answer}
+
+Split the answer into its factual claims, each a short sentence that stands alone. For each one say whether the passages
+support it: true only if they state it or it follows from what they state; what you know from elsewhere does not count.
+Reply with JSON alone, in this form:
+{{"claims": [{{"claim": "...", "supported": true}}]}}
+An answer without any factual claim gets {{"claims": []}}."""
+
+ATTEMPTS = 3
+WAIT_S = 1.0
+"""Before the second attempt; doubled before each further one."""
+MAX_TOKENS = 2000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How many of an answer's claims the passages support."""
+
+    num_claims: int
+    num_supported: int
+
+    @property
+    def faithfulness(self) -> float | None:
+        """Supported claims of all; None for an answer that claims nothing."""
+        return self.num_supported / self.num_claims if self.num_claims else None
+
+
+class Judge:
+    """Asks one endpoint; counts what could not be judged.
+
+    Args:
+        url: the endpoint's base, with or without /v1.
+        key_env: name of the environment variable with the key; None for an endpoint without keys.
+    Raises:
+        CommandError: the variable is not set.
+    """
+
+    def __init__(self, url: str, model: str, *, key_env: str | None = None, wait_s: float = WAIT_S) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        self._model, self._wait_s = model, wait_s
+        self._headers: dict[str, str] = {}
+        if key_env is not None:
+            if not os.environ.get(key_env):
+                raise CommandError(f"--judge-key-env: the environment variable {key_env} is not set")
+            self._headers["Authorization"] = f"Bearer {os.environ[key_env]}"
+        self.num_failures = 0
+
+    def judge(self, question: str, answer: str, passages: Sequence[str]) -> Verdict | None:
+        """The verdict, or None after three attempts that failed or were not JSON as asked for."""
+        numbered = "\n".join(f"[{number}] {text}" for number, text in enumerate(passages, 1))
+        body = {
+            "model": self._model,
+            "messages": [
+                {"role": "user", "content": PROMPT.format(passages=numbered, question=question, answer=answer)}
+            ],
+            "temperature": 0,
+            "max_tokens": MAX_TOKENS,
+        }
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(self._wait_s * 2 ** (attempt - 1))
+            try:
+                return parse_verdict(_content(post(self._url, body, headers=self._headers)))
+            except (CommandError, OSError, ValueError):
+                continue
+        self.num_failures += 1
+        return None
+
+    def spec(self) -> dict[str, Any]:
+        """Who judged, and how often that failed; neither address nor key."""
+        return {"model": self._model, "failures": self.num_failures}
+
+
+def parse_verdict(text: str) -> Verdict:
+    """Counts the claims of a reply. A fence around the JSON is taken off; anything else unexpected raises ValueError."""
+    fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", text, re.DOTALL)
+    parsed = json.loads(fenced[1] if fenced else text)
+    claims = parsed.get("claims") if isinstance(parsed, dict) else None
+    if not isinstance(claims, list):
+        raise ValueError("no list of claims")
+    for each in claims:
+        if not isinstance(each, dict) or not isinstance(each.get("supported"), bool):
+            raise ValueError("a claim without true or false")
+    return Verdict(len(claims), sum(each["supported"] for each in claims))
+
+
+def _content(reply: dict[str, Any]) -> str:
+    try:
+        return str(reply["choices"][0]["message"]["content"])
+    except (KeyError, IndexError, TypeError):
+        raise ValueError("no answer in the reply") from None

@@ -1,0 +1,140 @@
+"""What all modes of `python -m eval quality` take, and what they make of it: scorer, servers, endpoints, folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from eval.errors import CommandError
+from eval.quality.bert_score import BertScore
+from eval.quality.greedy import Endpoint
+from eval.quality.judge import Judge
+from eval.quality.scores import Scorer, Weights, knows_answers
+from eval.random_model import SHAPES
+from eval.serve.arms import Arm
+from eval.serve.options import DEFAULT_PARAMS, model_flags
+from eval.serve.plan import Plan
+from eval.serve.runner import FACTS
+from eval.serve.server_pool import Key, ServerPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from eval.run import Run
+    from eval.task import Request
+
+TOP_LOGPROBS = 100
+"""Of a token. What is left out is lumped, which makes KL low: 1 to 3% with 100 of the bundled model's 1,101 where moved KV costs
+answers, but a third with 20 and four fifths with 5. vLLM gives at most 20 unless told otherwise."""
+BUNDLED_POOL = 100_000
+"""Tokens: holds a run's chunks, so that reuse has something to find. Other models get SGLang's own size."""
+
+
+def add_quality_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every mode but `ratio`."""
+    group = parser.add_argument_group("model and scores; flags for all servers stand behind --")
+    group.add_argument("--model-path", default="bundled", metavar="M", help="a model, random, or bundled (default)")
+    group.add_argument(
+        "--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters"
+    )
+    group.add_argument("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; bundled: 100000)")
+    group.add_argument(
+        "--weights",
+        choices=get_args(Weights),
+        default="auto",
+        help="real: this model's answers mean something; none: score agreement with full prefill only. auto: the bundled "
+        "model knows the task world alone, a --model-path is real, a server that is already there is not",
+    )
+    group.add_argument("--bert-encoder", type=Path, metavar="DIR", help="BERTScore with the encoder in this folder")
+    group.add_argument("--bert-layer", type=int, metavar="N", help="its layer (default: the last one)")
+    group.add_argument("--max-new-tokens", type=int, default=40, help="of an answer (default: 40)")
+    group.add_argument(
+        "--top-logprobs", type=int, default=TOP_LOGPROBS, metavar="N", help=f"for KL; 0: none ({TOP_LOGPROBS})"
+    )
+    group.add_argument("--clients", type=int, default=4, help="requests in flight at most (default: 4)")
+    group.add_argument("--threads", type=int, default=2, help="of each server, without a GPU (default: 2)")
+    group.add_argument(
+        "--out", type=Path, metavar="DIR", help="new, or of the run to go on with (default: runs/<date>)"
+    )
+    group.add_argument("--baseline", metavar="RECORD", help="name of the record to read this one beside")
+
+
+def add_judge_options(parser: argparse.ArgumentParser) -> None:
+    """A judge for faithfulness."""
+    group = parser.add_argument_group("faithfulness, by a judge model")
+    group.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint")
+    group.add_argument("--judge-model", metavar="NAME", help="the model to ask there")
+    group.add_argument("--judge-key-env", metavar="VARIABLE", help="environment variable that holds the key")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises CommandError for numbers out of range; the bundled model's pool gets its size."""
+    if args.model_path == "bundled" and args.max_total_tokens is None:
+        args.max_total_tokens = BUNDLED_POOL
+    for name, least in (("max_new_tokens", 1), ("top_logprobs", 0), ("clients", 1), ("threads", 1)):
+        if getattr(args, name) < least:
+            raise CommandError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+
+
+def make_scorer(args: argparse.Namespace, arms: Sequence[Arm]) -> Scorer:
+    """The scorer the options name. Raises CommandError for an encoder or judge that is not there."""
+    is_foreign = any(arm.url for arm in arms)
+    has_gold = knows_answers(None if is_foreign else args.model_path, args.task, args.weights)
+    bert = BertScore(args.bert_encoder, layer=args.bert_layer) if args.bert_encoder else None
+    judge_url = getattr(args, "judge_url", None)
+    if judge_url and not args.judge_model:
+        raise CommandError("--judge-url needs --judge-model")
+    judge = Judge(judge_url, args.judge_model, key_env=args.judge_key_env) if judge_url else None
+    return Scorer(has_gold=has_gold, bert=bert, judge=judge)
+
+
+class Endpoints:
+    """Servers of arms, started when asked for."""
+
+    def __init__(self, pool: ServerPool, args: argparse.Namespace) -> None:
+        self._pool, self._args = pool, args
+
+    def open(self, arm: Arm) -> Endpoint:
+        """The arm's server. Raises CommandError as `ServerPool.open`."""
+        key = Key(arm.name, ())
+        url = self._pool.open(key, arm)
+        return Endpoint(url, self._pool.model(key), arm, self._args.max_new_tokens, self._args.top_logprobs)
+
+    def check(self, endpoint: Endpoint) -> None:
+        """After a request that failed. Raises CommandError if the server is gone."""
+        self._pool.check(Key(endpoint.arm.name, ()), endpoint.url)
+
+    def keep_only(self, *arms: Arm) -> None:
+        """Stop the servers of all others."""
+        self._pool.keep([Key(arm.name, ()) for arm in arms])
+
+
+@contextmanager
+def open_endpoints(
+    args: argparse.Namespace, requests: Sequence[Request], facts: dict[str, Any], folder: Path
+) -> Iterator[Endpoints]:
+    """Starts no server yet; stops all in the end. What ran is in `facts["servers"]`, and kept for a run that goes on."""
+    with model_flags(args, requests, args.server_flags) as flags:
+        plan = Plan(arms=(), server_flags=flags, threads=args.threads, facts=facts)
+        try:
+            with ServerPool(plan, folder / "logs") as pool:
+                yield Endpoints(pool, args)
+        finally:
+            (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def spec_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that make two runs the same measurement."""
+    return {key: value for key, value in vars(args).items() if key not in ("run", "clients")}
+
+
+def finish(run: Run, table: str) -> int:
+    """Print the table, the folder and, last, the figures as JSON."""
+    print(table)
+    print(f"record: {run.folder}")
+    print(json.dumps(run.results()))
+    return 0

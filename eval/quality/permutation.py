@@ -1,0 +1,218 @@
+"""`python -m eval quality permutation`: does the order of the chunks matter? CRAFT figure 5 on any task and model.
+
+Each request is answered in the retriever's order and in random ones; both are scored alike. Orders that are drawn twice are
+asked once. The server's own ordering is off: it is told to keep the order that it gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from eval.contrast import contrast_arms, verdict
+from eval.errors import CommandError
+from eval.progress import progress
+from eval.quality.greedy import Endpoint, Greedy, ask
+from eval.quality.options import (
+    Endpoints,
+    add_quality_options,
+    check_options,
+    finish,
+    make_scorer,
+    open_endpoints,
+    spec_of,
+)
+from eval.quality.scores import GOLD_METRICS, Scorer, cells_of, differences, rounded, table
+from eval.run import Run, Sample
+from eval.serve.arms import Arm, parse_arm
+from eval.serve.options import default_folder
+from eval.serve.runner import load_facts
+from eval.task import Request, add_task_options, load_requests
+
+RETRIEVER, RANDOM = "retriever", "random"
+"""Values of a cell's `order`."""
+SHOWN = (*GOLD_METRICS, "same_retriever", "rouge_l_retriever", "bert_score_retriever", "kl_retriever")
+PER_REQUEST = ("bert_score", "f1", "em", "bert_score_retriever", "rouge_l_retriever", "kl_retriever")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of this mode."""
+    add_task_options(parser)
+    parser.set_defaults(requests=20)
+    parser.add_argument("--orders", type=int, default=100, metavar="N", help="random orders of each request's chunks")
+    parser.add_argument(
+        "--arm", default="ours", help="an arm, or NAME=URL[,chat|rag] for a server that is already there"
+    )
+    add_quality_options(parser)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Answer, score, record."""
+    check_options(args)
+    if args.orders < 1:
+        raise CommandError(f"--orders must be at least 1, got {args.orders}")
+    arm = in_given_order(parse_arm(args.arm))
+    requests = [replace(request, conversation=None) for request in load_requests(args) if len(request.chunks) > 1]
+    if not requests:
+        raise CommandError(f"--task {args.task}: no request has two chunks to put in another order")
+    scorer, folder = make_scorer(args, [arm]), args.out or default_folder(f"quality-{args.mode}")
+    facts = load_facts(folder)
+    with Run(
+        folder,
+        kind="quality",
+        spec=spec_of(args),
+        summarize=partial(summarize, scorer=scorer, facts=facts),
+        baseline=args.baseline,
+    ) as run:
+        with open_endpoints(args, requests, facts, folder) as endpoints:
+            answer_all(run, requests, endpoints, arm, scorer, args)
+        results = run.results()
+        within = "\n".join(
+            f"baseline within mean ± sd of random orders, {metric}: {share:.0%} of requests"
+            for metric, share in results["within_sd"].items()
+        )
+        lines = [table(results["cells"], SHOWN), differences(results["contrasts"], SHOWN), within]
+        return finish(run, "\n".join(lines))
+
+
+def in_given_order(arm: Arm) -> Arm:
+    """The arm with its server told to keep the chunks' order. Raises CommandError for one that reorders on the client's side."""
+    if arm.adapter is not None:
+        raise CommandError(f"--arm {arm.name} reorders chunks itself: orders cannot be compared through it")
+    return replace(arm, body={**arm.body, "order": "retriever"}) if arm.route == "rag" else arm
+
+
+def answer_all(
+    run: Run,
+    requests: Sequence[Request],
+    endpoints: Endpoints,
+    arm: Arm,
+    scorer: Scorer,
+    args: argparse.Namespace,
+) -> None:
+    """Every sample that `run` does not hold yet."""
+    endpoint = None
+    with ThreadPoolExecutor(args.clients) as pool, progress("orders", len(requests) * (1 + args.orders)) as bar:
+        for request in requests:
+            orders = [in_turn(request), *draw_orders(request, args.orders, args.seed)]
+            missing = [number for number in range(len(orders)) if key_of(arm, request, number) not in run]
+            if missing:
+                endpoint = endpoint or endpoints.open(arm)
+                asked = dict.fromkeys([orders[0], *(orders[number] for number in missing)])
+                answers = answer_orders(pool, endpoint, request, list(asked))
+                if any(isinstance(answer, CommandError) for answer in answers.values()):
+                    endpoints.check(endpoint)
+                for number in missing:
+                    row = sample(arm, request, number, orders[number], answers, scorer)
+                    run.add(key_of(arm, request, number), row)
+            bar.update(len(orders))
+
+
+Order = tuple[int, ...]
+"""Places in the request's own list of chunks."""
+
+
+def in_turn(request: Request) -> Order:
+    """The retriever's order."""
+    return tuple(range(len(request.chunks)))
+
+
+def draw_orders(request: Request, num_orders: int, seed: int) -> list[Order]:
+    """Independent random orders, the same for every run with this seed; one may come twice, or be the retriever's."""
+    rng = random.Random(f"{seed} {request.id}")
+    return [tuple(rng.sample(in_turn(request), len(request.chunks))) for _ in range(num_orders)]
+
+
+def key_of(arm: Arm, request: Request, number: int) -> str:
+    """The sample's key; number 0 is the retriever's order."""
+    return f"permutation/{arm.name}/{request.id}/{number}"
+
+
+def answer_orders(
+    pool: ThreadPoolExecutor, endpoint: Endpoint, request: Request, orders: Sequence[Order]
+) -> dict[Order, Greedy | CommandError]:
+    """Each order asked once; what the server refused is its error."""
+
+    def one(order: Order) -> Greedy | CommandError:
+        try:
+            return ask(endpoint, request, [request.chunks[place] for place in order])
+        except CommandError as error:
+            return error
+
+    return dict(zip(orders, pool.map(one, orders), strict=True))
+
+
+def sample(
+    arm: Arm,
+    request: Request,
+    number: int,
+    order: Order,
+    answers: Mapping[Order, Greedy | CommandError],
+    scorer: Scorer,
+) -> Sample:
+    """A row of samples.jsonl; number 0 is the retriever's order."""
+    row: Sample = {
+        "arm": arm.name,
+        "cell": {"order": RANDOM if number else RETRIEVER},
+        "mode": "permutation",
+        "request": request.id,
+        "warm_up": False,
+        "permutation": number,
+        "order": list(order),
+    }
+    answer, retriever = answers[order], answers[in_turn(request)]
+    if isinstance(answer, CommandError) or isinstance(retriever, CommandError):
+        error = answer if isinstance(answer, CommandError) else retriever
+        return row | {"metrics": {}, "fates": None, "error": str(error)}
+    metrics = scorer.gold(answer.text, request)
+    if number:
+        metrics |= scorer.agreement(answer, retriever, "retriever")
+    return row | {"metrics": rounded(metrics), "fates": answer.fates, "answer": answer.text}
+
+
+def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
+    """Cells and the mean difference; per request the retriever's order beside mean and standard deviation of the others.
+
+    Contrasts count each request once, with the mean over its orders: orders of one request are no independent samples.
+    """
+    pooled = [{**row, "cell": {}} for row in samples]
+    baseline, drawn = [row for row in pooled if not row["permutation"]], [row for row in pooled if row["permutation"]]
+    contrasts = contrast_arms(baseline, drawn, a="the retriever's order", b="a random order")
+    spread = {
+        request: _spread(
+            [row for row in baseline if row["request"] == request], [row for row in drawn if row["request"] == request]
+        )
+        for request in dict.fromkeys(row["request"] for row in samples)
+    }
+    within: dict[str, list[bool]] = defaultdict(list)
+    for metrics in spread.values():
+        for metric, found in metrics.items():
+            if found["baseline"] is not None:
+                # Rounding: a request that all orders answer alike has a deviation of 0 and lies on its mean.
+                within[metric].append(abs(found["baseline"] - found["mean"]) <= found["sd"] + 1e-9)
+    return {
+        "cells": cells_of(samples),
+        "contrasts": contrasts,
+        "verdict": [text for text in map(verdict, contrasts) if text],
+        "requests": [{"request": request, "metrics": metrics} for request, metrics in spread.items()],
+        "within_sd": {metric: sum(each) / len(each) for metric, each in within.items()},
+        **scorer.spec(),
+        **facts,
+    }
+
+
+def _spread(baseline: Sequence[Sample], drawn: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for metric in PER_REQUEST:
+        values = [row["metrics"][metric] for row in drawn if metric in row["metrics"]]
+        if values:
+            shown = next((row["metrics"].get(metric) for row in baseline), None)
+            found[metric] = {"baseline": shown, "mean": statistics.fmean(values), "sd": statistics.pstdev(values)}
+    return found

@@ -1,0 +1,393 @@
+"""`python -m eval quality ratio`: what does moving chunks cost, and what does recomputing some of their tokens win back?
+
+One server of ours with `--reuse fused`. Every question is asked once with full prefill, then once per cell (selector and ratio)
+over moved chunks. A capture says how the chunks' KV came about, before any cell runs and once a chunk, so that all selectors
+move the same KV:
+
+    alone          behind nothing. The prompt's first chunk is then an exact hit
+    live           in requests that mix half of the question's chunks with strangers, each behind a stranger
+    preprocessed   behind the top-n passages nearest to it by words, none of them in the prompt (FusionRAG 3.1)
+
+Nothing leaks: every question has `cache_salt`s of its own, one a capture and one for full prefill, and `set` goes last because
+what it does not reuse it computes, which leaves new sources. Samples count moved chunks that came from anywhere else as foreign.
+
+Ratio 0 (`full-reuse`) and ratio 1 (`all`) are the same for all selectors and run once. `context` comes with its focus
+(Cache-Craft algorithm 1), which spares chunks and so recomputes less than the ratio says; `context-all` is without. Real shares
+stand beside. Normalised F1 is 0 at full reuse of chunks captured alone (for live: live), 1 at full prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from eval.contrast import contrast_arms, verdict
+from eval.errors import CommandError
+from eval.http import post
+from eval.progress import progress
+from eval.quality.greedy import Endpoint, FullPrefill, Greedy, ask
+from eval.quality.options import (
+    add_quality_options,
+    check_options,
+    finish,
+    make_scorer,
+    open_endpoints,
+    spec_of,
+)
+from eval.quality.ratio_cases import KINDS, Case, data_cases, world_cases
+from eval.quality.scores import Scorer, cells_of, rounded
+from eval.quality.text_metrics import normalized_f1
+from eval.run import Run, Sample
+from eval.serve.arms import ARMS
+from eval.serve.options import default_folder
+from eval.serve.runner import load_facts
+from eval.task import Request, TextChunk, add_task_options
+
+FLAGS = ("--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache-store-threshold", "1")
+"""Everything that can be moved is moved, and every chunk enters the store at once."""
+SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "context-all", "set")
+UNRATED = ("none", "set")  # no ratio changes what they do
+CAPTURES = ("alone", "live", "preprocessed")
+FULL_REUSE, ALL, FULL_PREFILL = "full-reuse", "all", "full-prefill"
+ALPHAS = (0.5, 1.0, 2.0, 3.0)
+"""Cache-Craft fig. 26."""
+PAIRED_RATIO = 0.15
+PAIRED = tuple((a, b) for b in ("query", "context", "context-all") for a in ("random", "first"))
+PAIRED_METRICS = ("em", "f1", "rouge_l", "same", "kl")
+
+
+class Cell(NamedTuple):
+    """One way to reuse: the sample's arm, its swept settings, and what a request says."""
+
+    arm: str
+    label: dict[str, float]
+    reuse: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """How chunks were captured; `neighbors` is the top-n of `preprocessed`."""
+
+    name: str
+    neighbors: int | None = None
+
+    @property
+    def label(self) -> dict[str, Any]:
+        """For a sample's cell."""
+        return {"capture": self.name} | ({} if self.neighbors is None else {"neighbors": self.neighbors})
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of this mode."""
+    add_task_options(parser)
+    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS))
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
+    parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="of a prompt, in place of --k")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        help="of question, task world: --requests of each kind and size",
+    )
+    parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
+    parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
+    parser.add_argument("--no-ablation", action="store_true", help="leave Cache-Craft's parts and alphas alone")
+    add_quality_options(parser)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Ask all, record; 1 if a moved chunk came from anywhere but its capture."""
+    check_ranges(args)
+    cases = list(world_cases(args) if args.task == "world" else data_cases(args))
+    if not cases:
+        raise CommandError(f"--task {args.task}: no request has {min(args.chunks)} chunks")
+    cells = make_cells(args.selectors, args.ratios, ablation=not args.no_ablation)
+    scorer, folder = make_scorer(args, []), args.out or default_folder(f"quality-{args.mode}")
+    facts = load_facts(folder)
+    with Run(
+        folder,
+        kind="quality",
+        spec=spec_of(args),
+        summarize=partial(summarize, scorer=scorer, facts=facts),
+        baseline=args.baseline,
+    ) as run:
+        with open_endpoints(args, [request_of(case) for case in cases], facts, folder) as endpoints:
+            arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
+            answer_all(run, endpoints.open(arm), cases, cells, make_captures(args), scorer, args)
+        results = run.results()
+        status = finish(run, report(results))
+    return status or int(any("foreign" in where for found in results["sources"].values() for where in found))
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Raises CommandError for numbers out of range."""
+    check_options(args)
+    if not all(0 <= ratio <= 1 for ratio in args.ratios):
+        raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
+    if min(args.chunks) < 2 or min(args.neighbors) < 1:
+        raise CommandError("--chunks must be at least 2 and --neighbors at least 1")
+
+
+def make_captures(args: argparse.Namespace) -> list[Capture]:
+    """One a name, and of `preprocessed` one a top-n."""
+    return [
+        capture
+        for name in args.captures
+        for capture in ([Capture(name, n) for n in args.neighbors] if name == "preprocessed" else [Capture(name)])
+    ]
+
+
+def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: bool) -> list[Cell]:
+    """All cells in the order in which they run: `set` last."""
+    cells = [Cell(FULL_REUSE, {"ratio": 0.0}, _reuse("none", 0.0))]
+    for selector in (name for name in selectors if name not in UNRATED):
+        cells += [Cell(selector, {"ratio": r}, _reuse(selector, r)) for r in ratios if 0 < r < 1]
+    if 1 in ratios:
+        cells.append(Cell(ALL, {"ratio": 1.0}, _reuse("first", 1.0)))
+    if ablation:
+        parts: dict[str, dict[str, Any]] = {"no beta": {"without": ["beta"]}, "no cci": {"without": ["cci"]}}
+        at = {"ratio": PAIRED_RATIO}
+        context = _reuse("context", PAIRED_RATIO)
+        cells += [Cell(f"context, {name}", at, context | part) for name, part in parts.items()]
+        parts["no focus"] = {"focus": False}
+        cells += [
+            Cell(f"context, {name}", at | {"alpha": 1.0}, context | {"alpha": 1.0} | part)
+            for name, part in parts.items()
+        ]
+        cells += [Cell("context", at | {"alpha": alpha}, context | {"alpha": alpha}) for alpha in ALPHAS]
+    if "set" in selectors:
+        cells.append(Cell("set", {"ratio": 0.0}, _reuse("set", 0.0)))
+    return cells
+
+
+def answer_all(
+    run: Run,
+    endpoint: Endpoint,
+    cases: Sequence[Case],
+    cells: Sequence[Cell],
+    captures: Sequence[Capture],
+    scorer: Scorer,
+    args: argparse.Namespace,
+) -> None:
+    """Every sample that `run` does not hold yet, several cases at a time."""
+
+    def one(case: Case) -> list[tuple[str, Sample]]:
+        return list(samples_of(endpoint, case, cells, captures, scorer, run, args.seed))
+
+    missing = [
+        case
+        for case in cases
+        if full_key(case) not in run
+        or any(key_of(case, capture, cell) not in run for capture in captures for cell in cells)
+    ]
+    with (
+        ThreadPoolExecutor(args.clients) as pool,
+        progress("questions", len(cases), initial=len(cases) - len(missing)) as bar,
+    ):
+        for rows in pool.map(one, missing):
+            for key, row in rows:
+                run.add(key, row)
+            bar.update()
+
+
+def samples_of(
+    endpoint: Endpoint,
+    case: Case,
+    cells: Sequence[Cell],
+    captures: Sequence[Capture],
+    scorer: Scorer,
+    run: Run,
+    seed: int,
+) -> Iterator[tuple[str, Sample]]:
+    """What `run` lacks of one case: full prefill, then each capture's cells on fresh KV."""
+    request = request_of(case)
+    full = FullPrefill(endpoint).ask(request, [chunk.id for chunk in case.chunks])
+    row = {"mode": "ratio", "request": case.id, "warm_up": False, "num_chunks": len(case.chunks)}
+    if full_key(case) not in run:
+        metrics = rounded(scorer.gold(full.text, request))
+        yield (
+            full_key(case),
+            {"arm": FULL_PREFILL, "cell": {"kind": case.kind}, **row, "metrics": metrics, "fates": None},
+        )
+    for capture in captures:
+        missing = [cell for cell in cells if key_of(case, capture, cell) not in run]
+        if not missing:
+            continue
+        salt = secrets.token_hex(16)
+        behind = bring_in(endpoint, capture, case, salt, random.Random(f"{seed} {case.id}"))
+        for cell in missing:
+            answer = ask(endpoint, request, case.chunks, reuse=cell.reuse, order="retriever", cache_salt=salt)
+            metrics = scorer.gold(answer.text, request) | scorer.agreement(answer, full, "full")
+            yield (
+                key_of(case, capture, cell),
+                {
+                    "arm": cell.arm,
+                    "cell": {"kind": case.kind, **capture.label, **cell.label},
+                    **row,
+                    "metrics": rounded(metrics),
+                    "fates": answer.fates,
+                    "sources": sources_of(answer, behind),
+                    "fallbacks": answer.info["fallbacks"],
+                },
+            )
+
+
+def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: random.Random) -> dict[str, int]:
+    """Bring the case's chunks into the server under `salt`; chunk id -> how many chunks stood before it then."""
+    if capture.name == "live":
+        behind: dict[str, int] = {}
+        strangers = list(case.strangers)
+        shuffled = rng.sample(case.chunks, len(case.chunks))
+        request = replace(request_of(case), max_new_tokens=1)
+        for half in (shuffled[::2], shuffled[1::2]):
+            mixed = [each for chunk in half for each in (strangers.pop(), chunk)]
+            ask(endpoint, request, mixed, reuse="exact", order="retriever", cache_salt=salt)
+            behind |= {chunk.id: 2 * i + 1 for i, chunk in enumerate(half)}
+        return behind
+    neighbors = {chunk.id: case.neighbors[chunk.id][: capture.neighbors or 0] for chunk in case.chunks}
+    for each in dict.fromkeys(near for found in neighbors.values() for near in found):
+        _preprocess(endpoint.url, each, (), salt)  # movable, so that it can stand in front of a chunk
+    for chunk in case.chunks:
+        _preprocess(endpoint.url, chunk, neighbors[chunk.id], salt)
+    return {chunk_id: len(found) for chunk_id, found in neighbors.items()}
+
+
+def sources_of(answer: Greedy, behind: Mapping[str, int]) -> dict[str, int]:
+    """Moved chunks by where they came from; `own` if as captured, else `foreign`."""
+    found: Counter[str] = Counter()
+    for source in answer.info["reuse"]["sources"]:
+        where = source["from"]
+        if where != "gap":
+            where += ", own" if source["variant_prefix"] == behind.get(source["chunk"]) else ", foreign"
+        found[where] += 1
+    return dict(found)
+
+
+def request_of(case: Case) -> Request:
+    """As the client sends it."""
+    return Request(case.id, case.question, case.chunks, case.gold)
+
+
+def key_of(case: Case, capture: Capture, cell: Cell) -> str:
+    """The sample's key."""
+    label = ",".join(f"{name}={value}" for name, value in (capture.label | cell.label).items())
+    return f"ratio/{case.id}/{cell.arm}/{label}"
+
+
+def full_key(case: Case) -> str:
+    """The key of the case's full prefill."""
+    return f"ratio/{case.id}/{FULL_PREFILL}"
+
+
+def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
+    """Cells with normalised F1 and real shares; paired differences between selectors; where moved chunks came from."""
+    cells = cells_of(samples)
+    add_normalized_f1(cells)
+    sources: dict[str, Counter[str]] = defaultdict(Counter)
+    fallbacks: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in samples:
+        if "sources" in row:
+            sources[row["cell"]["capture"]].update(row["sources"])
+            fallbacks[row["cell"]["capture"]].update(row["fallbacks"])
+    for cell in cells:
+        if cell["fates"]:
+            cell |= shares(cell["fates"])
+    at = [row for row in samples if row["cell"].get("ratio") == PAIRED_RATIO and "alpha" not in row["cell"]]
+    by_arm: dict[str, list[Sample]] = defaultdict(list)
+    for row in at:
+        by_arm[row["arm"]].append(row)
+    contrasts = [
+        each
+        for a, b in PAIRED
+        if a in by_arm and b in by_arm
+        for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
+    ]
+    return {
+        "cells": cells,
+        "contrasts": contrasts,
+        "verdict": [text for text in map(verdict, contrasts) if text],
+        "sources": {name: dict(found) for name, found in sources.items()},
+        "fallbacks": {name: dict(found) for name, found in fallbacks.items()},
+        **scorer.spec(),
+        **facts,
+    }
+
+
+def add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
+    """Gives each cell with an F1 its `normalized_f1`, None where full reuse loses nothing."""
+    means = {
+        (cell["arm"], cell["cell"]["kind"], cell["cell"].get("capture")): cell["metrics"]["f1"]["mean"]
+        for cell in cells
+        if cell["arm"] in (FULL_REUSE, FULL_PREFILL) and "f1" in cell["metrics"]
+    }
+    for cell in cells:
+        kind, capture = cell["cell"]["kind"], cell["cell"].get("capture")
+        # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so its zero is full reuse without it.
+        zero = means.get((FULL_REUSE, kind, "alone" if capture == "preprocessed" else capture))
+        one = means.get((FULL_PREFILL, kind, None))
+        if capture is not None and zero is not None and one is not None:
+            cell["normalized_f1"] = normalized_f1(cell["metrics"]["f1"]["mean"], full_reuse=zero, full_prefill=one)
+
+
+def shares(fates: Mapping[str, int]) -> dict[str, float]:
+    """Of all prompt tokens: exact, moved; of the moved ones: recomputed."""
+    prompt = sum(fates[fate] for fate in ("exact", "relocated", "recomputed", "computed"))
+    moved = fates["relocated"] + fates["recomputed"]
+    return {
+        "exact_share": round(fates["exact"] / prompt, 4),
+        "moved_share": round(moved / prompt, 4),
+        "recomputed_share": round(fates["recomputed"] / moved, 4) if moved else 0.0,
+    }
+
+
+def report(results: Mapping[str, Any]) -> str:
+    """A table for each kind and capture: a line per arm, a column per ratio."""
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for cell in results["cells"]:
+        if cell["arm"] != FULL_PREFILL:
+            named = {name: cell["cell"][name] for name in ("kind", "capture", "neighbors") if name in cell["cell"]}
+            groups[", ".join(f"{name} {value}" for name, value in named.items())].append(cell)
+    lines = [results["note"]] if "note" in results else []
+    for title, cells in groups.items():
+        has_gold = "em" in cells[0]["metrics"]
+        shown = "EM  ROUGE-L  same  KL  recomputed" if has_gold else "same  KL  recomputed"
+        lines += ["", f"{title}: {cells[0]['n']} questions; {shown}"]
+        for cell in cells:
+            swept = " ".join(f"{name} {cell['cell'][name]:g}" for name in ("ratio", "alpha") if name in cell["cell"])
+            values = {name: found["mean"] for name, found in cell["metrics"].items()}
+            gold = f"{values['em']:.2f}  {values['rouge_l']:.2f}  " if has_gold else ""
+            normalized = cell.get("normalized_f1")
+            tail = "" if normalized is None else f"  normalised F1 {normalized:.0%}"
+            lines.append(
+                f"    {cell['arm']:24}{swept:22}{gold}{values['same']:.2f}  {values['kl']:.1e}  "
+                f"{cell['recomputed_share']:4.0%}{tail}"
+            )
+    lines += [f"{text}" for text in results["verdict"]]
+    lines.append(f"moved chunks: {json.dumps(results['sources'])}; fallbacks: {json.dumps(results['fallbacks'])}")
+    return "\n".join(lines)
+
+
+# Private, in order of use
+
+
+def _reuse(selector: str, ratio: float) -> dict[str, Any]:
+    name = selector.removesuffix("-all")
+    return {"mode": "fused", "selector": name, "ratio": float(ratio)} | ({"focus": False} if name != selector else {})
+
+
+def _preprocess(url: str, chunk: TextChunk, neighbors: Sequence[TextChunk], salt: str) -> None:
+    body = {
+        "chunk": {"id": chunk.id, "text": chunk.text},
+        "neighbors": [{"id": each.id, "text": each.text} for each in neighbors],
+        "cache_salt": salt,
+    }
+    post(url + "/chunkcache/preprocess", body)

@@ -1,0 +1,208 @@
+"""What an answer is worth, what may be said about it, and what many answers come to.
+
+    em f1 rouge_l jaccard bert_score   against the right answers; the best of several counts
+    same kl kl_first ..._full          against full prefill of the same prompt: what reuse did
+    ..._retriever                      against full prefill in the retriever's order: what an application would notice
+
+Right answers mean something where the model can know them: the bundled model knows its own generated world and nothing else,
+random weights know nothing. Elsewhere only agreement is scored, and the results say so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.contrast import contrast_arms, verdict
+from eval.errors import CommandError
+from eval.quality.text_metrics import answer_kl, exact_match, f1, jaccard, kl_divergence, normalized_f1, rouge_l
+
+if TYPE_CHECKING:
+    from eval.quality.bert_score import BertScore
+    from eval.quality.greedy import Greedy
+    from eval.quality.judge import Judge
+    from eval.task import Request
+
+Weights = Literal["auto", "real", "none"]
+Against = Literal["full", "retriever"]
+GOLD_METRICS = ("em", "f1", "rouge_l", "jaccard", "bert_score")
+AGREEMENT_NOTE = (
+    "these weights know nothing of this text: agreement with full prefill is measured, not the answers of a real model"
+)
+DRAWS = 2000
+
+
+def knows_answers(model: str | None, task: str, weights: Weights) -> bool:
+    """Whether right answers mean something for this model on this task.
+
+    Args:
+        model: `bundled`, `random`, a path, or None for a server that is already there.
+        weights: what the user says about the model; `auto` takes a path for real weights, and a server for none.
+    Raises:
+        CommandError: `real` is said of weights that know nothing of this text.
+    """
+    if model == "random" or (model == "bundled" and task != "world"):
+        if weights == "real":
+            raise CommandError(f"--weights real: the {model} weights know nothing of {task}; name a --model-path")
+        return False
+    return weights == "real" or (weights == "auto" and model is not None)
+
+
+class Scorer:
+    """Scores answers; `has_gold` as `knows_answers` says."""
+
+    def __init__(self, *, has_gold: bool, bert: BertScore | None = None, judge: Judge | None = None) -> None:
+        self.has_gold, self._bert, self._judge = has_gold, bert, judge
+        self._bert_scores: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def gold(self, answer: str, request: Request) -> dict[str, float]:
+        """Against the request's right answers; {} where those are unknown or mean nothing."""
+        right = tuple(text for text in request.answers if text)
+        if not self.has_gold or not right:
+            return {}
+        return {
+            "em": float(exact_match(answer, right)),
+            "f1": f1(answer, right),
+            "rouge_l": max(rouge_l(answer, text) for text in right),
+            "jaccard": max(jaccard(answer, text) for text in right),
+        } | self._bert_score("bert_score", answer, right)
+
+    def agreement(self, answer: Greedy, full: Greedy, against: Against) -> dict[str, float]:
+        """Against full prefill; KL only where the server gave distributions."""
+        plain = against == "full"  # the names that eval.metrics has always had
+        values = {
+            "same": float(answer.text == full.text),
+            "rouge_l_full": rouge_l(answer.text, full.text),
+            "jaccard_full": jaccard(answer.text, full.text),
+        } | self._bert_score("bert_score_full", answer.text, (full.text,))
+        if answer.steps and full.steps:
+            values["kl"] = answer_kl(full.steps, full.tokens, answer.steps, answer.tokens)
+            values["kl_first"] = kl_divergence(full.steps[0], answer.steps[0])
+        return values if plain else {f"{name.removesuffix('_full')}_retriever": value for name, value in values.items()}
+
+    def faithfulness(self, answer: str, request: Request) -> dict[str, float]:
+        """By the judge, if there is one and it found claims."""
+        if self._judge is None:
+            return {}
+        found = self._judge.judge(request.question, answer, [chunk.text for chunk in request.chunks])
+        return {} if found is None or found.faithfulness is None else {"faithfulness": found.faithfulness}
+
+    def spec(self) -> dict[str, Any]:
+        """What the figures depend on beside the answers."""
+        found: dict[str, Any] = {} if self.has_gold else {"note": AGREEMENT_NOTE}
+        if self._bert is not None:
+            found["bert_score"] = self._bert.spec()
+        if self._judge is not None:
+            found["judge"] = self._judge.spec()
+        return found
+
+    def _bert_score(self, name: str, answer: str, references: tuple[str, ...]) -> dict[str, float]:
+        if self._bert is None:
+            return {}
+        key = answer, references
+        if key not in self._bert_scores:
+            self._bert_scores[key] = self._bert.score([answer], [references])[0]
+        return {name: self._bert_scores[key]}
+
+
+def rounded(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Six digits: what float32 log probabilities carry."""
+    return {name: float(f"{value:.6g}") for name, value in metrics.items()}
+
+
+def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str | None) -> dict[str, Any]:
+    """Cells and, for every arm against the arm `against`, contrasts and what they allow to say."""
+    arms: dict[str, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        arms.setdefault(sample["arm"], []).append(sample)
+    contrasts = [
+        each
+        for name, taken in arms.items()
+        if against in arms and name != against
+        for each in contrast_arms(arms[str(against)], taken, a=str(against), b=name)
+    ]
+    said = [text for text in map(verdict, contrasts) if text]
+    return {"cells": cells_of(samples), "contrasts": contrasts, "verdict": said}
+
+
+def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each arm and cell, in the order in which they came: how many, how many failed, metrics and fates."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        groups.setdefault((sample["arm"], json.dumps(sample["cell"], sort_keys=True)), []).append(sample)
+    return [_cell(taken) for taken in groups.values()]
+
+
+def normalized_f1_of(cells: Sequence[Mapping[str, Any]], *, full_reuse: str, full_prefill: str) -> dict[str, Any]:
+    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends are there and differ."""
+    means = {cell["arm"]: cell["metrics"]["f1"]["mean"] for cell in cells if "f1" in cell["metrics"]}
+    if full_reuse not in means or full_prefill not in means:
+        return {}
+    ends = {"full_reuse": means[full_reuse], "full_prefill": means[full_prefill]}
+    return {name: normalized_f1(value, **ends) for name, value in means.items()}
+
+
+def interval(values: Sequence[float], *, draws: int = DRAWS) -> dict[str, float]:
+    """Mean, quantiles, and the 95% bootstrap interval of the mean. Raises ValueError for no values."""
+    if not values:
+        raise ValueError("no values")
+    taken = np.asarray(values, dtype=float)
+    low, high = np.quantile(_drawn(len(taken), draws) @ taken / len(taken), [0.025, 0.975])
+    p50, p90, p99 = np.quantile(taken, [0.5, 0.9, 0.99])
+    found = {"mean": math.fsum(values) / len(values), "p50": p50, "p90": p90, "p99": p99, "low": low, "high": high}
+    return rounded({name: float(value) for name, value in found.items()})
+
+
+def table(cells: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
+    """A line an arm: mean and interval of each metric that any arm has."""
+    shown = [name for name in metrics if any(name in cell["metrics"] for cell in cells)]
+    lines = [f"{'':24}{'n':>6}" + "".join(f"{name:>24}" for name in shown)]
+    for cell in cells:
+        label = " ".join([cell["arm"], *(f"{key}={value}" for key, value in cell["cell"].items())])
+        values = (_shown(cell["metrics"].get(name)) for name in shown)
+        lines.append(f"{label:24}{cell['n']:6}" + "".join(f"{value:>24}" for value in values))
+    return "\n".join(lines)
+
+
+def differences(contrasts: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
+    """A line for each of these metrics' contrasts: difference, interval and the paired t-test's p."""
+    lines = []
+    for each in (each for each in contrasts if each["metric"] in metrics):
+        p = "all differences are equal" if each["p"] is None else f"p = {each['p']:.2g}"
+        change = f"{each['value']:+.3g} [{each['low']:+.3g}, {each['high']:+.3g}]"
+        lines.append(f"{each['b']} - {each['a']}, {each['metric']}: {change}, {p}, n = {each['n']}")
+    return "\n".join(lines)
+
+
+# Private, in order of use
+
+
+def _cell(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    good = [sample for sample in samples if not sample.get("error")]
+    names = list(dict.fromkeys(name for sample in good for name in sample["metrics"]))
+    fates = [sample["fates"] for sample in good if sample.get("fates")]
+    return {
+        "arm": samples[0]["arm"],
+        "cell": samples[0]["cell"],
+        "n": len(good),
+        "errors": len(samples) - len(good),
+        "metrics": {name: interval([s["metrics"][name] for s in good if name in s["metrics"]]) for name in names},
+        "fates": {fate: sum(each[fate] for each in fates) for fate in fates[0]} if fates else None,
+    }
+
+
+@lru_cache(maxsize=8)
+def _drawn(num_values: int, draws: int) -> NDArray[np.float64]:
+    """[draws, num_values] how often each value was drawn."""
+    shares = np.full(num_values, 1 / num_values)
+    return np.random.default_rng(0).multinomial(num_values, shares, size=draws).astype(np.float64)
+
+
+def _shown(found: Mapping[str, float] | None) -> str:
+    return "-" if found is None else f"{found['mean']:.3g} [{found['low']:.3g}, {found['high']:.3g}]"

@@ -1,0 +1,191 @@
+"""A run as it is read back: record, samples and cells in one shape, whatever command wrote them.
+
+A replay keeps one row a cell with the hits of all requests; here they become rows like the other commands'. Its policies
+(order, tail, eviction, ...) are then the arm, and what else was set is the cell. Knows nothing of figures or pages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from eval.errors import CommandError
+from eval.run import Sample, read_record, read_samples
+
+KINDS = ("replay", "serve", "sensitivity", "quality")
+POLICIES = ("order", "tail", "eviction", "admission", "dedup")
+UNITS = {"hit_share": ("hits", "dropped", "chunks"), "token_hit_share": ("token_hits", "dropped_tokens", "tokens")}
+"""Metric -> what a replay counts for it: found cached, shown before by the conversation, of so many."""
+
+Cell = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """`record` is record.json; `samples` one a request, `cells` those of the results, each with `arm`, `cell`, `metrics`."""
+
+    folder: Path
+    record: Mapping[str, Any]
+    samples: Sequence[Sample]
+    cells: Sequence[Cell]
+
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return self.folder.name
+
+    @property
+    def kind(self) -> str:
+        """replay, serve, sensitivity or quality."""
+        return str(self.record["kind"])
+
+    @property
+    def results(self) -> Mapping[str, Any]:
+        """The figures as the command computed them."""
+        return dict(self.record["results"])
+
+    @property
+    def contrasts(self) -> list[dict[str, Any]]:
+        """Those of the results."""
+        return [one for one in self.results.get("contrasts") or [] if isinstance(one, dict)]
+
+    @property
+    def arms(self) -> list[str]:
+        """In the order in which they first answered."""
+        return list(dict.fromkeys(sample["arm"] for sample in self.samples))
+
+    @property
+    def measured(self) -> list[Sample]:
+        """The samples that count: no warm-up, no failure."""
+        return [one for one in self.samples if not one.get("warm_up") and not one.get("error")]
+
+
+def read_recorded(path: Path) -> Recorded:
+    """Read a run's folder, or the folder of a record.json.
+
+    Raises:
+        CommandError: no record, one that `python -m eval` did not write, or samples that are none.
+    """
+    folder = (path.parent if path.name == "record.json" else path).resolve()
+    record = read_record(folder)
+    if record["kind"] not in KINDS:
+        raise CommandError(f"{folder / 'record.json'}: kind {record['kind']!r} is none of {', '.join(KINDS)}")
+    for name in ("versions", "machine", "spec", "results"):
+        if not isinstance(record.get(name), dict):
+            raise CommandError(f"{folder / 'record.json'} has no {name}: it was not written by `python -m eval`")
+    rows = read_samples(folder)
+    try:
+        if record["kind"] != "replay":
+            return Recorded(folder, record, [_checked(row) for row in rows], _cells(record["results"]))
+        rows = [row for row in rows if "cell" in row]  # The others say what the trace offers.
+        warm_up = record["spec"].get("warm_up") or 0
+        samples = [one for row in _replayed(rows) for one in _requests(row, warm_up)]
+        return Recorded(folder, record, samples, _replayed(_cells(record["results"])))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CommandError(f"{folder}: its samples or cells are not what `python -m eval` writes: {error!r}") from None
+
+
+def cell_name(cell: Cell) -> str:
+    """A cell for people: "rate 2, k 5"; empty without a sweep."""
+    return ", ".join(f"{key.replace('_', ' ')} {setting_name(key, value)}" for key, value in cell.items())
+
+
+def setting_name(key: str, value: Any) -> str:
+    """A setting's value for people."""
+    if key.startswith("capacity") and not value:
+        return "no limit"
+    if value is None:
+        return "all" if key == "k" else "any"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def varied(cells: Iterable[Cell]) -> list[str]:
+    """The settings that are not the same everywhere; None is no value, it does not matter there, but for `k`: all."""
+    values: dict[str, set[str]] = {}
+    cells = list(cells)
+    for key in dict.fromkeys(key for cell in cells for key in cell):
+        found = (cell.get(key) for cell in cells)
+        values[key] = {json.dumps(value) for value in found if value is not None or key == "k"}
+    return [key for key, found in values.items() if len(found) > 1]
+
+
+# Private, in order of use
+
+
+def _checked(row: Sample) -> Sample:
+    if not isinstance(row["metrics"], dict) or not isinstance(row["cell"], dict):
+        raise TypeError("metrics and cell must be objects")
+    numbers = {name: value for name, value in row["metrics"].items() if _is_number(value)}
+    return {**row, "arm": str(row["arm"]), "request": str(row["request"]), "metrics": numbers}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _cells(results: Mapping[str, Any]) -> list[Cell]:
+    cells: list[Cell] = [{"metrics": {}, "arm": "", **one} for one in results.get("cells") or []]
+    for one in cells:
+        if not isinstance(one["cell"], dict) or not isinstance(one["metrics"], dict):
+            raise TypeError("metrics and cell must be objects")
+    return cells
+
+
+def _telling(cells: Iterable[Cell]) -> list[str]:
+    """The policies that name an arm: the order, and what the order does not settle. None: it does not matter there."""
+    cells = list(cells)
+    settled = {(key, cell["order"], cell.get(key)) for cell in cells for key in POLICIES if cell.get(key) is not None}
+    pairs = [(key, order) for key, order, _ in settled]
+    return [key for key in POLICIES if key == "order" or any(pairs.count((key, cell["order"])) > 1 for cell in cells)]
+
+
+def _replayed(cells: Sequence[Cell]) -> list[Cell]:
+    """Each with its arm, and with the settings that differ as `cell`; where one does not matter, once for each value."""
+    keys = _telling(one["cell"] for one in cells)
+    free = {
+        key: values
+        for key in varied(one["cell"] for one in cells)
+        if key not in POLICIES and len(values := _values(cells, key)) > 1
+    }
+    return [
+        {
+            **one,
+            "arm": " ".join(str(one["cell"][key]) for key in keys if one["cell"].get(key) is not None),
+            "cell": dict(zip(free, chosen, strict=True)),
+            "settings": one["cell"],
+        }
+        for one in cells
+        for chosen in product(
+            *([one["cell"][key]] if one["cell"][key] in values else values for key, values in free.items())
+        )
+    ]
+
+
+def _values(cells: Sequence[Cell], key: str) -> list[Any]:
+    found = dict.fromkeys(one["cell"][key] for one in cells)
+    return [value for value in found if value is not None or key == "k"]
+
+
+def _requests(row: Cell, warm_up: int) -> list[Sample]:
+    length = max(1, len(row["chunks"]) // 50)  # Neighbours in a trace share chunks: stretches are resampled.
+    units = {name: unit for name, unit in UNITS.items() if row.get(unit[-1])}
+    return [
+        {
+            "arm": row["arm"],
+            "cell": row["cell"],
+            "request": str(i),
+            "warm_up": i < warm_up,
+            "block": i // length,
+            "metrics": {
+                name: (row[hits][i] + row[dropped][i]) / row[of][i]
+                for name, (hits, dropped, of) in units.items()
+                if row[of][i]
+            },
+        }
+        for i in range(len(row["chunks"]))
+    ]

@@ -1,0 +1,153 @@
+"""Which replays a command asks for: the product of its settings, without those that would be the same replay twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+from eval.replay.trace import Trace
+from radix_ext import AdmissionPolicy, DedupPolicy, EvictionPolicy, OrderPolicy, ReplaySettings, TailPolicy
+
+Entry = Mapping[str, Any]
+"""A sample, or an entry of the results: what has a `cell`."""
+AXES = ("order", "tail", "capacity", "capacity_tokens", "eviction", "admission", "dedup", "window", "threshold", "k")
+DEFAULTS: dict[str, Any] = {
+    "order": "tree",
+    "tail": "rank",
+    "capacity": 0,
+    "capacity_tokens": 0,
+    "eviction": "lru",
+    "admission": "all",
+    "dedup": None,
+    "window": 1000,
+    "threshold": 2,
+    "k": None,
+}
+"""Of each axis that is not named. `dedup` None: off for the retriever's order, as in stock SGLang, else shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay's settings, as named by the options. None: it does not matter here; for `k`: all chunks of a request."""
+
+    order: OrderPolicy
+    tail: TailPolicy | None
+    capacity: int
+    capacity_tokens: int
+    eviction: EvictionPolicy | None
+    admission: AdmissionPolicy
+    dedup: DedupPolicy | None
+    window: int | None
+    threshold: int | None
+    k: int | None
+
+    @property
+    def label(self) -> dict[str, Any]:
+        """For the sample."""
+        return asdict(self)
+
+    @property
+    def key(self) -> str:
+        """What names the cell among the samples of its run."""
+        return "/".join(f"{name}={value}" for name, value in self.label.items() if value is not None)
+
+    @property
+    def room(self) -> str:
+        """How much room the cache has, in words."""
+        if self.capacity_tokens:
+            return f"{self.capacity_tokens:,} tokens"
+        return f"{self.capacity:,} chunks" if self.capacity else "no limit"
+
+    def settings(self, *, max_visits: int) -> ReplaySettings:
+        """What `radix_ext` is told; settings that do not matter get any value.
+
+        Raises:
+            radix_ext.CallerError: a value out of range.
+        """
+        return ReplaySettings(
+            order=self.order,
+            tail=self.tail or "rank",
+            eviction=self.eviction or "lru",
+            admission=self.admission,
+            dedup=self.dedup or "off",
+            capacity=self.capacity or None,
+            capacity_tokens=self.capacity_tokens or None,
+            window=self.window or 1,
+            threshold=self.threshold or 1,
+            max_visits=max_visits,
+        )
+
+
+def grid(axes: Mapping[str, Sequence[Any] | None], *, has_conversations: bool) -> list[Cell]:
+    """Every combination of the values named, in their order; an axis without any has its default."""
+    values = [axes.get(name) or [DEFAULTS[name]] for name in AXES]
+    return _distinct([Cell(*combination) for combination in product(*values)], has_conversations=has_conversations)
+
+
+def comparison(rooms: Sequence[tuple[int, int]], *, has_conversations: bool) -> list[Cell]:
+    """What a stranger needs: the stock prefix cache, CRAFT's order and ours, each with its own eviction.
+
+    `promoted` is what CRAFT's marks suggest; admission is `all` for it too, under which it finds more than under its own.
+
+    Args:
+        rooms: (capacity, capacity_tokens), 0 for no limit.
+    """
+    policies: list[tuple[OrderPolicy, EvictionPolicy]] = [
+        ("retriever", "lru"),
+        ("frequency", "promoted"),
+        ("tree", "reused"),
+    ]
+    cells = [
+        replace(Cell(**DEFAULTS), order=order, eviction=eviction, capacity=capacity, capacity_tokens=capacity_tokens)
+        for capacity, capacity_tokens in rooms
+        for order, eviction in policies
+    ]
+    return _distinct(cells, has_conversations=has_conversations)
+
+
+def derived_rooms(trace: Trace) -> list[tuple[int, int]]:
+    """No limit, a quarter and an eighth of the trace's distinct chunks: in tokens where it has lengths."""
+    distinct = {chunk.id: chunk.num_tokens for request in trace.requests for chunk in request.chunks}
+    if trace.has_lengths:
+        return [(0, 0), *((0, max(1, sum(distinct.values()) // part)) for part in (4, 8))]
+    return [(0, 0), *((max(1, len(distinct) // part), 0) for part in (4, 8))]
+
+
+def stock_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
+    """The retriever's order with the same room and k; of several the one that is as stock SGLang serves it."""
+    same = [
+        other
+        for other in cells
+        if other["cell"]["order"] == "retriever" != cell["order"]
+        and all(other["cell"][name] == cell[name] for name in ("capacity", "capacity_tokens", "k"))
+    ]
+    return min(same, key=lambda other: not is_stock(other["cell"]), default=None)
+
+
+def is_stock(cell: Mapping[str, Any]) -> bool:
+    """Whether stock SGLang does the same."""
+    stock = {"order": ("retriever",), "eviction": (None, "lru"), "admission": ("all",), "dedup": (None, "off")}
+    return all(cell[name] in values for name, values in stock.items())
+
+
+def _distinct(cells: Sequence[Cell], *, has_conversations: bool) -> list[Cell]:
+    return list(dict.fromkeys(_canonical(cell, has_conversations) for cell in cells))
+
+
+def _canonical(cell: Cell, has_conversations: bool) -> Cell:
+    """The cell without the settings that change nothing."""
+    tail = cell.tail if cell.order == "tree" else None
+    eviction = cell.eviction if cell.capacity or cell.capacity_tokens else None
+    by_marks = cell.admission == "promoted" or eviction == "promoted"
+    by_counts = by_marks or eviction == "reused" or "frequency" in (cell.order, tail)
+    dedup: DedupPolicy = cell.dedup or ("off" if cell.order == "retriever" else "shown")
+    return replace(
+        cell,
+        tail=tail,
+        eviction=eviction,
+        dedup=dedup if has_conversations else None,
+        window=cell.window if by_counts else None,
+        threshold=cell.threshold if by_marks else None,
+    )

@@ -1,0 +1,123 @@
+"""Samples of a replay -> shares with intervals and contrasts with the retriever's order: a pure function.
+
+Shares are sums over requests, those of the warm-up left out. Intervals come from a moving-block bootstrap over consecutive
+requests: they tell how much a figure depends on which requests came, not what another history of the cache would have done,
+since every cell is replayed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.intervals import moving_block_share
+from eval.replay.grid import stock_of
+from eval.replay.verdict import verdict
+
+Sample = Mapping[str, Any]
+MIN_BLOCKS = 10
+"""Fewer make no interval; on short traces blocks are shortened rather."""
+METRICS = {"chunks": "hit_share", "tokens": "token_hit_share"}
+
+
+def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+    """`results` of a replay's record, from the samples taken so far.
+
+    Args:
+        spec: `warm_up` requests are not measured; `block` requests are drawn together; `worth` is the verdict's.
+        samples: one a cell, and one with `overlap` for each k.
+    """
+    shares = _Shares(spec["warm_up"], spec["block"])
+    cells = [sample for sample in samples if "cell" in sample]
+    contrasts = []
+    for sample in cells:
+        stock = stock_of(sample["cell"], cells)
+        contrasts += shares.contrasts(stock, sample) if stock is not None else []
+    overlap = [shares.overlap(sample) for sample in samples if "overlap" in sample]
+    results: dict[str, Any] = {
+        "cells": [shares.cell(sample) for sample in cells],
+        "overlap": overlap[0] if overlap else None,
+        "overlap_by_k": overlap,
+        "contrasts": contrasts,
+    }
+    return results | {"verdict": verdict(results, worth=spec["worth"])}
+
+
+class _Shares:
+    """Shares of the requests behind the warm-up."""
+
+    def __init__(self, warm_up: int, block: int) -> None:
+        self._warm_up, self._block = warm_up, block
+
+    def cell(self, sample: Sample) -> dict[str, Any]:
+        """One of `results["cells"]`."""
+        saved = {unit: (_saved(sample, unit), sample[unit]) for unit in METRICS if sample[unit]}
+        figures: dict[str, Any] = {
+            "cell": sample["cell"],
+            "chunk_hit_rate": self._share(sample["hits"], sample["chunks"]),
+            "token_hit_rate": self._share(sample["token_hits"], sample["tokens"]) if sample["tokens"] else None,
+            "saved": {unit: self._share(*both) for unit, both in saved.items()},
+            "saved_in_second_half": {unit: self._second_half(*both) for unit, both in saved.items()},
+        }
+        if sample["cell"]["dedup"] is not None:
+            figures["reduction"] = {unit: self._reduction(sample, unit) for unit in saved}
+        measured = sample["chunks"][self._warm_up :]
+        kept = {name: sample[name] for name in ("num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")}
+        return figures | {"num_requests": len(measured), "num_chunks": sum(measured)} | kept
+
+    def contrasts(self, stock: Sample, other: Sample) -> list[dict[str, Any]]:
+        """The share of chunks, and of tokens where there are lengths, that only `other` saves."""
+        found = []
+        for unit, metric in METRICS.items():
+            if not other[unit]:
+                continue
+            differences = [b - a for a, b in zip(_saved(stock, unit), _saved(other, unit), strict=True)]
+            found.append(
+                {
+                    "cell": other["cell"],
+                    "metric": metric,
+                    "a": stock["cell"]["order"],
+                    "b": other["cell"]["order"],
+                    "statistic": "difference of shares",
+                    **self._share(differences, other[unit]),
+                    "n": len(other[unit][self._warm_up :]),
+                    "p": None,
+                }
+            )
+        return found
+
+    def overlap(self, sample: Sample) -> dict[str, Any]:
+        """CRAFT's prefix and total of the whole trace, and the share of chunks (tokens) retrieved before."""
+        seen = {unit: self._share(sample[f"seen_{unit}"], sample[unit]) for unit in METRICS if sample[unit]}
+        return {
+            "k": sample["k"],
+            **sample["overlap"],
+            "seen_before": seen["chunks"],
+            "seen_before_tokens": seen.get("tokens"),
+        }
+
+    def _reduction(self, sample: Sample, unit: str) -> dict[str, Any]:
+        """CRAFT fig. 12's two parts of what need not be computed, and what must be once more since a history left the cache."""
+        parts = zip(("general", "conversation_scoped", "history_lost"), _parts(sample, unit), strict=True)
+        return {name: self._share(counts, sample[unit]) for name, counts in parts}
+
+    def _share(self, parts: Sequence[float], wholes: Sequence[float]) -> dict[str, float]:
+        wholes = wholes[self._warm_up :]
+        block = max(1, min(self._block, len(wholes) // MIN_BLOCKS))
+        value, low, high = moving_block_share(parts[self._warm_up :], wholes, block=block)
+        return {"value": value, "low": low, "high": high}
+
+    def _second_half(self, parts: Sequence[float], wholes: Sequence[float]) -> float:
+        middle = (self._warm_up + len(wholes)) // 2
+        return sum(parts[middle:]) / max(1, sum(wholes[middle:]))
+
+
+def _saved(sample: Sample, unit: str) -> list[int]:
+    """By request: prefix hits and what the conversation has shown, less what is computed once more."""
+    return [hits + dropped - lost for hits, dropped, lost in zip(*_parts(sample, unit), strict=True)]
+
+
+def _parts(sample: Sample, unit: str) -> tuple[list[int], list[int], list[int]]:
+    names = ("hits", "dropped", "lost") if unit == "chunks" else ("token_hits", "dropped_tokens", "lost_tokens")
+    hits, dropped, lost = (sample[name] for name in names)
+    return hits, dropped, lost

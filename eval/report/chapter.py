@@ -1,0 +1,285 @@
+"""What one record becomes on the page: what was run, pictures with a reading, tables, and what to hold against them.
+
+    Recorded -> create_chapter -> Chapter(facts, servers, verdict, pictures, tables, caveats)
+
+Knows neither HTML nor Markdown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from eval.contrast import MIN_PAIRS, verdict
+from eval.recorded import Cell, Recorded, cell_name, varied
+from eval.report import charts, readings, tables
+from eval.report.charts import Look
+from eval.report.tables import Table
+
+MAX_PICTURES = 6
+"""Of one varied setting, where other settings vary, too."""
+CURVES = {"quality": ("em", "f1", "same", "kl")}
+SERVE_CURVES = ("ttft_s", "hit_share", "expected_hit_share", "cached_share")
+KNOWN_ARMS = ("ours", "stock-lpm", "no-cache", "craft", "fused", "stock-fcfs", "cacheblend", "contextpilot")
+"""They have the same colour on every page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """`reading`: one sentence; `draw` makes it for a background."""
+
+    name: str
+    title: str
+    reading: str
+    draw: Callable[[Look], Figure]
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """One record, ready to be written down."""
+
+    name: str
+    kind: str
+    is_complete: bool
+    verdict: Sequence[str]
+    facts: Sequence[tuple[str, str]]
+    versions: Sequence[tuple[str, str]]
+    servers: Table | None
+    pictures: Sequence[Picture]
+    tables: Sequence[Table]
+    caveats: Sequence[str]
+
+
+def create_chapter(run: Recorded, name: str) -> Chapter:
+    """The chapter of one record. `name`: the folder's, made unique in the report."""
+    pictures = {"replay": _replay, "quality": _quality}.get(run.kind, _served)(run)
+    drawn = {picture.table.caption for picture in pictures}
+    more = [tables.metric_table(run.cells, metric) for metric in tables.metric_names(run.cells)]
+    found = [tables.contrast_table(run), tables.storage_table(run), *more, tables.throughput_table(run.cells)]
+    return Chapter(
+        name=name,
+        kind=run.kind,
+        is_complete=run.record.get("complete") is True,
+        verdict=_verdict(run),
+        facts=_facts(run),
+        versions=[(str(key), tables.plain(value)) for key, value in run.record["versions"].items() if value],
+        servers=tables.servers_table(run),
+        pictures=pictures,
+        tables=[table for table in found if table is not None and table.caption not in drawn],
+        caveats=_caveats(run),
+    )
+
+
+def colours(runs: Sequence[Recorded]) -> list[dict[str, int]]:
+    """For each record its arms' colours: one arm, one colour on the whole page, or in a record where a page has too many."""
+    arms = [[str(one["arm"]) for one in [*run.samples, *run.cells]] for run in runs]
+    shared = places(arm for found in arms for arm in found)
+    return [shared if len(shared) <= len(charts.LIGHT) else places(found) for found in arms]
+
+
+def places(names: Iterable[str]) -> dict[str, int]:
+    """Name -> its colour's number: the known arms have theirs on every page, the others take what is left."""
+    names = list(dict.fromkeys(names))
+    known = {name: place for place, name in enumerate(KNOWN_ARMS) if name in names}
+    free = (place for place in count() if place not in known.values())
+    return known | {name: next(free) for name in names if name not in known}
+
+
+# Private: the pictures of each kind
+
+
+def _replay(run: Recorded) -> list[Picture]:
+    pictures = []
+    for rate, of in (("chunk_hit_rate", "chunks"), ("token_hit_rate", "chunk tokens")):
+        cells = [one for one in run.cells if isinstance(one.get(rate), dict)]
+        if cells:
+            title = f"Share of {of} found cached"
+            table, reading = tables.hits_table(cells, rate, title), readings.hits_reading(cells, rate, of)
+            draw = partial(charts.hit_rates, cells, rate=rate)
+            pictures.append(Picture(of, title, reading, draw, table))
+    return pictures
+
+
+def _served(run: Recorded) -> list[Picture]:
+    pictures = []
+    timed = [one for one in run.measured if "ttft_s" in one["metrics"]]
+    if timed and run.kind == "serve":
+        table, reading = tables.metric_table(run.cells, "ttft_s"), readings.cdf_reading(timed)
+        pictures.append(Picture("ttft", "Time to first token", reading, partial(charts.ttft_cdf, timed), table))
+    pictures += _swept(run, SERVE_CURVES) + _throughput(run)
+    fated = [one for one in run.measured if one.get("fates") and isinstance(one.get("sent_s"), int | float)]
+    if fated:
+        sums = _fate_sums(fated)
+        table, reading = tables.fates_table(sums), readings.fates_reading(sums)
+        draw = partial(charts.fates_over_time, fated)
+        pictures.append(Picture("fates", "What became of the prompt tokens", reading, draw, table))
+    return pictures
+
+
+def _throughput(run: Recorded) -> list[Picture]:
+    """Over the rate or the clients, where nothing else varies."""
+    settings = varied(one["cell"] for one in run.cells)
+    cells = [
+        {**one, "metrics": {tables.rate_name(rate): {"mean": value} for rate, value in one["throughput"].items()}}
+        for one in run.cells
+        if isinstance(one.get("throughput"), dict)
+    ]
+    metrics = [tables.rate_name(rate) for rate in ("output_tokens_per_s", "requests_per_s")]
+    metrics = [metric for metric in metrics if metric in tables.metric_names(cells)]
+    if not metrics or settings not in (["rate"], ["clients"]):
+        return []
+    table = tables.swept_table(cells, settings[0], metrics, f"Throughput by {settings[0]}")
+    reading = readings.sweep_reading(cells, settings[0], metrics[0])
+    draw = partial(charts.curves, cells, setting=settings[0], metrics=metrics)
+    return [Picture("throughput", table.caption, reading, draw, table)]
+
+
+def _quality(run: Recorded) -> list[Picture]:
+    pictures = _permuted(run) or _swept(run, CURVES["quality"])
+    metrics = [metric for metric in tables.metric_names(run.cells) if not tables.is_time(metric)]
+    if pictures or not metrics:
+        return pictures
+    reading = " ".join(readings.score_reading(run.cells, metric) for metric in metrics[:2])
+    table, draw = tables.scores_table(run.cells, metrics), partial(charts.scores, run.cells, metrics=metrics)
+    return [Picture("scores", "Scores of the answers", reading, draw, table)]
+
+
+def _permuted(run: Recorded) -> list[Picture]:
+    """CRAFT's figure 5, of each metric that the record has request by request."""
+    points: dict[str, list[dict[str, Any]]] = {}
+    for one in run.results.get("requests") or []:
+        for metric, found in one["metrics"].items():
+            if found["baseline"] is not None:
+                points.setdefault(metric, []).append({"request": str(one["request"]), **found})
+    return [
+        Picture(
+            f"permutation-{metric}",
+            f"{tables.label(metric)[:1].upper()}{tables.label(metric)[1:]} in other orders of the chunks",
+            readings.permutation_reading(taken),
+            partial(charts.permutation, taken, metric=metric),
+            tables.permutation_table(taken, metric),
+        )
+        for metric, taken in points.items()
+    ]
+
+
+def _swept(run: Recorded, wanted: Sequence[str]) -> list[Picture]:
+    """A picture for each setting along which there is a curve, and for each combination of the other settings.
+
+    Where several settings vary, only numbers of which there are three make a curve; all figures are in the tables.
+    """
+    pictures = []
+    settings = varied(one["cell"] for one in run.cells)
+    for setting in settings:
+        groups: dict[str, list[Cell]] = {}
+        for one in run.cells:
+            if one["cell"].get(setting) is not None:
+                groups.setdefault(json.dumps(_others(one, setting)), []).append(one)
+        curves = [
+            (rest, cells) for rest, cells in groups.items() if _is_curve(cells, setting, alone=len(settings) == 1)
+        ]
+        for place, (rest, cells) in enumerate(curves[:MAX_PICTURES], 1):
+            same = json.loads(rest)
+            level = [
+                one for one in run.cells if setting not in one["cell"] and _others(one, setting).items() <= same.items()
+            ]
+            names = tables.metric_names(cells)
+            metrics = [metric for metric in wanted if metric in names] or names[:2]
+            if not metrics:
+                continue
+            title = f"{setting.capitalize()} varied" + (f": {cell_name(same)}" if same else "")
+            reading = " ".join(readings.sweep_reading(cells, setting, metric) for metric in metrics[:2])
+            table = tables.swept_table([*cells, *level], setting, metrics, title)
+            draw = partial(charts.curves, cells, level=level, setting=setting, metrics=metrics)
+            pictures.append(Picture(f"{setting}-{place}", title, reading, draw, table))
+    return pictures
+
+
+def _others(one: Cell, setting: str) -> dict[str, Any]:
+    """What must be the same in all cells of a picture."""
+    return {key: value for key, value in one["cell"].items() if key != setting and value is not None}
+
+
+def _is_curve(cells: Sequence[Cell], setting: str, *, alone: bool) -> bool:
+    values = {json.dumps(one["cell"][setting]) for one in cells}
+    is_number = all(isinstance(one["cell"][setting], int | float) for one in cells)
+    return len(values) >= 2 if alone else is_number and len(values) >= 3
+
+
+def _fate_sums(samples: Sequence[Cell]) -> dict[str, dict[str, int]]:
+    sums: dict[str, dict[str, int]] = {}
+    for one in samples:
+        counts = sums.setdefault(one["arm"], {})
+        for fate, tokens in one["fates"].items():
+            counts[fate] = counts.get(fate, 0) + tokens
+    return sums
+
+
+# Private: what was run, and what to hold against it
+
+
+def _verdict(run: Recorded) -> list[str]:
+    """The record's sentences, those about the arms that are known best first; or why there are none."""
+    said = [str(text) for text in run.results.get("verdict") or []]
+    rank = {verdict(one): (*KNOWN_ARMS, one["b"]).index(one["b"]) for one in run.contrasts}
+    if said or not run.contrasts:
+        return sorted(said, key=lambda text: rank.get(text, -1)) or ["Nothing was compared."]
+    enough = sum((one.get("n") or 0) >= MIN_PAIRS for one in run.contrasts)
+    if not enough:
+        return [f"No verdict: no comparison has {MIN_PAIRS} requests or more."]
+    return [f"No difference beyond chance in {enough} comparisons."]
+
+
+def _facts(run: Recorded) -> list[tuple[str, str]]:
+    record, git = run.record, run.record.get("git") or {}
+    errors = sum(bool(sample.get("error")) for sample in run.samples)
+    warm_up = sum(bool(sample.get("warm_up")) for sample in run.samples)
+    facts = [
+        ("command", tables.plain(record.get("command"))),
+        ("date", tables.plain(record.get("date"))),
+        ("samples", f"{len(run.measured)} measured, {warm_up} of warm-up, {errors} failed"),
+        ("arms", "; ".join(run.arms) or "none"),
+        ("machine", ", ".join(f"{key} {tables.plain(value)}" for key, value in record["machine"].items())),
+        ("code", f"{str(git.get('sha'))[:12]}{', with changes that are not committed' if git.get('dirty') else ''}"),
+        ("to be read beside", tables.plain(record["baseline"]) if record.get("baseline") else ""),
+        (
+            "settings",
+            ", ".join(f"{k} {tables.plain(v)}" for k, v in record["spec"].items() if v not in (None, [], False)),
+        ),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _caveats(run: Recorded) -> list[str]:
+    caveats = []
+    if run.record.get("complete") is not True:
+        caveats.append("The run was interrupted: these are the figures of the samples so far.")
+    if errors := sum(bool(sample.get("error")) for sample in run.samples):
+        caveats.append(f"{errors} requests failed; they are in no figure but the count of errors.")
+    if few := sum((one.get("n") or 0) < MIN_PAIRS for one in run.contrasts):
+        caveats.append(f"{few} of {len(run.contrasts)} comparisons have fewer than {MIN_PAIRS} requests: no verdict.")
+    if len(run.contrasts) >= 20:
+        chance = round(0.05 * len(run.contrasts))
+        caveats.append(f"Of {len(run.contrasts)} comparisons about {chance} would be beyond their intervals by chance.")
+    skipped = run.results.get("skipped")
+    if isinstance(skipped, dict):
+        caveats += [f"Not run: {arm}: {tables.plain(why)}" for arm, why in skipped.items()]
+    return [*caveats, *_notes(run.record)]
+
+
+def _notes(value: Any) -> list[str]:
+    """Every `note` of a record, wherever it stands, once."""
+    found: dict[str, None] = {}
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        if key in ("note", "notes", "caveats"):
+            found |= dict.fromkeys(tables.plain(one) for one in (inner if isinstance(inner, list) else [inner]) if one)
+        elif key != "spec":
+            found |= dict.fromkeys(_notes(inner))
+    return list(found)

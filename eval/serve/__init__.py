@@ -1,0 +1,1 @@
+"""Load on servers that share a machine fairly: `python -m eval serve` and `sensitivity`."""

@@ -1,0 +1,185 @@
+"""One request to one server as a stream, timed: what an application sees. Times are this process's `time.perf_counter`.
+
+    rag    POST /rag/v1/chat/completions   chunks beside the messages; the server orders them and knows the conversation
+    chat   POST /v1/chat/completions       each chunk's text and an empty line, then the question, in the user message
+
+Whatever goes wrong with one request is its `Answer.error`; only a mistake in the arguments raises.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from eval.serve.arms import Arm, Reorderer
+    from eval.task import Request, TextChunk
+
+Message = dict[str, str]
+ROUTES = {"rag": "/rag/v1/chat/completions", "chat": "/v1/chat/completions"}
+KEEP_ALIVE_S = 2.0
+"""Below uvicorn's 5 s: a connection that the server is about to close is not taken for a request."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back. Seconds count from the call of `send`, so an adapter's reordering is in all of them."""
+
+    message: Message
+    """The user message as sent: what the history shows of this turn later."""
+    text: str = ""
+    ttft_s: float | None = None
+    """To the first event that names a role or holds text. Both of SGLang's are sent with the first token, but the text
+    may be empty, where a token ends within a character; so the role's event counts."""
+    first_text_s: float | None = None
+    """To the first event with text: for servers that send the role before there is a token."""
+    itl_s: list[float] = field(default_factory=list)
+    """Between one event with text and the next."""
+    e2e_s: float = 0.0
+    reorder_s: float | None = None
+    """What the client-side adapter took; None without one."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    chunkcache: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def fates(self) -> dict[str, int] | None:
+        """Prompt tokens by fate, if the server says."""
+        fates = (self.chunkcache or {}).get("fates")
+        return dict(fates) if fates else None
+
+
+def open_session(*, timeout_s: float) -> aiohttp.ClientSession:
+    """A client without a limit on connections, which fails a request after `timeout_s` without a word. Needs a running loop."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=timeout_s),
+        read_bufsize=1 << 22,  # an event is a line, and lines are read whole
+    )
+
+
+async def send(
+    session: aiohttp.ClientSession,
+    url: str,
+    arm: Arm,
+    request: Request,
+    history: Sequence[Message],
+    *,
+    max_new_tokens: int,
+    reorderer: Reorderer | None = None,
+    body: Mapping[str, Any] | None = None,
+) -> Answer:
+    """Send one request and read its stream to the end.
+
+    Args:
+        url: the server's root, without /v1.
+        history: messages of earlier turns as this arm has seen them, without the system prompt.
+        reorderer: orders the chunks before they are sent.
+        body: added to what is sent, and wins over it: `eval.serve.arms.request_body`, and our server's `conversation_id`.
+    """
+    start = time.perf_counter()
+    chunks: Sequence[TextChunk] = request.chunks
+    answer = Answer({})
+    if reorderer is not None:
+        chunks = reorderer.order(request)
+        answer.reorder_s = time.perf_counter() - start
+    answer.message = user_message(arm, request, chunks)
+    sent = request_json(arm, request, chunks, history, max_new_tokens=max_new_tokens) | dict(body or {})
+    try:
+        async with session.post(url + ROUTES[arm.route], json=sent) as response:
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}: {_reason(await response.text())}"
+            else:
+                await _read(answer, response, start)
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    answer.e2e_s = time.perf_counter() - start
+    return answer
+
+
+def user_message(arm: Arm, request: Request, chunks: Sequence[TextChunk]) -> Message:
+    """The turn's user message: for `chat` the chunks' texts are in it."""
+    context = "".join(chunk.text + "\n\n" for chunk in chunks) if arm.route == "chat" else ""
+    return {"role": "user", "content": context + request.question}
+
+
+def request_json(
+    arm: Arm, request: Request, chunks: Sequence[TextChunk], history: Sequence[Message], *, max_new_tokens: int
+) -> dict[str, Any]:
+    """What is posted, but for what arm and cell add."""
+    system = [{"role": "system", "content": request.system}] if request.system else []
+    body: dict[str, Any] = {
+        "model": "default",
+        "messages": [*system, *history, user_message(arm, request, chunks)],
+        "temperature": 0,
+        "max_tokens": max_new_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if arm.route == "rag":
+        body["chunks"] = [{"id": chunk.id, "text": chunk.text} for chunk in chunks]
+    return body
+
+
+# Private, in order of use
+
+
+async def _read(answer: Answer, response: aiohttp.ClientResponse, start: float) -> None:
+    """Read the stream into `answer`. Raises ValueError for one that is broken off, empty, or not events of JSON."""
+    last_text = None
+    async for event in _events(response):
+        now = time.perf_counter() - start
+        if event.get("error"):
+            raise ValueError(_reason(json.dumps(event)))
+        delta = next((choice.get("delta") or {} for choice in event.get("choices") or []), None)
+        if delta is not None and answer.ttft_s is None:
+            answer.ttft_s = now
+        if text := (delta or {}).get("content"):
+            answer.text += text
+            if last_text is None:
+                answer.first_text_s = now
+            else:
+                answer.itl_s.append(now - last_text)
+            last_text = now
+        if usage := event.get("usage"):
+            answer.prompt_tokens = usage.get("prompt_tokens")
+            answer.completion_tokens = usage.get("completion_tokens")
+            answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        answer.chunkcache = event.get("chunkcache") or answer.chunkcache
+    if answer.ttft_s is None:
+        raise ValueError("the stream ended without a token")
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[len(b"data:") :].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise ValueError(f"the stream holds what is no JSON object: {data[:80].decode(errors='replace')}")
+        yield event
+    raise ValueError("the stream broke off before [DONE]")
+
+
+def _reason(text: str) -> str:
+    """The message of an error's body, in one line."""
+    try:
+        found = json.loads(text)
+        found = found.get("error") or found if isinstance(found, dict) else found
+        found = found.get("message") or found if isinstance(found, dict) else found
+    except ValueError:
+        found = text
+    return " ".join(str(found).split())[:300]

@@ -1,0 +1,158 @@
+"""Time to first token and throughput under load: several ways to serve the same requests, interleaved.
+
+    python -m eval serve --task trace --data my.jsonl --requests 60            a random model, stock SGLang beside ours
+    python -m eval serve --task mtrag --data DIR --model-path M --load poisson --rates 1 2 4 -- --mem-fraction-static 0.4
+    python -m eval serve --arms a=http://host:8000 ours=http://host:30000,rag  servers that are already there
+
+One server an arm, all with the same model and flags. The requests are cut into blocks, and each block goes through every arm, one
+arm at a time, in turned order; each arm keeps the cache that its own traffic left. Cells of a sweep follow each other, with
+the caches flushed in between, except where they have servers of their own (--windows, --thresholds): these take turns too.
+
+--load closed: at most --clients requests in flight. poisson, bursty (gaps Gamma, --burstiness times the variance), trace
+(the requests' own times): they leave at their time, answered or not, so waiting in the server's queue is part of the times. A
+turn of a conversation waits for the answer before it. Every block begins with an idle server.
+
+Time to first token counts from when a request was due, over the client-side reordering of an arm that has one, to the first
+event of the stream. The last line of stdout is the record's results as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from eval.errors import CommandError
+from eval.run import Run
+from eval.serve.arms import Arm, add_arm_options, parse_arms
+from eval.serve.latency import summarize, table
+from eval.serve.options import (
+    add_load_options,
+    add_server_options,
+    check_load_options,
+    default_folder,
+    loads,
+    make_plan,
+    model_flags,
+    split_flags,
+)
+from eval.serve.plan import Cell
+from eval.serve.runner import load_facts, measure
+from eval.serve.workload import interleave
+from eval.task import Request, add_task_options, load_requests
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print a table and the verdict; returns the exit code."""
+    return run(parse(argv), kind="serve")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, checked; `server_flags` holds what stands behind `--`. Raises CommandError."""
+    argv, flags = split_flags(argv)
+    args = _parser().parse_args(argv)
+    args.server_flags = flags
+    check_load_options(args)
+    arms = parse_arms(args.arms)
+    _check_sweeps(args, arms)
+    names = [arm.name for arm in arms]
+    args.against = args.against or ("stock-lpm" if "stock-lpm" in names else names[0])
+    if args.against not in names:
+        raise CommandError(f"--against {args.against} is none of the arms: {', '.join(names)}")
+    return args
+
+
+def run(args: argparse.Namespace, *, kind: str, summarize: Callable[..., dict[str, Any]] = summarize) -> int:
+    """Take the samples the options name, print figures; returns the exit code.
+
+    Args:
+        args: `parse`'s.
+        kind: of the record.
+        summarize: as `eval.serve.latency.summarize`; its results go through `eval.serve.latency.table`.
+    """
+    arms = parse_arms(args.arms)
+    requests = {k: _requests(args, k) for k in args.ks or [args.k]}
+    everything = [request for listed in requests.values() for request in listed]
+    if args.history == "reference" and any(r.conversation is not None and r.reply is None for r in everything):
+        raise CommandError(f"--history reference: task {args.task} has turns without a reply; take own")
+    folder = args.out or default_folder(kind)
+    facts = load_facts(folder)
+    plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
+    figures = partial(summarize, facts=facts, against=args.against)
+    with Run(folder, kind=kind, spec=vars(args), summarize=figures, baseline=args.baseline) as taken:
+        if any(arm.url is None for arm in arms):
+            with model_flags(args, everything, args.server_flags) as flags:
+                measure(taken, replace(plan, server_flags=flags), cells(args, requests))
+        else:
+            measure(taken, plan, cells(args, requests))
+    results = taken.results()
+    print(table(results))
+    print(*results["verdict"] or ["no contrast whose interval leaves out 1"], sep="\n")
+    print("record:", folder)
+    print(json.dumps(results))
+    return 0
+
+
+def cells(args: argparse.Namespace, requests: Mapping[int, Sequence[Request]]) -> list[Cell]:
+    """Every combination of what is swept; `requests` by their number of chunks."""
+    made = []
+    for (label, load), k, window, threshold, ratio in itertools.product(
+        loads(args), requests, args.windows or [None], args.thresholds or [None], args.ratios or [None]
+    ):
+        swept = {"k": k if args.ks else None, "window": window, "threshold": threshold, "ratio": ratio}
+        knobs = {"--chunkcache-window-requests": window, "--chunkcache-promotion-threshold": threshold}
+        made.append(
+            Cell(
+                label={**label, **{name: value for name, value in swept.items() if value is not None}},
+                requests=requests[k],
+                load=load,
+                flags=tuple(str(x) for flag, value in knobs.items() if value is not None for x in (flag, value)),
+                body={"reuse": {"ratio": ratio}} if ratio is not None else {},
+            )
+        )
+    return made
+
+
+# Private, in order of use
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arm_options(parser, default=["stock-lpm", "ours"])
+    parser.add_argument("--against", metavar="ARM", help="the arm to compare with (default: stock-lpm, or the first)")
+    add_task_options(parser)
+    add_load_options(parser)
+    group = parser.add_argument_group("sweeps: every combination is a cell")
+    group.add_argument("--ks", type=int, nargs="+", metavar="K", help="chunks of a request")
+    group.add_argument("--windows", type=int, nargs="+", metavar="N", help="--chunkcache-window-requests")
+    group.add_argument("--thresholds", type=int, nargs="+", metavar="N", help="--chunkcache-promotion-threshold")
+    group.add_argument("--ratios", type=float, nargs="+", metavar="R", help="share recomputed, of arms that move KV")
+    add_server_options(parser)
+    return parser
+
+
+def _check_sweeps(args: argparse.Namespace, arms: Sequence[Arm]) -> None:
+    for option, is_needed, kind in (
+        ("windows", any(arm.is_ours for arm in arms), "an arm that starts a server with our cache"),
+        ("thresholds", any(arm.is_ours for arm in arms), "an arm that starts a server with our cache"),
+        ("ratios", any(arm.is_fused for arm in arms), "an arm that moves KV, such as fused"),
+    ):
+        if getattr(args, option) and not is_needed:
+            raise CommandError(f"--{option} needs {kind} among --arms")
+    for option in ("clients", "rate", "ks", "windows", "thresholds", "ratios"):
+        values = getattr(args, option) or []
+        if len(set(values)) < len(values):
+            raise CommandError(f"--{option}: a value is given twice: {' '.join(map(str, values))}")
+
+
+def _requests(args: argparse.Namespace, k: int) -> list[Request]:
+    requests = load_requests(argparse.Namespace(**{**vars(args), "k": k}))
+    if args.load == "trace":
+        return requests
+    return interleave(requests, args.conversations or (max(args.clients) if args.load == "closed" else 8))

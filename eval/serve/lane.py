@@ -1,0 +1,211 @@
+"""One arm in one cell: its histories, its clock, and a block of requests sent as the load says.
+
+due    when the load, and a turn's predecessor, let the request go; all times of a sample count from here
+sent   when the client got to it: later than due only where this process is too slow, which the times then hold
+late   due minus the arrival that the load had planned: a turn that waited for the answer before it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from eval.serve.arms import Arm, create_reorderer, request_body
+from eval.serve.client import Answer, Message, open_session, send
+from eval.serve.plan import Cell, Plan
+from eval.serve.workload import Load, arrivals
+
+if TYPE_CHECKING:
+    from eval.task import Request
+
+Sample = dict[str, Any]
+
+
+class Lane:
+    """Sends its cell's requests to its arm's server, block by block; each arm sees its own answers in later turns.
+
+    Args:
+        arm, cell, plan: what, and how.
+        url: the server's root.
+        model: what requests name as their model.
+        reports_cache: an answer without a count of cached tokens had none.
+        session: part of the conversations' ids, so that no other cell or run continues them.
+    """
+
+    def __init__(
+        self, arm: Arm, cell: Cell, plan: Plan, *, url: str, model: str, reports_cache: bool, session: str
+    ) -> None:
+        self.arm, self.cell, self.url = arm, cell, url
+        self._plan, self._session, self._reports_cache = plan, session, reports_cache
+        self._body = {"model": model} | request_body(arm, {**plan.body, **cell.body})
+        self._reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
+        self._offsets = arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
+        self._before = _predecessors(cell.requests)
+        self._histories: dict[str, list[Message]] = {}
+        self.clock_s = 0.0
+        """How long this lane has been under load."""
+
+    async def run(self, numbers: Sequence[int]) -> list[Sample]:
+        """Send these requests of the cell, all turns behind their predecessors; a sample each, in their order."""
+        start = time.perf_counter()
+        taken = await self._send_all(numbers, self.cell.load, self._offsets)
+        samples = [self._sample(number, *taken[number], start) for number in numbers]
+        self.clock_s += time.perf_counter() - start
+        return samples
+
+    async def replay(self, numbers: Sequence[int]) -> None:
+        """Send what was served before again, some at a time, so that server and histories are as they were."""
+        await self._send_all(numbers, Load(clients=max(self.cell.load.clients, 4)), None)
+
+    def counts(self) -> dict[str, int] | None:
+        """What the client-side adapter did."""
+        return self._reorderer.counts() if self._reorderer else None
+
+    def close(self) -> None:
+        """End the adapter."""
+        if self._reorderer:
+            self._reorderer.close()
+
+    # Private, in order of use
+
+    async def _send_all(
+        self, numbers: Sequence[int], load: Load, offsets: Sequence[float] | None
+    ) -> dict[int, tuple[float, float, float, Answer]]:
+        """Number -> (planned, due, sent, answer), in seconds of `time.perf_counter`."""
+        taken: dict[int, tuple[float, float, float, Answer]] = {}
+        done = {number: asyncio.Event() for number in numbers}
+        async with open_session(timeout_s=self._plan.timeout_s) as session, asyncio.TaskGroup() as tasks:
+
+            async def one(number: int, planned: float) -> None:
+                due = planned
+                if (before := self._before[number]) in done:
+                    await done[before].wait()
+                    due = max(planned, taken[before][2] + taken[before][3].e2e_s)
+                sent = time.perf_counter()
+                taken[number] = (planned, due, sent, await self._send(session, number))
+                done[number].set()
+
+            if offsets is None:
+                waiting = deque(numbers)
+
+                async def client() -> None:
+                    while waiting:
+                        number = self._next(waiting, done)
+                        await one(number, time.perf_counter())
+
+                for _ in range(min(load.clients, len(numbers))):
+                    tasks.create_task(client())
+            else:
+                start = time.perf_counter() - offsets[numbers[0]]
+                for number in numbers:
+                    await asyncio.sleep(max(0.0, start + offsets[number] - time.perf_counter()))
+                    tasks.create_task(one(number, start + offsets[number]))
+        return taken
+
+    def _next(self, waiting: deque[int], done: Mapping[int, asyncio.Event]) -> int:
+        """The first request whose predecessor has been answered; the first at all if there is none."""
+        for number in waiting:
+            before = done.get(self._before[number])
+            if before is None or before.is_set():
+                waiting.remove(number)
+                return number
+        return waiting.popleft()
+
+    async def _send(self, session: Any, number: int) -> Answer:
+        request = self.cell.requests[number]
+        body, history = dict(self._body), self._history(number)
+        # Our server knows a conversation by the answers it gave, which a reference history does not hold.
+        if request.conversation is not None and self.arm.route == "rag" and self._plan.history == "own":
+            body["conversation_id"] = f"{self._session}/{self.cell.name}/{request.conversation}"
+        answer = await send(
+            session,
+            self.url,
+            self.arm,
+            request,
+            history,
+            max_new_tokens=request.max_new_tokens or self._plan.max_new_tokens,
+            reorderer=self._reorderer,
+            body=body,
+        )
+        if self._reports_cache and answer.prompt_tokens is not None:
+            answer.cached_tokens = answer.cached_tokens or 0
+        if request.conversation is not None and answer.error is None:
+            shown = self._histories.setdefault(request.conversation, [])
+            shown += [answer.message, {"role": "assistant", "content": answer.text}]
+        return answer
+
+    def _history(self, number: int) -> list[Message]:
+        request = self.cell.requests[number]
+        if request.conversation is None:
+            return []
+        if self._plan.history == "own":
+            return self._histories.get(request.conversation, [])
+        messages: list[Message] = []
+        while (number := self._before[number]) >= 0:
+            turn = self.cell.requests[number]
+            text = "".join(chunk.text + "\n\n" for chunk in turn.chunks) + turn.question
+            messages[:0] = [{"role": "user", "content": text}, {"role": "assistant", "content": turn.reply or ""}]
+        return messages
+
+    def _sample(self, number: int, planned: float, due: float, sent: float, answer: Answer, start: float) -> Sample:
+        request = self.cell.requests[number]
+        sample: Sample = {
+            "arm": self.arm.name,
+            "cell": dict(self.cell.label),
+            "request": request.id,
+            "warm_up": number < self._plan.warm_up,
+            "sent_s": self.clock_s + sent - start,
+            "due_s": self.clock_s + due - start,
+            "late_s": due - planned,
+            "done_s": self.clock_s + sent + answer.e2e_s - start,
+            "prompt_tokens": answer.prompt_tokens,
+            "cached_tokens": answer.cached_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "num_chunks": len(request.chunks),
+            "fates": answer.fates,
+            "metrics": {},
+        }
+        if answer.error is not None:
+            return sample | {"error": answer.error}
+        sample["metrics"] = _metrics(answer, sent - due)
+        sample["ttft_sent_s"], sample["first_text_s"] = answer.ttft_s, answer.first_text_s
+        if answer.reorder_s is not None:
+            sample["reorder_s"] = answer.reorder_s
+        if answer.chunkcache is not None:
+            hit, order = answer.chunkcache.get("chunks_hit"), answer.chunkcache.get("order")
+            # In a conversation it counts the first turn's chunks, whichever turn this is.
+            if request.conversation is None and order and hit is not None:
+                sample["metrics"]["hit_share"] = hit / len(order)
+            kept = ("chunks_hit", "chunks_planned", "predicted_exact", "turns_reused", "fallbacks")
+            sample["chunkcache"] = {name: answer.chunkcache.get(name) for name in kept}
+            sample["chunkcache"]["num_dropped"] = len(answer.chunkcache.get("dropped") or ())
+        return sample
+
+
+def _predecessors(requests: Sequence[Request]) -> list[int]:
+    """For each request the number of the turn before it, -1 if there is none."""
+    last: dict[str, int] = {}
+    before = []
+    for number, request in enumerate(requests):
+        before.append(-1 if request.conversation is None else last.get(request.conversation, -1))
+        if request.conversation is not None:
+            last[request.conversation] = number
+    return before
+
+
+def _metrics(answer: Answer, wait: float) -> dict[str, float]:
+    """An answer's figures under the names of eval/metrics.py. Tokens that come in one event count one by one."""
+    assert answer.ttft_s is not None
+    metrics = {"ttft_s": wait + answer.ttft_s, "e2e_s": wait + answer.e2e_s}
+    streaming = (answer.first_text_s or answer.ttft_s) + sum(answer.itl_s) - answer.ttft_s
+    if answer.completion_tokens and answer.completion_tokens > 1:
+        metrics["itl_s"] = streaming / (answer.completion_tokens - 1)
+    if answer.prompt_tokens and answer.cached_tokens is not None:
+        metrics["cached_share"] = answer.cached_tokens / answer.prompt_tokens
+        metrics["prefill_tokens"] = answer.prompt_tokens - answer.cached_tokens
+    if answer.fates:  # what was moved and computed anew is cached to SGLang
+        metrics["prefill_tokens"] = answer.fates["recomputed"] + answer.fates["computed"]
+    return metrics

@@ -1,0 +1,172 @@
+"""What a load's samples say: times, throughput, fates and errors of each arm in each cell. Pure functions of the samples.
+
+Throughput counts the time an arm was loaded: of each block, from its first request's due time to its last answer. Warm-up is
+left out of everything; failed requests are counted as errors and have no times.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.contrast import contrast_arms, verdict
+from eval.intervals import bootstrap, quantile
+from eval.metrics import METRICS
+
+Sample = Mapping[str, Any]
+CONTRASTED = ("ttft_s", "e2e_s")
+DRAWS = 1000
+
+
+def summarize(samples: Sequence[Sample], *, facts: Mapping[str, Any], against: str) -> dict[str, Any]:
+    """`results` of a serve run.
+
+    Args:
+        samples: as `eval.serve.runner.measure` takes them.
+        facts: `servers`, `skipped`, `adapters`, `resumed_at`, as `measure` finds them.
+        against: the arm that all others are compared with, cell by cell.
+    """
+    arms = list(dict.fromkeys(sample["arm"] for sample in samples))
+    by_arm = {arm: [sample for sample in samples if sample["arm"] == arm] for arm in arms}
+    contrasts = [
+        row
+        for arm in arms
+        if arm != against and against in by_arm
+        for row in contrast_arms(by_arm[against], by_arm[arm], a=against, b=arm, metrics=CONTRASTED)
+    ]
+    return {
+        "cells": cells(samples),
+        "contrasts": contrasts,
+        "verdict": [line for row in contrasts if (line := verdict(row))],
+        "num_warm_up": sum(bool(sample["warm_up"]) for sample in samples),
+        **facts,
+    }
+
+
+def cells(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One row for each arm in each cell, in the order in which they first came."""
+    groups: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        group = groups.setdefault((json.dumps(sample["cell"]), sample["arm"]), [])
+        if not sample["warm_up"]:
+            group.append(sample)
+    return [
+        {
+            "arm": group[0]["arm"],
+            "cell": group[0]["cell"],
+            "n": len(group) - (errors := sum("error" in sample for sample in group)),
+            "errors": errors,
+            "metrics": {name: figures for name in METRICS if (figures := _figures(name, group))},
+            "fates": _fates(group),
+            "cached_share": _share(group),
+            "throughput": throughput(group),
+        }
+        for group in groups.values()
+        if group
+    ]
+
+
+def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """Of one arm in one cell, per second of load; None where the server does not count tokens, or nothing was answered."""
+    loaded = loaded_s(samples)
+    answered = [sample for sample in samples if "error" not in sample]
+
+    def rate(amounts: Sequence[float | None]) -> float | None:
+        known = [amount for amount in amounts if amount is not None]
+        return sum(known) / loaded if known and len(known) == len(amounts) and loaded > 0 else None
+
+    return {
+        "requests_per_s": rate([1.0 for _ in answered]),
+        "output_tokens_per_s": rate([sample["completion_tokens"] for sample in answered]),
+        "prompt_tokens_per_s": rate([sample["prompt_tokens"] for sample in answered]),
+    }
+
+
+def loaded_s(samples: Sequence[Sample]) -> float:
+    """Seconds in which these requests were the arm's load: over its blocks, first due to last done."""
+    spans: dict[int, tuple[float, float]] = {}
+    for sample in samples:
+        first, last = spans.get(sample["block"], (sample["due_s"], sample["done_s"]))
+        spans[sample["block"]] = min(first, sample["due_s"]), max(last, sample["done_s"])
+    return sum(last - first for first, last in spans.values())
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """`summarize`'s results for people: times in seconds."""
+    header = ("arm", "cell", "n", "errors", "ttft p50", "p90", "p99", "itl", "e2e p50", "req/s", "out tok/s", "cached")
+    rows = [header, *(_row(cell) for cell in results["cells"])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            text.ljust(width) if i < 2 else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    for row in results["contrasts"]:
+        if row["metric"] in CONTRASTED and row["value"] is not None:
+            where = " ".join(f"{name}={value}" for name, value in row["cell"].items())
+            lines.append(
+                f"{row['metric']} {row['a']} / {row['b']}, {row['statistic']}: {row['value']:.2f} "
+                f"[{row['low']:.2f}, {row['high']:.2f}] n={row['n']} {where}".rstrip()
+            )
+    return "\n".join(lines)
+
+
+# Private, in order of use
+
+
+def _row(cell: Mapping[str, Any]) -> tuple[str, ...]:
+    metrics, rates = cell["metrics"], cell["throughput"]
+
+    def time(name: str, figure: str) -> str:
+        return f"{metrics[name][figure]:.3f}" if name in metrics else "-"
+
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    return (
+        cell["arm"],
+        " ".join(f"{name}={value}" for name, value in cell["cell"].items()),
+        str(cell["n"]),
+        str(cell["errors"]),
+        *(time("ttft_s", figure) for figure in ("p50", "p90", "p99")),
+        time("itl_s", "mean"),
+        time("e2e_s", "p50"),
+        number(rates["requests_per_s"], 2),
+        number(rates["output_tokens_per_s"], 1),
+        number(cell["cached_share"], 3),
+    )
+
+
+def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
+    values = [sample["metrics"][name] for sample in samples if name in sample["metrics"]]
+    if not values:
+        return None
+    is_time = METRICS[name].unit == "s"
+    _, low, high = bootstrap(values, _median if is_time else _mean, draws=DRAWS)
+    quantiles = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
+    return {"mean": _mean(values), **quantiles, "low": low, "high": high}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _median(values: Sequence[float]) -> float:
+    return quantile(values, 0.5)
+
+
+def _fates(samples: Sequence[Sample]) -> dict[str, int] | None:
+    total: Counter[str] = Counter()
+    for sample in samples:
+        total.update(sample["fates"] or {})
+    return dict(total) or None
+
+
+def _share(samples: Sequence[Sample]) -> float | None:
+    """Of all prompt tokens, those that the server says it found cached."""
+    told = [s for s in samples if s["cached_tokens"] is not None and s["prompt_tokens"]]
+    return sum(s["cached_tokens"] for s in told) / sum(s["prompt_tokens"] for s in told) if told else None

@@ -1,0 +1,177 @@
+"""Options of the commands that put servers under load, and what they make: the model's flags, the load, the plan."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+from eval.errors import CommandError
+from eval.random_model import SHAPES, write_random_model
+from eval.serve.arms import Arm
+from eval.serve.plan import History, Plan
+from eval.serve.workload import KINDS, Load
+from eval.task import Request
+
+MIN_BLOCKS = 8
+"""Blocks are what intervals resample; with fewer there is nothing to resample."""
+
+
+DEFAULT_PARAMS = min((params for params in SHAPES if params >= 10), default=max(SHAPES))
+"""Of the random model: two arms and 60 requests are then a matter of two minutes on two cores."""
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """When requests are sent, in which portions, and with which history."""
+    group = parser.add_argument_group("load")
+    group.add_argument("--load", choices=KINDS, default="closed", help="when requests leave; see above")
+    group.add_argument(
+        "--clients", type=int, nargs="+", default=[1], help="closed: requests in flight, swept if several"
+    )
+    group.add_argument(
+        "--rate", "--rates", type=float, nargs="+", default=[1.0], help="poisson, bursty: requests per second"
+    )
+    group.add_argument("--burstiness", type=float, default=4.0, help="bursty: variance of the gaps over poisson's")
+    group.add_argument("--speed", type=float, default=1.0, help="trace: its seconds in one of ours")
+    group.add_argument(
+        "--conversations",
+        type=int,
+        metavar="N",
+        help="that go on at a time, turn by turn (default: clients, or 8 in an open loop; a trace keeps its order)",
+    )
+    group.add_argument(
+        "--history",
+        choices=get_args(History),
+        default="own",
+        help="later turns show each arm's own answers, or the data set's (then the same messages go to all arms, and our "
+        "server, which knows a conversation by its own answers, takes every turn for a new request)",
+    )
+    group.add_argument("--max-new-tokens", type=int, default=8, help="of an answer (default: 8)")
+    group.add_argument("--ignore-eos", action="store_true", help="answers of exactly that length (SGLang, vLLM)")
+    group.add_argument("--warm-up", type=int, default=10, metavar="N", help="first requests, not counted (default: 10)")
+    group.add_argument(
+        "--block",
+        type=int,
+        metavar="N",
+        help="requests of an arm in a row; 0: all. Default: 10, or fewer for at least 8 blocks; with several clients at "
+        "least 4 for each, in an open loop at least 20, for concurrency, rate and queue hold within a block only",
+    )
+    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="without a word from the server")
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """What servers are started with, where the run is kept, and how it goes on."""
+    group = parser.add_argument_group("servers that are started; flags for all of them stand behind --")
+    group.add_argument("--model-path", default="random", metavar="M", help="a model, bundled, or random (default)")
+    group.add_argument(
+        "--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters"
+    )
+    group.add_argument("--threads", type=int, default=2, help="of each server, without a GPU (default: 2)")
+    group.add_argument("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; random: 40000)")
+    group.add_argument("--max-servers", type=int, default=6, help="at a time (default: 6)")
+    group.add_argument(
+        "--no-flush", action="store_true", help="leave caches as they are: for servers that are there and serve others"
+    )
+    group = parser.add_argument_group("the run")
+    group.add_argument(
+        "--out", type=Path, metavar="DIR", help="new, or of the run to go on with (default: runs/<date>)"
+    )
+    group.add_argument(
+        "--resume-warm-up",
+        type=int,
+        default=100,
+        metavar="N",
+        help="a run that goes on first sends each arm its last N requests again, unmeasured (default: 100)",
+    )
+    group.add_argument("--baseline", metavar="RECORD", help="name of the record to read this one beside")
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options, and the flags behind `--`."""
+    argv = list(argv)
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
+
+def check_load_options(args: argparse.Namespace) -> None:
+    """Raises CommandError for numbers out of range."""
+    least = {"max_new_tokens": 1, "threads": 1, "max_servers": 1, "warm_up": 0, "block": 0, "resume_warm_up": 0}
+    least |= {"max_total_tokens": 1, "conversations": 1}
+    for name, bound in least.items():
+        if (value := getattr(args, name)) is not None and value < bound:
+            raise CommandError(f"--{name.replace('_', '-')} must be at least {bound} but is {value}")
+    if args.timeout <= 0:
+        raise CommandError(f"--timeout must be above 0 but is {args.timeout}")
+    unused = {"rate": ("poisson", "bursty"), "clients": ("closed",), "burstiness": ("bursty",), "speed": ("trace",)}
+    defaults = {"rate": [1.0], "clients": [1], "burstiness": 4.0, "speed": 1.0}
+    for name, kinds in unused.items():
+        if args.load not in kinds and getattr(args, name) != defaults[name]:
+            raise CommandError(f"--{name} goes with --load {' or '.join(kinds)}, not {args.load}")
+
+
+def loads(args: argparse.Namespace) -> list[tuple[dict[str, Any], Load]]:
+    """What is swept of the load, and the load."""
+    if args.load == "closed":
+        made = [("clients", clients, Load("closed", clients=clients)) for clients in args.clients]
+    elif args.load == "trace":
+        made = [("speed", args.speed, Load("trace", speed=args.speed))]
+    else:
+        made = [("rate", rate, Load(args.load, rate=rate, burstiness=args.burstiness)) for rate in args.rate]
+    return [({name: value} if len(made) > 1 else {}, load) for name, value, load in made]
+
+
+def make_plan(args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, **more: Any) -> Plan:
+    """The plan the options name; `more` are other fields of it."""
+    measured = num_requests - args.warm_up
+    if measured < 1:
+        raise CommandError(f"--warm-up {args.warm_up} leaves none of {num_requests} requests to measure")
+    block = _default_block(args, max(1, measured // MIN_BLOCKS)) if args.block is None else args.block
+    return Plan(
+        arms=arms,
+        threads=args.threads,
+        block=block,
+        warm_up=args.warm_up,
+        max_new_tokens=args.max_new_tokens,
+        history=args.history,
+        body={"ignore_eos": True} if args.ignore_eos else {},
+        contextpilot_python=args.contextpilot_python,
+        seed=args.seed,
+        max_servers=args.max_servers,
+        flush=not args.no_flush,
+        resume_warm_up=args.resume_warm_up,
+        timeout_s=args.timeout,
+        **more,
+    )
+
+
+@contextmanager
+def model_flags(args: argparse.Namespace, requests: Sequence[Request], flags: Sequence[str]) -> Iterator[list[str]]:
+    """Flags that all servers share; a random model, whose tokenizer has learnt the requests' texts, lives as long as this."""
+    with tempfile.TemporaryDirectory(prefix="eval-model-") as folder:
+        path, pool = args.model_path, args.max_total_tokens
+        if path == "random":
+            texts = {chunk.id: chunk.text for request in requests for chunk in request.chunks}
+            pool = pool or 40_000
+            path = write_random_model(
+                Path(folder) / f"random-{args.params}m",
+                SHAPES[args.params],
+                [*texts.values(), *(request.question for request in requests)],
+            )
+        size = ["--max-total-tokens", str(pool)] if pool else []
+        yield ["--model-path", str(path), *size, *flags]
+
+
+def _default_block(args: argparse.Namespace, eighth: int) -> int:
+    """Enough blocks to resample, but rate, queue and concurrency hold within a block only."""
+    if args.load != "closed":
+        return max(20, eighth)
+    return max(min(10, eighth), 4 * max(args.clients) if max(args.clients) > 1 else 1)
+
+
+def default_folder(command: str) -> Path:
+    """Where a run is kept unless `--out` says."""
+    return Path("runs") / f"{datetime.datetime.now():%Y-%m-%dT%H%M%S}-{command}"

@@ -1,0 +1,200 @@
+"""The measurement itself: blocks of requests through all arms in turn, each arm with the cache its own traffic left.
+
+    block   1            2            3            4
+            stock ours   ours stock   ours stock   stock ours        one arm at a time, the others idle
+
+Machine noise that lasts for more than a block hits all arms alike, and no arm is always first. Cells whose servers can stand
+side by side take turns in the same way; the others follow each other, each with its own arms interleaved.
+
+A block is kept when it is whole: after an interruption it is taken again from its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from eval.errors import CommandError
+from eval.progress import Bar, progress
+from eval.run import Run
+from eval.serve.arms import Arm, skip_reason
+from eval.serve.lane import Lane
+from eval.serve.plan import Cell, Plan
+from eval.serve.server_pool import Key, ServerPool, key_of
+from eval.serve.workload import arrivals, cut
+
+if TYPE_CHECKING:
+    from eval.task import Request
+
+__all__ = ["Cell", "Plan", "load_facts", "measure"]
+
+T = TypeVar("T")
+FACTS = "facts.json"
+
+
+def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
+    """Take every sample of `cells` x `plan.arms` that `run` does not hold yet; starts and stops the servers it needs.
+
+    A sample is `{"key", "arm", "cell", "request", "warm_up", "metrics", "fates", "error"?, "block", "sent_s", ...}`.
+    Cells whose servers can stand side by side (at most `plan.max_servers`) are interleaved block by block, the others
+    follow each other, with the caches flushed in between. `plan.facts` is filled and kept in `<run.folder>/facts.json`;
+    `load_facts(folder)` reads it, for a `summarize` that puts `servers`, `skipped` and `resumed_at` into the results.
+
+    Raises:
+        CommandError: a server does not start, is not reachable or dies; an arm that is to run our cache does not; a cell
+            that the plan's arms or servers cannot serve.
+    """
+    if run.samples:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        plan.facts.setdefault("resumed_at", []).append({"date": now, "samples": len(run.samples)})
+    arms = _usable(plan)
+    if (count := sum(arm.url is None for arm in arms)) > plan.max_servers:
+        raise CommandError(f"{count} arms need {count} servers at once, more than --max-servers {plan.max_servers}")
+    for cell in cells:  # what cannot work is said before a server is started
+        arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
+        for arm in arms:
+            key_of(arm, cell)
+    lists = [len(cell.requests) * len(arms) for cell in cells]
+    with (
+        progress("requests", sum(lists), initial=len(run.samples)) as bar,
+        asyncio.Runner() as loop,
+        ServerPool(plan, run.folder / "logs") as servers,
+    ):
+        try:
+            for together in side_by_side(cells, arms, max_servers=plan.max_servers):
+                _measure_together(run, plan, arms, together, servers, loop, bar)
+        finally:
+            (run.folder / FACTS).write_text(json.dumps(plan.facts, indent=1) + "\n", encoding="utf-8")
+
+
+def load_facts(folder: Path) -> dict[str, Any]:
+    """What an earlier part of the run found out about its servers; {} for a new run."""
+    try:
+        return dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def side_by_side(cells: Sequence[Cell], arms: Sequence[Arm], *, max_servers: int) -> Iterator[list[Cell]]:
+    """Neighbouring cells that share no server and need at most `max_servers`; a cell that needs more stands alone."""
+    together: list[Cell] = []
+    keys: set[Key] = set()
+    for cell in cells:
+        needed = {key_of(arm, cell) for arm in arms}
+        if together and (keys & needed or len(keys | needed) > max_servers):
+            yield together
+            together, keys = [], set()
+        together.append(cell)
+        keys |= needed
+    if together:
+        yield together
+
+
+def turned(items: Sequence[T], number: int) -> list[T]:
+    """The items in block `number`'s order: each is as often in each place, and as often before as behind each neighbour."""
+    first = number // 2 % len(items)
+    order = [*items[first:], *items[:first]]
+    return order[::-1] if number % 2 else order
+
+
+# Private, in order of use
+
+
+def _usable(plan: Plan) -> list[Arm]:
+    """The arms that can run here; the others are named once, and in the facts."""
+    usable = []
+    for arm in plan.arms:
+        reason = skip_reason(arm, contextpilot_python=plan.contextpilot_python)
+        if reason is None:
+            usable.append(arm)
+            continue
+        plan.facts.setdefault("skipped", {})[arm.name] = reason
+        print(f"eval: {arm.name} is skipped: {reason}", file=sys.stderr)
+    if not usable:
+        raise CommandError("no arm can run here")
+    return usable
+
+
+def _measure_together(
+    run: Run,
+    plan: Plan,
+    arms: Sequence[Arm],
+    cells: Sequence[Cell],
+    servers: ServerPool,
+    loop: asyncio.Runner,
+    bar: Bar,
+) -> None:
+    missing = [
+        (arm, cell) for cell in cells for arm in arms if any(_key(arm, cell, r) not in run for r in cell.requests)
+    ]
+    servers.keep({key_of(arm, cell) for arm, cell in missing})
+    with ExitStack() as stack:
+        lanes = []
+        for arm, cell in missing:
+            key = key_of(arm, cell)
+            url = servers.open(key, arm)
+            lane = Lane(
+                arm,
+                cell,
+                plan,
+                url=url,
+                model=servers.model(key),
+                reports_cache=servers.reports_cache(key),
+                session=uuid.uuid4().hex[:8],
+            )
+            lanes.append(lane)
+            stack.callback(lane.close)
+            servers.flush(key, url)
+        for lane in lanes:
+            _restore(run, plan, lane, loop)
+        blocks = [cut(len(lane.cell.requests), warm_up=plan.warm_up, block=plan.block) for lane in lanes]
+        for number in range(max(map(len, blocks), default=0)):
+            for lane, own in turned(list(zip(lanes, blocks, strict=True)), number):
+                if number < len(own) and _key(lane.arm, lane.cell, lane.cell.requests[own[number][0]]) not in run:
+                    samples = loop.run(lane.run(own[number]))
+                    _check(samples, lane, servers)
+                    for request, sample in zip(own[number], samples, strict=True):
+                        run.add(_key(lane.arm, lane.cell, lane.cell.requests[request]), {**sample, "block": number})
+                    bar.update(len(samples))
+        for lane in lanes:
+            if counts := lane.counts():
+                name = "/".join(filter(None, (lane.cell.name, lane.arm.name)))
+                plan.facts.setdefault("adapters", {})[name] = counts
+
+
+def _restore(run: Run, plan: Plan, lane: Lane, loop: asyncio.Runner) -> None:
+    """After an interruption: the lane's clock goes on, and its server sees again what it had served last."""
+    requests = lane.cell.requests
+    served = [number for number, request in enumerate(requests) if _key(lane.arm, lane.cell, request) in run]
+    if not served:
+        return
+    mine = [s for s in run.samples if s["arm"] == lane.arm.name and s["cell"] == dict(lane.cell.label)]
+    lane.clock_s = max(sample["done_s"] for sample in mine)
+    missing = set(range(len(requests))) - set(served)
+    recent = set(served[max(0, len(served) - plan.resume_warm_up) :])
+    # Turns make sense only behind those before them.
+    talks = {requests[number].conversation for number in missing | recent} - {None}
+    again = [number for number in served if number in recent or requests[number].conversation in talks]
+    print(f"eval: {lane.arm.name}: sending {len(again)} requests again, unmeasured", file=sys.stderr)
+    if again:
+        loop.run(lane.replay(again))
+
+
+def _check(samples: Sequence[Mapping[str, Any]], lane: Lane, servers: ServerPool) -> None:
+    """Raises CommandError if requests failed because the server is gone; other failures are named and kept."""
+    errors = [sample["error"] for sample in samples if "error" in sample]
+    if errors:
+        servers.check(key_of(lane.arm, lane.cell), lane.url)
+        print(f"eval: {lane.arm.name}: {len(errors)} of {len(samples)} requests failed: {errors[0]}", file=sys.stderr)
+
+
+def _key(arm: Arm, cell: Cell, request: Request) -> str:
+    """A sample's name in the run."""
+    return "/".join(filter(None, (cell.name, arm.name, request.id)))

@@ -1,0 +1,213 @@
+"""The servers of a measurement: started when first needed, each with its own log, stopped with everything else.
+
+A server belongs to an arm and the flags that a cell adds; a stock server takes no cell's flags and serves all cells.
+What really runs is asked of the server itself and kept as facts; an arm that is to run our cache and does not is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import threading
+import urllib.request
+from collections.abc import Collection
+from contextlib import ExitStack
+from http.client import HTTPException
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from eval.errors import CommandError
+from eval.http import get
+from eval.record import portable
+from eval.serve.arms import Arm, server_flags
+from eval.server import Server
+
+if TYPE_CHECKING:
+    from eval.serve.plan import Cell, Plan
+
+SERVER_FIELDS = (
+    *(
+        "enable_cache_report",
+        "attention_backend",
+        "device",
+        "dtype",
+        "kv_cache_dtype",
+        "schedule_policy",
+        "disable_radix_cache",
+    ),
+    *("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "tp_size", "dp_size", "version"),
+)
+"""Of SGLang's `/server_info`."""
+FLUSH_S = 60
+"""How long a flush may wait for requests in flight."""
+
+
+class Key(NamedTuple):
+    """Which server: its arm, and what a cell adds to its flags."""
+
+    arm: str
+    flags: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((self.arm, *self.flags))
+
+
+def key_of(arm: Arm, cell: Cell) -> Key:
+    """The server that answers this arm's requests of this cell. Raises CommandError for flags that cannot reach it."""
+    if arm.url is not None and arm.route == "rag" and cell.flags:
+        raise CommandError(f"{arm.name}: a server that is already there cannot be given {' '.join(cell.flags)}")
+    return Key(arm.name, cell.flags if arm.is_ours else ())
+
+
+class ServerPool:
+    """Started servers and endpoints that are already there; use it as a context manager. SIGTERM then stops them as Ctrl-C does.
+
+    Args:
+        plan: flags and threads of every server; its `facts["servers"]` is filled.
+        logs: folder for the servers' output.
+    """
+
+    def __init__(self, plan: Plan, logs: Path) -> None:
+        self._plan, self._logs = plan, logs
+        self._facts: dict[str, Any] = plan.facts.setdefault("servers", {})
+        self._running: dict[Key, tuple[Server, ExitStack]] = {}
+        self._served: dict[Key, str] = {}
+
+    def __enter__(self) -> ServerPool:
+        # A terminated parent would leave them behind: they are sessions of their own, so that Ctrl-C does not reach them.
+        self._on_term = signal.signal(signal.SIGTERM, signal.default_int_handler) if _in_main_thread() else None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.keep(())
+        if _in_main_thread():
+            signal.signal(signal.SIGTERM, self._on_term)
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """Stop all started servers but these."""
+        with ExitStack() as stopping:  # also the others, where one does not stop
+            for key in [key for key in self._running if key not in keys]:
+                stopping.callback(self._running.pop(key)[1].close)
+
+    def open(self, key: Key, arm: Arm) -> str:
+        """The server's root address; it is started, or asked what it is, the first time.
+
+        Raises:
+            CommandError: it does not start, is not reachable, or lacks the cache that the arm needs.
+        """
+        if arm.url is None and key not in self._running:
+            self._start(key, arm)
+        url = arm.url or self._running[key][0].url
+        if key not in self._served:
+            self._served[key] = _model_of(key, url)
+            self._facts[str(key)] = self._describe(key, arm, url)
+        return url
+
+    def model(self, key: Key) -> str:
+        """What requests name as their model."""
+        return self._served[key]
+
+    def reports_cache(self, key: Key) -> bool:
+        """Whether an answer that says nothing of cached tokens had none: SGLang leaves a zero out."""
+        return bool(self._facts[str(key)]["enable_cache_report"])
+
+    def flush(self, key: Key, url: str) -> None:
+        """Empty the server's cache, unless the plan says not to. One that cannot is noted, and says so once."""
+        if not self._plan.flush:
+            return
+        flushed = _flush(url)
+        if self._facts[str(key)]["chunk_cache"]:
+            _post(f"{url}/chunkcache/forget")  # or a later cell would know which chunks an earlier one asked for
+        if not flushed and self._facts[str(key)].get("flushed") is not False:
+            print(f"eval: {key}: POST /flush_cache failed, so it starts with what its cache holds", file=sys.stderr)
+        self._facts[str(key)]["flushed"] = flushed and self._facts[str(key)].get("flushed", True)
+
+    def check(self, key: Key, url: str) -> None:
+        """After requests that failed. Raises CommandError if the server is gone, or does not answer."""
+        if key in self._running:
+            server = self._running[key][0]
+            if not any(server.is_healthy() for _ in range(3)):  # each try is given 5 s, which a busy machine may need
+                raise CommandError(f"{key}: the server is gone; {server.log} ends with:\n{server.log_tail()}")
+        else:
+            _model_of(key, url)
+
+    # Private, in order of use
+
+    def _start(self, key: Key, arm: Arm) -> None:
+        flags = self._flags(key, arm)
+        log = self._logs / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', str(key))}.log"
+        server = Server(flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0)
+        print(f"eval: starting {key}", file=sys.stderr)
+        with ExitStack() as stack:
+            self._running[key] = stack.enter_context(server), stack.pop_all()
+
+    def _flags(self, key: Key, arm: Arm) -> list[str]:
+        return server_flags(arm, [*self._plan.server_flags, *key.flags])
+
+    def _describe(self, key: Key, arm: Arm, url: str) -> dict[str, Any]:
+        """What the server says it is; None for what it does not say."""
+        info, stats = _ask(url + "/server_info"), _ask(url + "/chunkcache/stats")
+        if arm.route == "rag" and not stats.get("ranks"):
+            raise CommandError(
+                f"{key}: {url} does not run the chunk cache: GET /chunkcache/stats gives none. For a server without it "
+                f"say {arm.name}=URL,chat"
+            )
+        started = self._flags(key, arm) if arm.url is None else []
+        return {
+            "model": Path(str(info.get("model_path") or self._served[key])).name,
+            **{field: info.get(field) for field in SERVER_FIELDS},
+            "weights_dtype": _weights_dtype(info.get("model_path")),
+            "chunk_cache": bool(stats.get("ranks")),
+            "gate": [gate for rank in stats.get("ranks", []) if (gate := rank.get("gate"))] or None,
+            "flags": portable({"flags": started})["flags"],
+        }
+
+
+def _in_main_thread() -> bool:
+    """Signals can be set in no other."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def _model_of(key: Key, url: str) -> str:
+    """The first model that the endpoint serves. Raises CommandError if it does not answer."""
+    try:
+        return str(get(url + "/v1/models", timeout_s=30)["data"][0]["id"])
+    except (CommandError, OSError, HTTPException) as error:
+        raise CommandError(f"{key}: no server answers: {error}") from None
+    except (KeyError, IndexError, TypeError):
+        raise CommandError(f"{key}: {url}/v1/models names no model: it is no OpenAI-compatible server") from None
+
+
+def _weights_dtype(model_path: str | None) -> str | None:
+    """What the server's `dtype` auto goes by; None if the model's folder is not here."""
+    try:
+        config = json.loads((Path(str(model_path)) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = config.get("dtype") or config.get("torch_dtype")
+    return str(found) if found else None
+
+
+def _ask(url: str) -> dict[str, Any]:
+    try:
+        return get(url, timeout_s=60)
+    except (CommandError, OSError, HTTPException):
+        return {}
+
+
+def _flush(url: str) -> bool:
+    return _post(f"{url}/flush_cache?timeout={FLUSH_S}")
+
+
+def _post(url: str) -> bool:
+    request = urllib.request.Request(url, b"", method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=FLUSH_S + 30) as response:
+            return bool(response.status == 200)
+    except (OSError, HTTPException):
+        return False

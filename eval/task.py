@@ -1,0 +1,240 @@
+"""Tasks: what is asked, over which passages. `load_requests` makes of a task what an application would send to a server.
+
+    a data set's files, the hub, a generator     eval/tasks/<name>.py, one for each
+        │ load(source)
+    TaskData: passages, requests with the chunks that the data set itself gives
+        │ --retriever given: those; bm25, dense, fusion: eval/data/retrieve.py finds others
+    Requests: the first k chunks, cut by --scale
+
+Knows no server and no model. Standard library only until a task or a retriever needs more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, get_args
+
+from eval.errors import CommandError
+
+Retriever = Literal["given", "bm25", "dense", "fusion"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """A retrieved passage, as the model reads it."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as an application would send it.
+
+    Attributes:
+        id: "<task>:<number or question id>[:<turn>]", unique in its list.
+        chunks: in retriever order; empty where nothing was retrieved.
+        answers: right answers; empty if unknown.
+        gold_ids: chunks that hold the answer, whether they were retrieved or not.
+        conversation: turns of one conversation stand in order in the list.
+        reply: the data set's own answer to this turn, for later turns to show.
+        arrival_s: from a trace; the first request's is 0.
+        max_new_tokens: from a trace.
+    """
+
+    id: str
+    question: str
+    chunks: tuple[TextChunk, ...] = ()
+    answers: tuple[str, ...] = ()
+    gold_ids: tuple[str, ...] = ()
+    conversation: str | None = None
+    reply: str | None = None
+    system: str = ""
+    arrival_s: float | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """A task as it was read.
+
+    Attributes:
+        passages: all there is to retrieve from; no id twice.
+        requests: in the order in which they are asked, with the chunks that the data set itself lists for them, if any.
+        domains: passage id -> domain, and request id -> the domain that it looks into. Empty: one for all.
+    """
+
+    passages: tuple[TextChunk, ...]
+    requests: tuple[Request, ...]
+    domains: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a task is read from, and how much of it is wanted: the options below."""
+
+    task: str
+    data: Path | None = None
+    hub: str | None = None
+    corpus: Path | None = None
+    requests: int = 100
+    k: int = 5
+    scale: int = 1
+    seed: int = 0
+
+    def folder(self, name: str) -> Path:
+        """`--data`'s folder of this data set. Raises CommandError without `--data`, or with `--hub`."""
+        if self.hub is not None:
+            raise CommandError(f"task {self.task} is not read from the hub: give --data DIR")
+        if self.data is None:
+            raise CommandError(f"task {self.task} needs --data DIR, the folder with {name}/")
+        if not (self.data / name).is_dir():
+            raise CommandError(f"{self.data} has no folder {name}/, which task {self.task} needs")
+        return self.data / name
+
+    def file(self) -> Path:
+        """`--data`, a file. Raises CommandError without it."""
+        if self.hub is not None:
+            raise CommandError(f"task {self.task} is not read from the hub: give --data FILE")
+        if self.data is None:
+            raise CommandError(f"task {self.task} needs --data FILE")
+        return self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """`module` has `load(source: Source) -> TaskData`; `retriever` is the default one; texts may be made at their scale."""
+
+    module: str
+    summary: str
+    retriever: Retriever
+    is_scaled: bool = False
+
+
+TASKS: Mapping[str, Task] = {
+    "world": Task("eval.tasks.world", "the bundled model's generated world; needs no data", "given"),
+    "hotpotqa": Task("eval.tasks.hotpotqa", "questions over two Wikipedia paragraphs", "bm25"),
+    "2wikimqa": Task("eval.tasks.twowikimqa", "questions over two to four Wikipedia paragraphs", "bm25"),
+    "musique": Task("eval.tasks.musique", "questions of two to four hops over Wikipedia", "bm25"),
+    "squad": Task("eval.tasks.squad", "questions about one Wikipedia paragraph; many share it", "bm25"),
+    "triviaqa": Task("eval.tasks.triviaqa", "trivia questions over pieces of Wikipedia", "bm25"),
+    "nq": Task("eval.tasks.nq", "questions put to a search engine, over Wikipedia", "bm25"),
+    "mtrag": Task("eval.tasks.mtrag", "conversations of people with a RAG system, with its passages", "given"),
+    "mtrag-un": Task("eval.tasks.mtrag", "the same without lists; last questions are unanswerable or unclear", "bm25"),
+    "ragpulse": Task(
+        "eval.tasks.ragpulse", "a production trace: lengths and times, text of random words", "given", True
+    ),
+    "sharegpt": Task("eval.tasks.sharegpt", "conversations in ShareGPT's format; --data FILE", "given"),
+    "trace": Task(
+        "eval.tasks.trace", "your own, as `replay` reads it; text of random words; --data FILE", "given", True
+    ),
+}
+"""Name -> where it is, one line for the help, how its chunks are found unless said otherwise."""
+
+
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `load_requests` reads."""
+    tasks = "\n".join(f"{name:<9} {task.summary}" for name, task in TASKS.items())
+    group = parser.add_argument_group("task", tasks)
+    group.add_argument("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
+    group.add_argument(
+        "--data", type=Path, metavar="PATH", help="folder that holds the data set's folder; sharegpt, trace: a file"
+    )
+    group.add_argument(
+        "--hub",
+        nargs="?",
+        const="",
+        metavar="NAME[:CONFIG[:SPLIT]]",
+        help="read the task from the Hugging Face hub, or a copy of it; without NAME: the published one",
+    )
+    group.add_argument(
+        "--corpus", type=Path, metavar="DIR", help="sharegpt: folder with passages.jsonl.gz that is searched each turn"
+    )
+    group.add_argument("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
+    group.add_argument("--k", type=int, default=5, help="chunks of a request, at most; default: %(default)s")
+    group.add_argument(
+        "--retriever",
+        choices=get_args(Retriever),
+        help="given: the data set's own lists; else found among its passages. Default: bm25 for sets of questions, else given",
+    )
+    group.add_argument(
+        "--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of the questions' order and of generated text")
+
+
+def load_requests(args: argparse.Namespace) -> list[Request]:
+    """What the options name. Raises CommandError for anything that is wrong with them or with the data."""
+    return requests_of(*_load(args), retriever=args.retriever)
+
+
+def load_texts(args: argparse.Namespace) -> list[str]:
+    """All passages of what the options name, to train a random model's tokenizer on; questions where there are none."""
+    _, data = _load(args)
+    return [passage.text for passage in data.passages] or [request.question for request in data.requests]
+
+
+def load_task(source: Source) -> TaskData:
+    """Read a task. Raises CommandError."""
+    for name, number in (("requests", source.requests), ("k", source.k), ("scale", source.scale)):
+        if number < 1:
+            raise CommandError(f"--{name} must be at least 1, got {number}")
+    if source.task not in TASKS:
+        raise CommandError(f"--task {source.task}: unknown; there is {', '.join(TASKS)}")
+    if source.hub is not None and source.data is not None:
+        raise CommandError("--data and --hub do not go together")
+    if source.corpus is not None and source.task != "sharegpt":
+        raise CommandError(f"--corpus is for task sharegpt only; {source.task} has passages of its own")
+    data: TaskData = import_module(TASKS[source.task].module).load(source)
+    if not data.requests:
+        raise CommandError(f"task {source.task}: there are no questions")
+    return data
+
+
+def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None = None) -> list[Request]:
+    """The first `source.requests` with their chunks. Single questions without any are left out; a turn without any stays.
+
+    Raises:
+        CommandError: `given` where no request has chunks, or another retriever where there are no passages.
+    """
+    retriever = retriever or ("bm25" if source.corpus else TASKS[source.task].retriever)
+    requests = list(data.requests)
+    if retriever == "given":
+        if data.passages and not any(request.chunks for request in requests):
+            raise CommandError(f"task {source.task} lists no chunks here: use --retriever bm25, dense or fusion")
+        requests = [request for request in requests if request.chunks or request.conversation][: source.requests]
+    else:
+        from eval.data.retrieve import retrieve  # only here: it needs FAISS or tantivy
+
+        if not data.passages:
+            raise CommandError(
+                f"task {source.task} has no passages to search: use --retriever given, or name a --corpus"
+            )
+        requests = retrieve(data, requests[: source.requests], k=source.k, mode=retriever, seed=source.seed)
+    scale = 1 if TASKS[source.task].is_scaled else source.scale
+    return [_cut(request, source.k, scale) for request in requests]
+
+
+# Private, in order of use
+
+
+def _load(args: argparse.Namespace) -> tuple[Source, TaskData]:
+    source = Source(
+        args.task, args.data, args.hub, args.corpus, requests=args.requests, k=args.k, scale=args.scale, seed=args.seed
+    )
+    return source, load_task(source)
+
+
+def _cut(request: Request, k: int, scale: int) -> Request:
+    chunks = tuple(TextChunk(chunk.id, _head(chunk.text, scale)) for chunk in request.chunks[:k])
+    return replace(request, chunks=chunks, reply=request.reply and _head(request.reply, scale))
+
+
+def _head(text: str, scale: int) -> str:
+    """The first 1/scale of a text's words, at least one."""
+    words = text.split(" ")
+    return " ".join(words[: max(1, len(words) // scale)])

@@ -1,0 +1,55 @@
+"""`world`: the bundled model's generated world, which it can answer. Nothing to download.
+
+Source: `sglang_chunkcache.bundled_model.world`, drawn from the seed. Licence: this project's (Apache-2.0).
+A request's chunks are the passage with the answer and distractors of the same kind; popular passages are asked about more often:
+
+    Which product does Dravex make?      The company Dravex makes clocks. In 1987 Dravex hired Anna. ... (4 more)
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from eval.errors import CommandError
+from eval.task import Request, Source, TaskData, TextChunk
+
+NUM_PASSAGES = 60
+
+
+def load(source: Source) -> TaskData:
+    """Raises CommandError for data that is named, or for more chunks than there are passages of a kind."""
+    if source.data is not None or source.hub is not None:
+        raise CommandError("task world is generated: it takes neither --data nor --hub")
+    from sglang_chunkcache.bundled_model.world import World
+
+    try:
+        requests = world_requests(source.requests, source.seed, num_chunks=source.k)
+    except ValueError as error:
+        raise CommandError(f"--k {source.k} is too much for task world: {error}") from None
+    passages = World(source.seed, NUM_PASSAGES).passages
+    return TaskData(tuple(TextChunk(p.id, p.text) for p in passages), tuple(requests))
+
+
+def world_requests(limit: int, seed: int, *, num_passages: int = NUM_PASSAGES, num_chunks: int = 4) -> list[Request]:
+    """One-hop questions about a generated world, popular entities more often; the model can answer them."""
+    from sglang_chunkcache.bundled_model.world import World
+
+    world, rng = World(seed, num_passages), random.Random(seed)
+    by_gold: dict[str, list[Any]] = {}
+    for question in world.questions:
+        if question.hop == 1:
+            by_gold.setdefault(question.gold_passage_ids[0], []).append(question)
+    subjects = sorted(by_gold)
+    rng.shuffle(subjects)
+    weights = [1 / (rank + 1) for rank in range(len(subjects))]
+    requests = []
+    for number, subject in enumerate(rng.choices(subjects, weights, k=limit)):
+        question = rng.choice(by_gold[subject])
+        context = world.context(question, num_chunks, random.Random(f"{seed} {subject} {rng.randrange(2)}"))
+        rng.shuffle(context)
+        chunks = tuple(TextChunk(p.id, p.text) for p in context)
+        requests.append(
+            Request(f"world:{number}", question.question, chunks, question.answers, question.gold_passage_ids)
+        )
+    return requests

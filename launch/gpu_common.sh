@@ -1,0 +1,80 @@
+# Purpose: what the gpu_*.sh scripts share; they source it, with their own arguments.
+#   OUT [--cpu-smoke] [options [-- flags of all servers]]
+# Sets out (an absolute folder), smoke ("" or 1), options and flags (arrays), python, and work (a folder that goes away);
+# defines write_model. Python then finds the checkout, and SGLang the plugin, whether the package is installed or not.
+# shellcheck shell=bash disable=SC2034
+name=$(basename "$0" .sh)
+if (($# < 1)) || [[ $1 == -* ]]; then
+    sed -n '2,/^set /{s/^# \{0,1\}//p}' "$0" >&2
+    exit 2
+fi
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+smoke=
+if [[ ${1:-} == --cpu-smoke ]]; then
+    smoke=1
+    shift
+fi
+options=()
+while (($#)) && [[ $1 != -- ]]; do
+    options+=("$1")
+    shift
+done
+flags=("${@:2}")
+
+if [[ -n ${GPU_ENV:-} ]]; then
+    # shellcheck disable=SC1090
+    . "$GPU_ENV"
+    python=${PYTHON:-python3}
+else
+    if [[ -z ${PYTHON:-} ]]; then bash launch/setup.sh; fi
+    python=${PYTHON:-.venv/bin/python}
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+work=$(mktemp -d "${TMPDIR:-/tmp}/$name.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+
+# SGLang finds the plugin by its entry points: where the package is not installed, they are written beside the checkout.
+if ! "$python" -c 'import importlib.metadata as m; m.distribution("sglang-chunkcache")' 2>/dev/null; then
+    "$python" - "$work/site" <<'PY'
+import sys, tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+info = Path(sys.argv[1]) / f"sglang_chunkcache-{project['version']}.dist-info"
+info.mkdir(parents=True)
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+groups = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in project["entry-points"].items())
+(info / "entry_points.txt").write_text("\n".join(groups))
+PY
+    export PYTHONPATH="$work/site:$PYTHONPATH"
+fi
+
+# write_model FOLDER: a model of Llama-3-8B's shape without weights, for --load-format dummy (with --cpu-smoke a tiny one), and a
+# tokenizer with a token for each word of eval/data/random_text.py.
+write_model() {
+    echo "$name: writing the model" >&2
+    "$python" - "$1" "$smoke" <<'PY'
+import json, sys
+from pathlib import Path
+
+from eval.random_model import SHAPES, write_random_model
+from eval.data.random_text import WORDS
+
+folder = write_random_model(Path(sys.argv[1]), SHAPES[1], [" ".join(WORDS)] * 50)
+config = json.loads((folder / "config.json").read_text())
+config["vocab_size"] = 128_256  # beyond the tokenizer's: its text is never read
+if not sys.argv[2]:
+    config |= {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+    }
+(folder / "config.json").write_text(json.dumps(config))
+(folder / "model.safetensors").unlink()
+PY
+}

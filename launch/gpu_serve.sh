@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Purpose: time to first token on a GPU with FlashInfer, policy by policy, under a RAG service's load: the requests of the RAGPulse
+#   trace at their full length, at several Poisson rates, a model of Llama-3-8B's shape with dummy weights (times, not quality).
+#   Stock SGLang with lpm stands in every run, since only what ran interleaved is compared. Dummy weights write no text, so there
+#   are no times between output tokens.
+#   launch/gpu_serve.sh OUT [--cpu-smoke] --data DIR [options of python -m eval serve [-- flags of all servers]]
+# DIR has ragpulse/ (format: eval/tasks/ragpulse.py). OUT gets one run a step, step<n>/ with record.json, samples and the servers'
+# logs, and step<n>.txt, whose last line is JSON. The same command goes on with a step that was cut off.
+# Machine: one NVIDIA GPU of 80 GB or more, nothing else on it. As many servers side by side as leave each a KV pool of 13 GiB or
+#   more (100,000 tokens; a request in flight takes 3,700): two on 80 GB, four on 140 GB. Each step is stock-lpm and the next arms.
+# Minutes (estimated): 3 to start a step's servers, and for the three rates 2.5 an arm: 8 a step on 80 GB, 13 on 140 GB. Where a
+#   command may run ten minutes only: one of STEPS a command, on the larger machine also one of RATES (an OUT for each).
+#   --cpu-smoke: the first step with tiny sizes on any CPU, 3.
+# Expected: ours below stock-lpm, the more the higher the rate. No figure is known yet.
+#
+# Environment:
+#   PYTHON    interpreter with SGLang, FlashInfer and this package's dependencies (default: .venv by launch/setup.sh)
+#   GPU_ENV   a file to source first, which installs or finds SGLang and FlashInfer; PYTHON is then python3 if not given
+#   ARMS      what is compared with stock-lpm (default "ours craft no-cache stock-fcfs fused")
+#   RATES     requests per second (default "2 4 6"; a GPU of this kind computes about 7 such prompts a second)
+#   REQUESTS  at each rate, the first 40 of them to warm up (default 160)
+#   SERVERS   side by side (default: by the GPU's memory)
+#   STEPS     which steps, from 1 (default: all; SERVERS - 1 arms each)
+# Stock SGLang without its Rust tree core uses its Python tree: say so beside any comparison.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. launch/gpu_common.sh
+write_model "$work/model"
+
+read -ra arms <<<"${ARMS:-ours craft no-cache stock-fcfs fused}"
+read -ra rates <<<"${RATES:-2 4 6}"
+load=(--load poisson --rates "${rates[@]}" --k 100 --ignore-eos)
+if [[ -n $smoke ]]; then
+    per_step=${SERVERS:-3}
+    load+=(--requests "${REQUESTS:-12}" --warm-up 4 --block 4 --scale 20 --threads 1 --max-total-tokens 20000)
+    server=(--load-format dummy)
+else
+    gib=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) * 94 / 100 / 1024))
+    per_step=${SERVERS:-$((gib / 31))}
+    pool=$(((gib / per_step - 19) * 8192)) # 15 GiB of weights, 4 of everything else; 128 KiB a token
+    load+=(--requests "${REQUESTS:-160}" --warm-up 40 --block 15 --max-total-tokens "$pool")
+    server=(--load-format dummy --attention-backend flashinfer --mem-fraction-static 0.9)
+    server+=(--cuda-graph-max-bs-decode 32 --disable-prefill-cuda-graph)
+fi
+if ((per_step < 2)); then
+    echo "$name: need room for two servers, there is room for $per_step" >&2
+    exit 2
+fi
+
+num_steps=$(((${#arms[@]} + per_step - 2) / (per_step - 1)))
+for step in ${STEPS:-$(if [[ -n $smoke ]]; then echo 1; else seq "$num_steps"; fi)}; do
+    if [[ ! $step =~ ^[0-9]+$ ]] || ((step < 1 || step > num_steps)); then
+        echo "$name: STEPS: expected 1 to $num_steps, got '$step'" >&2
+        exit 2
+    fi
+    beside=("${arms[@]:(step - 1) * (per_step - 1):per_step - 1}")
+    echo "$name: step $step: stock-lpm ${beside[*]}" >&2
+    "$python" -m eval serve --task ragpulse --model-path "$work/model" --arms stock-lpm "${beside[@]}" --out "$out/step$step" \
+        "${load[@]}" "${options[@]}" -- "${server[@]}" "${flags[@]}" | tee "$out/step$step.txt"
+done

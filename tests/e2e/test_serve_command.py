@@ -1,0 +1,61 @@
+"""`python -m eval serve` with real servers: what it starts, measures, records and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.run import read_record, read_samples
+
+REQUESTS, WARM_UP = 12, 2
+
+
+@pytest.mark.engine
+def test_serve_measures_stock_and_ours_on_the_bundled_model(tmp_path: Path) -> None:
+    """From one command to a record: both arms answer every request, and ours says what it reused."""
+    command = [sys.executable, "-m", "eval", "serve", "--model-path", "bundled", "--threads", "1", "--out", "run"]
+    command += ["--requests", str(REQUESTS), "--warm-up", str(WARM_UP), "--clients", "2", "--max-total-tokens", "4000"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [*command, "--", "--max-running-requests", "4"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record, samples = read_record(tmp_path / "run"), read_samples(tmp_path / "run")
+    results = record["results"]
+    assert record["complete"] is True
+    assert json.loads(done.stdout.splitlines()[-1]) == results
+    assert not [sample["error"] for sample in samples if "error" in sample]
+    assert len(samples) == 2 * REQUESTS
+    assert {cell["arm"]: (cell["n"], cell["errors"]) for cell in results["cells"]} == {
+        "stock-lpm": (REQUESTS - WARM_UP, 0),
+        "ours": (REQUESTS - WARM_UP, 0),
+    }
+    for sample in samples:
+        assert 0 < sample["metrics"]["ttft_s"] <= sample["metrics"]["e2e_s"]
+        if sample["arm"] == "ours":
+            assert sum(sample["fates"].values()) == sample["prompt_tokens"]
+            assert sample["fates"]["exact"] == sample["cached_tokens"]
+    servers = results["servers"]
+    assert (servers["stock-lpm"]["chunk_cache"], servers["ours"]["chunk_cache"]) == (False, True)
+    for server in servers.values():
+        assert server["attention_backend"]
+        assert server["max_total_num_tokens"] == 4000
+        assert server["flags"][-2:] == ["--max-running-requests", "4"]
+    for log in (tmp_path / "run" / "logs").glob("*.log"):
+        port = re.search(r"running on http://127\.0\.0\.1:(\d+)", log.read_text())
+        assert port is not None
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", int(port[1]))) != 0, f"{log.stem} was left behind"

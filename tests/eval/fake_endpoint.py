@@ -1,0 +1,177 @@
+"""An OpenAI-compatible endpoint that streams, and misbehaves on demand: a question with one of MISHAPS' words gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from eval.server import free_port
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MISHAPS = ("refused", "broken", "dropped", "unfinished", "empty", "garbage", "complaint", "mute")
+
+
+@dataclass
+class FakeEndpoint:
+    """Each request takes `delay_s` of the server, one request at a time if `serial`."""
+
+    delay_s: float = 0.0
+    serial: bool = False
+    chunk_cache: bool = False
+    can_flush: bool = True
+    is_cold: bool = False
+    """Nothing is ever found cached."""
+    cache_report: bool = True
+    is_down: bool = False
+    """Connections are closed without an answer, as behind a process that has died."""
+    url: str = ""
+    received: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies, with `path`, `at` and `answered`: when they came and when the answer was whole."""
+    num_flushed: int = 0
+    num_forgotten: int = 0
+    num_in_flight: int = 0
+    most_in_flight: int = 0
+
+    @property
+    def questions(self) -> list[str]:
+        """The last user messages, in the order in which they came."""
+        return [body["messages"][-1]["content"] for body in self.received]
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        """One streamed answer of three tokens."""
+        body = {**await http.json(), "path": http.path, "at": time.perf_counter()}
+        self.received.append(body)
+        text = body["messages"][-1]["content"]
+        mishap = next((word for word in MISHAPS if word in text), None)
+        if mishap == "refused":
+            return web.json_response({"error": {"message": "too\nlong"}}, status=400)
+        if mishap == "broken":
+            return web.Response(text="no JSON", status=500)
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        try:
+            return await self._stream(http, body, mishap)
+        finally:
+            self.num_in_flight -= 1
+            body["answered"] = time.perf_counter()
+
+    async def _stream(self, http: web.Request, body: dict[str, Any], mishap: str | None) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        if mishap == "mute":
+            await asyncio.sleep(30)
+        async with self._lock if self.serial else asyncio.Lock():
+            await asyncio.sleep(self.delay_s)
+        if mishap == "garbage":
+            await response.write(b"data: {not JSON\n\n")
+        if mishap == "complaint":
+            await response.write(b'data: {"error": {"message": "out of memory"}}\n\n')
+        if mishap != "empty":
+            await self._write(response, body, mishap)
+        if mishap != "unfinished":
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _write(self, response: web.StreamResponse, body: dict[str, Any], mishap: str | None) -> None:
+        async def event(delta: dict[str, str] | None, **more: Any) -> None:
+            choices = [] if delta is None else [{"index": 0, "delta": delta}]
+            await response.write(f"data: {json.dumps({'choices': choices, **more})}\n\n".encode())
+
+        await response.write(b": a comment\n\n")
+        await event({"role": "assistant", "content": ""})
+        for word in ("an", " ans", "wer"):
+            await event({"content": word})
+            if mishap == "dropped":
+                assert response._req is not None
+                assert response._req.transport is not None
+                response._req.transport.abort()
+        prompt = sum(len(message["content"]) for message in body["messages"])
+        cached = None if self.is_cold else {"cached_tokens": prompt // 2}  # as SGLang, which leaves a zero out
+        usage = {"prompt_tokens": prompt, "completion_tokens": 3, "prompt_tokens_details": cached}
+        await event(None, usage=usage)
+        if body["path"].startswith("/rag"):
+            fates = {"exact": prompt - 3, "relocated": 0, "recomputed": 1, "computed": 2}
+            await event(
+                None,
+                chunkcache={"fates": fates, "order": ["b", "a"], "chunks_hit": 1, "dropped": ["a"], "fallbacks": {}},
+            )
+
+    def app(self) -> web.Application:
+        """All routes that the harness uses."""
+        self._lock = asyncio.Lock()
+
+        @web.middleware
+        async def fall_silent(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self.is_down:
+                assert request.transport is not None
+                request.transport.abort()
+            return await handler(request)
+
+        app = web.Application(client_max_size=1 << 26, middlewares=[fall_silent])
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_get("/health", _says({}))
+        app.router.add_get("/v1/models", _says({"data": [{"id": "fake-model"}]}))
+        app.router.add_get(
+            "/server_info",
+            _says({"model_path": "/somewhere/fake", "device": "cpu", "enable_cache_report": self.cache_report}),
+        )
+        if self.can_flush:
+            app.router.add_post("/flush_cache", self._flush)
+        if self.chunk_cache:
+            app.router.add_post("/rag/v1/chat/completions", self.chat)
+            app.router.add_get("/chunkcache/stats", _says({"ranks": [{"gate": {"passed": True}}]}))
+            app.router.add_post("/chunkcache/forget", self._forget)
+        return app
+
+    async def _forget(self, _: web.Request) -> web.Response:
+        self.num_forgotten += 1
+        return web.json_response({})
+
+    async def _flush(self, _: web.Request) -> web.Response:
+        self.num_flushed += 1
+        return web.json_response({})
+
+
+def _says(body: Any) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(body)
+
+    return answer
+
+
+@contextmanager
+def serving(endpoint: FakeEndpoint) -> Iterator[FakeEndpoint]:
+    """The endpoint behind a real socket, in a thread of its own."""
+    loop, port, ready = asyncio.new_event_loop(), free_port(), threading.Event()
+
+    async def start() -> web.AppRunner:
+        runner = web.AppRunner(endpoint.app(), shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        return runner
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        runner = loop.run_until_complete(start())
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    endpoint.url = f"http://127.0.0.1:{port}"
+    try:
+        yield endpoint
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)

@@ -1,0 +1,230 @@
+"""Runs made up for the tests of compare, report and charts: folders like those that the commands write, seeded."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from eval.contrast import contrast_arms, verdict
+from eval.intervals import bootstrap, quantile
+
+HOSTILE = '<script>alert(1)</script> & "quoted" $x_1$ naïve 漢字 ' + "very-long-" * 12
+NAN = float("nan")
+Sample = dict[str, Any]
+
+
+def make_served(
+    arms: Mapping[str, float], *, cells: Sequence[dict[str, Any]] = ({},), requests: int = 40, seed: int = 0
+) -> list[Sample]:
+    """Samples as `serve` takes them: arm -> how much slower than 0.2 s it is; times of one request go together."""
+    rng = random.Random(seed)
+    samples = []
+    for cell in cells:
+        for number in range(requests):
+            size = rng.lognormvariate(0, 0.5)
+            for arm, slow in arms.items():
+                ttft = 0.2 * slow * size * rng.lognormvariate(0, 0.15) * (1 + 0.2 * cell.get("rate", 0))
+                exact = 0 if arm == "no-cache" else rng.randrange(400)
+                samples.append(
+                    {
+                        "key": f"{cell}/{arm}/{number}",
+                        "arm": arm,
+                        "cell": cell,
+                        "request": f"made:{number}",
+                        "warm_up": number < 2,
+                        "block": number // 4,
+                        "sent_s": number * 0.9,
+                        "metrics": {
+                            "ttft_s": ttft,
+                            "itl_s": 0.02 * size,
+                            "e2e_s": ttft + 0.2,
+                            "hit_share": exact / 400,
+                        },
+                        "fates": {"exact": exact, "relocated": 40, "recomputed": 10, "computed": 550 - exact},
+                    }
+                )
+    return samples
+
+
+def make_failed(arm: str, requests: int = 10) -> list[Sample]:
+    """Every request refused."""
+    return [
+        {
+            "key": f"{arm}/{n}",
+            "arm": arm,
+            "cell": {},
+            "request": f"made:{n}",
+            "warm_up": False,
+            "metrics": {},
+            "fates": None,
+            "error": "refused",
+        }
+        for n in range(requests)
+    ]
+
+
+def summarize(samples: Sequence[Sample], *, against: str) -> dict[str, Any]:
+    """`results` in the shape that all commands write."""
+    groups: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        if not sample["warm_up"]:
+            groups.setdefault((json.dumps(sample["cell"]), sample["arm"]), []).append(sample)
+    cells = []
+    for (cell, arm), taken in groups.items():
+        good = [sample for sample in taken if not sample.get("error")]
+        names = dict.fromkeys(name for sample in good for name in sample["metrics"])
+        metrics = {
+            name: figures(name, [s["metrics"][name] for s in good if s["metrics"].get(name) is not None])
+            for name in names
+        }
+        spent = sum(sample["metrics"].get("e2e_s", 0.5) for sample in good) or 1.0
+        throughput = {"requests_per_s": len(good) / spent, "output_tokens_per_s": 8 * len(good) / spent}
+        cells.append(
+            {
+                "arm": arm,
+                "cell": json.loads(cell),
+                "n": len(good),
+                "errors": len(taken) - len(good),
+                "metrics": metrics,
+                "throughput": throughput,
+            }
+        )
+    arms = list(dict.fromkeys(sample["arm"] for sample in samples))
+    of = {arm: [sample for sample in samples if sample["arm"] == arm] for arm in arms}
+    contrasts = [
+        one
+        for arm in arms
+        if arm != against and against in of
+        for one in contrast_arms(of[against], of[arm], a=against, b=arm)
+    ]
+    return {"cells": cells, "contrasts": contrasts, "verdict": [text for text in map(verdict, contrasts) if text]}
+
+
+def figures(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, quantiles, interval: of the median for times, of the mean for the rest."""
+    statistic = (lambda taken: quantile(taken, 0.5)) if name.endswith("_s") else fmean
+    _, low, high = bootstrap(values, statistic, draws=50)
+    ends = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
+    return {"mean": fmean(values), **ends, "low": low, "high": high}
+
+
+def make_ratio(requests: int = 12) -> list[Sample]:
+    """Samples as `quality ratio` takes them: F1 rises with the share recomputed, an arm a selector."""
+    rng = random.Random(5)
+    rows = []
+    for arm, gain in {"query": 0.5, "random": 0.3, "first": 0.1}.items():
+        for ratio in (0.05, 0.15, 0.3, 0.5):
+            rows += [
+                (arm, {"kind": "linked", "ratio": ratio}, n, min(1.0, 0.35 + gain * ratio * 2)) for n in range(requests)
+            ]
+    rows += [("full-prefill", {"kind": "linked"}, n, 0.95) for n in range(requests)]
+    return [
+        {
+            "key": f"{arm}/{cell}/{n}",
+            "arm": arm,
+            "cell": cell,
+            "mode": "ratio",
+            "request": f"made:{n}",
+            "warm_up": False,
+            "metrics": {"f1": min(1.0, max(0.0, rng.gauss(mean, 0.1))), "em": float(rng.random() < mean)},
+            "fates": None,
+        }
+        for arm, cell, n, mean in rows
+    ]
+
+
+def make_permutation(requests: int = 12) -> dict[str, Any]:
+    """`results` of `quality permutation`."""
+    rng = random.Random(6)
+    spread = [
+        {
+            "request": f"made:{n}",
+            "metrics": {"f1": {"baseline": rng.random(), "mean": rng.random(), "sd": 0.1 * rng.random()}},
+        }
+        for n in range(requests)
+    ]
+    return {"cells": [], "contrasts": [], "verdict": [], "requests": spread}
+
+
+def make_replay(requests: int = 60) -> tuple[list[Sample], dict[str, Any]]:
+    """Samples and `results` of a replay: three orders, three sizes, as the command's own comparison has them."""
+    rng = random.Random(7)
+    base = {"tail": None, "capacity_tokens": 0, "admission": "all", "window": None, "threshold": None, "k": None}
+    samples, cells = [], []
+    for order, eviction, dedup, mean in (("retriever", "lru", "off", 1.2), ("tree", "reused", "shown", 2.4)):
+        for capacity in (0, 1000, 500):
+            cell = {
+                **base,
+                "order": order,
+                "eviction": eviction if capacity else None,
+                "dedup": dedup,
+                "capacity": capacity,
+            }
+            hits = [min(5, int(rng.expovariate(1 / mean))) for _ in range(requests)]
+            share = sum(hits) / (5 * requests)
+            samples.append(
+                {
+                    "key": f"{order}/{capacity}",
+                    "cell": cell,
+                    "hits": hits,
+                    "dropped": [0] * requests,
+                    "chunks": [5] * requests,
+                    "token_hits": None,
+                    "dropped_tokens": None,
+                    "tokens": None,
+                }
+            )
+            rate = {"value": share, "low": share - 0.02, "high": share + 0.03}
+            counts = {"num_requests": requests, "num_chunks": 5 * requests, "num_evicted": 17, "order_us_p50": 3.14}
+            cells.append({"cell": cell, "chunk_hit_rate": rate, "token_hit_rate": None, **counts, "order_us_p99": 15.9})
+    return samples, {"cells": cells, "contrasts": [], "verdict": ["Verdict: WORTH IT with no limit of room."]}
+
+
+def write_run(
+    folder: Path,
+    kind: str,
+    samples: Sequence[Sample],
+    results: Mapping[str, Any],
+    *,
+    complete: bool = True,
+    **more: Any,
+) -> Path:
+    """A folder as `eval.run.Run` leaves it."""
+    folder.mkdir(parents=True)
+    record = {
+        "kind": kind,
+        "complete": complete,
+        "baseline": None,
+        "name": folder.name,
+        "command": f"python -m eval {kind} --seed 3",
+        "date": "2026-01-02T03:04:05+00:00",
+        "git": {"sha": "0123456789abcdef", "dirty": True},
+        "versions": {"sglang": "0.5.21", "torch": None},
+        "machine": {"cores": 2, "processor": "x86_64", "gpu": None},
+        "spec": {"seed": 3, "warm_up": 2 if kind == "serve" else 0},
+        "results": dict(results),
+        **more,
+    }
+    (folder / "record.json").write_text(json.dumps(record))
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return folder
+
+
+def write_served(folder: Path, samples: Sequence[Sample], *, against: str, **more: Any) -> Path:
+    """A run of `serve` with the results of its samples."""
+    servers = {
+        arm: {
+            "model": "random",
+            "attention_backend": "torch_native",
+            "dtype": "bfloat16",
+            "device": "cpu",
+            "flags": ["--a", arm],
+        }
+        for arm in dict.fromkeys(sample["arm"] for sample in samples)
+    }
+    results = {**summarize(samples, against=against), "servers": servers, "skipped": {"lmcache": "needs CUDA"}}
+    return write_run(folder, "serve", samples, {**results, **more.pop("results", {})}, **more)

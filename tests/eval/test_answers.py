@@ -1,0 +1,177 @@
+"""`quality answers` against fake servers: which full prefill an arm is compared with, what may be shown, and going on.
+
+python -m pytest tests/eval/test_answers.py
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.errors import CommandError
+from eval.quality.command import fixed_histories, main
+from eval.run import read_record, read_samples
+from eval.task import Request, TextChunk, load_requests
+from tests.eval.fake_chat import Body, FakeChat, chatting
+
+
+def first_chunk(body: Body) -> str:
+    """An answer that depends on nothing but the order of the chunks."""
+    shown = [chunk["id"] for chunk in body.get("chunks", [])]
+    if body.get("order") != "retriever":
+        shown.sort()
+    return f"About {shown[0]}." if shown else "About " + body["messages"][-1]["content"].split()[2]
+
+
+@pytest.fixture
+def ours() -> Iterator[FakeChat]:
+    with chatting(FakeChat(first_chunk)) as fake:
+        yield fake
+
+
+def run(ours: FakeChat, out: Path, *options: str, arms: tuple[str, ...] = ("tree",)) -> dict[str, Any]:
+    """The record of six questions of the world through arms at the fake."""
+    named = [arm if "=" in arm else f"{arm}={ours.url},rag" for arm in arms]
+    argv = ["answers", "--requests", "6", "--arms", *named, "--reference", ours.url, "--out", str(out), *options]
+    assert main(argv) == 0
+    return read_record(out)
+
+
+def test_reordering_is_no_loss_by_reuse(ours: FakeChat, tmp_path: Path) -> None:
+    """The fake answers by order alone, so its answers equal full prefill of its own prompts, and not of the retriever's."""
+    record = run(ours, tmp_path / "run")
+    rows = [row for row in read_samples(tmp_path / "run") if row["arm"] == "tree"]
+    assert len(rows) == 6
+    assert all(row["metrics"]["same"] == 1 and row["metrics"]["kl"] == 0 for row in rows)
+    assert all(row["order"] == sorted(row["order"]) for row in rows)
+    for row, request in zip(rows, world_requests(), strict=True):
+        assert row["metrics"]["same_retriever"] == (request.chunks[0].id == row["order"][0])
+    assert {row["metrics"]["same_retriever"] for row in rows} == {0, 1}
+    assert [cell["arm"] for cell in record["results"]["cells"]] == ["full-prefill", "tree"]
+
+
+def test_full_prefill_is_asked_once_under_a_salt_of_its_own(ours: FakeChat, tmp_path: Path) -> None:
+    """A salt used twice would make it a cache hit. Both arms sort, so their prompts are the same and computed once."""
+    run(ours, tmp_path / "run", arms=("one", "two"))
+    salted = [body for body in ours.received if "cache_salt" in body]
+    assert len({body["cache_salt"] for body in salted}) == len(salted)
+    assert all(body["order"] == "retriever" and body["reuse"] == "exact" for body in salted)
+    requests = world_requests()
+    orders = {(r.id, order) for r in requests for order in (ids_of(r), tuple(sorted(ids_of(r))))}
+    assert len(salted) == len(orders)
+
+
+def ids_of(request: Request) -> tuple[str, ...]:
+    return tuple(chunk.id for chunk in request.chunks)
+
+
+def test_a_server_without_salts_is_refused(tmp_path: Path) -> None:
+    """What it calls full prefill may be a cache hit."""
+    with chatting(FakeChat(first_chunk, takes_salt=False)) as fake, chatting(FakeChat(first_chunk)) as reference:
+        record = run(fake, tmp_path / "run", "--reference", reference.url, arms=(f"stock={fake.url},chat",))
+    (errors,) = [cell["errors"] for cell in record["results"]["cells"] if cell["arm"] == "stock"]
+    rows = [row for row in read_samples(tmp_path / "run") if row.get("error")]
+    assert errors == len(rows) > 0
+    assert all("full prefill found cached KV" in row["error"] for row in rows)
+
+
+def test_unknown_weights_show_no_right_answers(ours: FakeChat, tmp_path: Path) -> None:
+    """EM of a model that cannot know the text would be read as the cache's doing."""
+    record = run(ours, tmp_path / "run")
+    shown = {name for cell in record["results"]["cells"] for name in cell["metrics"]}
+    assert not shown & {"em", "f1", "rouge_l", "jaccard", "bert_score"}
+    assert {"same", "kl", "same_retriever", "rouge_l_full", "rouge_l_retriever"} <= shown
+    assert "know nothing" in record["results"]["note"]
+
+
+def test_known_weights_are_scored_and_contrasted(ours: FakeChat, tmp_path: Path) -> None:
+    record = run(ours, tmp_path / "run", "--weights", "real")
+    results = record["results"]
+    assert "note" not in results
+    assert results["cells"][0]["metrics"]["em"]["mean"] == 0.0
+    (f1,) = [each for each in results["contrasts"] if each["metric"] == "f1"]
+    assert (f1["a"], f1["b"], f1["n"], f1["statistic"]) == ("full-prefill", "tree", 6, "difference of means")
+
+
+def test_an_interrupted_run_goes_on(ours: FakeChat, tmp_path: Path) -> None:
+    """Samples that are there are not taken again, and figures are those of a run in one piece."""
+    whole = run(ours, tmp_path / "whole")
+    part = tmp_path / "part"
+    part.mkdir()
+    lines = (tmp_path / "whole" / "samples.jsonl").read_text().splitlines(keepends=True)
+    (part / "samples.jsonl").write_text("".join(lines[:8]))
+    record = json.loads((tmp_path / "whole" / "record.json").read_text())
+    (part / "record.json").write_text(json.dumps(record | {"complete": False}))
+    before = len(ours.received)
+    again = run(ours, part)
+    arms = [body for body in ours.received[before:] if "cache_salt" not in body]
+    assert len(arms) == 12 - 8
+    for cell, expected in zip(again["results"]["cells"], whole["results"]["cells"], strict=True):
+        assert (cell["n"], cell["metrics"]) == (expected["n"], expected["metrics"])
+    assert again["results"]["servers"] == whole["results"]["servers"]
+
+
+def test_what_a_server_refuses_is_a_sample(tmp_path: Path) -> None:
+    """One prompt that is too long does not end a run."""
+    first = world_requests()[0].question
+
+    def answer(body: Body) -> str:
+        if body["messages"][-1]["content"] == first:
+            raise ValueError("the prompt is too long")
+        return "Yes."
+
+    with chatting(FakeChat(answer)) as fake:
+        record = run(fake, tmp_path / "run")
+    (cell,) = [cell for cell in record["results"]["cells"] if cell["arm"] == "tree"]
+    assert cell["errors"] >= 1
+    assert cell["n"] + cell["errors"] == 6
+
+
+def world_requests() -> list[Request]:
+    """The requests that `run` asks."""
+    known = {"task": "world", "data": None, "hub": None, "corpus": None, "requests": 6, "k": 5, "scale": 1, "seed": 0}
+    return load_requests(Namespace(**known, retriever=None))
+
+
+def test_text_prompts_of_another_length_are_counted(ours: FakeChat, tmp_path: Path) -> None:
+    """Chunks as text are tokenised with their surroundings: answers may then differ without any reuse."""
+    record = run(ours, tmp_path / "run", arms=(f"stock={ours.url},chat",))
+    assert record["results"]["tokenised_otherwise"] == {"stock": 6}
+    rows = [row for row in read_samples(tmp_path / "run") if row["arm"] == "stock"]
+    assert all(row["metrics"]["same"] == 1 for row in rows)  # full prefill of its own prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--weights", "real", "--task", "squad"], "the bundled weights know nothing of squad"),
+        (["--against", "nobody"], "--against: nobody is none of full-prefill, ours"),
+        (["--clients", "0"], "--clients must be at least 1, got 0"),
+        (["--judge-url", "http://127.0.0.1:9"], "--judge-url needs --judge-model"),
+        (["--bert-encoder", "/nowhere"], "is no folder of an encoder"),
+    ],
+)
+def test_nonsense_gets_one_line(options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.quality.command.load_requests", lambda args: [])
+    with pytest.raises(CommandError, match=said):
+        main(["answers", "--arms", "ours", "--out", str(tmp_path / "run"), *options])
+    assert not (tmp_path / "run").exists()
+
+
+def test_histories_are_the_data_sets_own() -> None:
+    """The same for every arm, so that arms differ in the last turn only; a turn without a reply is left out."""
+    chunk = (TextChunk("p", "text"),)
+    turns = [
+        Request("t:1:0", "first?", chunk, conversation="1", reply="One."),
+        Request("t:2:0", "other?", chunk, conversation="2"),
+        Request("t:1:1", "second?", chunk, conversation="1"),
+        Request("t:2:1", "again?", chunk, conversation="2"),
+        Request("t:3", "alone?", chunk),
+    ]
+    told = [{"role": "user", "content": "first?"}, {"role": "assistant", "content": "One."}]
+    assert fixed_histories(turns) == [[], [], told, [], []]

@@ -1,0 +1,194 @@
+"""The arms: no flag rots, every body is valid, names and addresses are read as people write them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.errors import CommandError
+from eval.serve.arms import (
+    ARMS,
+    CRAFT,
+    EVERY_SERVER,
+    Arm,
+    add_arm_options,
+    create_reorderer,
+    parse_arm,
+    parse_arms,
+    request_body,
+    server_flags,
+    skip_reason,
+)
+from sglang_chunkcache import config
+
+URL = "http://127.0.0.1:8000"
+
+
+def parse_launcher(flags: list[str]) -> tuple[config.ChunkCacheConfig, list[str]]:
+    """What our launcher makes of its flags, and what is left for SGLang."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--stock", action="store_true")
+    config.add_flags(parser)
+    args, rest = parser.parse_known_args(flags)
+    return config.from_flags(args), rest
+
+
+@pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
+def test_flags_are_the_launchers(arm: Arm) -> None:
+    """A flag of ours that was renamed would be handed to SGLang, which ends with a usage text."""
+    _, rest = parse_launcher(list(arm.flags))
+    assert not [flag for flag in rest if "chunkcache" in flag]
+    assert arm.is_ours != (arm.flags[0] == "--stock")
+    assert arm.route == ("rag" if arm.is_ours else "chat")
+
+
+@pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
+def test_flags_are_sglangs(arm: Arm) -> None:
+    """What is left must be a flag of the SGLang that is installed, with one of its values."""
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    server_args.ServerArgs.add_cli_args(parser)
+    _, rest = parse_launcher(server_flags(arm, ["--model-path", "m"]))
+    args, unknown = parser.parse_known_args(rest)
+    assert unknown == []
+    assert args.enable_cache_report
+    assert args.sleep_on_idle
+
+
+def test_craft_is_the_papers() -> None:
+    """Sections 4 and 5, whatever our defaults become."""
+    settings, rest = parse_launcher(list(ARMS["craft"].flags))
+    assert (settings.order, settings.admission, settings.eviction) == ("frequency", "promoted", "promoted")
+    assert (settings.promotion_threshold, settings.window_requests) == (2, 1000)
+    assert (settings.dedup, settings.routing) == ("paper", "round_robin")
+    assert rest == ["--schedule-policy", "fcfs"]
+    assert set(CRAFT) <= set(ARMS["craft"].flags)
+
+
+def test_ours_is_our_defaults() -> None:
+    """What a user gets who sets nothing but SGLang's policy."""
+    for name in ("ours", "ours-fcfs"):
+        assert parse_launcher(list(ARMS[name].flags))[0] == config.ChunkCacheConfig()
+
+
+@pytest.mark.parametrize("arm", [arm for arm in ARMS.values() if arm.route == "rag"], ids=lambda arm: arm.name)
+def test_bodies_are_valid(arm: Arm) -> None:
+    """A body that the arm's own server would refuse fails every request of a run."""
+    bodies = pytest.importorskip("sglang_chunkcache.bodies")
+    settings, _ = parse_launcher(list(arm.flags))
+    fields = bodies.parse(bodies.RagFields, {**request_body(arm, {"reuse": {"ratio": 0.5}}), "chunks": [{"text": "a"}]})
+    wish = fields.reuse_request(settings)
+    assert (wish is not None) == arm.is_fused == (settings.reuse == "fused")
+    if wish is not None:
+        assert wish.ratio == 0.5
+        assert wish.selector == arm.body["reuse"]["selector"]
+
+
+@pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
+def test_scores_are_measured_where_they_are_read(arm: Arm) -> None:
+    """A selector without its scores chooses the first tokens instead: another baseline than its name says."""
+    settings, _ = parse_launcher(list(arm.flags))
+    selector = arm.body["reuse"]["selector"] if arm.is_fused else None
+    assert (settings.scoring == "on") == (selector is None or selector in ("context", "h2o"))
+
+
+def test_server_flags_let_the_caller_win() -> None:
+    """SGLang takes the last of a flag given twice; a switch is not given twice."""
+    flags = server_flags(ARMS["ours"], ["--sleep-on-idle", "--schedule-policy", "fcfs"])
+    assert flags == [*ARMS["ours"].flags, EVERY_SERVER[0], "--sleep-on-idle", "--schedule-policy", "fcfs"]
+    assert server_flags(ARMS["stock-lpm"], [])[0] == "--stock"
+
+
+def test_request_body_leaves_the_arm_alone() -> None:
+    """A swept ratio counts for arms that move KV, and for no later request."""
+    assert request_body(ARMS["fused"], {"reuse": {"ratio": 0.3}})["reuse"] == {
+        "mode": "fused",
+        "selector": "query",
+        "ratio": 0.3,
+    }
+    assert ARMS["fused"].body["reuse"]["ratio"] == 0.15
+    assert request_body(ARMS["ours"], {"reuse": {"ratio": 0.3}, "temperature": 0}) == {"temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "route"),
+    [
+        (f"vllm={URL}", URL, "chat"),
+        (f"vllm={URL}/v1/", URL, "chat"),
+        (f"mine={URL},rag", URL, "rag"),
+        (f"ours={URL}", URL, "rag"),
+        (f"ours={URL},chat", URL, "chat"),
+        ("lm=https://host/a/v1", "https://host/a", "chat"),
+    ],
+)
+def test_endpoints(text: str, url: str, route: str) -> None:
+    """Any OpenAI-compatible server; a known name keeps what its requests carry."""
+    arm = parse_arm(text)
+    assert (arm.name, arm.url, arm.route, arm.is_ours) == (text.split("=")[0], url, route, False)
+    assert parse_arm(f"fused={URL}").body == ARMS["fused"].body
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("our", "no arm 'our'; there is no-cache, stock-fcfs"),
+        ("", "no arm ''"),
+        ("a/b=http://h", "letters, digits"),
+        ("=http://h", "letters, digits"),
+        ("a=", "expected NAME=http://HOST:PORT"),
+        ("a=localhost:8000", "expected NAME=http://HOST:PORT"),
+        ("a=http://h,grpc", "expected chat or rag behind the comma, got 'grpc'"),
+    ],
+)
+def test_nonsense_gets_one_line(text: str, message: str) -> None:
+    """With what would be right."""
+    with pytest.raises(CommandError, match=message) as error:
+        parse_arm(text)
+    assert "\n" not in str(error.value)
+
+
+def test_an_arm_twice_is_refused() -> None:
+    """Its samples would have the same keys."""
+    with pytest.raises(CommandError, match="ours given twice"):
+        parse_arms(["ours", "stock-lpm", f"ours={URL}"])
+    assert [arm.name for arm in parse_arms(["ours", f"mine={URL},rag"])] == ["ours", "mine"]
+
+
+def test_options_name_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` is where people look for them; a % in a summary must not break it."""
+    parser = argparse.ArgumentParser()
+    add_arm_options(parser, default=["stock-lpm", "ours"])
+    assert parser.parse_args([]).arms == ["stock-lpm", "ours"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    text = "".join(capsys.readouterr().out.split())  # argparse breaks lines at hyphens too
+    assert all("".join(f"{arm.name}:{arm.summary}".split()) in text for arm in ARMS.values())
+
+
+def test_lmcache_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Package, GPU, and the process that holds what it stores: each missing one by name; an endpoint needs none of them."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("LMCACHE_MP_HOST", raising=False)
+    monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
+    assert "not installed" in str(skip_reason(ARMS["lmcache"]))
+    found["lmcache"] = True
+    assert "finds no GPU" in str(skip_reason(ARMS["lmcache"]))
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert "lmcache server" in str(skip_reason(ARMS["lmcache"]))
+    monkeypatch.setenv("LMCACHE_MP_HOST", "127.0.0.1")
+    assert skip_reason(ARMS["lmcache"]) is None
+    found.clear()
+    assert skip_reason(parse_arm(f"lmcache={URL}")) is None
+
+
+def test_only_adapters_reorder() -> None:
+    """Every other arm's chunks go out as the retriever gave them."""
+    assert [name for name, arm in ARMS.items() if arm.adapter] == ["contextpilot"]
+    assert all(skip_reason(ARMS[name]) is None for name in ("no-cache", "ours", "fused"))
+    assert create_reorderer(ARMS["ours"]) is None

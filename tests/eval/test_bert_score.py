@@ -1,0 +1,121 @@
+"""BERTScore with a tiny random BERT: equal to torchmetrics' one pair at a time, and to a slow direct computation.
+
+python -m pytest tests/eval/test_bert_score.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+from eval.errors import CommandError
+from eval.quality.bert_score import BertScore, match
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "sky", "sea", "the", "is", "."]
+ANSWERS = ["the red sky .", "blue", "sea is green", "the sea is the blue sky ."]
+REFERENCES = ["red", "the blue sky is red .", "green sea", "sky is blue"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of random weights."""
+    folder = tmp_path_factory.mktemp("bert")
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+    )
+    BertModel(config).save_pretrained(folder)
+    BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_equals_torchmetrics_pair_by_pair(encoder: Path, layer: int) -> None:
+    """One at a time, because with several texts of different lengths torchmetrics 1.9 mixes up which belongs to which."""
+    pytest.importorskip("torchmetrics")
+    from torchmetrics.functional.text.bert import bert_score
+
+    found = BertScore(encoder, layer=layer).score(ANSWERS, [[text] for text in REFERENCES])
+    for answer, reference, value in zip(ANSWERS, REFERENCES, found, strict=True):
+        theirs = bert_score(
+            [answer], [reference], model_name_or_path=str(encoder), num_layers=layer, max_length=32, truncation=True
+        )
+        assert value == pytest.approx(float(theirs["f1"]), abs=1e-5)
+
+
+def test_equals_the_slow_way(encoder: Path) -> None:
+    """Token by token, without batches, from the definition."""
+    scorer = BertScore(encoder)
+
+    def vectors(text: str) -> list[torch.Tensor]:
+        inputs = scorer._tokenizer(text, return_tensors="pt")
+        with torch.no_grad():
+            states = scorer._model(**inputs).last_hidden_state[0, 1:-1]
+        return [state / state.norm() for state in states]
+
+    found = scorer.score(ANSWERS, [[text] for text in REFERENCES])
+    for answer, reference, value in zip(ANSWERS, REFERENCES, found, strict=True):
+        a, b = vectors(answer), vectors(reference)
+        precision = sum(max(float(x @ y) for y in b) for x in a) / len(a)
+        recall = sum(max(float(x @ y) for x in a) for y in b) / len(b)
+        assert value == pytest.approx(2 * precision * recall / (precision + recall), abs=1e-5)
+
+
+def test_alone_or_together_symmetric_and_bounded(encoder: Path) -> None:
+    """A pair's value must not depend on what else is scored, which padding or sorting could bring about."""
+    scorer = BertScore(encoder)
+    together = scorer.score(ANSWERS, [[text] for text in REFERENCES])
+    alone = [scorer.score([a], [[b]])[0] for a, b in zip(ANSWERS, REFERENCES, strict=True)]
+    turned = scorer.score(REFERENCES, [[text] for text in ANSWERS])
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert together == pytest.approx(turned, abs=1e-5)
+    assert all(-1 <= value <= 1 for value in together)
+    assert scorer.score(ANSWERS, [[text] for text in ANSWERS]) == pytest.approx([1.0] * 4, abs=1e-5)
+
+
+def test_the_best_reference_counts(encoder: Path) -> None:
+    scorer = BertScore(encoder)
+    apart = [scorer.score(["blue"], [[text]])[0] for text in REFERENCES]
+    assert scorer.score(["blue"], [REFERENCES]) == [pytest.approx(max(apart), abs=1e-5)]
+
+
+def test_empty_texts(encoder: Path) -> None:
+    """An empty answer matches nothing, unless nothing is right."""
+    assert BertScore(encoder).score(["", "", "red"], [["red"], [""], [""]]) == [0, 1, 0]
+    with pytest.raises(ValueError, match="no reference"):
+        BertScore(encoder).score(["red"], [[]])
+
+
+def test_match_by_hand() -> None:
+    """Precision (1 + 0.6) / 2, recall 1: F1 1.6 / 1.8."""
+    answer, reference = torch.tensor([[1.0, 0.0], [0.6, 0.8]]), torch.tensor([[1.0, 0.0]])
+    assert match(answer, reference) == pytest.approx(1.6 / 1.8)
+    assert match(answer, -reference) == pytest.approx((-0.8 - 0.6) / 2)
+
+
+def test_texts_beyond_the_encoder_are_cut(encoder: Path) -> None:
+    assert BertScore(encoder).score(["red " * 100], [["red " * 200]]) == [pytest.approx(1.0, abs=1e-5)]
+
+
+def test_what_is_no_encoder_is_said(encoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="it has no config"):
+        BertScore(tmp_path)
+    with pytest.raises(CommandError, match="--bert-layer must be in 1"):
+        BertScore(encoder, layer=3)
+
+
+def test_the_record_says_what_it_depends_on(encoder: Path) -> None:
+    assert BertScore(encoder).spec() == {"encoder": encoder.name, "layer": 2, "idf": False, "rescaled": False}

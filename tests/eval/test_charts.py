@@ -1,0 +1,165 @@
+"""The charts: what a reader needs is on them. No display, no file. Run: pytest tests/eval/test_charts.py"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+
+from eval.recorded import read_recorded
+from eval.report import charts
+from eval.report.charts import Look
+from tests.eval.made_runs import HOSTILE, make_permutation, make_ratio, make_replay, make_served, summarize, write_run
+
+LOOK = Look({"ours": 0, "stock-lpm": 1, "craft": 2, "random": 3, "query": 4, "first": 5, "full-prefill": 6})
+SERVED = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=12)
+WINDOWS = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for w in (10, 100, 1000)], requests=10)
+
+
+def draw(make: Callable[[Look], Figure], look: Look = LOOK, *, save: bool = False) -> Figure:
+    """The figure; `save` draws it, too, so that whatever fails at that point fails here."""
+    with look.style(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="Glyph")
+        figure = make(look)
+        if save:
+            figure.savefig(io.BytesIO(), format="png", dpi=30)
+    return figure
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def all_charts(tmp_path: Path) -> dict[str, Callable[[Look], Figure]]:
+    """Every chart on made-up samples."""
+    cells = summarize(SERVED, against="stock-lpm")["cells"]
+    windows = summarize(WINDOWS, against="stock-lpm")["cells"]
+    points = [{"request": one["request"], **one["metrics"]["f1"]} for one in make_permutation()["requests"]]
+    samples, results = make_replay()
+    hits = read_recorded(write_run(tmp_path / "replay", "replay", samples, results)).cells
+    return {
+        "cdf": lambda look: charts.ttft_cdf(SERVED, look),
+        "hits": lambda look: charts.hit_rates(hits, look),
+        "curves": lambda look: charts.curves(windows, look, setting="window", metrics=["ttft_s", "hit_share"]),
+        "fates": lambda look: charts.fates_over_time(SERVED, look),
+        "permutation": lambda look: charts.permutation(points, look, metric="f1"),
+        "scores": lambda look: charts.scores(cells, look, metrics=["hit_share", "ttft_s"]),
+    }
+
+
+@pytest.mark.parametrize("name", ["cdf", "hits", "curves", "fates", "permutation", "scores"])
+def test_every_axis_says_what_it_shows(tmp_path: Path, name: str) -> None:
+    """A chart without labels and units is a picture."""
+    figure = draw(all_charts(tmp_path)[name], save=True)
+    assert figure.axes
+    for ax in figure.axes:
+        assert ax.get_xlabel()
+        assert ax.get_ylabel() or name == "scores"  # there the arms' names stand on the axis
+        assert "(" in ax.get_xlabel() + ax.get_ylabel(), "no unit"
+
+
+def test_dark_is_light_ink_on_dark_paper() -> None:
+    """White ink must not end on white paper."""
+    figure = draw(lambda look: charts.ttft_cdf(SERVED, look), Look(LOOK.places, dark=True))
+    paper, ink = to_rgba(figure.get_facecolor()), to_rgba(figure.axes[0].xaxis.label.get_color())
+    assert sum(paper[:3]) < 0.5
+    assert sum(ink[:3]) > 2.5
+    assert figure.axes[0].lines[0].get_color() == charts.DARK[0]
+
+
+def test_cdf_has_a_line_an_arm_and_a_panel_a_cell() -> None:
+    """Each line ends at 1 and is as long as its samples."""
+    figure = draw(lambda look: charts.ttft_cdf(SERVED, look))
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["rate 1", "rate 2"]
+    assert legend(figure) == ["ours", "stock-lpm"]
+    for ax in figure.axes:
+        assert [len(line.get_xdata()) for line in ax.lines] == [12, 12]  # type: ignore[arg-type]
+        assert {line.get_ydata()[-1] for line in ax.lines} == {1.0}  # type: ignore[index]
+
+
+def test_an_arm_has_one_colour_in_all_charts() -> None:
+    """Else a reader carries the wrong line over."""
+    cells = summarize(WINDOWS, against="stock-lpm")["cells"]
+    curve = draw(lambda look: charts.curves(cells, look, setting="window", metrics=["ttft_s"]))
+    steps = draw(lambda look: charts.ttft_cdf(SERVED, look))
+    assert curve.axes[0].lines[0].get_color() == steps.axes[0].lines[0].get_color() == charts.LIGHT[0]
+
+
+def test_curves_draw_the_median_of_times_in_the_order_of_x() -> None:
+    """Values are those of the cells, and a band is around them."""
+    cells = list(reversed(summarize(WINDOWS, against="stock-lpm")["cells"]))
+    figure = draw(lambda look: charts.curves(cells, look, setting="window", metrics=["ttft_s"]))
+    ours = figure.axes[0].lines[0]
+    expected = {one["cell"]["window"]: one["metrics"]["ttft_s"]["p50"] for one in cells if one["arm"] == "ours"}
+    assert list(ours.get_xdata()) == [10, 100, 1000]  # type: ignore[arg-type]
+    assert list(ours.get_ydata()) == [expected[x] for x in (10, 100, 1000)]  # type: ignore[arg-type]
+    assert len(figure.axes[0].collections) == 2
+
+
+def test_a_level_arm_is_a_level_line() -> None:
+    """Full prefill has no ratio: it is what the curves are to reach."""
+    cells = summarize(make_ratio(), against="random")["cells"]
+    level = [one for one in cells if one["arm"] == "full-prefill"]
+    moving = [one for one in cells if one["arm"] != "full-prefill"]
+    figure = draw(lambda look: charts.curves(moving, look, setting="ratio", metrics=["f1"], level=level))
+    flat = figure.axes[0].lines[-1]
+    assert set(flat.get_ydata()) == {level[0]["metrics"]["f1"]["mean"]}  # type: ignore[arg-type]
+    assert "full-prefill" in legend(figure)
+
+
+def test_hit_rates_have_a_bar_a_policy_and_size() -> None:
+    """Heights are the record's shares; no limit stands last."""
+    _, results = make_replay()
+    cells = [
+        {**one, "arm": one["cell"]["order"], "cell": {"capacity": one["cell"]["capacity"]}} for one in results["cells"]
+    ]
+    ax = draw(lambda look: charts.hit_rates(cells, look)).axes[0]
+    heights = sorted(patch.get_height() for patch in ax.patches)  # type: ignore[attr-defined]
+    assert heights == sorted(one["chunk_hit_rate"]["value"] for one in cells)
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["500", "1,000", "no limit"]
+
+
+def test_scores_leave_out_arms_that_were_not_scored() -> None:
+    """Full prefill does not agree with itself: an empty line would look like a zero."""
+    cells = [
+        {"arm": arm, "cell": {}, "metrics": {"same": {"mean": value, "low": 0.1, "high": 0.9}}}
+        for arm, value in (("ours", 0.5), ("full-prefill", None))
+    ]
+    ax = draw(lambda look: charts.scores(cells, look, metrics=["same"])).axes[0]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["ours"]
+
+
+def test_one_request_and_equal_times_still_show() -> None:
+    """A single point has no line to be seen: it needs a marker."""
+    one = SERVED[:1]
+    line = draw(lambda look: charts.ttft_cdf(one, look), save=True).axes[0].lines[0]
+    assert line.get_marker() not in (None, "None", "")
+    cells = summarize(WINDOWS[2 * 2 : 2 * 3], against="ours")["cells"]
+    draw(lambda look: charts.curves(cells, look, setting="window", metrics=["ttft_s", "hit_share"]), save=True)
+    draw(lambda look: charts.fates_over_time(one, look), save=True)
+
+
+def test_any_name_can_be_drawn() -> None:
+    """Markup, dollar signs, leading underscores and other scripts are text, and twenty arms have twenty entries."""
+    names = [HOSTILE, "_hidden", "$\\frac{", "line\nbreak", *(f"arm {i}" for i in range(16))]
+    samples = make_served(dict.fromkeys(names, 1.0), requests=3)
+    look = Look({name: place for place, name in enumerate(names)})
+    figure = draw(lambda look: charts.ttft_cdf(samples, look), look, save=True)
+    assert len(legend(figure)) == 20
+    assert "_hidden" in legend(figure)
+    assert all(len(text) <= 44 for text in legend(figure))
+    assert len({(look.colour(name), look.line(name)["linestyle"]) for name in names}) == 20
+
+
+def test_many_panels_are_cut_with_a_word() -> None:
+    """No reader should think that twelve panels are all."""
+    samples = make_served({"ours": 1.0}, cells=[{"rate": r} for r in range(14)], requests=2)
+    figure = draw(lambda look: charts.ttft_cdf(samples, look))
+    assert len(figure.axes) == charts.MAX_PANELS
+    assert "first 12 of 14" in str(figure.get_supxlabel())

@@ -1,0 +1,127 @@
+"""One request against a streaming server: what is sent, what is timed, and what each way to fail becomes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from eval.serve.arms import Arm
+from eval.serve.client import Answer, open_session, send
+from eval.task import Request, TextChunk
+from tests.eval.fake_endpoint import FakeEndpoint, serving
+
+CHAT = Arm("a", "", route="chat")
+RAG = Arm("b", "", route="rag")
+CHUNKS = (TextChunk("x", "first"), TextChunk("y", "second"))
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[FakeEndpoint]:
+    """One for all tests of this file."""
+    with serving(FakeEndpoint(delay_s=0.05, chunk_cache=True)) as fake:
+        yield fake
+
+
+def ask(url: str, question: str, arm: Arm = CHAT, *, timeout_s: float = 5.0, **options: Any) -> Answer:
+    """Send one request with two chunks."""
+    request = Request("t:1", question, CHUNKS, system="Be brief.", conversation="c")
+    history = [{"role": "user", "content": "earlier"}, {"role": "assistant", "content": "so"}]
+
+    async def run() -> Answer:
+        async with open_session(timeout_s=timeout_s) as session:
+            return await send(session, url, arm, request, history, max_new_tokens=7, **options)
+
+    return asyncio.run(run())
+
+
+def test_chat_puts_chunks_into_the_user_message(endpoint: FakeEndpoint) -> None:
+    """What an application sends to a stock server today."""
+    answer = ask(endpoint.url, "why?", body={"model": "m", "ignore_eos": True})
+    body = endpoint.received[-1]
+    assert body["path"] == "/v1/chat/completions"
+    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert body["messages"][-1] == answer.message == {"role": "user", "content": "first\n\nsecond\n\nwhy?"}
+    assert (body["max_tokens"], body["temperature"], body["model"], body["ignore_eos"]) == (7, 0, "m", True)
+    assert "chunks" not in body
+
+
+def test_rag_sends_chunks_beside_the_messages(endpoint: FakeEndpoint) -> None:
+    answer = ask(endpoint.url, "why?", RAG, body={"conversation_id": "s/c"})
+    body = endpoint.received[-1]
+    assert body["path"] == "/rag/v1/chat/completions"
+    assert body["chunks"] == [{"id": "x", "text": "first"}, {"id": "y", "text": "second"}]
+    assert body["messages"][-1] == answer.message == {"role": "user", "content": "why?"}
+    assert body["conversation_id"] == "s/c"
+    assert answer.fates is not None
+    assert sum(answer.fates.values()) == answer.prompt_tokens
+
+
+def test_times_are_those_of_the_stream(endpoint: FakeEndpoint) -> None:
+    """The role's event is the first token's; the empty text in it is none."""
+    answer = ask(endpoint.url, "why?")
+    assert answer.error is None
+    assert answer.text == "an answer"
+    assert answer.ttft_s is not None
+    assert answer.first_text_s is not None
+    assert endpoint.delay_s <= answer.ttft_s <= answer.first_text_s <= answer.e2e_s
+    assert len(answer.itl_s) == 2
+    assert (answer.completion_tokens, answer.cached_tokens) == (3, (answer.prompt_tokens or 0) // 2)
+    assert answer.fates is None
+
+
+def test_reordering_is_sent_and_counted_in_all_times(endpoint: FakeEndpoint) -> None:
+    """An adapter that takes long must not look fast."""
+
+    class Slow:
+        def order(self, request: Request) -> list[TextChunk]:
+            import time
+
+            time.sleep(0.2)
+            return list(request.chunks)[::-1]
+
+        def counts(self) -> dict[str, int]:
+            return {}
+
+        def close(self) -> None:
+            pass
+
+    answer = ask(endpoint.url, "why?", reorderer=Slow())
+    assert endpoint.questions[-1] == "second\n\nfirst\n\nwhy?"
+    assert answer.reorder_s is not None
+    assert answer.ttft_s is not None
+    assert 0.2 <= answer.reorder_s < answer.ttft_s
+
+
+@pytest.mark.parametrize(
+    ("mishap", "told"),
+    [
+        ("refused", "HTTP 400: too long"),
+        ("broken", "HTTP 500: no JSON"),
+        ("dropped", "Client"),
+        ("unfinished", "broke off before [DONE]"),
+        ("empty", "without a token"),
+        ("garbage", "no JSON object: {not JSON"),
+        ("complaint", "out of memory"),
+    ],
+)
+def test_every_failure_is_an_error_and_no_exception(endpoint: FakeEndpoint, mishap: str, told: str) -> None:
+    """A failed request that counts as answered would make a broken server look fast."""
+    answer = ask(endpoint.url, mishap)
+    assert answer.error is not None
+    assert told in answer.error
+    assert "\n" not in answer.error
+
+
+def test_silent_server_is_given_up(endpoint: FakeEndpoint) -> None:
+    answer = ask(endpoint.url, "mute", timeout_s=0.3)
+    assert "Timeout" in (answer.error or "")
+    assert answer.e2e_s < 5
+
+
+def test_nobody_there_is_an_error() -> None:
+    assert "refused" in (ask("http://127.0.0.1:9", "why?").error or "").lower() or "connect" in (
+        ask("http://127.0.0.1:9", "why?").error or ""
+    )

@@ -1,0 +1,152 @@
+"""`python -m eval compare` on runs that are made up. Run: pytest tests/eval/test_compare.py"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.__main__ import main
+from tests.eval.made_runs import make_failed, make_replay, make_served, summarize, write_run, write_served
+
+
+def compare(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, what a person reads, and the last line's JSON."""
+    code = main(["compare", *map(str, args)])
+    text = capsys.readouterr().out
+    return code, text, json.loads(text.splitlines()[-1])
+
+
+def test_two_runs_pair_the_same_arm_cell_and_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B is exactly twice as fast on what both have; what only one has must not move the figure."""
+    a = make_served({"ours": 1.0, "stock-lpm": 2.0}, requests=20)
+    b = [
+        {**s, "metrics": {"ttft_s": s["metrics"]["ttft_s"] / 2}}
+        for s in a
+        if s["arm"] == "ours" and s["request"] != "made:7"
+    ]
+    b += [{**b[0], "request": "only in b", "warm_up": False, "metrics": {"ttft_s": 999.0}}]
+    write_served(tmp_path / "a", a, against="stock-lpm")
+    write_served(tmp_path / "b", b, against="ours")
+    code, text, found = compare(capsys, tmp_path / "a", tmp_path / "b" / "record.json")
+    assert code == 0
+    assert [(c["a"], c["b"], c["metric"], c["n"], c["value"]) for c in found["contrasts"]] == [
+        ("ours in A", "ours in B", "ttft_s", 17, 2.0),
+        ("ours in A", "ours in B", "ttft_s", 17, 2.0),
+    ]
+    assert found["counts"] == [
+        {"a": "ours in A", "b": "ours in B", "both": 17, "only_a": 1, "only_b": 1, "errors_a": 0, "errors_b": 0}
+    ]
+    assert "ours in B reaches the first token 2.00 times faster than ours in A at the median" in text
+    assert "not interleaved" in text
+
+
+def test_what_differs_between_two_runs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another machine or version explains a difference before reuse does."""
+    samples = make_served({"ours": 1.0}, requests=12)
+    write_served(tmp_path / "a", samples, against="ours")
+    results = summarize(samples, against="ours") | {"servers": {"ours": {"model": "random", "device": "cuda"}}}
+    machine, versions = {"cores": 16, "processor": "x86_64", "gpu": "H100"}, {"sglang": "0.5.22", "torch": None}
+    spec = {"seed": 4, "warm_up": 2}
+    write_run(tmp_path / "b", "serve", samples, results, machine=machine, versions=versions, spec=spec)
+    _, text, found = compare(capsys, tmp_path / "a", tmp_path / "b")
+    assert "machine cores: 2 in A, 16 in B" in found["differs"]
+    assert 'versions sglang: "0.5.21" in A, "0.5.22" in B' in found["differs"]
+    assert "spec seed: 3 in A, 4 in B" in found["differs"]
+    assert 'server ours device: "cpu" in A, "cuda" in B' in found["differs"]
+    assert "The runs differ in:" in text
+    assert found["verdict"] == []
+    assert "No difference beyond chance." in text
+
+
+def test_arms_of_one_run_beside_the_usual_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --against stock SGLang is what the others are compared with, wherever it stands in the run."""
+    run = write_served(tmp_path / "a", make_served({"ours": 1.0, "stock-lpm": 2.0, "craft": 1.5}), against="stock-lpm")
+    _, _, found = compare(capsys, run, "--metric", "ttft_s")
+    assert {(c["a"], c["b"]) for c in found["contrasts"]} == {("stock-lpm", "ours"), ("stock-lpm", "craft")}
+    assert {c["metric"] for c in found["contrasts"]} == {"ttft_s"}
+    _, _, found = compare(capsys, run, "--against", "craft")
+    assert {c["a"] for c in found["contrasts"]} == {"craft"}
+
+
+def test_fail_if_worse_is_for_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1 needs a verdict that B is worse, not any difference."""
+    slow = write_served(tmp_path / "slow", make_served({"ours": 2.0}), against="ours")
+    fast = write_served(tmp_path / "fast", make_served({"ours": 1.0}), against="ours")
+    assert compare(capsys, fast, slow, "--metric", "ttft_s", "--fail-if-worse")[0] == 1
+    assert compare(capsys, slow, fast, "--metric", "ttft_s", "--fail-if-worse")[0] == 0
+    assert compare(capsys, fast, slow, "--metric", "ttft_s")[0] == 0
+
+
+def test_failed_requests_are_counted_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An arm that fails half of its requests must not look fast on the other half without a word."""
+    samples = make_served({"stock-lpm": 1.0, "ours": 1.0}, requests=20)
+    samples = [s for s in samples if s["arm"] == "stock-lpm" or int(s["request"][5:]) >= 10] + make_failed("ours", 10)
+    _, text, found = compare(capsys, write_served(tmp_path / "a", samples, against="stock-lpm"))
+    assert {c["n"] for c in found["contrasts"]} == {10}
+    assert (found["counts"][0]["errors_b"], found["counts"][0]["only_a"]) == (10, 8)
+    assert "Failed requests, not used: stock-lpm 0, ours 10" in text
+
+
+def test_too_few_requests_have_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five pairs are shown, not judged."""
+    run = write_served(tmp_path / "a", make_served({"stock-lpm": 9.0, "ours": 1.0}, requests=7), against="stock-lpm")
+    _, text, found = compare(capsys, run, "--metric", "ttft_s")
+    assert found["verdict"] == []
+    assert text.count("too few") == 2
+    assert "No difference" not in text
+    assert "Too few: 2 of 2 comparisons have fewer than 8 requests." in text
+
+
+def test_replay_policies_are_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A replay has one row a cell; its requests pair up all the same, in each size."""
+    samples, results = make_replay()
+    _, text, found = compare(capsys, write_run(tmp_path / "a", "replay", samples, results))
+    assert [(c["cell"], c["a"], c["b"], c["n"]) for c in found["contrasts"]] == [
+        ({"capacity": size}, "retriever", "tree", 60) for size in (0, 1000, 500)
+    ]
+    expected = sum(samples[3]["hits"]) / 300 - sum(samples[0]["hits"]) / 300
+    assert found["contrasts"][0]["value"] == pytest.approx(expected)
+    assert "capacity no limit" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nothing"], "holds no record.json"),
+        (["one"], "has 1 arm, so name a second record"),
+        (["two", "--against", "vllm"], "has no arm 'vllm'; it has stock-lpm, ours"),
+        (["two", "--metric", "speed"], "speed was not measured; there is e2e_s, hit_share, itl_s, ttft_s"),
+        (["two", "replay"], "A is a serve record and B a replay record"),
+        (["two", "two", "two"], "expected one or two records, got 3"),
+        (["old"], "has no kind"),
+        (["broken"], "has no results"),
+        (["strange"], "not what `python -m eval` writes"),
+        (["two", "other"], "no arm is in both"),
+    ],
+)
+def test_nonsense_gets_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    """Exit code 2 and a line that says what was wrong, no traceback."""
+    (tmp_path / "nothing").mkdir()
+    write_served(tmp_path / "one", make_served({"ours": 1.0}, requests=9), against="ours")
+    write_served(tmp_path / "two", make_served({"stock-lpm": 2.0, "ours": 1.0}, requests=9), against="ours")
+    write_served(tmp_path / "other", make_served({"a": 2.0, "b": 1.0}, requests=9), against="a")
+    write_run(tmp_path / "replay", "replay", *make_replay())
+    write_run(tmp_path / "strange", "serve", [{"key": "a", "arm": "ours"}], {})
+    for name, record in (
+        ("old", {"name": "ttft"}),
+        ("broken", {"kind": "serve", "versions": {}, "machine": {}, "spec": {}}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.json").write_text(json.dumps(record))
+    code = main(
+        ["compare", *(arg if arg[0] == "-" or not (tmp_path / arg).exists() else str(tmp_path / arg) for arg in args)]
+    )
+    error = capsys.readouterr().err
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,157 @@
+"""The ContextPilot adapter's child process: its protocol, and that nothing ContextPilot does loses a request."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eval.errors import CommandError
+from eval.serve.arms import ARMS, create_reorderer, skip_reason
+from eval.serve.contextpilot_adapter import ContextPilotReorderer, contextpilot_missing
+from eval.task import Request, TextChunk
+
+FAKE = """
+import os
+print("a line on stdout at import")
+
+class ContextPilot:
+    def __init__(self, use_gpu):
+        self.seen = []
+
+    def reorder(self, contexts, conversation_id=None):
+        print("=" * 80)
+        (ids,) = contexts
+        self.seen.append(ids)
+        if "raise" in ids:
+            raise AttributeError("Can't pickle")
+        if "lose" in ids:
+            return [ids[1:]], [0]
+        if "die" in ids:
+            os._exit(3)
+        if conversation_id:
+            return [ids], [0]
+        return [sorted(ids)], [0]
+"""
+
+
+def request(*ids: str, conversation: str | None = None) -> Request:
+    chunks = tuple(TextChunk(id=name, text=f"text of {name}, {place}") for place, name in enumerate(ids))
+    return Request(id="t:1", question="?", chunks=chunks, conversation=conversation)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package `contextpilot` for child processes."""
+    package = tmp_path / "contextpilot" / "server"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "live_index.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.fixture
+def reorderer(fake: None) -> Iterator[ContextPilotReorderer]:
+    it = ContextPilotReorderer()
+    yield it
+    it.close()
+
+
+def order(reorderer: ContextPilotReorderer, asked: Request) -> list[str]:
+    ordered = reorderer.order(asked)
+    assert sorted(chunk.text for chunk in ordered) == sorted(chunk.text for chunk in asked.chunks)
+    return [chunk.id for chunk in ordered]
+
+
+def test_reorders(reorderer: ContextPilotReorderer) -> None:
+    """What it prints does not reach the answers, and the conversation reaches it."""
+    assert order(reorderer, request("c", "a", "b")) == ["a", "b", "c"]
+    assert order(reorderer, request("b", "a", conversation="talk")) == ["b", "a"]
+    assert reorderer.counts() == {"reordered": 1, "errors": 0}
+
+
+def test_a_repeated_chunk_stays_twice(reorderer: ContextPilotReorderer) -> None:
+    """ContextPilot takes a request for a set."""
+    assert order(reorderer, request("c", "a", "c")) == ["a", "c", "c"]
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("raise", "AttributeError: Can't pickle"), ("lose", "other chunks")])
+def test_a_failure_keeps_the_retrievers_order(reorderer: ContextPilotReorderer, kind: str, reason: str) -> None:
+    """It is counted by what went wrong, and the next request is reordered again."""
+    assert order(reorderer, request("z", kind, "a")) == ["z", kind, "a"]
+    assert order(reorderer, request("z", "a")) == ["a", "z"]
+    assert reorderer.counts() == {"reordered": 1, "errors": 1}
+    assert [reason in text for text in reorderer.errors] == [True]
+
+
+def test_a_child_that_dies_is_replaced(reorderer: ContextPilotReorderer) -> None:
+    """A load must not end with it."""
+    assert order(reorderer, request("z", "die", "a")) == ["z", "die", "a"]
+    assert order(reorderer, request("z", "a")) == ["a", "z"]
+    assert reorderer.errors == {"the worker ended with 3": 1}
+
+
+def test_close_ends_the_child(reorderer: ContextPilotReorderer) -> None:
+    """And one that was never asked has none."""
+    order(reorderer, request("b", "a"))
+    child = reorderer._child
+    assert child is not None
+    reorderer.close()
+    assert child.returncode == 0
+    ContextPilotReorderer().close()
+
+
+def test_one_chunk_needs_no_child() -> None:
+    """There is nothing to order."""
+    it = ContextPilotReorderer(Path("/nowhere/python"))
+    assert order(it, request("a")) == ["a"]
+
+
+def test_the_arm_is_made_of_it(fake: None) -> None:
+    """The Python that runs the harness will do where it has the package."""
+    assert skip_reason(ARMS["contextpilot"]) is None
+    assert isinstance(create_reorderer(ARMS["contextpilot"]), ContextPilotReorderer)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the way to get it."""
+    broken = tmp_path / "contextpilot"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("import a_package_it_needs")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    reason = contextpilot_missing(Path(sys.executable))
+    assert reason is not None
+    assert "No module named 'a_package_it_needs'" in reason
+    assert "pip install contextpilot" in reason
+    with pytest.raises(CommandError, match="does not import"):
+        create_reorderer(ARMS["contextpilot"])
+
+
+def test_a_python_that_is_none_is_refused(tmp_path: Path) -> None:
+    """A mistake in an option is no reason to leave an arm out."""
+    with pytest.raises(CommandError, match="cannot be run"):
+        contextpilot_missing(tmp_path)
+
+
+REAL = os.environ.get("CONTEXTPILOT_PYTHON")
+
+
+@pytest.mark.skipif(
+    REAL is None and importlib.util.find_spec("contextpilot") is None,
+    reason="no contextpilot here; CONTEXTPILOT_PYTHON may name a Python that has it",
+)
+def test_the_real_one() -> None:
+    """ContextPilot 0.5.0 puts what it has seen first. From a thousand children of one node on, it fails on whatever overlaps."""
+    it = ContextPilotReorderer(Path(REAL) if REAL else None)
+    assert order(it, request("a", "b", "c")) == ["a", "b", "c"]
+    assert order(it, request("b", "a", "d")) == ["a", "b", "d"]
+    for n in range(1000):
+        order(it, request(f"x{n}", f"y{n}"))
+    order(it, request("x1", "a"))
+    assert it.counts()["errors"] > 0
+    it.close()

@@ -1,0 +1,209 @@
+"""Contrasts of two arms. Run: pytest tests/eval/test_contrast.py"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from eval.contrast import Statistic, contrast, contrast_arms, direction, verdict
+from eval.metrics import METRICS
+
+TIMES = [(float(2 * i), float(i)) for i in range(1, 21)]
+
+
+def make_sample(request: str, value: float, **more: Any) -> dict[str, Any]:
+    return {"arm": "x", "cell": {}, "request": request, "metrics": {"ttft_s": value}, **more}
+
+
+def make_arm(values: list[float], **more: Any) -> list[dict[str, Any]]:
+    return [make_sample(f"q{i}", value, **more) for i, value in enumerate(values)]
+
+
+def label(found: dict[str, Any], metric: str = "ttft_s") -> dict[str, Any]:
+    return {"cell": {}, "metric": metric, "a": "stock", "b": "ours", **found}
+
+
+def test_ratio_of_equally_scaled_times_is_known_without_doubt() -> None:
+    """Where b takes half of a's time on every request, no draw can say anything else."""
+    for statistic in ("ratio of medians", "ratio of p90"):
+        found = contrast(TIMES, better="lower", statistic=statistic)
+        assert (found["value"], found["low"], found["high"], found["n"], found["p"]) == (2.0, 2.0, 2.0, 20, None)
+
+
+def test_difference_and_p_value_known_answers() -> None:
+    """Differences 1 and 3, ten each: mean 2, t = 2 / (sd / sqrt 20) with 19 degrees of freedom."""
+    found = contrast([(0.0, 1.0), (5.0, 8.0)] * 10, better="higher")
+    assert found["statistic"] == "difference of means"
+    assert found["value"] == pytest.approx(2.0)
+    assert 1.4 < found["low"] < 2.0 < found["high"] < 2.6
+    t = 2 / (math.sqrt(20 / 19) / math.sqrt(20))
+    assert found["p"] == pytest.approx(2 * stats.t.sf(t, df=19))
+
+
+def test_equal_differences_have_no_p_value() -> None:
+    """The t-test would divide by zero."""
+    assert contrast([(float(i), i + 1.0) for i in range(10)], better="higher")["p"] is None
+    assert contrast([(0.0, 0.0)], better="higher")["p"] is None
+
+
+def test_quantiles_of_the_plain_data_are_numpys() -> None:
+    """The weighted quantile must be np.quantile where every pair is drawn once."""
+    values = np.random.default_rng(0).lognormal(size=(37, 2))
+    expected: dict[Statistic, float] = {"ratio of medians": 0.5, "ratio of p90": 0.9}
+    for statistic, q in expected.items():
+        found = contrast([(a, b) for a, b in values], better="lower", statistic=statistic)
+        assert found["value"] == pytest.approx(np.quantile(values[:, 0], q) / np.quantile(values[:, 1], q))
+
+
+def test_interval_equals_a_plain_bootstrap() -> None:
+    """Fast equals slow: drawing pairs one by one gives the same interval, up to the draws' chance."""
+    rng = np.random.default_rng(3)
+    values = rng.lognormal(size=(60, 2))
+    draws = [values[rng.integers(0, 60, 60)] for _ in range(4000)]
+    slow = np.quantile([np.median(d[:, 0]) / np.median(d[:, 1]) for d in draws], [0.025, 0.975])
+    found = contrast([(a, b) for a, b in values], better="lower", draws=4000)
+    assert [found["low"], found["high"]] == pytest.approx(slow, rel=0.05)
+
+
+@pytest.mark.parametrize("statistic", ["ratio of medians", "difference of means"])
+def test_interval_holds_the_truth_about_95_times_in_100(statistic: Statistic) -> None:
+    """An interval that is too short would find differences that are not there."""
+    rng = np.random.default_rng(7)
+    held = 0
+    for _ in range(200):
+        shared = rng.normal(size=40)  # A long prompt is long in both arms.
+        a, b = (np.exp(shared + 0.3 * rng.normal(size=40)) for _ in range(2))
+        pairs = list(zip(2 * a, b, strict=True)) if statistic != "difference of means" else list(zip(a, b, strict=True))
+        found = contrast(pairs, better="lower", statistic=statistic, draws=500)
+        held += found["low"] <= (0.0 if statistic == "difference of means" else 2.0) <= found["high"]
+    assert 0.90 <= held / 200 <= 0.99
+
+
+def test_blocks_that_move_together_give_a_longer_interval() -> None:
+    """Ten pairs of one stretch of time are not ten witnesses."""
+    rng = np.random.default_rng(1)
+    drift = np.repeat(rng.normal(size=12), 10)
+    pairs = [(0.0, d + e) for d, e in zip(drift, 0.1 * rng.normal(size=120), strict=True)]
+    alone = contrast(pairs, better="higher")
+    whole = contrast(pairs, better="higher", blocks=[i // 10 for i in range(120)])
+    assert whole["high"] - whole["low"] > 2 * (alone["high"] - alone["low"])
+    assert whole["p"] > alone["p"]
+
+
+def test_few_blocks_fall_back_to_single_pairs() -> None:
+    """Seven blocks resampled would be an interval of seven witnesses: pairs are the lesser evil."""
+    pairs = [(float(i % 5), float(i % 7)) for i in range(70)]
+    assert contrast(pairs, better="higher", blocks=[i // 10 for i in range(70)]) == contrast(pairs, better="higher")
+
+
+@pytest.mark.parametrize("metric", ["ttft_s", "em"])
+def test_swapping_the_arms_inverts_the_answer(metric: str) -> None:
+    """The verdict must not depend on which folder is named first."""
+    rng = np.random.default_rng(2)
+    pairs = [(a, b) for a, b in rng.lognormal(size=(50, 2))]
+    better = METRICS[metric].better
+    one, other = (contrast(p, better=better) for p in (pairs, [(b, a) for a, b in pairs]))
+    turned = (
+        [1 / other["value"], 1 / other["high"], 1 / other["low"]]
+        if metric == "ttft_s"
+        else [-other["value"], -other["high"], -other["low"]]
+    )
+    # The ends are interpolated between draws, and 1/x is not linear between them.
+    assert [one["value"], one["low"], one["high"]] == pytest.approx(turned, rel=1e-3)
+
+
+def test_same_seed_same_interval() -> None:
+    """A record that is computed again must hold the same figures."""
+    pairs = [(a, b) for a, b in np.random.default_rng(5).lognormal(size=(30, 2))]
+    assert contrast(pairs, better="lower") == contrast(pairs, better="lower")
+    assert contrast(pairs, better="lower") != contrast(pairs, better="lower", seed=1)
+
+
+def test_ratio_over_zero_is_none_not_infinite() -> None:
+    """Infinity is no JSON."""
+    found = contrast([(1.0, 0.0)] * 10, better="lower")
+    assert (found["value"], found["low"], found["high"]) == (None, None, None)
+    assert verdict(label(found)) is None
+
+
+@pytest.mark.parametrize("pairs", [[], [(1.0, math.nan)], [(math.inf, 1.0)]])
+def test_no_pairs_or_not_finite_raises(pairs: list[tuple[float, float]]) -> None:
+    """A figure of nothing is no figure."""
+    with pytest.raises(ValueError, match="pair"):
+        contrast(pairs, better="lower")
+
+
+def test_blocks_of_another_length_raise() -> None:
+    """A shifted list of blocks would resample the wrong pairs."""
+    with pytest.raises(ValueError, match="20 pairs but 1 blocks"):
+        contrast(TIMES, better="lower", blocks=[1])
+
+
+def test_verdict_says_which_way() -> None:
+    """Faster and better are the same thing only for times."""
+    faster = contrast(TIMES, better="lower")
+    slower = contrast([(b, a) for a, b in TIMES], better="lower")
+    assert (
+        verdict(label(faster)) == "ours reaches the first token 2.00 times faster than stock at the median [2.00, 2.00]"
+    )
+    assert (
+        verdict(label(slower)) == "ours reaches the first token 2.00 times slower than stock at the median [2.00, 2.00]"
+    )
+    rose = contrast([(0.0, 0.5)] * 10, better="higher")
+    assert (
+        verdict(label(rose, "em"))
+        == "exact match: ours is 0.5 higher than stock on average [0.5, 0.5], which is better"
+    )
+    assert verdict(label(rose, "kl")) == (
+        "KL to full prefill, mean of the answer: ours is 0.5 nats higher than stock on average [0.5, 0.5], which is worse"
+    )
+    assert direction(label(rose, "no_such_metric")) == "different"
+
+
+def test_no_verdict_where_the_interval_holds_no_difference() -> None:
+    """An interval that touches 1 or 0 excludes nothing."""
+    assert verdict(label(contrast([(1.0, 1.0)] * 20, better="lower"))) is None
+    assert verdict(label(contrast([(0.0, 1.0), (1.0, 0.0)] * 10, better="higher"), "em")) is None
+
+
+def test_no_verdict_of_fewer_than_eight_pairs() -> None:
+    """Seven equal ratios would have an interval of length zero."""
+    assert verdict(label(contrast(TIMES[:7], better="lower"))) is None
+    assert verdict(label(contrast(TIMES[:8], better="lower"))) is not None
+
+
+def test_arms_are_paired_by_request_within_a_cell() -> None:
+    """Order, extra requests, warm-up, failures, missing and infinite values must not shift a pair."""
+    left = make_arm([2.0, 4.0, 6.0])
+    right = [
+        make_sample("q2", 3.0),
+        make_sample("q0", 1.0),
+        make_sample("q1", math.nan),
+        make_sample("only here", 9.0),
+        make_sample("q1", 100.0, warm_up=True),
+        {"arm": "x", "cell": {}, "request": "q1", "metrics": {}, "error": "refused"},
+        make_sample("q1", 100.0, cell={"rate": 2}),
+    ]
+    medians, p90 = contrast_arms(left, right, a="stock", b="ours")
+    assert (medians["n"], medians["value"], medians["cell"]) == (2, 2.0, {})
+    assert (p90["statistic"], p90["a"], p90["b"]) == ("ratio of p90", "stock", "ours")
+
+
+def test_request_taken_twice_counts_once() -> None:
+    """Repeats are not new questions: they would make the interval too short."""
+    found = contrast_arms(make_arm([2.0, 2.0]) * 3, make_arm([1.0, 1.0]), a="a", b="b", metrics=["ttft_s"])
+    assert found[0]["n"] == 2
+    assert contrast_arms(make_arm([2.0]), make_arm([1.0]), a="a", b="b", metrics=["em"]) == []
+
+
+def test_blocks_of_the_samples_are_used() -> None:
+    """Serve cuts requests into blocks; chance moves a block as a whole."""
+    values = [float(1 + i % 13) for i in range(80)]
+    blocked = [{**s, "block": i // 10} for i, s in enumerate(make_arm(values))]
+    other = make_arm([1.0] * 80)
+    one = contrast_arms(blocked, other, a="a", b="b")[0]
+    assert (one["low"], one["high"]) != (contrast_arms(make_arm(values), other, a="a", b="b")[0]["low"], one["high"])

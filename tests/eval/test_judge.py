@@ -1,0 +1,83 @@
+"""The judge's adapter against a fake endpoint: strict replies, bounded retries, and a key that leaves no trace.
+
+python -m pytest tests/eval/test_judge.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from eval.errors import CommandError
+from eval.quality.judge import Judge, Verdict, parse_verdict
+from tests.eval.fake_chat import Body, FakeChat, chatting
+
+TWO_OF_THREE = (
+    '{"claims": [{"claim": "a", "supported": true}, {"claim": "b", "supported": false}, '
+    '{"claim": "c", "supported": true}]}'
+)
+
+
+def test_claims_are_counted() -> None:
+    assert parse_verdict(TWO_OF_THREE) == Verdict(3, 2)
+    assert parse_verdict(f"```json\n{TWO_OF_THREE}\n```").faithfulness == pytest.approx(2 / 3)
+    assert parse_verdict('{"claims": []}').faithfulness is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "The answer is faithful.",
+        "[]",
+        '{"claims": 3}',
+        '{"claims": [{"claim": "a"}]}',
+        '{"claims": [{"claim": "a", "supported": "yes"}]}',
+        '{"claims": [true]}',
+        f"Here you are: {TWO_OF_THREE}",
+    ],
+)
+def test_anything_else_is_refused(reply: str) -> None:
+    """A judge that is misread would give a figure all the same."""
+    with pytest.raises(ValueError):
+        parse_verdict(reply)
+
+
+def test_the_judge_sees_question_answer_and_passages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And braces in a passage are text, not a template."""
+    monkeypatch.setenv("JUDGE_KEY", "secret-key")
+    with chatting(FakeChat(lambda body: TWO_OF_THREE)) as fake:
+        judge = Judge(fake.url + "/v1", "judge-1", key_env="JUDGE_KEY")
+        assert judge.judge("who?", "me", ["{first}", "second"]) == Verdict(3, 2)
+        (body,) = fake.received
+    prompt = body["messages"][0]["content"]
+    assert "[1] {first}\n[2] second" in prompt
+    assert "Question: who?\nAnswer: me" in prompt
+    assert (body["path"], body["model"], body["temperature"]) == ("/v1/chat/completions", "judge-1", 0)
+    assert judge.spec() == {"model": "judge-1", "failures": 0}
+    assert "secret-key" not in str(body)
+
+
+def test_bad_replies_are_asked_again_and_counted() -> None:
+    """Two bad replies and a good one are a verdict; three bad ones a failure, not a zero."""
+    replies = ["nonsense", "{}", TWO_OF_THREE, "nonsense", "nonsense", "nonsense"]
+
+    def answer(body: Body) -> str:
+        return replies.pop(0)
+
+    with chatting(FakeChat(answer)) as fake:
+        judge = Judge(fake.url, "judge-1", wait_s=0)
+        assert judge.judge("q", "a", []) == Verdict(3, 2)
+        assert judge.judge("q", "a", []) is None
+        assert len(fake.received) == 6
+    assert judge.num_failures == 1
+
+
+def test_an_endpoint_that_is_gone_is_a_failure() -> None:
+    judge = Judge("http://127.0.0.1:9", "judge-1", wait_s=0)
+    assert judge.judge("q", "a", []) is None
+    assert judge.spec()["failures"] == 1
+
+
+def test_a_key_that_is_not_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(CommandError, match="variable JUDGE_KEY is not set"):
+        Judge("http://127.0.0.1:9", "judge-1", key_env="JUDGE_KEY")

@@ -1,0 +1,120 @@
+"""`quality permutation` against a fake server: which orders are asked, what is compared, by hand.
+
+python -m pytest tests/eval/test_permutation.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.errors import CommandError
+from eval.quality.command import main
+from eval.quality.permutation import draw_orders, in_given_order, in_turn, summarize
+from eval.quality.scores import Scorer
+from eval.run import read_record, read_samples
+from eval.serve.arms import ARMS
+from eval.task import Request, TextChunk
+from tests.eval.fake_chat import Body, FakeChat, chatting
+
+CHUNKS = tuple(TextChunk(f"p{i}", f"text {i}") for i in range(3))
+
+
+def run(fake: FakeChat, out: Path, *options: str) -> dict[str, Any]:
+    """The record of two questions of the world, three chunks each, ten orders."""
+    argv = ["permutation", "--requests", "2", "--k", "3", "--orders", "10", "--arm", f"ours={fake.url},rag"]
+    assert main([*argv, "--out", str(out), *options]) == 0
+    return read_record(out)
+
+
+def last_chunk(body: Body) -> str:
+    """What a model that only reads the last chunk would say."""
+    return f"{body['chunks'][-1]['text']}"
+
+
+def test_orders_are_asked_as_drawn_and_once(tmp_path: Path) -> None:
+    """Three chunks have six orders, of which ten draws name some twice: the server sees each once, and is told to keep it."""
+    with chatting(FakeChat(last_chunk)) as fake:
+        record = run(fake, tmp_path / "run")
+        asked = [(b["messages"][-1]["content"], tuple(c["id"] for c in b["chunks"])) for b in fake.received]
+        assert all(body["order"] == "retriever" for body in fake.received)
+    assert len(asked) == len(set(asked)) <= 2 * 6
+    rows = read_samples(tmp_path / "run")
+    assert len(rows) == 2 * 11
+    assert [row["permutation"] for row in rows[:11]] == list(range(11))
+    assert [cell["n"] for cell in record["results"]["cells"]] == [2, 20]
+
+
+def test_an_order_dependent_model_is_found_out(tmp_path: Path) -> None:
+    """The metric must be able to say no: this model's answers follow the last chunk."""
+    with chatting(FakeChat(last_chunk)) as fake:
+        run(fake, tmp_path / "run")
+    rows = [row for row in read_samples(tmp_path / "run") if row["permutation"]]
+    for row in rows:
+        assert row["metrics"]["same_retriever"] == (row["order"][-1] == 2)
+    assert {row["metrics"]["same_retriever"] for row in rows} == {0, 1}
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    """What is there is not scored again; the retriever's order is asked again, since the others are compared with it."""
+    with chatting(FakeChat(last_chunk)) as fake:
+        whole = run(fake, tmp_path / "whole")
+        part = tmp_path / "part"
+        part.mkdir()
+        lines = (tmp_path / "whole" / "samples.jsonl").read_text().splitlines(keepends=True)
+        (part / "samples.jsonl").write_text("".join(lines[:21]))
+        record = (tmp_path / "whole" / "record.json").read_text().replace('"complete": true', '"complete": false')
+        (part / "record.json").write_text(record)
+        before = len(fake.received)
+        again = run(fake, part)
+        assert len(fake.received) - before == len({tuple(read_samples(part)[i]["order"]) for i in (11, 21)})
+    assert again["results"]["requests"] == whole["results"]["requests"]
+
+
+def test_orders_are_the_same_for_every_run() -> None:
+    request = Request("t:1", "?", CHUNKS)
+    orders = draw_orders(request, 50, seed=0)
+    assert orders == draw_orders(request, 50, seed=0) != draw_orders(request, 50, seed=1)
+    assert all(sorted(order) == [0, 1, 2] for order in orders)
+    assert len(set(orders)) == 6
+    assert in_turn(request) == (0, 1, 2)
+
+
+def make_row(request: str, number: int, f1: float) -> dict[str, Any]:
+    cell = {"order": "random" if number else "retriever"}
+    return {"arm": "a", "cell": cell, "request": request, "permutation": number, "metrics": {"f1": f1}, "fates": None}
+
+
+def test_mean_and_deviation_by_hand() -> None:
+    """One request within its deviation (0.5 beside 0.5 ± 0.5), one outside (1 beside 0), one that never changes."""
+    rows = [make_row("1", n, f1) for n, f1 in enumerate([0.5, 0.0, 1.0])]
+    rows += [make_row("2", n, f1) for n, f1 in enumerate([1.0, 0.0, 0.0])]
+    rows += [make_row("3", n, 0.3) for n in range(3)]
+    results = summarize(rows, scorer=Scorer(has_gold=True), facts={})
+    assert results["requests"][0]["metrics"]["f1"] == {"baseline": 0.5, "mean": 0.5, "sd": 0.5}
+    assert results["within_sd"]["f1"] == pytest.approx(2 / 3)
+    (found,) = results["contrasts"]
+    assert (found["n"], found["value"]) == (3, pytest.approx(-1 / 3))  # requests, not orders
+
+
+def test_summary_of_nothing_and_of_failures() -> None:
+    """A run interrupted at its start still writes a record."""
+    assert summarize([], scorer=Scorer(has_gold=True), facts={})["requests"] == []
+    failed = make_row("1", 0, 0.5) | {"metrics": {}, "error": "refused"}
+    assert summarize([failed], scorer=Scorer(has_gold=True), facts={})["cells"][0]["errors"] == 1
+
+
+def test_arms_that_reorder_are_told_not_to() -> None:
+    assert in_given_order(ARMS["ours"]).body["order"] == "retriever"
+    assert in_given_order(ARMS["stock-lpm"]) is ARMS["stock-lpm"]
+    with pytest.raises(CommandError, match="reorders chunks itself"):
+        in_given_order(ARMS["contextpilot"])
+
+
+def test_nonsense_gets_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="no request has two chunks"):
+        main(["permutation", "--k", "1", "--out", str(tmp_path / "run")])
+    with pytest.raises(CommandError, match="--orders must be at least 1"):
+        main(["permutation", "--orders", "0"])

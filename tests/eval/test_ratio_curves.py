@@ -1,0 +1,309 @@
+"""`quality ratio`: cases, captures, cells and figures, against a fake server and by hand.
+
+python -m pytest tests/eval/test_ratio_curves.py
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.errors import CommandError
+from eval.quality import ratio_curves
+from eval.quality.greedy import Endpoint, Greedy
+from eval.quality.ratio_cases import CLIP_CHARS, Case, data_cases, make_case, ranker, world_cases
+from eval.quality.ratio_curves import (
+    CAPTURES,
+    SELECTORS,
+    Capture,
+    bring_in,
+    key_of,
+    make_captures,
+    make_cells,
+    samples_of,
+)
+from eval.quality.scores import Scorer
+from eval.run import Run
+from eval.serve.arms import ARMS
+from eval.task import TextChunk
+from tests.eval.fake_chat import Body, FakeChat, chatting
+
+ARM = ARMS["ours"]
+GOLD = Scorer(has_gold=True)
+
+
+def answer(body: Body) -> str:
+    """Wrong where everything is moved and nothing recomputed."""
+    reuse = body.get("reuse")
+    return "wrong" if isinstance(reuse, dict) and reuse["selector"] == "none" else "right"
+
+
+def make_test_case(num_chunks: int = 4, gold: tuple[str, ...] = ("Right.",), name: str = "t:1") -> Case:
+    corpus = [TextChunk(f"p{i}", f"word{i} word{i // 4} common") for i in range(20)]
+    return make_case(name, "order", "Who?", gold, tuple(corpus[:num_chunks]), corpus, 3, random.Random(0))
+
+
+def options(**changed: Any) -> Namespace:
+    known = {"kinds": ["one-hop"], "chunks": [4], "requests": 3, "neighbors": [2], "seed": 0, "task": "world"}
+    return Namespace(**known | changed)
+
+
+def endpoint_of(fake: FakeChat) -> Endpoint:
+    return Endpoint(fake.url, "fake", ARM, 8, 2)
+
+
+def rows_of(fake: FakeChat, case: Case, cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES) -> list[Any]:
+    """Key and sample of everything that an empty run lacks."""
+    captures = [Capture(name, 3 if name == "preprocessed" else None) for name in names]
+    return list(samples_of(endpoint_of(fake), case, cells, captures, GOLD, set(), 0))  # type: ignore[arg-type]
+
+
+def test_cells_run_ends_once_and_set_last() -> None:
+    """Ratio 0 and 1 are the same for all; what `set` computes must not become a source of others."""
+    cells = make_cells(SELECTORS, [0, 0.15, 0.5, 1], ablation=True)
+    ends = [(cell.arm, cell.label) for cell in cells if cell.label["ratio"] in (0, 1)]
+    assert ends == [("full-reuse", {"ratio": 0}), ("all", {"ratio": 1}), ("set", {"ratio": 0})]
+    assert cells[-1].arm == "set"
+    asked = {json.dumps(cell.reuse, sort_keys=True) for cell in cells}
+    assert len(asked) == len(cells)  # equal ones would hit each other's KV
+    case = make_test_case()
+    assert len({key_of(case, Capture("alone"), cell) for cell in cells}) == len(cells)
+    by_name = {(cell.arm, json.dumps(cell.label)): cell.reuse for cell in cells}
+    assert by_name["context-all", '{"ratio": 0.5}'] == {
+        "mode": "fused",
+        "selector": "context",
+        "ratio": 0.5,
+        "focus": False,
+    }
+    assert by_name["context", '{"ratio": 0.15, "alpha": 2.0}']["alpha"] == 2.0
+    assert "focus" not in by_name["context", '{"ratio": 0.5}']
+
+
+def test_a_capture_for_each_number_of_neighbors() -> None:
+    """FusionRAG fig. 17; other captures have no neighbours to vary."""
+    made = make_captures(options(captures=list(CAPTURES), neighbors=[1, 5]))
+    assert [capture.label for capture in made] == [
+        {"capture": "alone"},
+        {"capture": "live"},
+        {"capture": "preprocessed", "neighbors": 1},
+        {"capture": "preprocessed", "neighbors": 5},
+    ]
+
+
+def test_strangers_and_neighbors_are_not_in_the_prompt() -> None:
+    """Else a chunk would have two variants, or be an exact hit."""
+    case = make_test_case()
+    shown = {chunk.id for chunk in case.chunks}
+    assert not shown & {c.id for c in case.strangers}
+    assert not shown & {c.id for near in case.neighbors.values() for c in near}
+    assert len({c.id for c in case.strangers}) == 4
+    with pytest.raises(CommandError, match="too few"):
+        make_test_case(num_chunks=12)
+
+
+def test_ranker_prefers_rare_words() -> None:
+    corpus = [TextChunk("a", "the red fox"), TextChunk("b", "the blue fox"), TextChunk("c", "the blue whale")]
+    assert [c.id for c in ranker(corpus)("a blue whale", 2)] == ["c", "b"]
+    assert [c.id for c in ranker(corpus)("the", 3)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("capture", "expected"),
+    [
+        (Capture("alone"), {0}),
+        (Capture("preprocessed", 3), {3}),
+        (Capture("preprocessed", 1), {1}),
+        (Capture("live"), {1, 3}),
+    ],
+)
+def test_every_chunk_is_captured_once_where_the_capture_says(capture: Capture, expected: set[int]) -> None:
+    case = make_test_case()
+    with chatting(FakeChat(answer)) as fake:
+        behind = bring_in(endpoint_of(fake), capture, case, "salt", random.Random(0))
+    assert {c.id: fake.prefixes["salt"][c.id] for c in case.chunks} == {c: [n] for c, n in behind.items()}
+    assert set(behind.values()) == expected
+
+
+def test_questions_and_captures_are_kept_apart() -> None:
+    """Full prefill never shares a salt with moved chunks, nor one capture with another."""
+    cells = make_cells(["first", "set"], [0, 0.15, 1], ablation=False)
+    with chatting(FakeChat(answer)) as fake:
+        rows = [row for name in ("t:1", "t:2") for _, row in rows_of(fake, make_test_case(name=name), cells)]
+        chats = [body for body in fake.received if "messages" in body]
+    full = {body["cache_salt"] for body in chats if body["reuse"] == "exact" and body["max_tokens"] == 8}
+    moved = [body["cache_salt"] for body in chats if body["reuse"] != "exact"]
+    assert not full & set(moved)
+    assert len(full) == 2
+    assert len(set(moved)) == 2 * 3
+    assert len(rows) == 2 * (1 + 3 * len(cells))
+    live = [row for row in rows if row["request"] == "t:1" and row["cell"].get("capture") == "live"]
+    assert [(row["arm"], row["metrics"]["em"], row["metrics"]["same"]) for row in live] == [
+        ("full-reuse", 0.0, 0.0),
+        ("first", 1.0, 1.0),
+        ("all", 1.0, 1.0),
+        ("set", 1.0, 1.0),
+    ]
+    assert all(set(row["sources"]) == {"host, own"} for row in live)
+
+
+def test_a_case_that_is_there_is_not_asked_again() -> None:
+    """And of one that was interrupted only what is missing, over chunks captured anew."""
+    cells = make_cells(["first"], [0, 0.15, 1], ablation=False)
+    case = make_test_case()
+    with chatting(FakeChat(answer)) as fake:
+        keys = [key for key, _ in rows_of(fake, case, cells, ("alone",))]
+        known = set(keys) - {keys[2]}
+        fake.received.clear()
+        again = list(samples_of(endpoint_of(fake), case, cells, [Capture("alone")], GOLD, known, 0))  # type: ignore[arg-type]
+        fused = [body for body in fake.received if isinstance(body.get("reuse"), dict)]
+    assert [key for key, _ in again] == [keys[2]]
+    assert len(fused) == 1
+
+
+def test_foreign_sources_are_found() -> None:
+    """A chunk moved from another capture than the case's would compare selectors on different KV."""
+    sources = [
+        {"chunk": "p0", "from": "device", "variant_prefix": 2},
+        {"chunk": "p1", "from": "host", "variant_prefix": 0},
+        {"chunk": "p2", "from": "gap", "variant_prefix": 0},
+    ]
+    moved = Greedy("x", [], [], (), 10, 0, {"reuse": {"sources": sources}})
+    assert ratio_curves.sources_of(moved, {"p0": 2, "p1": 1}) == {"device, own": 1, "host, foreign": 1, "gap": 1}
+
+
+FATES = {"exact": 10, "relocated": 60, "recomputed": 20, "computed": 10}
+
+
+def make_row(arm: str, capture: str, request: str, f1: float, ratio: float = 0.15) -> dict[str, Any]:
+    metrics = {"em": f1, "f1": f1, "rouge_l": f1, "same": f1, "kl": f1 / 10}
+    cell = {"kind": "order", "capture": capture, "ratio": ratio}
+    more = {"request": request, "sources": {"host, own": 1}, "fallbacks": ["late"]}
+    return {"arm": arm, "cell": cell, "metrics": metrics, "fates": FATES, **more}
+
+
+def make_rows() -> list[dict[str, Any]]:
+    """Full prefill 1; full reuse 0.5 alone and 0.75 preprocessed; query 0.75 and 1; random 0.5."""
+    rows = [
+        {"arm": "full-prefill", "cell": {"kind": "order"}, "request": r, "metrics": {"f1": 1.0}, "fates": None}
+        for r in "ab"
+    ]
+    for capture, arm, values in (
+        ("alone", "full-reuse", (0.0, 1.0)),
+        ("alone", "query", (0.5, 1.0)),
+        ("alone", "random", (0.0, 1.0)),
+        ("preprocessed", "full-reuse", (0.5, 1.0)),
+        ("preprocessed", "query", (1.0, 1.0)),
+    ):
+        rows += [
+            make_row(arm, capture, r, v, 0.0 if arm == "full-reuse" else 0.15)
+            for r, v in zip("ab", values, strict=True)
+        ]
+    return rows
+
+
+def test_figures_by_hand() -> None:
+    results = ratio_curves.summarize(make_rows(), scorer=GOLD, facts={})
+    found = {(cell["arm"], cell["cell"].get("capture")): cell for cell in results["cells"]}
+    assert found["query", "alone"]["metrics"]["f1"]["mean"] == 0.75
+    assert found["query", "alone"]["normalized_f1"] == 0.5
+    assert found["query", "preprocessed"]["normalized_f1"] == 1.0
+    assert found["full-reuse", "preprocessed"]["normalized_f1"] == 0.5  # beside full reuse without preprocessing
+    assert "normalized_f1" not in found["full-prefill", None]
+    shares = [found["query", "alone"][f"{name}_share"] for name in ("exact", "moved", "recomputed")]
+    assert shares == [0.1, 0.8, 0.25]
+    (f1,) = [each for each in results["contrasts"] if each["metric"] == "f1"]
+    assert (f1["a"], f1["b"], f1["value"], f1["n"]) == ("random", "query", 0.25, 2)
+    assert f1["cell"] == {"kind": "order", "capture": "alone", "ratio": 0.15}
+    assert results["sources"] == {"alone": {"host, own": 6}, "preprocessed": {"host, own": 4}}
+    assert results["fallbacks"]["alone"] == {"late": 6}
+
+
+def test_tables_for_people() -> None:
+    results = ratio_curves.summarize(make_rows(), scorer=GOLD, facts={})
+    lines = ratio_curves.report(results).splitlines()
+    query = next(line for line in lines if line.split()[:1] == ["query"])
+    assert " ".join(query.split()) == "query ratio 0.15 0.75 0.75 0.75 7.5e-02 25% normalised F1 50%"
+
+
+def test_data_without_right_answers_gives_agreement_and_kl_alone() -> None:
+    row = make_row("random", "alone", "a", 0.5)
+    row["metrics"] = {"same": 0.5, "kl": 0.05}
+    results = ratio_curves.summarize([row], scorer=Scorer(has_gold=False), facts={})
+    assert "normalized_f1" not in results["cells"][0]
+    text = ratio_curves.report(results)
+    assert "0.50  5.0e-02" in text
+    assert "EM" not in text
+    assert text.startswith("these weights know nothing")
+
+
+def test_nothing_taken_has_figures(tmp_path: Path) -> None:
+    """A run that is interrupted at once still leaves a valid record."""
+    with Run(
+        tmp_path / "run",
+        kind="quality",
+        spec={},
+        summarize=lambda rows: ratio_curves.summarize(rows, scorer=GOLD, facts={}),
+    ) as run:
+        assert run.results()["cells"] == []
+
+
+def test_world_cases_are_what_was_asked_for() -> None:
+    """As many questions a kind and size; a question about the order names a passage of its prompt."""
+    args = options(kinds=["one-hop", "two-hop", "order"], chunks=[4, 6])
+    cases = list(world_cases(args))
+    assert [(c.kind, len(c.chunks)) for c in cases] == [
+        (kind, n) for kind in ("one-hop", "two-hop", "order") for n in (4, 6) for _ in range(3)
+    ]
+    assert all(len(near) == 2 for case in cases for near in case.neighbors.values())
+    for case in cases:
+        assert any(case.gold[1] in chunk.text for chunk in case.chunks)
+    assert cases == list(world_cases(args))
+    assert len({case.id for case in cases}) == len(cases)
+
+
+def test_linked_questions_come_from_a_world_with_links() -> None:
+    """Each is about a passage that speaks of another one without naming it."""
+    cases = list(world_cases(options(kinds=["linked"])))
+    assert [len(case.chunks) for case in cases] == [4, 4, 4]
+    for case in cases:
+        _, kind, _, verb, *_ = case.gold[0].split()  # The company Lumex visited Kelton.
+        assert any(f" the {kind} {verb} " in chunk.text for chunk in case.chunks)
+
+
+def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
+    """Questions with too few passages are left out; passages are cut to what the small model's context takes."""
+    folder = tmp_path / "hotpotqa"
+    folder.mkdir()
+    passages = [{"id": f"p{i}", "title": "t", "text": f"text{i} " * 200} for i in range(9)]
+    questions = [
+        {"id": f"q{n}", "question": f"q{n}", "answers": ["a"], "context_passage_ids": [f"p{i}" for i in range(n)]}
+        for n in (3, 4, 9)
+    ]
+    for name, rows in (("passages", passages), ("questions", questions)):
+        with gzip.open(folder / f"{name}.jsonl.gz", "wt") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+    task = {"task": "hotpotqa", "data": tmp_path, "hub": None, "corpus": None, "retriever": "given", "scale": 1, "k": 1}
+    cases = list(data_cases(options(**task)))
+    assert sorted((c.question, c.kind, len(c.chunks)) for c in cases) == [("q4", "hotpotqa", 4), ("q9", "hotpotqa", 4)]
+    assert all(len(c.text) <= CLIP_CHARS for case in cases for c in (*case.chunks, *case.strangers))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--ratios", "1.5"], "--ratios must be in 0..1"),
+        (["--chunks", "1"], "--chunks must be at least 2"),
+        (["--weights", "real", "--model-path", "random"], "the random weights know nothing of world"),
+    ],
+)
+def test_nonsense_gets_one_line(argv: list[str], said: str, tmp_path: Path) -> None:
+    from eval.quality.command import main
+
+    with pytest.raises(CommandError, match=said):
+        main(["ratio", "--requests", "1", "--out", str(tmp_path / "run"), *argv])

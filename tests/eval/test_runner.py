@@ -1,0 +1,295 @@
+"""Blocks, arms, cells and histories against fake endpoints: who is sent what, in which order, and what is kept of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.errors import CommandError
+from eval.run import Run
+from eval.serve.arms import ARMS, Arm
+from eval.serve.plan import Cell, Plan
+from eval.serve.runner import load_facts, measure, side_by_side, turned
+from eval.serve.workload import Load
+from eval.server import free_port
+from eval.task import Request, TextChunk
+from tests.eval.fake_endpoint import FakeEndpoint, serving
+
+Endpoints = tuple[FakeEndpoint, FakeEndpoint]
+
+
+@pytest.fixture
+def endpoints() -> Iterator[Endpoints]:
+    """A server without our cache and one with it."""
+    with ExitStack() as stack:
+        stock = stack.enter_context(serving(FakeEndpoint()))
+        yield stock, stack.enter_context(serving(FakeEndpoint(chunk_cache=True)))
+
+
+def arms_of(endpoints: Endpoints) -> list[Arm]:
+    """Both as arms that are already there."""
+    return [replace(ARMS["stock-lpm"], url=endpoints[0].url), replace(ARMS["ours"], url=endpoints[1].url)]
+
+
+def singles(count: int) -> list[Request]:
+    """Requests that have nothing to do with each other."""
+    return [Request(f"t:{i}", f"q{i}", (TextChunk(f"c{i}", f"text {i}"),)) for i in range(count)]
+
+
+def take(folder: Path, plan: Plan, cells: Sequence[Cell]) -> Run:
+    """Measure into a folder."""
+    with Run(folder, kind="serve", spec={}, summarize=lambda samples: {"n": len(samples)}) as run:
+        measure(run, plan, cells)
+    return run
+
+
+def test_every_request_goes_through_every_arm_in_turned_blocks(endpoints: Endpoints, tmp_path: Path) -> None:
+    """A busy minute of the machine has to hit all arms alike."""
+    run = take(tmp_path / "r", Plan(arms_of(endpoints), block=2), [Cell({}, singles(8))])
+    order = [sample["arm"] for sample in run.samples]
+    assert order[::2] == ["stock-lpm", "ours", "ours", "stock-lpm", "ours", "stock-lpm", "stock-lpm", "ours"]
+    assert Counter(order) == {"stock-lpm": 8, "ours": 8}
+    assert [sample["block"] for sample in run.samples[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    for endpoint in endpoints:
+        assert [question.split("\n\n")[-1] for question in endpoint.questions] == [f"q{i}" for i in range(8)]
+
+
+def test_samples_hold_times_counts_and_fates(endpoints: Endpoints, tmp_path: Path) -> None:
+    run = take(tmp_path / "r", Plan(arms_of(endpoints), warm_up=1), [Cell({"k": 5}, singles(2))])
+    by_key = {sample["key"]: sample for sample in run.samples}
+    assert set(by_key) == {f"k=5/{arm}/t:{i}" for arm in ("stock-lpm", "ours") for i in (0, 1)}
+    ours, stock = by_key["k=5/ours/t:1"], by_key["k=5/stock-lpm/t:1"]
+    assert (ours["cell"], ours["request"], ours["num_chunks"], ours["warm_up"]) == ({"k": 5}, "t:1", 1, False)
+    assert by_key["k=5/ours/t:0"]["warm_up"] is True
+    assert set(ours["metrics"]) == {"ttft_s", "e2e_s", "itl_s", "cached_share", "prefill_tokens", "hit_share"}
+    assert ours["metrics"]["ttft_s"] <= ours["metrics"]["e2e_s"]
+    assert ours["metrics"]["prefill_tokens"] == 3, "what is recomputed is computed"
+    assert ours["chunkcache"] == {
+        "chunks_hit": 1,
+        "chunks_planned": None,
+        "predicted_exact": None,
+        "turns_reused": None,
+        "fallbacks": {},
+        "num_dropped": 1,
+    }
+    assert stock["fates"] is None
+    assert stock["metrics"]["prefill_tokens"] == stock["prompt_tokens"] - stock["cached_tokens"]
+
+
+@pytest.mark.parametrize(("reports", "cached"), [(True, 0), (False, None)])
+def test_nothing_cached_is_zero_only_where_the_server_counts(tmp_path: Path, reports: bool, cached: int | None) -> None:
+    """SGLang leaves a zero out; without it, an arm that never finds anything would have no share, or too high a one."""
+    with serving(FakeEndpoint(is_cold=True, cache_report=reports)) as endpoint:
+        plan = Plan([Arm("a", "", route="chat", url=endpoint.url)])
+        run = take(tmp_path / "r", plan, [Cell({}, singles(1))])
+    assert run.samples[0]["cached_tokens"] == cached
+    assert run.samples[0]["metrics"].get("cached_share") == cached
+
+
+def test_clock_goes_on_from_block_to_block(endpoints: Endpoints, tmp_path: Path) -> None:
+    """Fates over time are drawn over an arm's own load, without the time in which others were measured."""
+    run = take(tmp_path / "r", Plan(arms_of(endpoints), block=2), [Cell({}, singles(6))])
+    for arm in ("stock-lpm", "ours"):
+        mine = [sample for sample in run.samples if sample["arm"] == arm]
+        for early, late in itertools.pairwise(mine):
+            assert early["due_s"] <= early["sent_s"] < early["done_s"] <= late["due_s"]
+
+
+def test_closed_loop_keeps_so_many_in_flight(endpoints: Endpoints, tmp_path: Path) -> None:
+    for endpoint in endpoints:
+        endpoint.delay_s = 0.05
+    take(tmp_path / "r", Plan(arms_of(endpoints), block=0), [Cell({}, singles(9), load=Load(clients=3))])
+    assert [endpoint.most_in_flight for endpoint in endpoints] == [3, 3]
+
+
+def test_open_loop_measures_waiting_in_the_servers_queue(endpoints: Endpoints, tmp_path: Path) -> None:
+    """Ten requests a second at a server that takes 0.2 s for one: each waits longer than the one before."""
+    endpoints[0].delay_s, endpoints[0].serial = 0.2, True
+    load = Load("trace")
+    requests = [replace(request, arrival_s=0.1 * i) for i, request in enumerate(singles(6))]
+    run = take(tmp_path / "r", Plan(arms_of(endpoints)[:1], block=0), [Cell({}, requests, load=load)])
+    times = [sample["metrics"]["ttft_s"] for sample in run.samples]
+    assert times == sorted(times)
+    assert times[0] >= 0.2
+    assert times[-1] >= 0.2 * 6 - 0.1 * 5
+    assert endpoints[0].most_in_flight >= 3
+    for i, sample in enumerate(run.samples):
+        assert sample["due_s"] - run.samples[0]["due_s"] == pytest.approx(0.1 * i)
+        assert sample["late_s"] == 0
+
+
+CONVERSATION = [
+    replace(request, conversation="c", reply=f"reply {i}", arrival_s=0.01 * i) for i, request in enumerate(singles(3))
+]
+
+
+@pytest.mark.parametrize("load", [Load(clients=3), Load("trace")])
+def test_turn_waits_for_its_predecessor_and_shows_the_arms_own_answer(
+    endpoints: Endpoints, tmp_path: Path, load: Load
+) -> None:
+    """An application cannot send a turn before the user has read the answer; what it waited is told, not timed."""
+    endpoints[0].delay_s = 0.1
+    run = take(tmp_path / "r", Plan(arms_of(endpoints), block=2), [Cell({}, CONVERSATION, load=load)])
+    first, second, third = endpoints[0].received
+    assert first["answered"] <= second["at"]
+    assert [m["content"] for m in third["messages"]] == [
+        "text 0\n\nq0",
+        "an answer",
+        "text 1\n\nq1",
+        "an answer",
+        "text 2\n\nq2",
+    ]
+    assert [m["content"] for m in endpoints[1].received[1]["messages"]] == ["q0", "an answer", "q1"]
+    assert second["at"] < third["at"]
+    late = next(sample for sample in run.samples if sample["key"] == "stock-lpm/t:1")
+    assert late["late_s"] >= 0.08
+    before = next(sample for sample in run.samples if sample["key"] == "stock-lpm/t:0")
+    assert late["due_s"] == pytest.approx(before["done_s"])
+
+
+def test_conversations_of_two_cells_have_different_ids(endpoints: Endpoints, tmp_path: Path) -> None:
+    """Otherwise the second cell would find the first one's turns in our server's memory."""
+    cells = [Cell({"k": k}, CONVERSATION) for k in (1, 2)]
+    take(tmp_path / "r", Plan(arms_of(endpoints)), cells)
+    ids = [body["conversation_id"] for body in endpoints[1].received]
+    assert len(set(ids[:3])) == len(set(ids[3:])) == 1
+    assert ids[0] != ids[3]
+
+
+def test_reference_history_is_the_same_for_all_arms(endpoints: Endpoints, tmp_path: Path) -> None:
+    take(tmp_path / "r", Plan(arms_of(endpoints), history="reference"), [Cell({}, CONVERSATION)])
+    stock, ours = (endpoint.received[2]["messages"] for endpoint in endpoints)
+    assert stock[:-1] == ours[:-1]
+    assert [m["content"] for m in ours] == ["text 0\n\nq0", "reply 0", "text 1\n\nq1", "reply 1", "q2"]
+    assert all("conversation_id" not in body for body in endpoints[1].received)
+
+
+def test_failed_requests_are_kept_and_the_others_go_on(endpoints: Endpoints, tmp_path: Path) -> None:
+    """Also within a conversation: the next turn shows what was answered."""
+    requests = [replace(CONVERSATION[0], question="refused"), CONVERSATION[1], *singles(5)[3:]]
+    run = take(tmp_path / "r", Plan(arms_of(endpoints)), [Cell({}, requests)])
+    failed = [sample for sample in run.samples if "error" in sample]
+    assert [(sample["arm"], sample["request"]) for sample in failed] == [("stock-lpm", "t:0"), ("ours", "t:0")]
+    assert all(sample["metrics"] == {} for sample in failed)
+    assert len(run.samples) == 8
+    assert len(endpoints[0].received[1]["messages"]) == 1
+
+
+def test_cells_on_the_same_server_start_from_an_empty_cache(endpoints: Endpoints, tmp_path: Path) -> None:
+    """A cell must not profit from the one before."""
+    plan = Plan(arms_of(endpoints))
+    take(tmp_path / "r", plan, [Cell({"k": k}, singles(2)) for k in (3, 5, 10)])
+    assert [endpoint.num_flushed for endpoint in endpoints] == [3, 3]
+    assert [endpoint.num_forgotten for endpoint in endpoints] == [0, 3], "counts of what was asked for are ours alone"
+    assert plan.facts["servers"]["ours"]["flushed"] is True
+    take(tmp_path / "s", replace(plan, flush=False), [Cell({}, singles(1))])
+    assert [endpoint.num_flushed for endpoint in endpoints] == [3, 3], "others may use it"
+
+
+def test_server_that_cannot_flush_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeEndpoint(can_flush=False)) as endpoint:
+        plan = Plan([Arm("theirs", "", route="chat", url=endpoint.url)])
+        take(tmp_path / "r", plan, [Cell({"k": k}, singles(1)) for k in (3, 5)])
+    assert plan.facts["servers"]["theirs"]["flushed"] is False
+    assert capsys.readouterr().err.count("/flush_cache failed") == 1
+
+
+def test_facts_say_what_the_servers_are(endpoints: Endpoints, tmp_path: Path) -> None:
+    plan = Plan([*arms_of(endpoints), Arm("gone", "", adapter="contextpilot", url="http://x")])
+    plan = replace(plan, contextpilot_python=Path("/bin/false"))
+    take(tmp_path / "r", plan, [Cell({}, singles(1))])
+    facts = load_facts(tmp_path / "r")
+    assert facts == plan.facts
+    assert facts["servers"]["ours"]["model"] == "fake"
+    assert (facts["servers"]["ours"]["chunk_cache"], facts["servers"]["stock-lpm"]["chunk_cache"]) == (True, False)
+    assert facts["servers"]["ours"]["gate"] == [{"passed": True}]
+    assert "contextpilot" in facts["skipped"]["gone"]
+    assert endpoints[0].received[0]["model"] == "fake-model"
+
+
+def test_arm_called_ours_without_our_cache_is_refused(endpoints: Endpoints, tmp_path: Path) -> None:
+    """A stock server under our name would be reported as our result."""
+    wrong = replace(ARMS["ours"], url=endpoints[0].url)
+    with pytest.raises(CommandError, match="does not run the chunk cache"):
+        take(tmp_path / "r", Plan([wrong]), [Cell({}, singles(1))])
+
+
+def test_unreachable_server_is_one_line(tmp_path: Path) -> None:
+    nobody = Arm("a", "", route="chat", url=f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(CommandError, match="a: no server answers") as error:
+        take(tmp_path / "r", Plan([nobody]), [Cell({}, singles(1))])
+    assert "\n" not in str(error.value)
+
+
+def test_server_that_dies_ends_the_run_with_what_there_is(tmp_path: Path) -> None:
+    """And the same command goes on from there; what the arm had served is sent again, unmeasured."""
+    folder, requests = tmp_path / "r", [*CONVERSATION, *singles(8)[3:]]
+    with serving(FakeEndpoint()) as stays, serving(FakeEndpoint()) as dies:
+        kept = [Arm("stays", "", route="chat", url=stays.url)]
+        plan = Plan([*kept, Arm("dies", "", route="chat", url=dies.url)], block=2)
+
+        class Dying(Run):
+            def add(self, key: str, sample: Any) -> None:
+                super().add(key, sample)
+                if key == "dies/t:1":
+                    dies.is_down = True
+
+        with (
+            pytest.raises(CommandError, match="dies: no server answers"),
+            Dying(folder, kind="serve", spec={}, summarize=lambda samples: {"n": len(samples)}) as run,
+        ):
+            measure(run, plan, [Cell({}, requests)])
+        assert [sample["key"] for sample in run.samples][:4] == ["stays/t:0", "stays/t:1", "dies/t:0", "dies/t:1"]
+        assert not [sample for sample in run.samples if "error" in sample]
+        dies.is_down = False
+        num_before = len(dies.received)
+        again = take(folder, replace(plan, facts=load_facts(folder)), [Cell({}, requests)])
+    assert {sample["key"] for sample in again.samples} == {
+        f"{arm}/t:{i}" for arm in ("stays", "dies") for i in range(8)
+    }
+    questions = [question.split("\n\n")[-1] for question in dies.questions[num_before:]]
+    assert questions[:2] == ["q0", "q1"], "sent again"
+    assert len(dies.received[num_before + 2]["messages"]) == 5, "the conversation goes on behind them"
+    assert len(questions) == 8
+    mine = [sample for sample in again.samples if sample["arm"] == "dies"]
+    assert [s["due_s"] for s in mine] == sorted(s["due_s"] for s in mine)
+    assert load_facts(folder)["resumed_at"][0]["samples"] == len(run.samples)
+
+
+def test_turned_puts_every_arm_in_every_place_equally_often() -> None:
+    for count in (1, 2, 3, 4):
+        places = Counter(
+            (arm, place) for number in range(2 * count) for place, arm in enumerate(turned(range(count), number))
+        )
+        assert set(places.values()) == {2}
+
+
+def test_cells_stand_side_by_side_where_they_share_no_server() -> None:
+    """Windows of our server can take turns; rates, or stock's one server, cannot."""
+    ours, stock = ARMS["ours"], ARMS["stock-lpm"]
+    windows = [Cell({"window": n}, (), flags=("--chunkcache-window-requests", str(n))) for n in (10, 100, 1000)]
+    assert [len(group) for group in side_by_side(windows, [ours], max_servers=6)] == [3]
+    assert [len(group) for group in side_by_side(windows, [ours], max_servers=2)] == [2, 1]
+    assert [len(group) for group in side_by_side(windows, [ours, stock], max_servers=6)] == [1, 1, 1]
+    rates = [Cell({"rate": n}, ()) for n in (1, 2)]
+    assert [len(group) for group in side_by_side(rates, [ours], max_servers=6)] == [1, 1]
+
+
+def test_more_arms_than_servers_are_refused(tmp_path: Path) -> None:
+    """They have to stand side by side to be interleaved."""
+    with pytest.raises(CommandError, match="2 arms need 2 servers at once"):
+        take(tmp_path / "r", Plan([ARMS["ours"], ARMS["stock-lpm"]], max_servers=1), [Cell({}, singles(1))])
+
+
+def test_server_that_is_already_there_takes_no_flags(endpoints: Endpoints, tmp_path: Path) -> None:
+    """A window that did not reach the server would be reported as measured."""
+    cell = Cell({"window": 1}, singles(1), flags=("--chunkcache-window-requests", "1"))
+    with pytest.raises(CommandError, match="already there cannot be given"):
+        take(tmp_path / "r", Plan(arms_of(endpoints)), [cell])

@@ -1,0 +1,133 @@
+"""What may be said about a model's answers, and what many answers come to: by hand.
+
+python -m pytest tests/eval/test_scores.py
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.errors import CommandError
+from eval.quality.greedy import Greedy
+from eval.quality.scores import Scorer, cells_of, differences, interval, knows_answers, normalized_f1_of, summarize_arms
+from eval.task import Request
+
+
+def make_greedy(text: str, best: float = 0.9) -> Greedy:
+    """Each word a token of probability `best`."""
+    words = text.split()
+    steps = [{word: math.log(best), "<other>": math.log(1 - best)} for word in words]
+    return Greedy(text, words, steps, (), 10, 0, {})
+
+
+def make_row(arm: str, request: str, f1: float, **more: Any) -> dict[str, Any]:
+    return {"arm": arm, "cell": {}, "request": request, "metrics": {"f1": f1}, "fates": None, **more}
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "weights", "known"),
+    [
+        ("bundled", "world", "auto", True),
+        ("bundled", "squad", "auto", False),
+        ("random", "world", "auto", False),
+        ("models/llama", "squad", "auto", True),
+        (None, "squad", "auto", False),
+        (None, "squad", "real", True),
+        ("models/llama", "squad", "none", False),
+        ("bundled", "world", "none", False),
+    ],
+)
+def test_right_answers_count_where_they_can_be_known(model: str | None, task: str, weights: Any, known: bool) -> None:
+    assert knows_answers(model, task, weights) is known
+
+
+def test_nobody_may_call_our_weights_real_on_real_data() -> None:
+    with pytest.raises(CommandError, match="the bundled weights know nothing of hotpotqa"):
+        knows_answers("bundled", "hotpotqa", "real")
+
+
+def test_the_best_right_answer_counts_for_each_metric() -> None:
+    request = Request("t:1", "?", answers=("The company Dravex makes clocks.", "clocks"))
+    assert Scorer(has_gold=True).gold("Clocks!", request) == {"em": 1.0, "f1": 1.0, "rouge_l": 1.0, "jaccard": 1.0}
+    assert Scorer(has_gold=True).gold("clocks", Request("t:2", "?")) == {}
+    assert Scorer(has_gold=False).gold("clocks", request) == {}
+
+
+def test_agreement_by_hand() -> None:
+    """The answers part at their second word, so KL counts two steps: the first equal, the second with nothing in common."""
+    given, full = make_greedy("a b"), make_greedy("a c")
+    found = Scorer(has_gold=False).agreement(given, full, "full")
+    assert (found["same"], found["rouge_l_full"], found["jaccard_full"], found["kl_first"]) == (0, 0.5, 1 / 3, 0)
+    # Both name <other> with 0.1 and leave out one word each, which count as one: 0.9 against 0.9.
+    assert found["kl"] == 0
+    renamed = Scorer(has_gold=False).agreement(given, full, "retriever")
+    assert renamed.keys() == {
+        "same_retriever",
+        "rouge_l_retriever",
+        "jaccard_retriever",
+        "kl_retriever",
+        "kl_first_retriever",
+    }
+
+
+def test_agreement_without_distributions_has_no_kl() -> None:
+    silent = Greedy("a", [], [], (), 10, 0, {})
+    assert "kl" not in Scorer(has_gold=False).agreement(silent, make_greedy("a"), "full")
+
+
+def test_failed_requests_are_counted_not_scored() -> None:
+    rows = [make_row("a", "1", 0.5), {**make_row("a", "2", 0.0), "metrics": {}, "error": "refused"}]
+    (cell,) = cells_of(rows)
+    assert (cell["n"], cell["errors"], cell["metrics"]["f1"]["mean"]) == (1, 1, 0.5)
+
+
+def test_cells_are_kept_apart_by_arm_and_setting() -> None:
+    rows = [make_row("a", "1", 0.0), make_row("a", "1", 1.0, cell={"ratio": 0.5}), make_row("b", "1", 0.5)]
+    assert [(cell["arm"], cell["cell"], cell["metrics"]["f1"]["mean"]) for cell in cells_of(rows)] == [
+        ("a", {}, 0.0),
+        ("a", {"ratio": 0.5}, 1.0),
+        ("b", {}, 0.5),
+    ]
+
+
+def test_arms_are_compared_request_by_request() -> None:
+    """b is better by 0.1 and 0.3 on the two requests both answered; the third one does not count."""
+    rows = [make_row("a", "1", 0.1), make_row("a", "2", 0.2), make_row("b", "2", 0.5), make_row("b", "1", 0.2)]
+    rows.append(make_row("b", "3", 0.0))
+    (found,) = summarize_arms(rows, against="a")["contrasts"]
+    assert found["value"] == pytest.approx(0.2)
+    assert found["n"] == 2
+    assert summarize_arms(rows, against="c")["contrasts"] == []
+
+
+def test_equal_answers_have_no_p_value() -> None:
+    """A t-test over differences that are all zero has no statistic: that is said, and not 1 or 0."""
+    rows = [make_row(arm, str(n), n / 10) for arm in "ab" for n in range(9)]
+    (found,) = summarize_arms(rows, against="a")["contrasts"]
+    assert (found["value"], found["p"]) == (0, None)
+    assert differences([found], ["f1"]) == "b - a, f1: +0 [+0, +0], all differences are equal, n = 9"
+    assert differences([found], ["em"]) == ""
+
+
+def test_normalized_f1_needs_both_ends() -> None:
+    cells = cells_of([make_row("full", "1", 0.8), make_row("none", "1", 0.4), make_row("x", "1", 0.7)])
+    found = normalized_f1_of(cells, full_reuse="none", full_prefill="full")
+    assert found == {"full": 1.0, "none": 0.0, "x": pytest.approx(0.75)}
+    assert normalized_f1_of(cells, full_reuse="gone", full_prefill="full") == {}
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_interval_holds_its_mean(values: list[float]) -> None:
+    found = interval(values, draws=200)
+    assert min(values) - 1e-5 <= found["low"] <= found["high"] <= max(values) + 1e-5
+    assert found["mean"] == pytest.approx(sum(values) / len(values), abs=1e-5)
+
+
+def test_no_values_have_no_interval() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        interval([])

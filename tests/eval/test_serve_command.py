@@ -1,0 +1,141 @@
+"""`python -m eval serve` against endpoints that are already there: its record, its last line, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.errors import CommandError
+from eval.run import read_record, read_samples
+from eval.serve.command import main
+from eval.server import free_port
+from tests.eval.fake_endpoint import FakeEndpoint, serving
+
+
+@pytest.fixture
+def endpoints() -> Iterator[tuple[FakeEndpoint, FakeEndpoint]]:
+    """Slow enough to be interrupted."""
+    with ExitStack() as stack:
+        slow = stack.enter_context(serving(FakeEndpoint(delay_s=0.03)))
+        yield slow, stack.enter_context(serving(FakeEndpoint(delay_s=0.01, chunk_cache=True)))
+
+
+def options(endpoints: tuple[FakeEndpoint, FakeEndpoint], folder: Path, *more: str) -> list[str]:
+    """A small run over both."""
+    arms = [f"theirs={endpoints[0].url}", f"ours={endpoints[1].url}/v1/"]
+    return ["--arms", *arms, "--requests", "24", "--warm-up", "4", "--out", str(folder), *more]
+
+
+def results_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The last line of stdout."""
+    return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+
+def test_run_leaves_a_record_a_table_and_results(
+    endpoints: tuple[FakeEndpoint, FakeEndpoint], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoints[0].delay_s = 0.1
+    assert main(options(endpoints, tmp_path / "r")) == 0
+    out = capsys.readouterr().out
+    results = json.loads(out.splitlines()[-1])
+    record = read_record(tmp_path / "r")
+    assert record["complete"] is True
+    assert record["results"] == results
+    assert [(cell["arm"], cell["n"]) for cell in results["cells"]] == [("theirs", 20), ("ours", 20)]
+    assert {(row["a"], row["b"]) for row in results["contrasts"]} == {("theirs", "ours")}
+    assert any("ours reaches the first token" in line and "faster" in line for line in results["verdict"])
+    assert "ttft p50" in out
+    assert len(read_samples(tmp_path / "r")) == 48
+    assert len({sample["block"] for sample in read_samples(tmp_path / "r") if not sample["warm_up"]}) >= 8
+
+
+def test_sweep_has_a_cell_for_every_combination(
+    endpoints: tuple[FakeEndpoint, FakeEndpoint], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ["--load", "poisson", "--rates", "200", "400", "--ks", "2", "3"]
+    assert main(options(endpoints, tmp_path / "r", *sweep)) == 0
+    cells = results_of(capsys)["cells"]
+    assert {(cell["cell"]["rate"], cell["cell"]["k"]) for cell in cells} == {
+        (200.0, 2),
+        (200.0, 3),
+        (400.0, 2),
+        (400.0, 3),
+    }
+    assert {sample["num_chunks"] for sample in read_samples(tmp_path / "r") if sample["cell"]["k"] == 2} == {2}
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_leaves_a_valid_record_and_is_continued(
+    endpoints: tuple[FakeEndpoint, FakeEndpoint],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sign: signal.Signals,
+) -> None:
+    """Ctrl-C at any time costs at most a block."""
+    argv = options(endpoints, tmp_path / "r")
+    endpoints[0].delay_s = 0.3
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eval", "serve", *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job ignores SIGINT, and would hand that down.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 60
+    while len(endpoints[0].received) < 7 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(sign)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130, told
+    assert told.splitlines()[-1] == "eval serve: interrupted"
+    assert "Traceback" not in told
+    record, kept = read_record(tmp_path / "r"), read_samples(tmp_path / "r")
+    assert record["complete"] is False
+    assert 4 <= len(kept) < 48
+    endpoints[0].delay_s = 0.0
+    assert main(argv) == 0
+    results = results_of(capsys)
+    samples = read_samples(tmp_path / "r")
+    assert samples[: len(kept)] == kept
+    assert len({sample["key"] for sample in samples}) == len(samples) == 48
+    assert [part["samples"] for part in results["resumed_at"]] == [len(kept)]
+    with pytest.raises(CommandError, match="complete"):
+        main(argv)
+
+
+def test_nobody_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="theirs: no server answers"):
+        main(["--arms", f"theirs=http://127.0.0.1:{free_port()}", "--requests", "12", "--out", str(tmp_path / "r")])
+    assert read_record(tmp_path / "r")["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["--rates", "2"], "--rate goes with --load poisson or bursty"),
+        (["--load", "poisson", "--rates", "0"], "rate must be above 0"),
+        (["--load", "poisson", "--rates", "2", "2"], "given twice"),
+        (["--load", "trace"], "arrival"),
+        (["--ratios", "0.1"], "--ratios needs an arm that moves KV"),
+        (["--windows", "10"], "--windows needs"),
+        (["--requests", "10"], "--warm-up 10 leaves none of 10"),
+        (["--block", "-1"], "--block must be at least 0"),
+        (["--against", "nobody"], "none of the arms"),
+        (["--history", "reference", "--task", "nonsense"], "unknown"),
+    ],
+)
+def test_nonsense_is_one_clear_line(tmp_path: Path, wrong: list[str], told: str) -> None:
+    """And it is refused before a server is started."""
+    with pytest.raises(CommandError, match=told) as error:
+        main(["--arms", "a=http://127.0.0.1:9", "--requests", "30", "--out", str(tmp_path / "r"), *wrong])
+    assert "\n" not in str(error.value)

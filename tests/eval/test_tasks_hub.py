@@ -1,0 +1,212 @@
+"""Tasks through `datasets`: the mapping from the hub's columns, on small local copies in the published layouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.data.hub import HubName, parse_hub
+from eval.errors import CommandError
+from eval.task import Request, Source, TaskData, load_task, requests_of
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left behind in the user's cache."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def published(folder: Path, *rows: dict[str, Any], split: str = "validation") -> str:
+    """A folder with these rows as the hub has them; gives its name for `--hub`."""
+    datasets.Dataset.from_list(list(rows)).to_parquet(folder / f"{split}.parquet")
+    return str(folder)
+
+
+def load(task: str, hub: str) -> TaskData:
+    """All of a task; questions in any order."""
+    return load_task(Source(task, hub=hub))
+
+
+def only(data: TaskData) -> tuple[Request, dict[str, str]]:
+    """The one request, and the texts of all passages by id."""
+    (request,) = data.requests
+    return request, {passage.id: passage.text for passage in data.passages}
+
+
+CONTEXT = {
+    "title": ["Ed Wood (film)", "Ed Wood", "Scott Derrickson", "Empty"],
+    "sentences": [["A film.", " By Tim Burton."], ["An American."], ["Another American."], [""]],
+}
+TWO_PARAGRAPHS = {
+    "id": "5a8b",
+    "question": "Were Scott Derrickson and Ed Wood of the same nationality?",
+    "answer": "yes",
+    "type": "comparison",
+    "level": "hard",
+    "supporting_facts": {"title": ["Scott Derrickson", "Ed Wood"], "sent_id": [0, 0]},
+    "context": CONTEXT,
+}
+
+
+@pytest.mark.parametrize("task", ["hotpotqa", "2wikimqa"])
+def test_paragraphs_with_supporting_titles(tmp_path: Path, task: str) -> None:
+    request, texts = only(load(task, published(tmp_path, TWO_PARAGRAPHS)))
+    assert (request.id, request.answers) == (f"{task}:5a8b", ("yes",))
+    assert [chunk.text for chunk in request.chunks] == [
+        "Ed Wood (film)\nA film. By Tim Burton.",
+        "Ed Wood\nAn American.",
+        "Scott Derrickson\nAnother American.",
+    ]
+    assert {texts[name] for name in request.gold_ids} == {
+        "Ed Wood\nAn American.",
+        "Scott Derrickson\nAnother American.",
+    }
+    assert all(name.startswith(f"{task}-") for name in texts)
+
+
+def test_musique(tmp_path: Path) -> None:
+    row = {
+        "id": "2hop__1_2",
+        "question": "Who is the spouse of the Green performer?",
+        "answer": "Miquette Giraudy",
+        "answer_aliases": ["Giraudy"],
+        "answerable": True,
+        "question_decomposition": [{"id": 1, "question": "?", "answer": "!", "paragraph_support_idx": 1}],
+        "paragraphs": [
+            {"idx": 0, "title": "Green", "paragraph_text": "A colour.", "is_supporting": False},
+            {"idx": 1, "title": "Miquette Giraudy", "paragraph_text": "A musician.", "is_supporting": True},
+        ],
+    }
+    unanswerable = row | {"id": "2hop__3", "answerable": False}
+    request, texts = only(load("musique", published(tmp_path, row, unanswerable)))
+    assert request.answers == ("Miquette Giraudy", "Giraudy")
+    assert [texts[name] for name in request.gold_ids] == ["Miquette Giraudy\nA musician."]
+    assert len(request.chunks) == 2
+
+
+def test_squad_questions_share_a_paragraph(tmp_path: Path) -> None:
+    """Equal paragraphs are one passage, and no list is given."""
+    rows = [
+        {
+            "id": f"q{i}",
+            "title": "Super_Bowl_50",
+            "context": "Super Bowl 50 was an American football game.",
+            "question": f"Question {i}?",
+            "answers": {"text": ["Denver", "Denver", "Denver Broncos"], "answer_start": [1, 1, 1]},
+        }
+        for i in range(3)
+    ]
+    data = load("squad", published(tmp_path, *rows))
+    assert [passage.text for passage in data.passages] == [
+        "Super Bowl 50\nSuper Bowl 50 was an American football game."
+    ]
+    assert {request.gold_ids for request in data.requests} == {(data.passages[0].id,)}
+    assert {request.answers for request in data.requests} == {("Denver", "Denver Broncos")}
+    assert not any(request.chunks for request in data.requests)
+
+
+def test_triviaqa_pages_are_cut_and_gold_holds_an_answer(tmp_path: Path) -> None:
+    page = " ".join(["word"] * 150 + ["Sunset", "Boulevard,"] + ["end"] * 20)
+    row = {
+        "question_id": "tc_33",
+        "question": "Which musical premiered in 1993?",
+        "question_source": "",
+        "answer": {
+            "value": "Sunset Boulevard",
+            "aliases": ["Sunset Blvd", "Sunset Boulevard"],
+            "type": "WikipediaEntity",
+        },
+        "entity_pages": {"title": ["Lloyd Webber"], "wiki_context": [page], "filename": ["x"], "doc_source": [""]},
+        "search_results": {
+            "title": ["A review"],
+            "search_context": ["Newsunset Boulevard, Sunset Boulevards."],
+            "url": ["x"],
+        },
+    }
+    request, texts = only(load("triviaqa", published(tmp_path, row)))
+    assert request.answers == ("Sunset Boulevard", "Sunset Blvd")
+    assert [len(text.split()) for text in texts.values()] == [102, 74, 6]
+    assert [texts[name].split()[-1] for name in request.gold_ids] == ["end"]
+
+
+def test_nq_paragraphs_without_mark_up(tmp_path: Path) -> None:
+    words = ["<P>", *["palace"] * 24, "</P>", "<P>", "short", "</P>", "<Td>", *["inside"] * 24, "</Td>"]
+    spans = [(0, 26), (26, 29), (29, 55)]
+    row = {
+        "id": "7978",
+        "question": {"text": "who lives in the imperial palace in tokyo", "tokens": []},
+        "document": {
+            "title": "Tokyo Imperial Palace",
+            "tokens": {"token": words, "is_html": [word.startswith("<") for word in words]},
+        },
+        "long_answer_candidates": {
+            "start_token": [start for start, _ in spans],
+            "end_token": [end for _, end in spans],
+            "top_level": [True, True, False],
+        },
+        "annotations": {
+            "long_answer": [{"start_token": 0, "end_token": 26}, {"start_token": -1, "end_token": -1}],
+            "short_answers": [{"text": ["the Emperor"]}, {"text": []}],
+        },
+    }
+    unanswered = row | {"id": "1", "annotations": {"long_answer": [], "short_answers": [{"text": []}]}}
+    request, texts = only(load("nq", published(tmp_path, row, unanswered)))
+    assert request.answers == ("the Emperor",)
+    assert [texts[name] for name in request.gold_ids] == ["Tokyo Imperial Palace\n" + " ".join(["palace"] * 24)]
+    assert len(texts) == 1
+
+
+def test_sharegpt(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "Yes."}]
+    (tmp_path / "train.json").write_text(json.dumps([{"id": "a", "conversations": turns}]))
+    request, _ = only(load("sharegpt", str(tmp_path)))
+    assert (request.id, request.question, request.reply) == ("sharegpt:a:1", "One?", "Yes.")
+
+
+def test_given_is_the_rows_list_and_k_cuts_it(tmp_path: Path) -> None:
+    source = Source("hotpotqa", hub=published(tmp_path, TWO_PARAGRAPHS), k=2)
+    (request,) = requests_of(source, load_task(source), retriever="given")
+    assert [chunk.text.partition("\n")[0] for chunk in request.chunks] == ["Ed Wood (film)", "Ed Wood"]
+
+
+def test_names_on_the_hub() -> None:
+    """A bare `--hub` is the published set; a copy elsewhere brings no config along."""
+    hotpot = HubName("hotpotqa/hotpot_qa", "distractor", "validation")
+    assert parse_hub("", hotpot) == hotpot
+    assert parse_hub("hotpotqa/hotpot_qa:fullwiki", hotpot) == HubName("hotpotqa/hotpot_qa", "fullwiki", "validation")
+    assert parse_hub("me/copy", hotpot) == HubName("me/copy", None, "validation")
+    assert parse_hub("me/copy::train[:9]", hotpot) == HubName("me/copy", None, "train[:9]")
+
+
+def test_a_part_of_a_split(tmp_path: Path) -> None:
+    """A whole data set may be too much to index."""
+    rows = [TWO_PARAGRAPHS | {"id": str(i)} for i in range(5)]
+    data = load("hotpotqa", published(tmp_path, *rows) + "::validation[:3]")
+    assert sorted(request.id for request in data.requests) == ["hotpotqa:0", "hotpotqa:1", "hotpotqa:2"]
+
+
+def test_rows_of_another_layout_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"row 1 is not laid out as task squad expects: KeyError 'title'"):
+        load("squad", published(tmp_path, TWO_PARAGRAPHS))
+
+
+@pytest.mark.parametrize(("rest", "said"), [("::test", "Unknown split"), (":fullwiki", "fullwiki")])
+def test_no_such_split_or_config(tmp_path: Path, rest: str, said: str) -> None:
+    with pytest.raises(CommandError, match=said):
+        load("hotpotqa", published(tmp_path, TWO_PARAGRAPHS) + rest)
+
+
+def test_unreachable_hub_is_one_line(tmp_path: Path) -> None:
+    """`HF_HUB_OFFLINE` is read when the library is imported, so this needs a process of its own."""
+    code = "from eval.task import *; load_task(Source('squad', hub=''))"
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("eval.errors.CommandError: --hub rajpurkar/squad: Couldn't reach")
