@@ -24,7 +24,7 @@ QUANTILES = {"ratio of medians": 0.5, "ratio of p90": 0.9}
 MIN_PAIRS = 8
 """With fewer pairs a bootstrap interval is too short to be believed: no verdict."""
 MIN_BLOCKS = 8
-"""With fewer blocks single pairs are resampled: a handful of blocks gives no interval at all."""
+"""With fewer blocks single pairs are resampled, which says too much: no verdict."""
 _BATCH = 2_000_000  # Counts drawn at once: 16 MB.
 
 DOES = {
@@ -55,8 +55,8 @@ def contrast(
         better: picks the statistic if none is named: the ratio of medians for "lower", else the difference of means.
         blocks: one a pair: pairs taken in one stretch of time, which chance moves together.
     Returns:
-        statistic; a_value and b_value, the median, p90 or mean of each arm; value, low, high; n; p of the paired t-test
-        for differences (over the blocks' means where blocks are resampled), None for ratios, for fewer than two, and
+        statistic; a_value and b_value, the median, p90 or mean of each arm; value, low, high; n; num_blocks, if any; p of the
+        paired t-test for differences (over the blocks' means where blocks are resampled), None for ratios, for fewer than two, and
         where all differences are equal. A ratio over zero has None for value, low and high.
     Raises:
         ValueError: no pairs, a value that is not finite, or another number of blocks than of pairs.
@@ -83,6 +83,7 @@ def contrast(
         "low": low,
         "high": high,
         "n": len(values),
+        "num_blocks": None if blocks is None else len(set(blocks)),
         "p": _p_value(values, units) if chosen == "difference of means" else None,
     }
 
@@ -123,10 +124,11 @@ def statistics_of(metric: str) -> tuple[Statistic, ...]:
 
 
 def direction(contrast: Contrast) -> Literal["better", "worse", "different"] | None:
-    """What b is beside a; None where the interval holds "no difference" or there are fewer than 8 pairs."""
+    """What b is beside a; None where the interval holds "no difference" or there are fewer than 8 pairs or blocks."""
     low, high = contrast["low"], contrast["high"]
     is_ratio = contrast["statistic"] in QUANTILES
-    if low is None or contrast["n"] < MIN_PAIRS or low <= (1 if is_ratio else 0) <= high:
+    has_enough = contrast["n"] >= MIN_PAIRS and (contrast.get("num_blocks") or MIN_BLOCKS) >= MIN_BLOCKS
+    if low is None or not has_enough or low <= (1 if is_ratio else 0) <= high:
         return None
     metric = METRICS.get(contrast["metric"])
     if metric is None and not is_ratio:

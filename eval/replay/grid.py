@@ -89,7 +89,8 @@ def grid(axes: Mapping[str, Sequence[Any] | None], *, has_conversations: bool) -
 def comparison(rooms: Sequence[tuple[int, int]], *, has_conversations: bool) -> list[Cell]:
     """What a stranger needs: the stock prefix cache, CRAFT's order and ours, each with its own eviction.
 
-    `promoted` is what CRAFT's marks suggest; admission is `all` for it too, under which it finds more than under its own.
+    `promoted` is what CRAFT's marks suggest; admission is `all` for it too: without a limit of room it finds
+    more so, with one no less.
 
     Args:
         rooms: (capacity, capacity_tokens), 0 for no limit.

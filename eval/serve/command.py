@@ -24,6 +24,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from eval.errors import CommandError
@@ -97,6 +98,16 @@ def run(args: argparse.Namespace, *, kind: str, summarize: Callable[..., dict[st
     return 0
 
 
+RANGES = {
+    "clients": (1, 10_000),
+    "ks": (1, 10_000),
+    "windows": (1, 10**9),
+    "thresholds": (1, 10**6),
+    "ratios": (0.0, 1.0),
+}
+"""Of each swept option but the rate, which `workload` checks."""
+
+
 def cells(args: argparse.Namespace, requests: Mapping[int, Sequence[Request]]) -> list[Cell]:
     """Every combination of what is swept; `requests` by their number of chunks."""
     made = []
@@ -147,6 +158,9 @@ def _check_sweeps(args: argparse.Namespace, arms: Sequence[Arm]) -> None:
             raise CommandError(f"--{option} needs {kind} among --arms")
     for option in ("clients", "rate", "ks", "windows", "thresholds", "ratios"):
         values = getattr(args, option) or []
+        least, most = RANGES.get(option, (-inf, inf))
+        if wrong := [value for value in values if not least <= value <= most]:
+            raise CommandError(f"--{option}: {wrong[0]} is not between {least:g} and {most:g}")
         if len(set(values)) < len(values):
             raise CommandError(f"--{option}: a value is given twice: {' '.join(map(str, values))}")
 

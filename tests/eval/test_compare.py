@@ -21,7 +21,7 @@ def compare(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str
 
 def test_two_runs_pair_the_same_arm_cell_and_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """B is exactly twice as fast on what both have; what only one has must not move the figure."""
-    a = make_served({"ours": 1.0, "stock-lpm": 2.0}, requests=20)
+    a = make_served({"ours": 1.0, "stock-lpm": 2.0}, requests=40)
     b = [
         {**s, "metrics": {"ttft_s": s["metrics"]["ttft_s"] / 2}}
         for s in a
@@ -33,11 +33,11 @@ def test_two_runs_pair_the_same_arm_cell_and_request(tmp_path: Path, capsys: pyt
     code, text, found = compare(capsys, tmp_path / "a", tmp_path / "b" / "record.json")
     assert code == 0
     assert [(c["a"], c["b"], c["metric"], c["n"], c["value"]) for c in found["contrasts"]] == [
-        ("ours in A", "ours in B", "ttft_s", 17, 2.0),
-        ("ours in A", "ours in B", "ttft_s", 17, 2.0),
+        ("ours in A", "ours in B", "ttft_s", 37, 2.0),
+        ("ours in A", "ours in B", "ttft_s", 37, 2.0),
     ]
     assert found["counts"] == [
-        {"a": "ours in A", "b": "ours in B", "both": 17, "only_a": 1, "only_b": 1, "errors_a": 0, "errors_b": 0}
+        {"a": "ours in A", "b": "ours in B", "both": 37, "only_a": 1, "only_b": 1, "errors_a": 0, "errors_b": 0}
     ]
     assert "ours in B reaches the first token 2.00 times faster than ours in A at the median" in text
     assert "not interleaved" in text

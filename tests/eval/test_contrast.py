@@ -94,10 +94,15 @@ def test_blocks_that_move_together_give_a_longer_interval() -> None:
     assert whole["p"] > alone["p"]
 
 
-def test_few_blocks_fall_back_to_single_pairs() -> None:
-    """Seven blocks resampled would be an interval of seven witnesses: pairs are the lesser evil."""
-    pairs = [(float(i % 5), float(i % 7)) for i in range(70)]
-    assert contrast(pairs, better="higher", blocks=[i // 10 for i in range(70)]) == contrast(pairs, better="higher")
+def test_few_blocks_fall_back_to_single_pairs_and_give_no_verdict() -> None:
+    """Seven blocks are seven witnesses at most: pairs give an interval to look at, which is too short to be believed."""
+    pairs = [(float(i % 5), float(i % 7) + 9) for i in range(70)]
+    blocked = contrast(pairs, better="higher", blocks=[i // 10 for i in range(70)])
+    single = contrast(pairs, better="higher")
+    assert blocked == {**single, "num_blocks": 7}
+    names = {"cell": {}, "metric": "em", "a": "x", "b": "y"}
+    assert verdict({**names, **single}) is not None
+    assert verdict({**names, **blocked}) is None
 
 
 @pytest.mark.parametrize("metric", ["ttft_s", "em"])
