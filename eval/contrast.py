@@ -56,8 +56,8 @@ def contrast(
         blocks: one a pair: pairs taken in one stretch of time, which chance moves together.
     Returns:
         statistic; a_value and b_value, the median, p90 or mean of each arm; value, low, high; n; num_blocks, if any; p of the
-        paired t-test for differences (over the blocks' means where blocks are resampled), None for ratios, for fewer than two, and
-        where all differences are equal. A ratio over zero has None for value, low and high.
+        paired t-test for differences (over the blocks' means where blocks are resampled), None for ratios, for fewer than
+        two, and where all differences are equal. A ratio over zero has None for value, low and high.
     Raises:
         ValueError: no pairs, a value that is not finite, or another number of blocks than of pairs.
     """
