@@ -38,7 +38,10 @@ def make_record(name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any
         "name": name,
         "command": " ".join(["python", *map(_without_folder, _module_args())]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git": {"sha": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))},
+        "git": {
+            "sha": _git("rev-parse", "HEAD"),
+            "dirty": bool(_git("status", "--porcelain", "--", ":/", ":(top,exclude)eval/results")),
+        },
         "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": _gpu()},
         "spec": portable(spec),
