@@ -5,6 +5,7 @@
     python -m eval compare runs/monday runs/friday --fail-if-worse   exit code 1 where B is worse: for CI
 
 Only requests that both sides answered count. Two runs are not interleaved: differences of their times may be the machine's.
+Runs of other requests have figures and no verdict: their requests have numbers in common, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.contrast import MIN_PAIRS, Contrast, contrast_arms, direction, shown, verdict
+from eval.contrast import Contrast, contrast_arms, direction, has_enough, sentences, shown
 from eval.errors import CommandError
 from eval.recorded import Recorded, cell_name, read_recorded
 from eval.run import Sample
 
-BASELINES = ("stock-lpm", "stock-fcfs", "no-cache", "retriever", "full-prefill")
+BASELINES = ("stock-lpm", "stock-fcfs", "no-cache", "retriever shown", "retriever", "full-prefill")
 """What one run's arms are compared against unless it or --against says otherwise: the first of these that it has."""
+DIGESTS = ("requests_sha256", "trace_sha256")
+SOURCES = ("task", "data", "hub", "corpus", "retriever", "scale", "seed", "k", "trace")
+"""What settles the requests of a record without a digest of them."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     print(_table(report["contrasts"]))
     print("\n".join(["", *_sentences(report), ""]))
     print(json.dumps(report))
-    return int(options.fail_if_worse and any(direction(found) == "worse" for found in report["contrasts"]))
+    worse = any(direction(found) == "worse" for found in report["contrasts"])
+    return int(options.fail_if_worse and not report["no_verdict"] and worse)
 
 
 def compare_runs(a: Recorded, b: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
@@ -57,7 +62,10 @@ def compare_runs(a: Recorded, b: Recorded, *, against: str | None, metrics: Sequ
     if not arms:
         raise CommandError(f"no arm is in both: A has {', '.join(a.arms)}, B {', '.join(b.arms)}; --against names A's")
     sides = [(_of(a, left), _of(b, right), f"{left} in A", f"{right} in B") for left, right in arms]
-    return {**_report(sides, metrics), "records": {"A": a.name, "B": b.name}, "differs": differences(a, b)}
+    report = {**_report(sides, metrics), "records": {"A": a.name, "B": b.name}, "differs": differences(a, b)}
+    if others := other_requests(a, b):
+        return {**report, "verdict": [], "no_verdict": f"the runs are of other requests: {', '.join(others)} differ"}
+    return report
 
 
 def compare_arms(run: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
@@ -73,6 +81,13 @@ def compare_arms(run: Recorded, *, against: str | None, metrics: Sequence[str] |
     _has(run, base)
     sides = [(_of(run, base), _of(run, arm), base, arm) for arm in run.arms if arm != base]
     return {**_report(sides, metrics), "records": {"A": run.name}, "differs": []}
+
+
+def other_requests(a: Recorded, b: Recorded) -> list[str]:
+    """The settings by which the requests of two runs are not the same: their digests, or what stands for them in old records."""
+    left, right = a.record["spec"], b.record["spec"]
+    digests = [name for name in DIGESTS if left.get(name) and right.get(name)]
+    return [name for name in digests or SOURCES if left.get(name) != right.get(name)]
 
 
 def differences(a: Recorded, b: Recorded) -> list[str]:
@@ -133,8 +148,7 @@ def _report(
         alone = {"only_a": len(keys - others), "only_b": len(others - keys)}
         errors = {"errors_a": _errors(left), "errors_b": _errors(right)}
         counts.append({"a": a, "b": b, "both": len(keys & others), **alone, **errors})
-    said = [text for text in map(verdict, contrasts) if text]
-    return {"contrasts": contrasts, "verdict": said, "counts": counts}
+    return {"contrasts": contrasts, "verdict": sentences(contrasts), "no_verdict": None, "counts": counts}
 
 
 def _answered(samples: Sequence[Sample]) -> set[tuple[str, str]]:
@@ -165,7 +179,7 @@ def _table(contrasts: Sequence[Contrast]) -> str:
             shown(found["metric"], found["a_value"]),
             shown(found["metric"], found["b_value"]),
             _number(found["value"]),
-            "too few" if found["n"] < MIN_PAIRS else f"[{_number(found['low'])}, {_number(found['high'])}]",
+            "too few" if not has_enough(found) else f"[{_number(found['low'])}, {_number(found['high'])}]",
             str(found["n"]),
             "" if found["p"] is None else f"{found['p']:.2g}",
         ]
@@ -182,16 +196,13 @@ def _number(value: float | None) -> str:
 
 def _sentences(report: Mapping[str, Any]) -> list[str]:
     """Verdicts, then what to hold against them."""
-    contrasts, said = report["contrasts"], report["verdict"]
-    few = [found for found in contrasts if found["n"] < MIN_PAIRS]
-    lines = said or (["No difference beyond chance."] if len(few) < len(contrasts) else [])
-    if few:
-        lines = [*lines, f"Too few: {len(few)} of {len(contrasts)} comparisons have fewer than {MIN_PAIRS} requests."]
-    if len(contrasts) >= 20:
-        chance = round(0.05 * len(contrasts))
+    contrasts = report["contrasts"]
+    lines = [f"No verdict: {report['no_verdict']}."] if report["no_verdict"] else report["verdict"]
+    if len(contrasts) >= 20 and not report["no_verdict"]:
+        found, chance = sum(map(bool, map(direction, contrasts))), round(0.05 * len(contrasts))
         lines = [
             *lines,
-            f"{len(said)} of {len(contrasts)} intervals exclude no difference; about {chance} would by chance.",
+            f"{found} of {len(contrasts)} intervals exclude no difference; about {chance} would by chance.",
         ]
     for side in report["counts"]:
         if side["only_a"] or side["only_b"]:

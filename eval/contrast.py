@@ -1,7 +1,7 @@
 """Two arms on the same requests: how far apart, with an interval, and a sentence only where the interval leaves no doubt.
 
     pairs (a, b) of one request -> contrast() -> {"statistic", "a_value", "b_value", "value", "low", "high", "n", "p"}
-    samples of two arms -> contrast_arms() -> the same with "cell", "metric", "a", "b" -> verdict()
+    samples of two arms -> contrast_arms() -> the same with "cell", "metric", "a", "b", failures -> sentences()
 
 Ratios are a / b, for times: above 1, b is faster. Differences are b - a, for everything else. Pure functions, seeded.
 """
@@ -25,6 +25,8 @@ MIN_PAIRS = 8
 """With fewer pairs a bootstrap interval is too short to be believed: no verdict."""
 MIN_BLOCKS = 8
 """With fewer blocks single pairs are resampled, which says too much: no verdict."""
+MAX_FAILED = 0.01
+"""An arm that failed a larger share of its requests, and more than the other, is compared on those that suited it: no verdict."""
 _BATCH = 2_000_000  # Counts drawn at once: 16 MB.
 
 DOES = {
@@ -94,11 +96,13 @@ def contrast_arms(
     """All contrasts of arm `b` (samples `right`) against arm `a` (`left`): cell by cell, metric by metric.
 
     Only a request that both have in a cell counts; warm-up and failed requests do not. A request measured several times
-    counts once, with its mean. `metrics` restricts; times get two contrasts, of medians and of p90.
+    counts once, with its mean. `metrics` restricts; times get two contrasts, of medians and of p90. Each contrast says how
+    many requests of its cell either arm was asked and failed: `asked_a`, `failed_a`, `asked_b`, `failed_b`.
     """
     ours, theirs = _by_cell(right), _by_cell(left)
     found = []
     for cell in (cell for cell in theirs if cell in ours):
+        failures = {**_failures("a", theirs[cell]), **_failures("b", ours[cell])}
         names = {name for sample in theirs[cell] for name in sample["metrics"]}
         for metric in sorted(names & set(names if metrics is None else metrics), key=_rank):
             values, others = _by_request(theirs[cell], metric), _by_request(ours[cell], metric)
@@ -114,7 +118,7 @@ def contrast_arms(
                     blocks=None if None in blocks else blocks,
                     statistic=statistic,
                 )
-                found.append({"cell": json.loads(cell), "metric": metric, "a": a, "b": b, **measured})
+                found.append({"cell": json.loads(cell), "metric": metric, "a": a, "b": b, **measured, **failures})
     return found
 
 
@@ -123,12 +127,29 @@ def statistics_of(metric: str) -> tuple[Statistic, ...]:
     return ("ratio of medians", "ratio of p90") if metric.endswith("_s") else ("difference of means",)
 
 
+def has_enough(contrast: Contrast) -> bool:
+    """Whether its interval can be believed: at least 8 requests, and 8 blocks where requests come in blocks."""
+    blocks = contrast.get("num_blocks")
+    return contrast["n"] >= MIN_PAIRS and (blocks is None or blocks >= MIN_BLOCKS)
+
+
+def fails_more(contrast: Contrast) -> Literal["a", "b"] | None:
+    """The side that failed more than `MAX_FAILED` of its requests, and more of them than the other."""
+    a, b = ((contrast.get(f"failed_{side}") or 0) / (contrast.get(f"asked_{side}") or 1) for side in "ab")
+    return None if a == b or max(a, b) <= MAX_FAILED else "a" if a > b else "b"
+
+
 def direction(contrast: Contrast) -> Literal["better", "worse", "different"] | None:
-    """What b is beside a; None where the interval holds "no difference" or there are fewer than 8 pairs or blocks."""
+    """What b is beside a.
+
+    None where the interval holds "no difference" or the t-test finds none (p >= 0.05), where there are fewer than 8 pairs or
+    blocks, and where one arm failed more than the other.
+    """
     low, high = contrast["low"], contrast["high"]
     is_ratio = contrast["statistic"] in QUANTILES
-    has_enough = contrast["n"] >= MIN_PAIRS and (contrast.get("num_blocks") or MIN_BLOCKS) >= MIN_BLOCKS
-    if low is None or not has_enough or low <= (1 if is_ratio else 0) <= high:
+    if low is None or not has_enough(contrast) or fails_more(contrast) is not None:
+        return None
+    if low <= (1 if is_ratio else 0) <= high or (contrast.get("p") or 0) >= 0.05:
         return None
     metric = METRICS.get(contrast["metric"])
     if metric is None and not is_ratio:
@@ -138,16 +159,44 @@ def direction(contrast: Contrast) -> Literal["better", "worse", "different"] | N
     return "better" if b_has_less == (metric is None or metric.better == "lower") else "worse"
 
 
+def sentences(contrasts: Sequence[Contrast]) -> list[str]:
+    """Every verdict once; else that there is no difference; and of how many comparisons nothing is said since they are small."""
+    said = list(dict.fromkeys(text for text in map(verdict, contrasts) if text))
+    judged = [one for one in contrasts if has_enough(one) and fails_more(one) is None]
+    if judged and not any(map(direction, judged)):
+        said.append(f"No difference beyond chance in {len(judged)} of {len(contrasts)} comparisons.")
+    return [*said, *shortage(contrasts)]
+
+
+def shortage(contrasts: Sequence[Contrast]) -> list[str]:
+    """One sentence if any has too few requests or blocks, not for failures: how many, and how many requests it would take."""
+    few = [one for one in contrasts if not has_enough(one) and fails_more(one) is None]
+    if not few:
+        return []
+    count, what = min(
+        (one["n"], "requests") if one["n"] < MIN_PAIRS else (one["num_blocks"], "blocks of requests") for one in few
+    )
+    needed = max(MIN_BLOCKS * math.ceil(one["n"] / (one.get("num_blocks") or one["n"])) for one in few)
+    return [
+        f"No verdict in {len(few)} of {len(contrasts)} comparisons: too few {what}: {count}; "
+        f"give --requests >= {needed} and the warm-up's."
+    ]
+
+
 def verdict(contrast: Contrast) -> str | None:
-    """One sentence about b beside a, or None where chance explains it or there are too few pairs."""
+    """One sentence about b beside a, or that there is no verdict since one failed more; None where nothing can be said."""
+    a, b, name = contrast["a"], contrast["b"], contrast["metric"]
+    where = cell_name(contrast["cell"])
+    end = f" ({where})" if where else ""
+    if (side := fails_more(contrast)) is not None:
+        first, second = (f"{contrast[x]} failed {contrast[f'failed_{x}']} of {contrast[f'asked_{x}']}" for x in "ab")
+        told = (first, second) if side == "a" else (second, first)
+        return f"No verdict: {', '.join(told)}{end}"
     way = direction(contrast)
     if way is None:
         return None
-    a, b, name = contrast["a"], contrast["b"], contrast["metric"]
     value, low, high = contrast["value"], contrast["low"], contrast["high"]
     label = METRICS[name].label if name in METRICS else name
-    where = cell_name(contrast["cell"])
-    end = f" ({where})" if where else ""
     if contrast["statistic"] not in QUANTILES:
         change = "higher" if value > 0 else "lower"
         low, high = sorted((abs(low), abs(high)))
@@ -223,16 +272,20 @@ def _p_value(values: np.ndarray, units: np.ndarray) -> float | None:
 def _by_cell(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     cells: dict[str, list[Sample]] = {}
     for sample in samples:
-        if not sample.get("warm_up") and not sample.get("error"):
+        if not sample.get("warm_up"):
             cells.setdefault(json.dumps(sample["cell"], sort_keys=True), []).append(sample)
     return cells
+
+
+def _failures(side: str, samples: Sequence[Sample]) -> dict[str, int]:
+    return {f"asked_{side}": len(samples), f"failed_{side}": sum(bool(sample.get("error")) for sample in samples)}
 
 
 def _by_request(samples: Iterable[Sample], metric: str) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for sample in samples:
         value = sample["metrics"].get(metric)
-        if value is not None and math.isfinite(value):
+        if not sample.get("error") and value is not None and math.isfinite(value):
             values.setdefault(sample["request"], []).append(float(value))
     return {request: math.fsum(taken) / len(taken) for request, taken in values.items()}
 

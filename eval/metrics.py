@@ -20,7 +20,8 @@ METRICS = {
     "itl_s": Metric("time between output tokens, mean of an answer", "s", "lower"),
     "e2e_s": Metric("time to the whole answer", "s", "lower"),
     "hit_share": Metric("chunks found cached", "", "higher"),
-    "token_hit_share": Metric("chunk tokens found cached", "", "higher"),
+    "saved_share": Metric("chunks not computed", "", "higher"),
+    "token_saved_share": Metric("chunk tokens not computed", "", "higher"),
     "cached_share": Metric("prompt tokens found cached", "", "higher"),
     "prefill_tokens": Metric("prompt tokens computed", "tokens", "lower"),
     "em": Metric("exact match", "", "higher"),
@@ -36,9 +37,20 @@ METRICS = {
     "kl_first_retriever": Metric("KL to full prefill in retriever order, first token", "nats", "lower"),
     "kl_first": Metric("KL to full prefill, first token", "nats", "lower"),
     **{
-        f"{score}_{reference}": Metric(f"{label}, against full prefill's answer{order}", "", "higher")
+        f"{score}_{reference}": Metric(f"{label}, against {text}", "", "higher")
         for score, label in (("rouge_l", "ROUGE-L"), ("jaccard", "Jaccard index"), ("bert_score", "BERTScore F1"))
-        for reference, order in (("full", ""), ("retriever", " in retriever order"))
+        for reference, text in (
+            ("full", "full prefill's answer"),
+            ("retriever", "full prefill's answer in retriever order"),
+            ("given", "the answer to the chunks as given"),
+            ("policy", "the first policy's answer"),
+        )
     },
+    "same_given": Metric("answers that equal the one to the chunks as given", "", "higher"),
+    "kl_given": Metric("KL to the chunks as given", "nats", "lower"),
+    "kl_first_given": Metric("KL to the chunks as given, first token", "nats", "lower"),
+    "same_policy": Metric("answers that equal the first policy's", "", "higher"),
+    "kl_policy": Metric("KL to the first policy", "nats", "lower"),
+    "kl_first_policy": Metric("KL to the first policy, first token", "nats", "lower"),
     "faithfulness": Metric("faithfulness, by a judge", "", "higher"),
 }

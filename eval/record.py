@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -32,16 +33,19 @@ PACKAGES = (
 )
 
 
-def make_record(name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
-    """What was run (`spec`), with which versions on which machine, and what came out. Of paths only the last part is kept."""
+def make_record(
+    name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any], git: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What was run (`spec`), with which versions on which machine, and what came out. Of paths only the last part is kept.
+
+    Args:
+        git: `git_state()` of when it began; None: it is asked now.
+    """
     return {
         "name": name,
         "command": " ".join(["python", *map(_without_folder, _module_args())]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git": {
-            "sha": _git("rev-parse", "HEAD"),
-            "dirty": bool(_git("status", "--porcelain", "--", ":/", ":(top,exclude)eval/results")),
-        },
+        "git": dict(git or git_state()),
         "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": _gpu()},
         "spec": portable(spec),
@@ -53,6 +57,27 @@ def portable(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as JSON without this machine: of paths the last part, and not where the output went."""
     kept = {key: value for key, value in spec.items() if key not in ("record", "logs", "out")}
     return dict(json.loads(json.dumps({key: _without_folder(value) for key, value in kept.items()}, default=str)))
+
+
+def git_state() -> dict[str, Any]:
+    """The commit that is checked out, and whether anything but records differs from it."""
+    return {
+        "sha": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--", ":/", ":(top,exclude)eval/results")),
+    }
+
+
+def model_sha256(model_path: str) -> str | None:
+    """Hex digest of config.json in a model's folder, or in that of `bundled`; None for a name that is no folder here."""
+    folder = Path(model_path)
+    if model_path == "bundled":
+        from sglang_chunkcache.bundled_model import model_dir  # only here: a replay has no model
+
+        folder = model_dir()
+    try:
+        return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _gpu() -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from eval.errors import CommandError
@@ -19,8 +20,11 @@ from eval.run import Sample, read_record, read_samples
 
 KINDS = ("replay", "serve", "sensitivity", "quality")
 POLICIES = ("order", "tail", "eviction", "admission", "dedup")
-UNITS = {"hit_share": ("hits", "dropped", "chunks"), "token_hit_share": ("token_hits", "dropped_tokens", "tokens")}
-"""Metric -> what a replay counts for it: found cached, shown before by the conversation, of so many."""
+UNITS = {
+    "saved_share": ("hits", "dropped", "lost", "chunks"),
+    "token_saved_share": ("token_hits", "dropped_tokens", "lost_tokens", "tokens"),
+}
+"""Metric -> what a replay counts for it: found cached, shown before by the conversation, computed once more, of so many."""
 
 Cell = Mapping[str, Any]
 
@@ -83,8 +87,7 @@ def read_recorded(path: Path) -> Recorded:
         if record["kind"] != "replay":
             return Recorded(folder, record, [_checked(row) for row in rows], _cells(record["results"]))
         rows = [row for row in rows if "cell" in row]  # The others say what the trace offers.
-        warm_up = record["spec"].get("warm_up") or 0
-        samples = [one for row in _replayed(rows) for one in _requests(row, warm_up)]
+        samples = [one for row in _replayed(rows) for one in _requests(row, record["spec"])]
         return Recorded(folder, record, samples, _replayed(_cells(record["results"])))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CommandError(f"{folder}: its samples or cells are not what `python -m eval` writes: {error!r}") from None
@@ -171,20 +174,23 @@ def _values(cells: Sequence[Cell], key: str) -> list[Any]:
     return [value for value in found if value is not None or key == "k"]
 
 
-def _requests(row: Cell, warm_up: int) -> list[Sample]:
-    length = max(1, len(row["chunks"]) // 50)  # Neighbours in a trace share chunks: stretches are resampled.
-    units = {name: unit for name, unit in UNITS.items() if row.get(unit[-1])}
+def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:
+    warm_up = spec.get("warm_up") or 0
+    # Neighbours in a trace share chunks: stretches are resampled, as long as replay's own.
+    length = max(1, min(spec["block"], (len(row["chunks"]) - warm_up) // 10))
+    # Of a mean request's chunks, so that the mean over requests is the share of all chunks, which replay tells.
+    mean = {name: fmean(row[unit[-1]][warm_up:]) for name, unit in UNITS.items() if row.get(unit[-1])}
     return [
         {
             "arm": row["arm"],
             "cell": row["cell"],
             "request": str(i),
             "warm_up": i < warm_up,
-            "block": i // length,
+            "block": (i - warm_up) // length,
             "metrics": {
-                name: (row[hits][i] + row[dropped][i]) / row[of][i]
-                for name, (hits, dropped, of) in units.items()
-                if row[of][i]
+                name: (row[hits][i] + row[dropped][i] - row[lost][i]) / mean[name]
+                for name, (hits, dropped, lost, _) in UNITS.items()
+                if mean.get(name)
             },
         }
         for i in range(len(row["chunks"]))

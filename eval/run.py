@@ -4,6 +4,7 @@
     <folder>/record.json     `make_record`'s fields, `kind`, `complete`, `baseline`; `results` are computed from the samples alone
 
 A run that was interrupted is continued by the same command with the same folder: samples that are there are not taken again.
+`git` says with which commit it began, and `git.resumed_with` with which others it went on.
 Figures are a pure function of the samples, so whoever reads a folder can compute others.
 """
 
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from eval.errors import CommandError
-from eval.record import make_record, portable
+from eval.record import git_state, make_record, portable
 
 Sample = dict[str, Any]
 Summary = Callable[[Sequence[Sample]], dict[str, Any]]
@@ -33,7 +34,7 @@ class Run:
         summarize: samples -> `results`; also called with none and with some.
         baseline: name of the record that this one is to be read beside, if any.
     Raises (on entering):
-        CommandError: the folder holds something else, a complete run, or one with another spec.
+        CommandError: the folder holds something else, a complete run, or one with another spec; a setting is infinite.
     """
 
     def __init__(
@@ -49,8 +50,15 @@ class Run:
         self.samples: list[Sample] = []
         self._kind, self._spec, self._summarize, self._baseline = kind, portable(spec), summarize, baseline
         self._keys: set[str] = set()
+        self._git: dict[str, Any] = {}
 
     def __enter__(self) -> Run:
+        for name, value in self._spec.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError:
+                raise CommandError(f"{name}: expected a finite number, got {value}") from None
+        self._git = git_state()
         self._resume()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write(complete=False)
@@ -70,14 +78,32 @@ class Run:
         return key in self._keys
 
     def add(self, key: str, sample: Mapping[str, Any]) -> None:
-        """Keep one sample, on disk at once. Raises ValueError for a key that is there."""
-        if key in self._keys:
-            raise ValueError(f"sample {key!r} is there already")
-        row = {"key": key, **sample}
+        """Keep one sample. Raises as `add_all`."""
+        self.add_all([(key, sample)])
+
+    def add_all(self, samples: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Keep samples that count together or not at all, each with its key: on disk at once, in one write.
+
+        Raises:
+            ValueError: a key is there already, or a number is not finite; none is kept then.
+        """
+        rows: dict[str, Sample] = {}
+        for key, sample in samples:
+            if key in self._keys or key in rows:
+                raise ValueError(f"sample {key!r} is there already")
+            rows[key] = {"key": key, **sample}
+        text = "".join(map(_line, rows.values()))
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row, separators=(",", ":")) + "\n")
-        self._keys.add(key)
-        self.samples.append(row)
+            lines.write(text)
+        self._keys |= rows.keys()
+        self.samples += rows.values()
+
+    def drop(self, keys: Collection[str]) -> None:
+        """Forget these samples, those of them that are there, on disk too: they are to be taken again."""
+        kept = [sample for sample in self.samples if sample["key"] not in keys]
+        if len(kept) < len(self.samples):
+            _replace(self.folder / "samples.jsonl", "".join(map(_line, kept)))
+            self.samples, self._keys = kept, {sample["key"] for sample in kept}
 
     def results(self) -> dict[str, Any]:
         """The figures of the samples so far."""
@@ -103,16 +129,18 @@ class Run:
             )
         self.samples = read_samples(self.folder)
         self._keys = {sample["key"] for sample in self.samples}
+        self._git = _resumed(record["git"], self._git)
         # A sample that was cut off in the middle of its line is gone, and the next one must not be appended to it.
-        lines = "".join(json.dumps(sample, separators=(",", ":")) + "\n" for sample in self.samples)
-        (self.folder / "samples.jsonl").write_text(lines, encoding="utf-8")
+        path = self.folder / "samples.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text[-1:] not in ("", "\n"):
+            _replace(path, text[: text.rfind("\n") + 1])
 
     def _write(self, *, complete: bool) -> None:
-        record = make_record(self.folder.name, spec=self._spec, results=self._summarize(self.samples))
+        results = self._summarize(self.samples)
+        record = make_record(self.folder.name, spec=self._spec, results=results, git=self._git)
         record = {"kind": self._kind, "complete": complete, "baseline": self._baseline, **record}
-        temporary = self.folder / "record.json.new"
-        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.folder / "record.json")
+        _replace(self.folder / "record.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -146,3 +174,23 @@ def read_samples(folder: Path) -> list[Sample]:
         except ValueError as error:
             raise CommandError(f"{folder / 'samples.jsonl'}, line {number}: {error}") from None
     return samples
+
+
+def _resumed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's `git`, as it was begun and perhaps went on, when it goes on `now`; dirty if it ever was."""
+    others = list(begun.get("resumed_with", []))
+    if now["sha"] not in (begun["sha"], *others):
+        others.append(now["sha"])
+    known = {"sha": begun["sha"], "dirty": begun["dirty"] or now["dirty"]}
+    return known | ({"resumed_with": others} if others else {})
+
+
+def _line(sample: Sample) -> str:
+    return json.dumps(sample, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """The file is the old one or the new one at every moment."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

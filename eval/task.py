@@ -12,8 +12,10 @@ Knows no server and no model. Standard library only until a task or a retriever 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, get_args
@@ -170,6 +172,14 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
 def load_requests(args: argparse.Namespace) -> list[Request]:
     """What the options name. Raises CommandError for anything that is wrong with them or with the data."""
     return requests_of(*_load(args), retriever=args.retriever)
+
+
+def requests_sha256(requests: Iterable[Request]) -> str:
+    """Hex digest of all fields of all requests in their order: equal where the same was asked."""
+    digest = hashlib.sha256()
+    for request in requests:
+        digest.update(json.dumps(astuple(request)).encode())
+    return digest.hexdigest()
 
 
 def load_texts(args: argparse.Namespace) -> list[str]:

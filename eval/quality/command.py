@@ -10,6 +10,9 @@ arm then answers all requests in their order on a server of its own, so that it 
 reorders is compared with full prefill twice: of its own prompt (what reuse did: nothing, unless KV was moved) and of the
 retriever's (what an application would notice). Arms that send chunks as text tokenise them together with what stands around
 them, ours apart: where that makes another prompt, answers may differ without any reuse, and `tokenised_otherwise` counts it.
+
+In all modes turns of one conversation, and questions that the same passages answer, are one block of the bootstrap and of the
+paired t-test: they are no independent samples.
 """
 
 from __future__ import annotations
@@ -37,7 +40,16 @@ from eval.quality.options import (
     open_endpoints,
     spec_of,
 )
-from eval.quality.scores import GOLD_METRICS, Scorer, differences, normalized_f1_of, rounded, summarize_arms, table
+from eval.quality.scores import (
+    GOLD_METRICS,
+    Scorer,
+    block_of,
+    differences,
+    normalized_f1_of,
+    rounded,
+    summarize_arms,
+    table,
+)
 from eval.run import Run, Sample
 from eval.serve.arms import Arm, add_arm_options, create_reorderer, parse_arms, skip_reason
 from eval.serve.client import Message
@@ -91,18 +103,19 @@ def measure(args: argparse.Namespace) -> int:
     if args.against not in {REFERENCE.name, *(arm.name for arm in arms)}:
         raise CommandError(f"--against: {args.against} is none of {REFERENCE.name}, {', '.join(args.arms)}")
     requests = load_requests(args)
+    reference = replace(REFERENCE, url=args.reference and args.reference.rstrip("/"))
     scorer = make_scorer(args, arms)
     folder = args.out or default_folder(f"quality-{args.mode}")
     facts = load_facts(folder)
     with Run(
         folder,
         kind="quality",
-        spec=spec_of(args),
+        spec=spec_of(args, [reference, *arms], requests),
         summarize=partial(summarize, against=args.against, scorer=scorer, facts=facts),
         baseline=args.baseline,
     ) as run:
         with open_endpoints(args, requests, facts, folder) as endpoints:
-            answer_all(run, requests, arms, endpoints, scorer, args, facts)
+            answer_all(run, requests, [reference, *arms], endpoints, scorer, args, facts)
         results = run.results()
         notes = [f"{name}: {n} prompts tokenised otherwise" for name, n in results["tokenised_otherwise"].items()]
         lines = [table(results["cells"], SHOWN), differences(results["contrasts"], SHOWN), *notes]
@@ -118,12 +131,12 @@ def answer_all(
     args: argparse.Namespace,
     facts: dict[str, Any],
 ) -> None:
-    """Every sample that `run` does not hold yet, one arm at a time beside the reference server."""
+    """Every sample that `run` does not hold yet, one arm at a time beside the reference server, which is the first one."""
     histories = fixed_histories(requests)
     alone = [replace(request, conversation=None) for request in requests]  # the history is in the messages already
-    reference = replace(REFERENCE, url=args.reference and args.reference.rstrip("/"))
+    reference = arms[0]
     full = FullPrefill(endpoints.open(reference))
-    for arm in (reference, *arms):
+    for arm in arms:
         missing = [i for i, request in enumerate(requests) if key_of(arm, request) not in run]
         if reason := skip_reason(arm, contextpilot_python=args.contextpilot_python):
             facts.setdefault("skipped", {})[arm.name] = reason
@@ -133,7 +146,8 @@ def answer_all(
             endpoint = endpoints.open(arm)
             asked = [(alone[i], histories[i]) for i in missing]
             with progress(arm.name, len(requests), initial=len(requests) - len(missing)) as bar:
-                for request, answer in answers_of(endpoint, asked, full, args):
+                given = answers_of(endpoint, asked, full, args)
+                for request, answer in zip((requests[i] for i in missing), given, strict=True):
                     if isinstance(answer, CommandError):
                         endpoints.check(endpoint)
                     run.add(key_of(arm, request), sample(arm, request, answer, scorer))
@@ -149,7 +163,7 @@ def answers_of(
     asked: Sequence[tuple[Request, list[Message]]],
     full: FullPrefill,
     args: argparse.Namespace,
-) -> Iterator[tuple[Request, Compared | CommandError]]:
+) -> Iterator[Compared | CommandError]:
     """In the requests' order, `--clients` in flight; what a server refused is given back as its error."""
     arm = endpoint.arm
     # A server that gets the chunks as text tokenises them its own way: its own prompt is only computed there.
@@ -170,8 +184,7 @@ def answers_of(
     try:
         with ThreadPoolExecutor(args.clients) as pool:
             orders = (reorderer.order(request) if reorderer else request.chunks for request, _ in asked)
-            found = pool.map(one, *zip(*asked, strict=True), orders)
-            yield from zip((request for request, _ in asked), found, strict=True)
+            yield from pool.map(one, *zip(*asked, strict=True), orders)
     finally:
         if reorderer:
             reorderer.close()
@@ -200,6 +213,7 @@ def key_of(arm: Arm, request: Request) -> str:
 def sample(arm: Arm, request: Request, answer: Compared | CommandError, scorer: Scorer) -> Sample:
     """A row of samples.jsonl."""
     row: Sample = {"arm": arm.name, "cell": {}, "mode": "answers", "request": request.id, "warm_up": False}
+    row["block"] = block_of(request)
     if isinstance(answer, CommandError):
         return row | {"metrics": {}, "fates": None, "error": str(answer)}
     given, own, retriever = answer

@@ -1,13 +1,13 @@
 """`python -m eval quality dedup`: does it matter that a conversation does not show a chunk again? CRAFT figure 7.
 
 The same conversations on a server per policy, which differ in `--chunkcache-dedup` alone; the order stays the retriever's. Each
-policy's history holds its own answers, as an application's would. A turn counts as one request; the paired t-test is over them.
+policy's history holds its own answers, as an application's would. Turns of one conversation are no independent samples, so
+intervals and the paired t-test are over conversations.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,19 +27,17 @@ from eval.quality.options import (
     open_endpoints,
     spec_of,
 )
-from eval.quality.scores import GOLD_METRICS, Scorer, differences, rounded, summarize_arms, table
+from eval.quality.scores import GOLD_METRICS, Scorer, block_of, differences, rounded, summarize_arms, table
+from eval.quality.world_questions import add_hop_option, world_conversations
 from eval.run import Run, Sample
 from eval.serve.arms import ARMS, Arm
 from eval.serve.client import Message
 from eval.serve.options import default_folder
 from eval.serve.runner import load_facts
-from eval.task import Request, TextChunk, add_task_options, load_requests
+from eval.task import Request, add_task_options, load_requests
 
 POLICIES = ("off", "shown", "paper")
-SHOWN = (*GOLD_METRICS, "same_retriever", "rouge_l_retriever", "bert_score_retriever")
-WORLD_TURNS = 5
-WORLD_PASSAGES = 8
-"""Of a conversation: the most that the bundled model was trained on at once."""
+SHOWN = (*GOLD_METRICS, "same_policy", "rouge_l_policy", "bert_score_policy")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=["off", "shown"],
         help="the first one is what others are beside",
     )
+    add_hop_option(parser)
     add_quality_options(parser)
 
 
@@ -60,7 +59,8 @@ def measure(args: argparse.Namespace) -> int:
     check_options(args)
     if len(set(args.policies)) < 2:
         raise CommandError(f"--policies needs two different ones to compare, got {' '.join(args.policies)}")
-    requests = world_conversations(args) if args.task == "world" else load_requests(args)
+    is_made = args.task == "world" or args.hop == 2
+    requests = world_conversations(args) if is_made else load_requests(args)
     conversations = group(requests)
     if not conversations:
         raise CommandError(f"--task {args.task} has no conversation of several turns; world, mtrag and sharegpt have")
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> int:
     with Run(
         folder,
         kind="quality",
-        spec=spec_of(args),
+        spec=spec_of(args, arms, requests),
         summarize=partial(summarize, against=arms[0].name, scorer=scorer, facts=facts),
         baseline=args.baseline,
     ) as run:
@@ -99,40 +99,6 @@ def group(requests: Sequence[Request]) -> list[list[Request]]:
         if request.conversation is not None:
             found.setdefault(request.conversation, []).append(request)
     return [turns for turns in found.values() if len(turns) > 1]
-
-
-def world_conversations(args: argparse.Namespace) -> list[Request]:
-    """Conversations about a few passages of the generated world, of which every turn retrieves k, its answer among them.
-
-    Raises:
-        CommandError: k is not in 1..8.
-    """
-    from sglang_chunkcache.bundled_model.world import World
-
-    if not 1 <= args.k <= WORLD_PASSAGES:
-        raise CommandError(f"--k must be in 1..{WORLD_PASSAGES} for conversations over the task world, got {args.k}")
-    if args.data is not None or args.hub is not None:
-        raise CommandError("task world is generated: it takes neither --data nor --hub")
-    requests: list[Request] = []
-    for number in range(-(-args.requests // WORLD_TURNS)):
-        rng = random.Random(f"{args.seed} conversation {number}")
-        world = World(rng.getrandbits(60), WORLD_PASSAGES, num_kinds=1)
-        asked = rng.sample([question for question in world.questions if question.hop == 1], WORLD_TURNS)
-        for turn, question in enumerate(asked):
-            gold = world.passage(question.gold_passage_ids[0])
-            others = rng.sample([passage for passage in world.passages if passage != gold], args.k - 1)
-            shown = rng.sample([gold, *others], args.k)
-            requests.append(
-                Request(
-                    f"world:{number}:{turn}",
-                    question.question,
-                    tuple(TextChunk(f"{number}-{passage.id}", passage.text) for passage in shown),
-                    question.answers,
-                    tuple(f"{number}-{passage_id}" for passage_id in question.gold_passage_ids),
-                    conversation=f"world:{number}",
-                )
-            )
-    return requests[: args.requests]
 
 
 def answer_all(
@@ -194,11 +160,12 @@ def sample(
 ) -> Sample:
     """A row of samples.jsonl; `first` is the first policy's answer."""
     row: Sample = {"arm": arm.name, "cell": {}, "mode": "dedup", "request": request.id, "warm_up": False}
+    row["block"] = block_of(request)
     if isinstance(answer, CommandError):
         return row | {"metrics": {}, "fates": None, "error": str(answer)}
     metrics = scorer.gold(answer.text, request)
     if isinstance(first, Greedy) and first is not answer:
-        metrics |= scorer.agreement(answer, first, "retriever")
+        metrics |= scorer.agreement(answer, first, "policy")
     return row | {
         "metrics": rounded(metrics),
         "fates": answer.fates,

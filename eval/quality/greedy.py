@@ -89,7 +89,7 @@ def ask(
             (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
             info,
         )
-    except (KeyError, IndexError, TypeError) as error:
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise CommandError(f"{url}{ROUTES[arm.route]}: no chat completion came back: {error!r}") from None
 
 

@@ -15,11 +15,13 @@ from eval.quality.greedy import Endpoint
 from eval.quality.judge import Judge
 from eval.quality.scores import Scorer, Weights, knows_answers
 from eval.random_model import SHAPES
+from eval.record import model_sha256
 from eval.serve.arms import Arm
 from eval.serve.options import DEFAULT_PARAMS, model_flags
 from eval.serve.plan import Plan
 from eval.serve.runner import FACTS
 from eval.serve.server_pool import Key, ServerPool
+from eval.task import requests_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,14 +129,18 @@ def open_endpoints(
             (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
-def spec_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that make two runs the same measurement."""
-    return {key: value for key, value in vars(args).items() if key not in ("run", "clients")}
+def spec_of(args: argparse.Namespace, arms: Sequence[Arm], requests: Sequence[Request]) -> dict[str, Any]:
+    """What makes two runs the same measurement: settings, what is asked, and the model, where servers are started."""
+    settings = {key: value for key, value in vars(args).items() if key not in ("run", "clients")}
+    starts = any(arm.url is None for arm in arms)
+    digests = {"model_sha256": model_sha256(args.model_path) if starts else None}
+    return settings | digests | {"requests_sha256": requests_sha256(requests)}
 
 
 def finish(run: Run, table: str) -> int:
-    """Print the table, the folder and, last, the figures as JSON."""
-    print(table)
+    """Print the table, what may be said, the folder and, last, the figures as JSON."""
+    results = run.results()
+    print(table, *results["verdict"], sep="\n")
     print(f"record: {run.folder}")
-    print(json.dumps(run.results()))
+    print(json.dumps(results))
     return 0

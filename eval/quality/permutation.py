@@ -1,7 +1,7 @@
 """`python -m eval quality permutation`: does the order of the chunks matter? CRAFT figure 5 on any task and model.
 
 Each request is answered in the retriever's order and in random ones; both are scored alike. Orders that are drawn twice are
-asked once. The server's own ordering is off: it is told to keep the order that it gets.
+asked once. The server's own ordering is off: it is told to keep the order that it gets, and what it cached it reuses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from eval.contrast import contrast_arms, verdict
+from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
 from eval.progress import progress
 from eval.quality.greedy import Endpoint, Greedy, ask
@@ -29,7 +29,8 @@ from eval.quality.options import (
     open_endpoints,
     spec_of,
 )
-from eval.quality.scores import GOLD_METRICS, Scorer, cells_of, differences, rounded, table
+from eval.quality.scores import GOLD_METRICS, Scorer, block_of, cells_of, differences, rounded, table
+from eval.quality.world_questions import add_hop_option, two_hop_requests
 from eval.run import Run, Sample
 from eval.serve.arms import Arm, parse_arm
 from eval.serve.options import default_folder
@@ -38,14 +39,15 @@ from eval.task import Request, add_task_options, load_requests
 
 RETRIEVER, RANDOM = "retriever", "random"
 """Values of a cell's `order`."""
-SHOWN = (*GOLD_METRICS, "same_retriever", "rouge_l_retriever", "bert_score_retriever", "kl_retriever")
-PER_REQUEST = ("bert_score", "f1", "em", "bert_score_retriever", "rouge_l_retriever", "kl_retriever")
+SHOWN = (*GOLD_METRICS, "same_given", "rouge_l_given", "bert_score_given", "kl_given")
+PER_REQUEST = ("bert_score", "f1", "em", "bert_score_given", "rouge_l_given", "kl_given")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this mode."""
     add_task_options(parser)
     parser.set_defaults(requests=20)
+    add_hop_option(parser)
     parser.add_argument("--orders", type=int, default=100, metavar="N", help="random orders of each request's chunks")
     parser.add_argument(
         "--arm", default="ours", help="an arm, or NAME=URL[,chat|rag] for a server that is already there"
@@ -59,7 +61,8 @@ def measure(args: argparse.Namespace) -> int:
     if args.orders < 1:
         raise CommandError(f"--orders must be at least 1, got {args.orders}")
     arm = in_given_order(parse_arm(args.arm))
-    requests = [replace(request, conversation=None) for request in load_requests(args) if len(request.chunks) > 1]
+    found = two_hop_requests(args) if args.hop == 2 else load_requests(args)
+    requests = [request for request in found if len(request.chunks) > 1]
     if not requests:
         raise CommandError(f"--task {args.task}: no request has two chunks to put in another order")
     scorer, folder = make_scorer(args, [arm]), args.out or default_folder(f"quality-{args.mode}")
@@ -67,7 +70,7 @@ def measure(args: argparse.Namespace) -> int:
     with Run(
         folder,
         kind="quality",
-        spec=spec_of(args),
+        spec=spec_of(args, [arm], requests),
         summarize=partial(summarize, scorer=scorer, facts=facts),
         baseline=args.baseline,
     ) as run:
@@ -163,6 +166,7 @@ def sample(
         "cell": {"order": RANDOM if number else RETRIEVER},
         "mode": "permutation",
         "request": request.id,
+        "block": block_of(request),
         "warm_up": False,
         "permutation": number,
         "order": list(order),
@@ -173,14 +177,15 @@ def sample(
         return row | {"metrics": {}, "fates": None, "error": str(error)}
     metrics = scorer.gold(answer.text, request)
     if number:
-        metrics |= scorer.agreement(answer, retriever, "retriever")
+        metrics |= scorer.agreement(answer, retriever, "given")
     return row | {"metrics": rounded(metrics), "fates": answer.fates, "answer": answer.text}
 
 
 def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
     """Cells and the mean difference; per request the retriever's order beside mean and standard deviation of the others.
 
-    Contrasts count each request once, with the mean over its orders: orders of one request are no independent samples.
+    Contrasts count each request once, with the mean over its orders: orders of one request are no independent samples, and
+    neither are requests of one block.
     """
     pooled = [{**row, "cell": {}} for row in samples]
     baseline, drawn = [row for row in pooled if not row["permutation"]], [row for row in pooled if row["permutation"]]
@@ -200,7 +205,7 @@ def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any
     return {
         "cells": cells_of(samples),
         "contrasts": contrasts,
-        "verdict": [text for text in map(verdict, contrasts) if text],
+        "verdict": sentences(contrasts),
         "requests": [{"request": request, "metrics": metrics} for request, metrics in spread.items()],
         "within_sd": {metric: sum(each) / len(each) for metric, each in within.items()},
         **scorer.spec(),

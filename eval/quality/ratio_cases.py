@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from eval.errors import CommandError
+from eval.quality.scores import block_of
 from eval.task import TextChunk, load_requests
 
 KINDS = ("one-hop", "two-hop", "order", "linked")
@@ -28,6 +29,8 @@ class Case:
 
     id: str
     kind: str
+    block: str
+    """Which cases move together; see `block_of`."""
     question: str
     gold: tuple[str, ...]
     chunks: tuple[TextChunk, ...]
@@ -57,10 +60,9 @@ def world_cases(args: argparse.Namespace) -> Iterator[Case]:
                 if kind == "order":
                     question = rng.choice(order_questions(passages)[:2])  # the model never learned "after"
                 chunks = tuple(TextChunk(p.id, p.text) for p in passages)
-                name = f"{kind}:{num_chunks}:{number}"
-                yield make_case(
-                    name, kind, question.question, question.answers, chunks, corpus, max(args.neighbors), rng
-                )
+                name, block = f"{kind}:{num_chunks}:{number}", " ".join(question.gold_passage_ids)
+                asked_for = question.question, question.answers
+                yield make_case(name, kind, block, *asked_for, chunks, corpus, max(args.neighbors), rng)
 
 
 def data_cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -77,14 +79,14 @@ def data_cases(args: argparse.Namespace) -> Iterator[Case]:
         for request in (request for request in requests if len(request.chunks) >= num_chunks):
             chunks = tuple(clipped[c.id] for c in request.chunks[:num_chunks])
             name = f"{request.id}:{num_chunks}"
-            yield make_case(
-                name, args.task, request.question, request.answers, chunks, corpus, max(args.neighbors), rng
-            )
+            asked_for = block_of(request), request.question, request.answers
+            yield make_case(name, args.task, *asked_for, chunks, corpus, max(args.neighbors), rng)
 
 
 def make_case(
     name: str,
     kind: str,
+    block: str,
     question: str,
     gold: tuple[str, ...],
     chunks: tuple[TextChunk, ...],
@@ -99,7 +101,7 @@ def make_case(
         raise CommandError(f"{kind}: {len(others)} passages beside the prompt's are too few")
     rank = ranker(others)
     neighbors = {chunk.id: tuple(rank(chunk.text, num_neighbors)) for chunk in chunks}
-    return Case(name, kind, question, gold, chunks, tuple(rng.sample(others, len(chunks))), neighbors)
+    return Case(name, kind, block, question, gold, chunks, tuple(rng.sample(others, len(chunks))), neighbors)
 
 
 def ranker(corpus: Sequence[TextChunk]) -> Callable[[str, int], list[TextChunk]]:

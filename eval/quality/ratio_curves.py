@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from eval.contrast import contrast_arms, verdict
+from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
 from eval.http import post
 from eval.progress import progress
@@ -111,17 +111,18 @@ def measure(args: argparse.Namespace) -> int:
     if not cases:
         raise CommandError(f"--task {args.task}: no request has {min(args.chunks)} chunks")
     cells = make_cells(args.selectors, args.ratios, ablation=not args.no_ablation)
+    requests = [request_of(case) for case in cases]
+    arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
     scorer, folder = make_scorer(args, []), args.out or default_folder(f"quality-{args.mode}")
     facts = load_facts(folder)
     with Run(
         folder,
         kind="quality",
-        spec=spec_of(args),
+        spec=spec_of(args, [arm], requests),
         summarize=partial(summarize, scorer=scorer, facts=facts),
         baseline=args.baseline,
     ) as run:
-        with open_endpoints(args, [request_of(case) for case in cases], facts, folder) as endpoints:
-            arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
+        with open_endpoints(args, requests, facts, folder) as endpoints:
             answer_all(run, endpoints.open(arm), cases, cells, make_captures(args), scorer, args)
         results = run.results()
         status = finish(run, report(results))
@@ -211,7 +212,7 @@ def samples_of(
     """What `run` lacks of one case: full prefill, then each capture's cells on fresh KV."""
     request = request_of(case)
     full = FullPrefill(endpoint).ask(request, [chunk.id for chunk in case.chunks])
-    row = {"mode": "ratio", "request": case.id, "warm_up": False, "num_chunks": len(case.chunks)}
+    row = {"mode": "ratio", "request": case.id, "block": case.block, "warm_up": False, "num_chunks": len(case.chunks)}
     if full_key(case) not in run:
         metrics = rounded(scorer.gold(full.text, request))
         yield (
@@ -289,7 +290,10 @@ def full_key(case: Case) -> str:
 
 
 def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
-    """Cells with normalised F1 and real shares; paired differences between selectors; where moved chunks came from."""
+    """Cells with normalised F1 and real shares; paired differences between selectors; where moved chunks came from.
+
+    `ends`: selector -> arms whose cells are points of its curve, too: ratios 0 and 1, which run once for all selectors.
+    """
     cells = cells_of(samples)
     add_normalized_f1(cells)
     sources: dict[str, Counter[str]] = defaultdict(Counter)
@@ -305,6 +309,8 @@ def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any
     by_arm: dict[str, list[Sample]] = defaultdict(list)
     for row in at:
         by_arm[row["arm"]].append(row)
+    ends = [arm for arm in (FULL_REUSE, ALL) if any(cell["arm"] == arm for cell in cells)]
+    rated = [arm for arm in SELECTORS if arm not in UNRATED and any(cell["arm"] == arm for cell in cells)]
     contrasts = [
         each
         for a, b in PAIRED
@@ -314,7 +320,8 @@ def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any
     return {
         "cells": cells,
         "contrasts": contrasts,
-        "verdict": [text for text in map(verdict, contrasts) if text],
+        "verdict": sentences(contrasts),
+        "ends": dict.fromkeys(rated, ends),
         "sources": {name: dict(found) for name, found in sources.items()},
         "fallbacks": {name: dict(found) for name, found in fallbacks.items()},
         **scorer.spec(),
@@ -365,13 +372,12 @@ def report(results: Mapping[str, Any]) -> str:
             swept = " ".join(f"{name} {cell['cell'][name]:g}" for name in ("ratio", "alpha") if name in cell["cell"])
             values = {name: found["mean"] for name, found in cell["metrics"].items()}
             gold = f"{values['em']:.2f}  {values['rouge_l']:.2f}  " if has_gold else ""
+            kl = f"{values['kl']:.1e}" if "kl" in values else "-"
             normalized = cell.get("normalized_f1")
             tail = "" if normalized is None else f"  normalised F1 {normalized:.0%}"
             lines.append(
-                f"    {cell['arm']:24}{swept:22}{gold}{values['same']:.2f}  {values['kl']:.1e}  "
-                f"{cell['recomputed_share']:4.0%}{tail}"
+                f"    {cell['arm']:24}{swept:22}{gold}{values['same']:.2f}  {kl}  {cell['recomputed_share']:4.0%}{tail}"
             )
-    lines += [f"{text}" for text in results["verdict"]]
     lines.append(f"moved chunks: {json.dumps(results['sources'])}; fallbacks: {json.dumps(results['fallbacks'])}")
     return "\n".join(lines)
 

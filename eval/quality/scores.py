@@ -3,6 +3,8 @@
     em f1 rouge_l jaccard bert_score   against the right answers; the best of several counts
     same kl kl_first ..._full          against full prefill of the same prompt: what reuse did
     ..._retriever                      against full prefill in the retriever's order: what an application would notice
+    ..._given                          against the same server's answer to the chunks in the order given: what an order does
+    ..._policy                         against the first policy's answer: what leaving chunks out does
 
 Right answers mean something where the model can know them: the bundled model knows its own generated world and nothing else,
 random weights know nothing. Elsewhere only agreement is scored, and the results say so.
@@ -12,14 +14,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.contrast import contrast_arms, verdict
+from eval.contrast import MIN_BLOCKS, contrast_arms, sentences
 from eval.errors import CommandError
 from eval.quality.text_metrics import answer_kl, exact_match, f1, jaccard, kl_divergence, normalized_f1, rouge_l
 
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
     from eval.task import Request
 
 Weights = Literal["auto", "real", "none"]
-Against = Literal["full", "retriever"]
+Against = Literal["full", "retriever", "given", "policy"]
+"""Whose answer another one is compared with: the suffixes above."""
 GOLD_METRICS = ("em", "f1", "rouge_l", "jaccard", "bert_score")
 AGREEMENT_NOTE = (
-    "these weights know nothing of this text: agreement with full prefill is measured, not the answers of a real model"
+    "these weights know nothing of this text: measured is how far answers agree, not whether they are right"
 )
 DRAWS = 2000
 
@@ -73,18 +76,19 @@ class Scorer:
             "jaccard": max(jaccard(answer, text) for text in right),
         } | self._bert_score("bert_score", answer, right)
 
-    def agreement(self, answer: Greedy, full: Greedy, against: Against) -> dict[str, float]:
-        """Against full prefill; KL only where the server gave distributions."""
-        plain = against == "full"  # the names that eval.metrics has always had
+    def agreement(self, answer: Greedy, other: Greedy, against: Against) -> dict[str, float]:
+        """With another answer; KL only where the server gave distributions."""
         values = {
-            "same": float(answer.text == full.text),
-            "rouge_l_full": rouge_l(answer.text, full.text),
-            "jaccard_full": jaccard(answer.text, full.text),
-        } | self._bert_score("bert_score_full", answer.text, (full.text,))
-        if answer.steps and full.steps:
-            values["kl"] = answer_kl(full.steps, full.tokens, answer.steps, answer.tokens)
-            values["kl_first"] = kl_divergence(full.steps[0], answer.steps[0])
-        return values if plain else {f"{name.removesuffix('_full')}_retriever": value for name, value in values.items()}
+            "same": float(answer.text == other.text),
+            "rouge_l_full": rouge_l(answer.text, other.text),
+            "jaccard_full": jaccard(answer.text, other.text),
+        } | self._bert_score("bert_score_full", answer.text, (other.text,))
+        if answer.steps and other.steps:
+            values["kl"] = answer_kl(other.steps, other.tokens, answer.steps, answer.tokens)
+            values["kl_first"] = kl_divergence(other.steps[0], answer.steps[0])
+        if against == "full":  # the names that eval.metrics has always had
+            return values
+        return {f"{name.removesuffix('_full')}_{against}": value for name, value in values.items()}
 
     def faithfulness(self, answer: str, request: Request) -> dict[str, float]:
         """By the judge, if there is one and it found claims."""
@@ -112,8 +116,13 @@ class Scorer:
 
 
 def rounded(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Six digits: what float32 log probabilities carry."""
-    return {name: float(f"{value:.6g}") for name, value in metrics.items()}
+    """Six digits: what float32 log probabilities carry. What is not finite was not measured, and is left out."""
+    return {name: float(f"{value:.6g}") for name, value in metrics.items() if math.isfinite(value)}
+
+
+def block_of(request: Request) -> str:
+    """Which samples move together: a conversation's turns, or else the questions that the same passages answer."""
+    return request.conversation or " ".join(request.gold_ids) or request.id
 
 
 def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str | None) -> dict[str, Any]:
@@ -127,8 +136,7 @@ def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str | None)
         if against in arms and name != against
         for each in contrast_arms(arms[str(against)], taken, a=str(against), b=name)
     ]
-    said = [text for text in map(verdict, contrasts) if text]
-    return {"cells": cells_of(samples), "contrasts": contrasts, "verdict": said}
+    return {"cells": cells_of(samples), "contrasts": contrasts, "verdict": sentences(contrasts)}
 
 
 def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -148,12 +156,28 @@ def normalized_f1_of(cells: Sequence[Mapping[str, Any]], *, full_reuse: str, ful
     return {name: normalized_f1(value, **ends) for name, value in means.items()}
 
 
-def interval(values: Sequence[float], *, draws: int = DRAWS) -> dict[str, float]:
-    """Mean, quantiles, and the 95% bootstrap interval of the mean. Raises ValueError for no values."""
+def interval(
+    values: Sequence[float], blocks: Sequence[Hashable] | None = None, *, draws: int = DRAWS
+) -> dict[str, float]:
+    """Mean, quantiles, and the 95% bootstrap interval of the mean: over whole blocks if there are at least 8.
+
+    Its draws are kept, since a record of the mode `ratio` has thousands of intervals over as many blocks.
+
+    Args:
+        blocks: one a value.
+    Raises:
+        ValueError: no values.
+    """
     if not values:
         raise ValueError("no values")
     taken = np.asarray(values, dtype=float)
-    low, high = np.quantile(_drawn(len(taken), draws) @ taken / len(taken), [0.025, 0.975])
+    if blocks is None or len(set(blocks)) < MIN_BLOCKS:
+        blocks = range(len(values))
+    place = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
+    units = [place[block] for _, block in zip(values, blocks, strict=True)]
+    drawn = _drawn(len(place), draws)
+    means = (drawn @ np.bincount(units, weights=taken)) / (drawn @ np.bincount(units))
+    low, high = np.quantile(means, [0.025, 0.975])
     p50, p90, p99 = np.quantile(taken, [0.5, 0.9, 0.99])
     found = {"mean": math.fsum(values) / len(values), "p50": p50, "p90": p90, "p99": p99, "low": low, "high": high}
     return rounded({name: float(value) for name, value in found.items()})
@@ -192,16 +216,22 @@ def _cell(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "cell": samples[0]["cell"],
         "n": len(good),
         "errors": len(samples) - len(good),
-        "metrics": {name: interval([s["metrics"][name] for s in good if name in s["metrics"]]) for name in names},
+        "metrics": {name: _interval_of(good, name) for name in names},
         "fates": {fate: sum(each[fate] for each in fates) for fate in fates[0]} if fates else None,
     }
 
 
+def _interval_of(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+    taken = [sample for sample in samples if metric in sample["metrics"]]
+    blocks = [sample.get("block") for sample in taken]
+    return interval([sample["metrics"][metric] for sample in taken], None if None in blocks else blocks)
+
+
 @lru_cache(maxsize=8)
-def _drawn(num_values: int, draws: int) -> NDArray[np.float64]:
-    """[draws, num_values] how often each value was drawn."""
-    shares = np.full(num_values, 1 / num_values)
-    return np.random.default_rng(0).multinomial(num_values, shares, size=draws).astype(np.float64)
+def _drawn(num_units: int, draws: int) -> NDArray[np.float64]:
+    """[draws, num_units] how often each block, or single value, was drawn."""
+    shares = np.full(num_units, 1 / num_units)
+    return np.random.default_rng(0).multinomial(num_units, shares, size=draws).astype(np.float64)
 
 
 def _shown(found: Mapping[str, float] | None) -> str:

@@ -1,4 +1,4 @@
-"""How good is an answer? Exact match and F1 against the right ones; agreement, ROUGE-L and KL against a reference run's.
+"""How good is an answer? Exact match and F1 against the right ones; ROUGE-L and KL against another answer.
 
 Pure functions of texts, tokens and log probabilities; they know no server, no model and no data set.
 """
@@ -70,15 +70,8 @@ def lcs_len(a: Sequence[str], b: Sequence[str]) -> int:
     return row[-1]
 
 
-def agreement(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Share of answers that equal their reference to the letter. Raises ValueError for no pairs or unequal numbers."""
-    if not answers:
-        raise ValueError("no answers")
-    return sum(a == b for a, b in zip(answers, references, strict=True)) / len(answers)
-
-
 def kl_divergence(p: Mapping[Token, float], q: Mapping[Token, float]) -> float:
-    """KL(p || q) in nats of two next-token distributions.
+    """KL(p || q) in nats of two next-token distributions; infinite where q rules out what p does not, NaN for a NaN.
 
     Args:
         p, q: token -> natural log probability. Tokens that either leaves out are lumped into one: exact where both name
@@ -89,6 +82,8 @@ def kl_divergence(p: Mapping[Token, float], q: Mapping[Token, float]) -> float:
     for name, each in (("p", p), ("q", q)):
         if (total := math.fsum(map(math.exp, each.values()))) > 1 + 1e-3:
             raise ValueError(f"{name} must add up to at most 1 but adds up to {total}")
+        if math.isnan(total):
+            return math.nan  # comparisons below would make it 0: no difference at all
     shared = p.keys() & q.keys()
     kl = math.fsum(math.exp(p[t]) * (p[t] - q[t]) for t in shared if p[t] > -math.inf)
     rest = 1 - math.fsum(math.exp(p[t]) for t in shared)

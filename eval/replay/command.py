@@ -42,6 +42,9 @@ from radix_ext import (
     seen_before,
 )
 
+WORLD_REQUESTS = 1000
+"""Of the generated world, which has no end, unless --max-requests says otherwise; of a data set all."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Replay a trace in one cell or many: a table, for many a verdict and a run's folder, or with --json one JSON object."""
@@ -53,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         trace = _read(options)
         cells = _cells(options, trace)
-        if options.warm_up >= len(trace.requests):
-            raise CommandError(f"--warm-up {options.warm_up} leaves none of {len(trace.requests)} requests to measure")
+        if options.warm_up >= len(trace.counted):
+            raise CommandError(f"--warm-up {options.warm_up} leaves none of {len(trace.counted)} requests to measure")
         if len(cells) == 1 and options.out is None:
             return _print_one(options, [_trace_sample(trace, cells[0].k), _replay(trace, cells[0], options)])
         return _run_grid(options, trace, cells)
@@ -66,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eval replay",
         description="Replay a trace of retrieved chunks against a cache of limited size. Without any of the settings of the "
-        "grid: stock, CRAFT and ours, with no limit of room and with room for a quarter and an eighth of the distinct chunks.",
+        "grid: stock, CRAFT and ours, with no limit of room and with room for a quarter and an eighth of the distinct chunks; "
+        "for conversations also stock behind an application that leaves out what they have shown.",
         epilog=trace_format.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -77,7 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", type=Path, help="folder that holds the task's folder")
     parser.add_argument("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
-    parser.add_argument("--max-requests", type=_at_least(1), help="use only the first so many requests")
+    parser.add_argument(
+        "--max-requests",
+        type=_at_least(1),
+        help=f"use only the first so many requests; default: all, of task world {WORLD_REQUESTS}",
+    )
     axes = parser.add_argument_group("the grid: each takes one value or several, all combinations are replayed")
     axes.add_argument("--order", nargs="+", choices=ORDER_POLICIES, help="default: tree")
     axes.add_argument("--tail", nargs="+", choices=TAIL_POLICIES, help="the rest under tree; default: rank")
@@ -145,14 +153,8 @@ def _read(options: argparse.Namespace) -> Trace:
 
     parser = argparse.ArgumentParser()
     add_task_options(parser)
-    named = [
-        "--task",
-        options.task,
-        "--requests",
-        str(options.max_requests or sys.maxsize),
-        "--k",
-        str(max(options.k or [5])),
-    ]
+    num_requests = options.max_requests or (WORLD_REQUESTS if options.task == "world" else sys.maxsize)
+    named = ["--task", options.task, "--requests", str(num_requests), "--k", str(max(options.k or [5]))]
     requests = load_requests(parser.parse_args([*named, *(["--data", str(options.data)] if options.data else [])]))
     traced = (
         TraceRequest(
@@ -162,7 +164,10 @@ def _read(options: argparse.Namespace) -> Trace:
         )
         for request in requests
     )
-    return Trace(tuple(request for request in traced if request.chunks))
+    trace = Trace(tuple(request for request in traced if request.chunks or request.conversation is not None))
+    if not trace.counted:
+        raise CommandError(f"task {options.task} has no request with passages")
+    return trace
 
 
 def _cells(options: argparse.Namespace, trace: Trace) -> list[Cell]:
@@ -202,13 +207,13 @@ def _run_grid(options: argparse.Namespace, trace: Trace, cells: Sequence[Cell]) 
 
 
 def _replay(trace: Trace, cell: Cell, options: argparse.Namespace, bar: Bar | None = None) -> Sample:
-    """One cell's sample: what each request found."""
+    """One cell's sample: what each request that has passages found."""
     result = replay_trace(
         _counted(trace.requests, cell.k, bar),
         cell.settings(max_visits=options.max_visits),
         conversations=[request.conversation for request in trace.requests],
     )
-    rows = result.requests
+    rows = [row for row in result.requests if row.num_chunks]
     return {
         "cell": cell.label,
         "hits": [row.num_hits for row in rows],
@@ -235,7 +240,7 @@ def _counted(requests: Sequence[TraceRequest], k: int | None, bar: Bar | None) -
 
 def _trace_sample(trace: Trace, k: int | None) -> Sample:
     """What the trace offers whatever the cache does: its overlap."""
-    requests = [request.chunks[:k] for request in trace.requests]
+    requests = [request.chunks[:k] for request in trace.counted]
     prefix, total = overlap([[chunk.id for chunk in request] for request in requests])
     seen = seen_before(requests)
     return {

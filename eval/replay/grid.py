@@ -53,13 +53,6 @@ class Cell:
         """What names the cell among the samples of its run."""
         return "/".join(f"{name}={value}" for name, value in self.label.items() if value is not None)
 
-    @property
-    def room(self) -> str:
-        """How much room the cache has, in words."""
-        if self.capacity_tokens:
-            return f"{self.capacity_tokens:,} tokens"
-        return f"{self.capacity:,} chunks" if self.capacity else "no limit"
-
     def settings(self, *, max_visits: int) -> ReplaySettings:
         """What `radix_ext` is told; settings that do not matter get any value.
 
@@ -90,20 +83,23 @@ def comparison(rooms: Sequence[tuple[int, int]], *, has_conversations: bool) -> 
     """What a stranger needs: the stock prefix cache, CRAFT's order and ours, each with its own eviction.
 
     `promoted` is what CRAFT's marks suggest; admission is `all` for it too: without a limit of room it finds
-    more so, with one no less.
+    more so, with one no less. Where there are conversations, the stock prefix cache is also replayed behind an
+    application that drops what they have shown: that needs nothing of ours, and ours is judged against it.
 
     Args:
         rooms: (capacity, capacity_tokens), 0 for no limit.
     """
-    policies: list[tuple[OrderPolicy, EvictionPolicy]] = [
-        ("retriever", "lru"),
-        ("frequency", "promoted"),
-        ("tree", "reused"),
+    policies: list[tuple[OrderPolicy, EvictionPolicy, DedupPolicy | None]] = [
+        ("retriever", "lru", "off"),
+        ("retriever", "lru", "shown"),
+        ("frequency", "promoted", None),
+        ("tree", "reused", None),
     ]
+    default = Cell(**DEFAULTS)
     cells = [
-        replace(Cell(**DEFAULTS), order=order, eviction=eviction, capacity=capacity, capacity_tokens=capacity_tokens)
-        for capacity, capacity_tokens in rooms
-        for order, eviction in policies
+        replace(default, order=order, eviction=eviction, dedup=dedup, capacity=chunks, capacity_tokens=tokens)
+        for chunks, tokens in rooms
+        for order, eviction, dedup in policies
     ]
     return _distinct(cells, has_conversations=has_conversations)
 
@@ -116,21 +112,35 @@ def derived_rooms(trace: Trace) -> list[tuple[int, int]]:
     return [(0, 0), *((max(1, len(distinct) // part), 0) for part in (4, 8))]
 
 
-def stock_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
-    """The retriever's order with the same room and k; of several the one that is as stock SGLang serves it."""
+def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
+    """What the cell is compared with, if that was replayed.
+
+    The retriever's order: the same without its deduplication, if it has one. Another order: the retriever's with the same
+    room and k; of several the one with the same deduplication, then the one that is as stock SGLang serves it.
+    """
+    if cell["order"] == "retriever":
+        return next((other for other in cells if {**cell, "dedup": "off"} == other["cell"] != cell), None)
     same = [
         other
         for other in cells
-        if other["cell"]["order"] == "retriever" != cell["order"]
+        if other["cell"]["order"] == "retriever"
         and all(other["cell"][name] == cell[name] for name in ("capacity", "capacity_tokens", "k"))
     ]
-    return min(same, key=lambda other: not is_stock(other["cell"]), default=None)
+    return min(
+        same, key=lambda other: (other["cell"]["dedup"] != cell["dedup"], not is_stock(other["cell"])), default=None
+    )
 
 
 def is_stock(cell: Mapping[str, Any]) -> bool:
-    """Whether stock SGLang does the same."""
-    stock = {"order": ("retriever",), "eviction": (None, "lru"), "admission": ("all",), "dedup": (None, "off")}
+    """Whether stock SGLang does the same, whatever the application in front of it drops."""
+    stock = {"order": ("retriever",), "eviction": (None, "lru"), "admission": ("all",)}
     return all(cell[name] in values for name, values in stock.items())
+
+
+def policy_name(cell: Mapping[str, Any]) -> str:
+    """The order, and the deduplication where it is not the order's default: "tree", "retriever shown"."""
+    default = _default_dedup(cell["order"])
+    return str(cell["order"]) if cell["dedup"] in (None, default) else f"{cell['order']} {cell['dedup']}"
 
 
 def _distinct(cells: Sequence[Cell], *, has_conversations: bool) -> list[Cell]:
@@ -143,7 +153,7 @@ def _canonical(cell: Cell, has_conversations: bool) -> Cell:
     eviction = cell.eviction if cell.capacity or cell.capacity_tokens else None
     by_marks = cell.admission == "promoted" or eviction == "promoted"
     by_counts = by_marks or eviction == "reused" or "frequency" in (cell.order, tail)
-    dedup: DedupPolicy = cell.dedup or ("off" if cell.order == "retriever" else "shown")
+    dedup = cell.dedup or _default_dedup(cell.order)
     return replace(
         cell,
         tail=tail,
@@ -152,3 +162,7 @@ def _canonical(cell: Cell, has_conversations: bool) -> Cell:
         window=cell.window if by_counts else None,
         threshold=cell.threshold if by_marks else None,
     )
+
+
+def _default_dedup(order: OrderPolicy) -> DedupPolicy:
+    return "off" if order == "retriever" else "shown"

@@ -250,7 +250,7 @@ def _simulated(options: argparse.Namespace) -> Iterator[_Row]:
 
 
 def _traced(path: Path) -> Iterator[_Row]:
-    requests = [[str(chunk.id) for chunk in request.chunks] for request in read_trace(path).requests]
+    requests = [[str(chunk.id) for chunk in request.chunks] for request in read_trace(path).counted]
     yield "trace", {"assumptions": None, "swept": False}, lambda: ([], requests)
 
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.intervals import moving_block_share
-from eval.replay.grid import stock_of
+from eval.replay.grid import baseline_of, policy_name
 from eval.replay.verdict import verdict
 
 Sample = Mapping[str, Any]
 MIN_BLOCKS = 10
 """Fewer make no interval; on short traces blocks are shortened rather."""
-METRICS = {"chunks": "hit_share", "tokens": "token_hit_share"}
+METRICS = {"chunks": "saved_share", "tokens": "token_saved_share"}
 
 
 def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
@@ -31,8 +31,8 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     cells = [sample for sample in samples if "cell" in sample]
     contrasts = []
     for sample in cells:
-        stock = stock_of(sample["cell"], cells)
-        contrasts += shares.contrasts(stock, sample) if stock is not None else []
+        baseline = baseline_of(sample["cell"], cells)
+        contrasts += shares.contrasts(baseline, sample) if baseline is not None else []
     overlap = [shares.overlap(sample) for sample in samples if "overlap" in sample]
     results: dict[str, Any] = {
         "cells": [shares.cell(sample) for sample in cells],
@@ -65,19 +65,19 @@ class _Shares:
         kept = {name: sample[name] for name in ("num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")}
         return figures | {"num_requests": len(measured), "num_chunks": sum(measured)} | kept
 
-    def contrasts(self, stock: Sample, other: Sample) -> list[dict[str, Any]]:
+    def contrasts(self, baseline: Sample, other: Sample) -> list[dict[str, Any]]:
         """The share of chunks, and of tokens where there are lengths, that only `other` saves."""
         found = []
         for unit, metric in METRICS.items():
             if not other[unit]:
                 continue
-            differences = [b - a for a, b in zip(_saved(stock, unit), _saved(other, unit), strict=True)]
+            differences = [b - a for a, b in zip(_saved(baseline, unit), _saved(other, unit), strict=True)]
             found.append(
                 {
                     "cell": other["cell"],
                     "metric": metric,
-                    "a": stock["cell"]["order"],
-                    "b": other["cell"]["order"],
+                    "a": policy_name(baseline["cell"]),
+                    "b": policy_name(other["cell"]),
                     "statistic": "difference of shares",
                     **self._share(differences, other[unit]),
                     "n": len(other[unit][self._warm_up :]),

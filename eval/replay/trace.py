@@ -4,8 +4,8 @@ One JSON object a line, in the order of arrival, UTF-8, plain or gzip (by the na
 ```
 {"passages": ["doc7#2", "doc1#0"], "lengths": [212, 198], "timestamp": 12.5, "conversation": "c41"}
 ```
-- `passages` (or `chunks`): ids in retriever order, strings or integers; 7 and "7" are the same. A repeated id counts once, a
-  request without any is left out.
+- `passages` (or `chunks`): ids in retriever order, strings or integers; 7 and "7" are the same. A repeated id counts once. A
+  request without any is left out; one with a `conversation` is a turn of it, but no figure counts it.
 - `lengths`, optional: tokens of each of them. Given on all requests, shares of tokens are told too; `--components FILE` gives
   them by id instead, one {"kind": "passage", "id": 7, "token_length": 212} a line (RAGPulse's own file).
 - `timestamp`, optional: arrival in seconds, not before the line above; only load generation looks at it.
@@ -48,14 +48,19 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The requests that have chunks, in the order of arrival."""
+    """The requests that have chunks, and turns of conversations that have none, in the order of arrival."""
 
     requests: tuple[TraceRequest, ...]
 
     @property
+    def counted(self) -> tuple[TraceRequest, ...]:
+        """The requests that have chunks: what figures are made of."""
+        return tuple(request for request in self.requests if request.chunks)
+
+    @property
     def has_lengths(self) -> bool:
         """Whether every request says how long its chunks are."""
-        return all(request.has_lengths for request in self.requests)
+        return all(request.has_lengths for request in self.counted)
 
     @property
     def has_conversations(self) -> bool:
@@ -67,7 +72,7 @@ class Trace:
 def read_trace(
     path: Path, *, k: int | None = None, max_requests: int | None = None, components: Path | None = None
 ) -> Trace:
-    """Read a trace, at most the first `k` chunks of a request and the first `max_requests` requests that have any.
+    """Read a trace, at most the first `k` chunks of a request and the first `max_requests` requests that are not left out.
 
     Raises:
         CommandError: no such file, not gzip, not UTF-8, no JSON object, a wrong field (with the line number), no request.
@@ -94,11 +99,13 @@ def read_trace(
                     raise ValueError(f"{chunk.id!r} has {chunk.num_tokens} tokens but had {length} on line {line}")
         except ValueError as error:
             raise CommandError(f"{path}, line {number}: {error}") from None
-        if request.chunks:
+        if request.chunks or request.conversation is not None:
             requests.append(request)
-    if not requests:
-        raise CommandError(f"{path} has no request with passages")
-    return Trace(tuple(requests))
+    trace = Trace(tuple(requests))
+    if not trace.counted:
+        among = "" if max_requests is None else f" among the first {max_requests}"
+        raise CommandError(f"{path} has no request with passages{among}")
+    return trace
 
 
 def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

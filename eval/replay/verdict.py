@@ -1,7 +1,9 @@
 """What a replay means, in sentences: found by the stock prefix cache, by ours, by any reuse at most; is it worth it?
 
 `worth` is the gain below which nobody should bother, as a share of chunk tokens. The verdict is that ours is worth it where the
-whole interval is above it, not worth it where the whole interval is below, and otherwise that the trace cannot tell.
+whole interval is above it, not worth it where the whole interval is below, and otherwise that the trace cannot tell. What a
+conversation has shown an application can drop with stock SGLang too, so that is no gain of ours: it is told apart, and ours is
+judged against stock with the same deduplication only.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.replay.grid import is_stock, stock_of
+from eval.replay.grid import baseline_of, is_stock
 
 MIN_REQUESTS = 100
 """Below, no verdict: ten blocks of ten requests are the least that an interval is made from."""
@@ -17,9 +19,10 @@ SHORT_TRACE = 200
 TREND = 0.02
 """A second half that differs more from the whole shows that the cache is still filling, or that the traffic changes."""
 
-_CONVERSATIONS = (
-    "What a conversation has shown can also be left out by an application, with stock SGLang. Below zero, histories that left "
-    "the cache cost more than was saved."
+_CONVERSATIONS = "Below zero, histories that left the cache cost more than was saved."
+_NO_VERDICT = (
+    "No verdict: an application can leave out what a conversation has shown with stock SGLang too, and that was not replayed "
+    "(--dedup off shown)."
 )
 _LIMITS = (
     "This counts cached chunks, not time: `python -m eval serve --task trace --data FILE` measures time to first token. "
@@ -35,17 +38,20 @@ Results = Mapping[str, Any]
 def verdict(results: Results, *, worth: float) -> list[str]:
     """Sentences, one an entry; none unless the retriever's order and ours were replayed with the same room."""
     unit = "tokens" if any("tokens" in cell["saved"] for cell in results["cells"]) else "chunks"
-    metric = "token_hit_share" if unit == "tokens" else "hit_share"
-    ours = [c for c in results["contrasts"] if c["metric"] == metric and c["b"] == "tree"]
+    metric = "token_saved_share" if unit == "tokens" else "saved_share"
+    contrasts = [contrast for contrast in results["contrasts"] if contrast["metric"] == metric]
+    ours = [contrast for contrast in contrasts if contrast["cell"]["order"] == "tree"]
     if not ours:
         return []
     varied = [name for name in _POLICIES if len({contrast["cell"][name] for contrast in ours} - {None}) > 1]
+    judged = [contrast for contrast in ours if _is_like_with_like(contrast["cell"], results["cells"])]
     return [
+        *(_dropped(c, results["cells"], unit, varied) for c in contrasts if c["cell"]["order"] == "retriever"),
         *(_found(contrast, results["cells"], unit, varied) for contrast in ours),
         *(_at_most(overlap, unit) for overlap in results["overlap_by_k"]),
         *([_CONVERSATIONS] if "reduction" in results["cells"][0] else []),
         *_warnings(ours[0]["n"], results["cells"]),
-        *_answers(ours, worth, varied),
+        *(_answers(judged, worth, varied) if judged else [_NO_VERDICT]),
         *_LIMITS,
     ]
 
@@ -67,22 +73,47 @@ def room(cell: Mapping[str, Any]) -> str:
     return f"room for {cell['capacity']:,} chunks" if cell["capacity"] else "no limit of room"
 
 
+def _is_like_with_like(cell: Mapping[str, Any], cells: Sequence[Results]) -> bool:
+    baseline = baseline_of(cell, cells)
+    return baseline is not None and baseline["cell"]["dedup"] == cell["dedup"]
+
+
+def _dropped(contrast: Mapping[str, Any], cells: Sequence[Results], unit: str, varied: Sequence[str]) -> str:
+    """The gain that needs nothing of ours."""
+    cell = contrast["cell"]
+    without = baseline_of(cell, cells)
+    shown = next(other for other in cells if other["cell"] == cell)
+    assert without is not None
+    return (
+        f"{_sentence_start(cell, varied)}: {_name(cell)} saves {_value(shown, unit)} of {_WHAT[unit]}, "
+        f"{_value(without, unit)} without that: deduplication alone gains {_points(contrast)}."
+    )
+
+
 def _found(contrast: Mapping[str, Any], cells: Sequence[Results], unit: str, varied: Sequence[str]) -> str:
     cell = contrast["cell"]
-    stock = stock_of(cell, cells)
+    stock = baseline_of(cell, cells)
     ours = next(other for other in cells if other["cell"] == cell)
-    craft = [c for c in cells if c["cell"]["order"] == "frequency" and stock_of(c["cell"], cells) is stock]
+    craft = [c for c in cells if c["cell"]["order"] == "frequency" and baseline_of(c["cell"], cells) is stock]
     assert stock is not None
-    name = "stock SGLang" if is_stock(stock["cell"]) else "the retriever's order"
     also = f", CRAFT's order {_value(craft[0], unit)}" if len(craft) == 1 else ""
-    low, value, high = (f"{100 * contrast[side]:+.1f}" for side in ("low", "value", "high"))
     halves = [f"{other['saved_in_second_half'][unit]:.1%}" for other in (stock, ours)]
-    where, verb = _where(cell, varied), "saves" if "reduction" in ours else "finds"
+    name, verb = _name(stock["cell"]), "saves" if "reduction" in ours else "finds"
     return (
-        f"{where[0].upper()}{where[1:]}: {name} {verb} {_value(stock, unit)} of {_WHAT[unit]}{also}, "
-        f"ours {_value(ours, unit)}{_of_conversations(ours, unit)}; difference {value} points, 95% interval [{low}, {high}]. "
+        f"{_sentence_start(cell, varied)}: {name} {verb} {_value(stock, unit)} of {_WHAT[unit]}{also}, "
+        f"ours {_value(ours, unit)}{_of_conversations(ours, unit)}; difference {_points(contrast)}. "
         f"Second half alone: {halves[0]} and {halves[1]}."
     )
+
+
+def _name(cell: Mapping[str, Any]) -> str:
+    name = "stock SGLang" if is_stock(cell) else "the retriever's order"
+    return f"{name} behind an application that leaves out what was shown" if cell["dedup"] == "shown" else name
+
+
+def _points(contrast: Mapping[str, Any]) -> str:
+    low, value, high = (f"{100 * contrast[side]:+.1f}" for side in ("low", "value", "high"))
+    return f"{value} points, 95% interval [{low}, {high}]"
 
 
 def _value(cell: Results, unit: str) -> str:
@@ -90,7 +121,7 @@ def _value(cell: Results, unit: str) -> str:
 
 
 def _of_conversations(cell: Results, unit: str) -> str:
-    """Where there are conversations: the part that an application could save itself, and what histories cost."""
+    """Where there are conversations: what the order finds, what deduplication saves, and what histories cost."""
     if "reduction" not in cell:
         return ""
     found = {name: f"{share['value']:.1%}" for name, share in cell["reduction"][unit].items()}
@@ -111,16 +142,22 @@ def _where(cell: Mapping[str, Any], varied: Sequence[str]) -> str:
     return ", ".join([room(cell), *(f"{name} {cell[name]}" for name in varied if cell[name] is not None)])
 
 
-def _answers(ours: Sequence[Mapping[str, Any]], worth: float, varied: Sequence[str]) -> list[str]:
+def _sentence_start(cell: Mapping[str, Any], varied: Sequence[str]) -> str:
+    where = _where(cell, varied)
+    return where[0].upper() + where[1:]
+
+
+def _answers(judged: Sequence[Mapping[str, Any]], worth: float, varied: Sequence[str]) -> list[str]:
     """The verdict, replays with the same one together."""
     replays: dict[str, list[str]] = {}
-    for contrast in ours:
+    for contrast in judged:
         replays.setdefault(answer(contrast, worth=worth), []).append(_where(contrast["cell"], varied))
     said = [f"{text.upper()} with {'; with '.join(where)}" for text, where in replays.items()]
     bound = f"{100 * worth:.1f} points"
+    stock = "stock with the same deduplication" if judged[0]["cell"]["dedup"] else "stock"
     return [
         f"Verdict: {'. '.join(said)}.",
-        f"Worth it: the whole interval is at least {bound} above stock; not worth it: all of it is below {bound} (--worth).",
+        f"Worth it: the whole interval is at least {bound} above {stock}; not worth it: all of it is below {bound} (--worth).",
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from eval.contrast import MIN_PAIRS, verdict
+from eval.contrast import sentences, shortage, verdict
 from eval.recorded import Cell, Recorded, cell_name, varied
 from eval.report import charts, readings, tables
 from eval.report.charts import Look
@@ -28,6 +28,8 @@ CURVES = {"quality": ("em", "f1", "same", "kl")}
 SERVE_CURVES = ("ttft_s", "hit_share", "expected_hit_share", "cached_share")
 KNOWN_ARMS = ("ours", "stock-lpm", "no-cache", "craft", "fused", "stock-fcfs", "cacheblend", "contextpilot")
 """They have the same colour on every page."""
+SAME_SERVERS = ("model", "dtype", "attention_backend", "version")
+"""Of two arms' servers these should be the same: what differs may explain a difference before reuse does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +199,16 @@ def _swept(run: Recorded, wanted: Sequence[str]) -> list[Picture]:
             title = f"{setting.capitalize()} varied" + (f": {cell_name(same)}" if same else "")
             reading = " ".join(readings.sweep_reading(cells, setting, metric) for metric in metrics[:2])
             table = tables.swept_table([*cells, *level], setting, metrics, title)
-            draw = partial(charts.curves, cells, level=level, setting=setting, metrics=metrics)
+            points = [*cells, *_shared_ends(run, cells)]
+            draw = partial(charts.curves, points, level=level, setting=setting, metrics=metrics)
             pictures.append(Picture(f"{setting}-{place}", title, reading, draw, table))
     return pictures
+
+
+def _shared_ends(run: Recorded, cells: Sequence[Cell]) -> list[Cell]:
+    """Points that run once for many arms, such as ratios 0 and 1, as points of each of these arms' curves."""
+    arms, ends = dict.fromkeys(one["arm"] for one in cells), run.results.get("ends") or {}
+    return [{**one, "arm": arm} for one in cells for arm in arms if one["arm"] in ends.get(arm, ())]
 
 
 def _others(one: Cell, setting: str) -> dict[str, Any]:
@@ -227,14 +236,9 @@ def _fate_sums(samples: Sequence[Cell]) -> dict[str, dict[str, int]]:
 
 def _verdict(run: Recorded) -> list[str]:
     """The record's sentences, those about the arms that are known best first; or why there are none."""
-    said = [str(text) for text in run.results.get("verdict") or []]
+    said = [str(text) for text in run.results.get("verdict") or []] or sentences(run.contrasts)
     rank = {verdict(one): (*KNOWN_ARMS, one["b"]).index(one["b"]) for one in run.contrasts}
-    if said or not run.contrasts:
-        return sorted(said, key=lambda text: rank.get(text, -1)) or ["Nothing was compared."]
-    enough = sum((one.get("n") or 0) >= MIN_PAIRS for one in run.contrasts)
-    if not enough:
-        return [f"No verdict: no comparison has {MIN_PAIRS} requests or more."]
-    return [f"No difference beyond chance in {enough} comparisons."]
+    return sorted(said, key=lambda text: rank.get(text, len(KNOWN_ARMS) + 1)) or ["Nothing was compared."]
 
 
 def _facts(run: Recorded) -> list[tuple[str, str]]:
@@ -263,15 +267,41 @@ def _caveats(run: Recorded) -> list[str]:
         caveats.append("The run was interrupted: these are the figures of the samples so far.")
     if errors := sum(bool(sample.get("error")) for sample in run.samples):
         caveats.append(f"{errors} requests failed; they are in no figure but the count of errors.")
-    if few := sum((one.get("n") or 0) < MIN_PAIRS for one in run.contrasts):
-        caveats.append(f"{few} of {len(run.contrasts)} comparisons have fewer than {MIN_PAIRS} requests: no verdict.")
+    caveats += [text for text in shortage(run.contrasts) if text not in _verdict(run)]
     if len(run.contrasts) >= 20:
         chance = round(0.05 * len(run.contrasts))
         caveats.append(f"Of {len(run.contrasts)} comparisons about {chance} would be beyond their intervals by chance.")
     skipped = run.results.get("skipped")
     if isinstance(skipped, dict):
         caveats += [f"Not run: {arm}: {tables.plain(why)}" for arm, why in skipped.items()]
-    return [*caveats, *_notes(run.record)]
+    return [*caveats, *_conditions(run), *_notes(run.record)]
+
+
+def _conditions(run: Recorded) -> list[str]:
+    """What was not the same from beginning to end, or for all arms, and what the load leaves out."""
+    caveats = []
+    if isinstance(resumed := run.results.get("resumed_at"), list) and resumed:
+        dates = ", ".join(tables.plain(one.get("date")) for one in resumed)
+        caveats.append(
+            f"The run was interrupted and went on ({dates}); the machine and the caches may have been others."
+        )
+    if others := (run.record.get("git") or {}).get("resumed_with"):
+        caveats.append(f"It went on with other code: {', '.join(str(sha)[:12] for sha in others)}.")
+    servers = run.results.get("servers")
+    servers = servers if isinstance(servers, dict) else {}
+    facts = {str(arm): one for arm, one in servers.items() if isinstance(one, dict)}
+    if kept := [arm for arm, one in facts.items() if one.get("flushed") is False]:
+        caveats.append(f"Caches were not emptied before each cell: {', '.join(kept)}.")
+    for key in SAME_SERVERS:
+        told = {arm: tables.plain(one[key]) for arm, one in facts.items() if one.get(key) is not None}
+        if len(set(told.values())) > 1:
+            each = ", ".join(f"{arm} {value}" for arm, value in told.items())
+            caveats.append(f"The arms' servers differ in {key.replace('_', ' ')}: {each}.")
+    if (load := run.record["spec"].get("load")) not in (None, "closed"):
+        caveats.append(
+            f"Load {load}: every block begins with an idle server, so queues are shorter than in a load without end."
+        )
+    return caveats
 
 
 def _notes(value: Any) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.contrast import MIN_PAIRS, verdict
+from eval.contrast import direction, fails_more, has_enough
 from eval.metrics import METRICS
 from eval.recorded import Cell, Recorded, cell_name, setting_name, varied
 
@@ -164,7 +164,8 @@ def contrast_table(run: Recorded) -> Table | None:
     has_p = any(one.get("p") is not None for one in run.contrasts)
     rows = []
     for one in run.contrasts:
-        said = "too few" if (one.get("n") or 0) < MIN_PAIRS else "yes" if verdict(one) else "no"
+        judged = ("yes" if direction(one) else "no") if has_enough(one) else "too few"
+        said = "failures" if fails_more(one) else judged
         cell = {key: value for key, value in (one.get("cell") or {}).items() if key in keys}
         words = [cell_name(cell) or "all", *(plain(one.get(key)) for key in ("a", "b", "metric", "statistic"))]
         rows.append(

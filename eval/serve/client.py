@@ -3,7 +3,7 @@
     rag    POST /rag/v1/chat/completions   chunks beside the messages; the server orders them and knows the conversation
     chat   POST /v1/chat/completions       each chunk's text and an empty line, then the question, in the user message
 
-Whatever goes wrong with one request is its `Answer.error`; only a mistake in the arguments raises.
+Whatever goes wrong with one request, in the adapter, on its way or in what comes back, is its `Answer.error`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 ROUTES = {"rag": "/rag/v1/chat/completions", "chat": "/v1/chat/completions"}
+FATES = ("exact", "relocated", "recomputed", "computed")
 KEEP_ALIVE_S = 2.0
 """Below uvicorn's 5 s: a connection that the server is about to close is not taken for a request."""
 
@@ -87,18 +88,18 @@ async def send(
     start = time.perf_counter()
     chunks: Sequence[TextChunk] = request.chunks
     answer = Answer({})
-    if reorderer is not None:
-        chunks = reorderer.order(request)
-        answer.reorder_s = time.perf_counter() - start
-    answer.message = user_message(arm, request, chunks)
-    sent = request_json(arm, request, chunks, history, max_new_tokens=max_new_tokens) | dict(body or {})
     try:
+        if reorderer is not None:
+            chunks = reorderer.order(request)
+            answer.reorder_s = time.perf_counter() - start
+        answer.message = user_message(arm, request, chunks)
+        sent = request_json(arm, request, chunks, history, max_new_tokens=max_new_tokens) | dict(body or {})
         async with session.post(url + ROUTES[arm.route], json=sent) as response:
             if response.status != 200:
                 answer.error = f"HTTP {response.status}: {_reason(await response.text())}"
             else:
                 await _read(answer, response, start)
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     answer.e2e_s = time.perf_counter() - start
     return answer
@@ -149,12 +150,30 @@ async def _read(answer: Answer, response: aiohttp.ClientResponse, start: float) 
                 answer.itl_s.append(now - last_text)
             last_text = now
         if usage := event.get("usage"):
-            answer.prompt_tokens = usage.get("prompt_tokens")
-            answer.completion_tokens = usage.get("completion_tokens")
-            answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        answer.chunkcache = event.get("chunkcache") or answer.chunkcache
+            answer.prompt_tokens, answer.completion_tokens = _counts(usage, "prompt_tokens", "completion_tokens")
+            (answer.cached_tokens,) = _counts(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+        if cache := event.get("chunkcache"):
+            _check_cache(cache)
+            answer.chunkcache = cache
     if answer.ttft_s is None:
         raise ValueError("the stream ended without a token")
+
+
+def _counts(found: Mapping[str, Any], *names: str) -> list[int | None]:
+    """Numbers of tokens or chunks, None where there is none. Raises ValueError for what is no number."""
+    counts = [found.get(name) for name in names]
+    if not all(isinstance(count, int | None) for count in counts):
+        raise ValueError(f"{' and '.join(names)} should be numbers but are {counts}")
+    return counts
+
+
+def _check_cache(cache: Mapping[str, Any]) -> None:
+    """Raises an error that `send` catches for what is not what our server says."""
+    _counts(cache, "chunks_hit")
+    if (fates := cache.get("fates")) and None in _counts(fates, *FATES):
+        raise ValueError(f"fates should be {', '.join(FATES)} but are {fates}")
+    if not all(isinstance(cache.get(name), list | None) for name in ("order", "dropped")):
+        raise ValueError("order and dropped should be lists")
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

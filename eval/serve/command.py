@@ -28,6 +28,7 @@ from math import inf
 from typing import Any
 
 from eval.errors import CommandError
+from eval.record import model_sha256
 from eval.run import Run
 from eval.serve.arms import Arm, add_arm_options, parse_arms
 from eval.serve.latency import summarize, table
@@ -44,7 +45,7 @@ from eval.serve.options import (
 from eval.serve.plan import Cell
 from eval.serve.runner import load_facts, measure
 from eval.serve.workload import interleave
-from eval.task import Request, add_task_options, load_requests
+from eval.task import Request, add_task_options, load_requests, requests_sha256
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,15 +85,18 @@ def run(args: argparse.Namespace, *, kind: str, summarize: Callable[..., dict[st
     facts = load_facts(folder)
     plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
     figures = partial(summarize, facts=facts, against=args.against)
-    with Run(folder, kind=kind, spec=vars(args), summarize=figures, baseline=args.baseline) as taken:
-        if any(arm.url is None for arm in arms):
+    starts = any(arm.url is None for arm in arms)
+    spec = vars(args) | {"requests_sha256": requests_sha256(everything)}
+    spec["model_sha256"] = model_sha256(args.model_path) if starts else None
+    with Run(folder, kind=kind, spec=spec, summarize=figures, baseline=args.baseline) as taken:
+        if starts:
             with model_flags(args, everything, args.server_flags) as flags:
                 measure(taken, replace(plan, server_flags=flags), cells(args, requests))
         else:
             measure(taken, plan, cells(args, requests))
     results = taken.results()
     print(table(results))
-    print(*results["verdict"] or ["no contrast whose interval leaves out 1"], sep="\n")
+    print(*results["verdict"] or ["Nothing was compared."], sep="\n")
     print("record:", folder)
     print(json.dumps(results))
     return 0

@@ -8,7 +8,7 @@ so many chunks. Both say how close a replay comes to a server, which is why the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING
 
 from radix_ext import Chunk, ChunkId, ReplaySettings, replay_trace
@@ -17,16 +17,19 @@ from sglang_chunkcache import ChunkCacheConfig
 if TYPE_CHECKING:
     from eval.serve.arms import Arm
     from eval.serve.plan import Cell
-    from eval.task import TextChunk
+    from eval.task import Request, TextChunk
 
 
-def expected_hit_share(arm: Arm, cell: Cell, *, warm_up: int, capacity: int | None) -> float | None:
-    """Chunks found cached as a prefix over chunks, of all requests behind the first `warm_up`; None where replay knows nothing.
+def expected_hit_share(
+    arm: Arm, cell: Cell, *, flags: Sequence[str], warm_up: int, capacity: int | None
+) -> float | None:
+    """Chunks found cached as a prefix over chunks, of the first turns behind `warm_up` requests; None where replay knows nothing.
 
     Args:
+        flags: with which the arm's server was started, all of them; none: not known.
         capacity: chunks that the pool holds; None for no limit.
     """
-    if not arm.is_ours or arm.is_fused:
+    if not arm.is_ours or arm.is_fused or not flags:
         return None
     # A server's tree has no chain behind two system prompts, so behind each a chunk is another one. Its counts, unlike the
     # server's, are then by system prompt too.
@@ -36,16 +39,34 @@ def expected_hit_share(arm: Arm, cell: Cell, *, warm_up: int, capacity: int | No
         for request in cell.requests
     ]
     conversations = [request.conversation for request in cell.requests]
-    settings = replay_settings([*arm.flags, *cell.flags], capacity=capacity)
-    counts = replay_trace(requests, settings, conversations=conversations).requests[warm_up:]
+    settings = replay_settings(flags, capacity=capacity)
+    replayed = replay_trace(requests, settings, conversations=conversations).requests
+    counts = list(compress(replayed[warm_up:], first_turns(cell.requests)[warm_up:]))
     num_chunks = sum(count.num_chunks for count in counts)
     return sum(count.num_hits for count in counts) / num_chunks if num_chunks else None
 
 
+def first_turns(requests: Sequence[Request]) -> list[bool]:
+    """Of each request whether it stands alone or opens its conversation here.
+
+    A later turn's chunks stand behind a history, where no other request finds them; the server counts the first turn's then.
+    """
+    begun: set[str] = set()
+    firsts = []
+    for request in requests:
+        firsts.append(request.conversation not in begun)
+        if request.conversation is not None:
+            begun.add(request.conversation)
+    return firsts
+
+
 def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySettings:
-    """The launcher's flags as a replay's settings. Of a flag given twice the last counts."""
+    """The launcher's flags, `--flag value` or `--flag=value`, as a replay's settings. Of a flag given twice the last counts."""
     default = ChunkCacheConfig()
-    given = dict(pairwise(flags))
+    given = {}
+    for flag, following in pairwise([*flags, ""]):
+        name, equals, text = flag.partition("=")
+        given[name] = text if equals else following
 
     def value(name: str) -> str:
         return given.get("--chunkcache-" + name.replace("_", "-"), str(getattr(default, name)))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.serve.arms import Arm, create_reorderer, request_body
 from eval.serve.client import Answer, Message, open_session, send
+from eval.serve.latency import cached_tokens
 from eval.serve.plan import Cell, Plan
 from eval.serve.workload import Load, arrivals
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from eval.task import Request
 
 Sample = dict[str, Any]
+MAX_NEW_TOKENS = 8
+"""Of an answer, where neither the request nor the plan says."""
 
 
 class Lane:
@@ -126,7 +129,7 @@ class Lane:
             self.arm,
             request,
             history,
-            max_new_tokens=request.max_new_tokens or self._plan.max_new_tokens,
+            max_new_tokens=_answer_limit(request.max_new_tokens, self._plan.max_new_tokens),
             reorderer=self._reorderer,
             body=body,
         )
@@ -185,6 +188,10 @@ class Lane:
         return sample
 
 
+def _answer_limit(asked: int | None, at_most: int | None) -> int:
+    return min(asked or at_most or MAX_NEW_TOKENS, at_most or asked or MAX_NEW_TOKENS)
+
+
 def _predecessors(requests: Sequence[Request]) -> list[int]:
     """For each request the number of the turn before it, -1 if there is none."""
     last: dict[str, int] = {}
@@ -203,9 +210,8 @@ def _metrics(answer: Answer, wait: float) -> dict[str, float]:
     streaming = (answer.first_text_s or answer.ttft_s) + sum(answer.itl_s) - answer.ttft_s
     if answer.completion_tokens and answer.completion_tokens > 1:
         metrics["itl_s"] = streaming / (answer.completion_tokens - 1)
-    if answer.prompt_tokens and answer.cached_tokens is not None:
-        metrics["cached_share"] = answer.cached_tokens / answer.prompt_tokens
-        metrics["prefill_tokens"] = answer.prompt_tokens - answer.cached_tokens
-    if answer.fates:  # what was moved and computed anew is cached to SGLang
-        metrics["prefill_tokens"] = answer.fates["recomputed"] + answer.fates["computed"]
+    cached = cached_tokens(answer.fates, answer.cached_tokens)
+    if answer.prompt_tokens and cached is not None:
+        metrics["cached_share"] = cached / answer.prompt_tokens
+        metrics["prefill_tokens"] = answer.prompt_tokens - cached
     return metrics

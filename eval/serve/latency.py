@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.contrast import contrast_arms, verdict
-from eval.intervals import bootstrap, quantile
+from eval.contrast import MIN_BLOCKS, contrast_arms, has_enough, sentences
+from eval.intervals import block_bootstrap, quantile
 from eval.metrics import METRICS
 
 Sample = Mapping[str, Any]
@@ -39,7 +39,7 @@ def summarize(samples: Sequence[Sample], *, facts: Mapping[str, Any], against: s
     return {
         "cells": cells(samples),
         "contrasts": contrasts,
-        "verdict": [line for row in contrasts if (line := verdict(row))],
+        "verdict": sentences(contrasts),
         "num_warm_up": sum(bool(sample["warm_up"]) for sample in samples),
         **facts,
     }
@@ -93,6 +93,11 @@ def loaded_s(samples: Sequence[Sample]) -> float:
     return sum(last - first for first, last in spans.values())
 
 
+def cached_tokens(fates: Mapping[str, int] | None, reported: int | None) -> int | None:
+    """Tokens that needed no computing: by their fates where there are some, for SGLang's count holds recomputed ones, too."""
+    return fates["exact"] + fates["relocated"] if fates else reported
+
+
 def table(results: Mapping[str, Any]) -> str:
     """`summarize`'s results for people: times in seconds."""
     header = ("arm", "cell", "n", "errors", "ttft p50", "p90", "p99", "itl", "e2e p50", "req/s", "out tok/s", "cached")
@@ -108,9 +113,10 @@ def table(results: Mapping[str, Any]) -> str:
     for row in results["contrasts"]:
         if row["metric"] in CONTRASTED and row["value"] is not None:
             where = " ".join(f"{name}={value}" for name, value in row["cell"].items())
+            interval = f"[{row['low']:.2f}, {row['high']:.2f}]" if has_enough(row) else "too few"
             lines.append(
                 f"{row['metric']} {row['a']} / {row['b']}, {row['statistic']}: {row['value']:.2f} "
-                f"[{row['low']:.2f}, {row['high']:.2f}] n={row['n']} {where}".rstrip()
+                f"{interval} n={row['n']} {where}".rstrip()
             )
     return "\n".join(lines)
 
@@ -142,11 +148,16 @@ def _row(cell: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
-    values = [sample["metrics"][name] for sample in samples if name in sample["metrics"]]
+    blocks: dict[int, list[float]] = {}
+    for sample in samples:
+        if name in sample["metrics"]:
+            blocks.setdefault(sample["block"], []).append(sample["metrics"][name])
+    values = [value for block in blocks.values() for value in block]
     if not values:
         return None
-    is_time = METRICS[name].unit == "s"
-    _, low, high = bootstrap(values, _median if is_time else _mean, draws=DRAWS)
+    # Requests of a block share a stretch of time, so they move together; too few blocks are resampled one by one.
+    drawn = list(blocks.values()) if len(blocks) >= MIN_BLOCKS else [[value] for value in values]
+    _, low, high = block_bootstrap(drawn, _median if METRICS[name].unit == "s" else _mean, draws=DRAWS)
     quantiles = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
     return {"mean": _mean(values), **quantiles, "low": low, "high": high}
 
@@ -167,6 +178,10 @@ def _fates(samples: Sequence[Sample]) -> dict[str, int] | None:
 
 
 def _share(samples: Sequence[Sample]) -> float | None:
-    """Of all prompt tokens, those that the server says it found cached."""
-    told = [s for s in samples if s["cached_tokens"] is not None and s["prompt_tokens"]]
-    return sum(s["cached_tokens"] for s in told) / sum(s["prompt_tokens"] for s in told) if told else None
+    """Of all prompt tokens, those that the server took from its cache."""
+    told = [
+        (cached, s["prompt_tokens"])
+        for s in samples
+        if s["prompt_tokens"] and (cached := cached_tokens(s["fates"], s["cached_tokens"])) is not None
+    ]
+    return sum(cached for cached, _ in told) / sum(tokens for _, tokens in told) if told else None

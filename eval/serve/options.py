@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
+from eval.contrast import MIN_BLOCKS
 from eval.errors import CommandError
 from eval.random_model import SHAPES, write_random_model
 from eval.serve.arms import Arm
 from eval.serve.plan import History, Plan
 from eval.serve.workload import KINDS, Load
 from eval.task import Request
-
-MIN_BLOCKS = 8
-"""Blocks are what intervals resample; with fewer there is nothing to resample."""
-
 
 DEFAULT_PARAMS = min((params for params in SHAPES if params >= 10), default=max(SHAPES))
 """Of the random model: two arms and 60 requests are then a matter of two minutes on two cores."""
@@ -50,7 +48,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="later turns show each arm's own answers, or the data set's (then the same messages go to all arms, and our "
         "server, which knows a conversation by its own answers, takes every turn for a new request)",
     )
-    group.add_argument("--max-new-tokens", type=int, default=8, help="of an answer (default: 8)")
+    group.add_argument("--max-new-tokens", type=int, help="of an answer, at most (default: what a trace says, else 8)")
     group.add_argument("--ignore-eos", action="store_true", help="answers of exactly that length (SGLang, vLLM)")
     group.add_argument("--warm-up", type=int, default=10, metavar="N", help="first requests, not counted (default: 10)")
     group.add_argument(
@@ -130,6 +128,10 @@ def make_plan(args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, 
     if measured < 1:
         raise CommandError(f"--warm-up {args.warm_up} leaves none of {num_requests} requests to measure")
     block = _default_block(args, max(1, measured // MIN_BLOCKS)) if args.block is None else args.block
+    blocks = -(-measured // block) if block else 1
+    if blocks < MIN_BLOCKS and len(arms) > 1:
+        enough = f"--requests >= {args.warm_up + MIN_BLOCKS * block}" if block else "another --block"
+        print(f"eval: too few blocks for a verdict: {blocks}, less than {MIN_BLOCKS}; give {enough}", file=sys.stderr)
     return Plan(
         arms=arms,
         threads=args.threads,

@@ -47,8 +47,8 @@ class Plan:
     """Requests that one arm answers before the next has its turn; 0: all."""
     warm_up: int = 0
     """The first so many requests of each cell are sent and kept, but marked."""
-    max_new_tokens: int = 8
-    """Where the request does not say."""
+    max_new_tokens: int | None = None
+    """At most; None: what the request says."""
     history: History = "own"
     body: Mapping[str, Any] = field(default_factory=dict)
     """Added to the requests of all arms."""

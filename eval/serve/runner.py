@@ -33,8 +33,6 @@ from eval.serve.workload import arrivals, cut
 if TYPE_CHECKING:
     from eval.task import Request
 
-__all__ = ["Cell", "Plan", "load_facts", "measure"]
-
 T = TypeVar("T")
 FACTS = "facts.json"
 
@@ -51,9 +49,6 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
         CommandError: a server does not start, is not reachable or dies; an arm that is to run our cache does not; a cell
             that the plan's arms or servers cannot serve.
     """
-    if run.samples:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        plan.facts.setdefault("resumed_at", []).append({"date": now, "samples": len(run.samples)})
     arms = _usable(plan)
     if (count := sum(arm.url is None for arm in arms)) > plan.max_servers:
         raise CommandError(f"{count} arms need {count} servers at once, more than --max-servers {plan.max_servers}")
@@ -61,6 +56,10 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
         arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
         for arm in arms:
             key_of(arm, cell)
+    _drop_incomplete(run, plan, arms, cells)
+    if run.samples:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        plan.facts.setdefault("resumed_at", []).append({"date": now, "samples": len(run.samples)})
     lists = [len(cell.requests) * len(arms) for cell in cells]
     with (
         progress("requests", sum(lists), initial=len(run.samples)) as bar,
@@ -122,6 +121,18 @@ def _usable(plan: Plan) -> list[Arm]:
     return usable
 
 
+def _drop_incomplete(run: Run, plan: Plan, arms: Sequence[Arm], cells: Sequence[Cell]) -> None:
+    """A block that was kept in part, since the run was killed while it was written, is taken again."""
+    incomplete: set[str] = set()
+    for cell in cells:
+        for block in cut(len(cell.requests), warm_up=plan.warm_up, block=plan.block):
+            for arm in arms:
+                keys = {_key(arm, cell, cell.requests[number]) for number in block}
+                if any(key not in run for key in keys):
+                    incomplete |= keys
+    run.drop(incomplete)
+
+
 def _measure_together(
     run: Run,
     plan: Plan,
@@ -160,8 +171,8 @@ def _measure_together(
                 if number < len(own) and _key(lane.arm, lane.cell, lane.cell.requests[own[number][0]]) not in run:
                     samples = loop.run(lane.run(own[number]))
                     _check(samples, lane, servers)
-                    for request, sample in zip(own[number], samples, strict=True):
-                        run.add(_key(lane.arm, lane.cell, lane.cell.requests[request]), {**sample, "block": number})
+                    keys = [_key(lane.arm, lane.cell, lane.cell.requests[i]) for i in own[number]]
+                    run.add_all(zip(keys, ({**sample, "block": number} for sample in samples), strict=True))
                     bar.update(len(samples))
         for lane in lanes:
             if counts := lane.counts():

@@ -4,7 +4,8 @@
 
 It is `python -m eval serve` with one sweep. What it adds: the values of the papers and the arms to which a parameter means
 something, unless --values and --arms say others; and, for arms whose server runs our cache with exact reuse, the share of chunks
-that a replay of the same requests finds cached (`expected_hit_share`) beside the measured one (`hit_share`).
+that a replay of the same requests finds cached (`expected_hit_share`) beside the measured one (`hit_share`). Both are of requests
+that stand alone or open a conversation.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from eval.errors import CommandError
 from eval.serve import command as serve
 from eval.serve import latency
 from eval.serve.arms import parse_arms
-from eval.serve.expected import expected_hit_share
+from eval.serve.expected import expected_hit_share, first_turns
 from eval.serve.options import split_flags
 from eval.serve.server_pool import key_of
 from eval.task import load_requests
@@ -27,6 +29,7 @@ from eval.task import load_requests
 if TYPE_CHECKING:
     from eval.run import Sample
     from eval.serve.plan import Cell
+    from eval.task import Request
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def summarize(
     arms: Sequence[str],
     cells: Callable[[], Sequence[Cell]],
 ) -> dict[str, Any]:
-    """serve's results, with `hit_share` and `expected_hit_share` in the cells where they are known.
+    """serve's results, with `hit_share` in the cells and `expected_hit_share` among their metrics where they are known.
 
     Args:
         arms: as in `--arms`.
@@ -109,12 +112,21 @@ def summarize(
     for row in results["cells"]:
         arm, cell = known[row["arm"]], next(cell for cell in cells() if cell.label == row["cell"])
         own = [s for s in samples if (s["arm"], s["cell"]) == (row["arm"], row["cell"]) and "error" not in s]
-        row["hit_share"] = _hit_share([sample for sample in own if not sample["warm_up"]])
         by_id = {request.id: request for request in cell.requests}
         sent = replace(cell, requests=[by_id[sample["request"]] for sample in own])
-        row["pool_chunks"] = _pool_chunks(own, facts.get("servers", {}).get(str(key_of(arm, cell)), {}))
-        warm_up = sum(sample["warm_up"] for sample in own)
-        row["expected_hit_share"] = expected_hit_share(arm, sent, warm_up=warm_up, capacity=row["pool_chunks"])
+        firsts = list(compress(zip(own, sent.requests, strict=True), first_turns(sent.requests)))
+        row["hit_share"] = _hit_share([(sample, request) for sample, request in firsts if not sample["warm_up"]])
+        server = facts.get("servers", {}).get(str(key_of(arm, cell)), {})
+        row["pool_chunks"] = _pool_chunks(own, server)
+        expected = expected_hit_share(
+            arm,
+            sent,
+            flags=server.get("flags", ()),
+            warm_up=sum(sample["warm_up"] for sample in own),
+            capacity=row["pool_chunks"],
+        )
+        found = {"hit_share": row["hit_share"], "expected_hit_share": expected}
+        row["metrics"] = {name: {"mean": share} for name, share in found.items() if share is not None} | row["metrics"]
     return results
 
 
@@ -135,11 +147,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _hit_share(samples: Sequence[Sample]) -> float | None:
-    """Chunks that the server found cached over chunks; None where it does not say."""
-    told = [s for s in samples if (s.get("chunkcache") or {}).get("chunks_hit") is not None]
-    num_chunks = sum(sample["num_chunks"] for sample in told)
-    return sum(sample["chunkcache"]["chunks_hit"] for sample in told) / num_chunks if num_chunks else None
+def _hit_share(taken: Sequence[tuple[Sample, Request]]) -> float | None:
+    """Chunks that the server found cached over chunks, one listed twice counted once; None where it does not say."""
+    told = [(s, request) for s, request in taken if (s.get("chunkcache") or {}).get("chunks_hit") is not None]
+    num_chunks = sum(len({chunk.id for chunk in request.chunks}) for _, request in told)
+    return sum(sample["chunkcache"]["chunks_hit"] for sample, _ in told) / num_chunks if num_chunks else None
 
 
 def _pool_chunks(samples: Sequence[Sample], server: Mapping[str, Any]) -> int | None:

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.errors import CommandError
@@ -63,7 +63,9 @@ def key_of(arm: Arm, cell: Cell) -> Key:
 
 
 class ServerPool:
-    """Started servers and endpoints that are already there; use it as a context manager. SIGTERM then stops them as Ctrl-C does.
+    """Started servers and endpoints that are already there; use it as a context manager.
+
+    SIGTERM and SIGHUP then stop them as Ctrl-C does.
 
     Args:
         plan: flags and threads of every server; its `facts["servers"]` is filled.
@@ -75,18 +77,27 @@ class ServerPool:
         self._facts: dict[str, Any] = plan.facts.setdefault("servers", {})
         self._running: dict[Key, tuple[Server, ExitStack]] = {}
         self._served: dict[Key, str] = {}
+        self._handlers: dict[int, Any] = {}
+        """Of the signals that were set, what was there."""
 
     def __enter__(self) -> ServerPool:
         # A terminated parent would leave them behind: they are sessions of their own, so that Ctrl-C does not reach them.
-        self._on_term = signal.signal(signal.SIGTERM, signal.default_int_handler) if _in_main_thread() else None
+        for sign in (signal.SIGTERM, signal.SIGHUP) if _in_main_thread() else ():
+            if (handler := signal.getsignal(sign)) not in (signal.SIG_IGN, None):  # ignored: as under nohup
+                self._handlers[sign] = handler
+                signal.signal(sign, _interrupt)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.keep(())
-        if _in_main_thread():
-            signal.signal(signal.SIGTERM, self._on_term)
+        for sign in self._handlers:  # a terminal that is closed says so more than once
+            signal.signal(sign, signal.SIG_IGN)
+        try:
+            self.keep(())
+        finally:
+            for sign, handler in self._handlers.items():
+                signal.signal(sign, handler)
 
     def keep(self, keys: Collection[Key]) -> None:
         """Stop all started servers but these."""
@@ -166,6 +177,12 @@ class ServerPool:
             "gate": [gate for rank in stats.get("ranks", []) if (gate := rank.get("gate"))] or None,
             "flags": portable({"flags": started})["flags"],
         }
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """As Ctrl-C, also where that is asyncio's to handle; and where it is ignored, as in a shell's background job."""
+    handler = signal.getsignal(signal.SIGINT)
+    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
 
 def _in_main_thread() -> bool:

@@ -30,7 +30,7 @@ def test_permutation_of_two_requests(rag_server: Server, tmp_path: Path) -> None
         "random": 1.0,
     }
     # Distributions came back, and another order is another prompt.
-    assert any(row["metrics"].get("kl_retriever", 0) > 0 for row in rows)
+    assert any(row["metrics"].get("kl_given", 0) > 0 for row in rows)
     assert record["results"]["within_sd"]["em"] == 1.0
 
 

@@ -32,6 +32,8 @@ class FakeEndpoint:
     cache_report: bool = True
     is_down: bool = False
     """Connections are closed without an answer, as behind a process that has died."""
+    odd_event: dict[str, Any] | None = None
+    """Sent before the first text."""
     url: str = ""
     received: list[dict[str, Any]] = field(default_factory=list)
     """Bodies, with `path`, `at` and `answered`: when they came and when the answer was whole."""
@@ -87,6 +89,8 @@ class FakeEndpoint:
 
         await response.write(b": a comment\n\n")
         await event({"role": "assistant", "content": ""})
+        if self.odd_event is not None:
+            await response.write(f"data: {json.dumps(self.odd_event)}\n\n".encode())
         for word in ("an", " ans", "wer"):
             await event({"content": word})
             if mishap == "dropped":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from eval.contrast import contrast_arms, verdict
+from eval.contrast import contrast_arms, sentences
 from eval.intervals import bootstrap, quantile
+from eval.replay.command import main as replay
 
 HOSTILE = '<script>alert(1)</script> & "quoted" $x_1$ naïve 漢字 ' + "very-long-" * 12
 NAN = float("nan")
@@ -101,7 +104,7 @@ def summarize(samples: Sequence[Sample], *, against: str) -> dict[str, Any]:
         if arm != against and against in of
         for one in contrast_arms(of[against], of[arm], a=against, b=arm)
     ]
-    return {"cells": cells, "contrasts": contrasts, "verdict": [text for text in map(verdict, contrasts) if text]}
+    return {"cells": cells, "contrasts": contrasts, "verdict": sentences(contrasts)}
 
 
 def figures(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -150,38 +153,26 @@ def make_permutation(requests: int = 12) -> dict[str, Any]:
     return {"cells": [], "contrasts": [], "verdict": [], "requests": spread}
 
 
-def make_replay(requests: int = 60) -> tuple[list[Sample], dict[str, Any]]:
-    """Samples and `results` of a replay: three orders, three sizes, as the command's own comparison has them."""
+def write_replay(folder: Path, *options: str) -> Path:
+    """A run of `replay` itself: 30 conversations of four turns, whose histories a small cache loses."""
     rng = random.Random(7)
-    base = {"tail": None, "capacity_tokens": 0, "admission": "all", "window": None, "threshold": None, "k": None}
-    samples, cells = [], []
-    for order, eviction, dedup, mean in (("retriever", "lru", "off", 1.2), ("tree", "reused", "shown", 2.4)):
-        for capacity in (0, 1000, 500):
-            cell = {
-                **base,
-                "order": order,
-                "eviction": eviction if capacity else None,
-                "dedup": dedup,
-                "capacity": capacity,
-            }
-            hits = [min(5, int(rng.expovariate(1 / mean))) for _ in range(requests)]
-            share = sum(hits) / (5 * requests)
-            samples.append(
-                {
-                    "key": f"{order}/{capacity}",
-                    "cell": cell,
-                    "hits": hits,
-                    "dropped": [0] * requests,
-                    "chunks": [5] * requests,
-                    "token_hits": None,
-                    "dropped_tokens": None,
-                    "tokens": None,
-                }
-            )
-            rate = {"value": share, "low": share - 0.02, "high": share + 0.03}
-            counts = {"num_requests": requests, "num_chunks": 5 * requests, "num_evicted": 17, "order_us_p50": 3.14}
-            cells.append({"cell": cell, "chunk_hit_rate": rate, "token_hit_rate": None, **counts, "order_us_p99": 15.9})
-    return samples, {"cells": cells, "contrasts": [], "verdict": ["Verdict: WORTH IT with no limit of room."]}
+    lines = [
+        {
+            "passages": [
+                *rng.sample([f"{talk}-{n}" for n in range(6)], 2),
+                *(f"all-{n}" for n in rng.sample(range(9), rng.choice((1, 3, 7)))),
+            ],
+            "conversation": f"{talk}",
+        }
+        for _ in range(4)
+        for talk in range(30)
+    ]
+    trace = folder.parent / f"{folder.name}.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    grid = options or ("--order", "retriever", "tree", "--capacity", "0", "1000", "50")
+    with redirect_stdout(io.StringIO()):
+        assert replay(["--trace", str(trace), "--out", str(folder), *grid]) == 0
+    return folder
 
 
 def write_run(

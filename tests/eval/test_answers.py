@@ -15,7 +15,9 @@ import pytest
 
 from eval.errors import CommandError
 from eval.quality.command import fixed_histories, main
+from eval.quality.greedy import Endpoint, ask
 from eval.run import read_record, read_samples
+from eval.serve.arms import ARMS
 from eval.task import Request, TextChunk, load_requests
 from tests.eval.fake_chat import Body, FakeChat, chatting
 
@@ -89,8 +91,14 @@ def test_unknown_weights_show_no_right_answers(ours: FakeChat, tmp_path: Path) -
     assert "know nothing" in record["results"]["note"]
 
 
-def test_known_weights_are_scored_and_contrasted(ours: FakeChat, tmp_path: Path) -> None:
+def test_known_weights_are_scored_and_contrasted(
+    ours: FakeChat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And where nothing may be said since there is too little, that is said."""
     record = run(ours, tmp_path / "run", "--weights", "real")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("No verdict")]
+    assert told == record["results"]["verdict"]
+    assert "too few requests: 6" in told[0]
     results = record["results"]
     assert "note" not in results
     assert results["cells"][0]["metrics"]["em"]["mean"] == 0.0
@@ -114,6 +122,41 @@ def test_an_interrupted_run_goes_on(ours: FakeChat, tmp_path: Path) -> None:
     for cell, expected in zip(again["results"]["cells"], whole["results"]["cells"], strict=True):
         assert (cell["n"], cell["metrics"]) == (expected["n"], expected["metrics"])
     assert again["results"]["servers"] == whole["results"]["servers"]
+
+
+CHUNKS = (TextChunk("a", "text"), TextChunk("b", "text"))
+
+
+def test_turns_of_a_conversation_are_one_block(ours: FakeChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in `answers`, where the server does not hear of the conversation, since the history is in the messages."""
+    turns = [Request(f"t:{n}", f"question {n}?", CHUNKS, conversation="c", reply="Yes.") for n in range(2)]
+    monkeypatch.setattr("eval.quality.command.load_requests", lambda args: [*turns, Request("t:2", "more?", CHUNKS)])
+    run(ours, tmp_path / "run")
+    assert [row["block"] for row in read_samples(tmp_path / "run")] == ["c", "c", "t:2"] * 2
+
+
+def test_a_run_goes_on_with_the_same_requests_only(
+    ours: FakeChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids and settings do not tell that a data set's texts have changed."""
+    asked = {"question": "first?"}
+    monkeypatch.setattr("eval.quality.command.load_requests", lambda args: [Request("t:1", asked["question"], CHUNKS)])
+    record = run(ours, tmp_path / "run")
+    (tmp_path / "run" / "record.json").write_text(json.dumps(record | {"complete": False}))
+    asked["question"] = "second?"
+    with pytest.raises(CommandError, match="begun with other settings: requests_sha256"):
+        run(ours, tmp_path / "run")
+    assert record["spec"]["model_sha256"] is None  # no server was started
+
+
+@pytest.mark.parametrize(
+    "choice", ["text", {"message": "text"}, {"message": {"content": "x"}, "logprobs": "odd"}, None]
+)
+def test_an_odd_answer_is_an_error_of_that_request(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One proxy's page in place of an answer must not end a run of hours."""
+    monkeypatch.setattr("eval.quality.greedy.post", lambda url, body: {"choices": [choice], "usage": {}})
+    with pytest.raises(CommandError, match="no chat completion came back"):
+        ask(Endpoint("http://x", "m", ARMS["ours"], 8, 0), Request("t:1", "?", CHUNKS), CHUNKS)
 
 
 def test_what_a_server_refuses_is_a_sample(tmp_path: Path) -> None:

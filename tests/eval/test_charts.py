@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from eval.recorded import read_recorded
 from eval.report import charts
 from eval.report.charts import Look
-from tests.eval.made_runs import HOSTILE, make_permutation, make_ratio, make_replay, make_served, summarize, write_run
+from tests.eval.made_runs import HOSTILE, make_permutation, make_ratio, make_served, summarize, write_replay
 
 LOOK = Look({"ours": 0, "stock-lpm": 1, "craft": 2, "random": 3, "query": 4, "first": 5, "full-prefill": 6})
 SERVED = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=12)
@@ -41,8 +41,7 @@ def all_charts(tmp_path: Path) -> dict[str, Callable[[Look], Figure]]:
     cells = summarize(SERVED, against="stock-lpm")["cells"]
     windows = summarize(WINDOWS, against="stock-lpm")["cells"]
     points = [{"request": one["request"], **one["metrics"]["f1"]} for one in make_permutation()["requests"]]
-    samples, results = make_replay()
-    hits = read_recorded(write_run(tmp_path / "replay", "replay", samples, results)).cells
+    hits = read_recorded(write_replay(tmp_path / "replay")).cells
     return {
         "cdf": lambda look: charts.ttft_cdf(SERVED, look),
         "hits": lambda look: charts.hit_rates(hits, look),
@@ -113,16 +112,13 @@ def test_a_level_arm_is_a_level_line() -> None:
     assert "full-prefill" in legend(figure)
 
 
-def test_hit_rates_have_a_bar_a_policy_and_size() -> None:
+def test_hit_rates_have_a_bar_a_policy_and_size(tmp_path: Path) -> None:
     """Heights are the record's shares; no limit stands last."""
-    _, results = make_replay()
-    cells = [
-        {**one, "arm": one["cell"]["order"], "cell": {"capacity": one["cell"]["capacity"]}} for one in results["cells"]
-    ]
+    cells = read_recorded(write_replay(tmp_path / "replay")).cells
     ax = draw(lambda look: charts.hit_rates(cells, look)).axes[0]
     heights = sorted(patch.get_height() for patch in ax.patches)  # type: ignore[attr-defined]
     assert heights == sorted(one["chunk_hit_rate"]["value"] for one in cells)
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["500", "1,000", "no limit"]
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["50", "1,000", "no limit"]
 
 
 def test_scores_leave_out_arms_that_were_not_scored() -> None:

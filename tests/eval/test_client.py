@@ -25,6 +25,13 @@ def endpoint() -> Iterator[FakeEndpoint]:
         yield fake
 
 
+@pytest.fixture(scope="module")
+def odd() -> Iterator[FakeEndpoint]:
+    """Whose streams hold `odd_event`."""
+    with serving(FakeEndpoint(chunk_cache=True)) as fake:
+        yield fake
+
+
 def ask(url: str, question: str, arm: Arm = CHAT, *, timeout_s: float = 5.0, **options: Any) -> Answer:
     """Send one request with two chunks."""
     request = Request("t:1", question, CHUNKS, system="Be brief.", conversation="c")
@@ -93,6 +100,49 @@ def test_reordering_is_sent_and_counted_in_all_times(endpoint: FakeEndpoint) -> 
     assert answer.reorder_s is not None
     assert answer.ttft_s is not None
     assert 0.2 <= answer.reorder_s < answer.ttft_s
+
+
+def test_adapter_that_fails_is_an_error() -> None:
+    """Of one request: the others, and the other arms, go on."""
+
+    class Broken:
+        def order(self, request: Request) -> list[TextChunk]:
+            raise ValueError("no JSON")
+
+        def counts(self) -> dict[str, int]:
+            return {}
+
+        def close(self) -> None:
+            pass
+
+    assert ask("http://127.0.0.1:9", "why?", reorderer=Broken()).error == "ValueError: no JSON"
+
+
+FATES = {"exact": 1, "relocated": 0, "recomputed": 0, "computed": 2}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": ["no object"]},
+        {"choices": 5},
+        {"choices": [{"delta": {"content": ["a", "list"]}}]},
+        {"usage": "none"},
+        {"usage": {"prompt_tokens": "12"}},
+        {"usage": {"prompt_tokens_details": [3]}},
+        {"chunkcache": ["a"]},
+        {"chunkcache": {"fates": [1, 2]}},
+        {"chunkcache": {"fates": FATES | {"exact": None}}},
+        {"chunkcache": {"fates": FATES, "chunks_hit": "two"}},
+        {"chunkcache": {"fates": FATES, "order": 2}},
+    ],
+)
+def test_odd_answers_are_errors(odd: FakeEndpoint, event: dict[str, Any]) -> None:
+    """One answer of another shape must not end the whole run, here or where it is counted."""
+    odd.odd_event = event
+    answer = ask(odd.url, "why?", RAG)
+    assert answer.error is not None
+    assert (answer.fates, answer.chunkcache) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval.__main__ import main
-from tests.eval.made_runs import make_failed, make_replay, make_served, summarize, write_run, write_served
+from tests.eval.made_runs import make_failed, make_served, summarize, write_replay, write_run, write_served
 
 
 def compare(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, dict[str, Any]]:
@@ -58,7 +58,7 @@ def test_what_differs_between_two_runs_is_told(tmp_path: Path, capsys: pytest.Ca
     assert 'server ours device: "cpu" in A, "cuda" in B' in found["differs"]
     assert "The runs differ in:" in text
     assert found["verdict"] == []
-    assert "No difference beyond chance." in text
+    assert "No verdict: the runs are of other requests: seed differ." in text
 
 
 def test_arms_of_one_run_beside_the_usual_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,28 +88,66 @@ def test_failed_requests_are_counted_not_compared(tmp_path: Path, capsys: pytest
     assert {c["n"] for c in found["contrasts"]} == {10}
     assert (found["counts"][0]["errors_b"], found["counts"][0]["only_a"]) == (10, 8)
     assert "Failed requests, not used: stock-lpm 0, ours 10" in text
+    assert "No verdict: ours failed 10 of 20, stock-lpm failed 0 of 18" in text
 
 
 def test_too_few_requests_have_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Five pairs are shown, not judged."""
     run = write_served(tmp_path / "a", make_served({"stock-lpm": 9.0, "ours": 1.0}, requests=7), against="stock-lpm")
     _, text, found = compare(capsys, run, "--metric", "ttft_s")
-    assert found["verdict"] == []
-    assert text.count("too few") == 2
+    assert found["verdict"] == [
+        "No verdict in 2 of 2 comparisons: too few requests: 5; give --requests >= 24 and the warm-up's."
+    ]
+    assert text.count("too few  ") == 2
     assert "No difference" not in text
-    assert "Too few: 2 of 2 comparisons have fewer than 8 requests." in text
+
+
+def test_few_blocks_have_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twenty requests in five stretches of time are five witnesses: neither a difference nor none."""
+    run = write_served(tmp_path / "a", make_served({"stock-lpm": 9.0, "ours": 1.0}, requests=20), against="stock-lpm")
+    _, text, found = compare(capsys, run, "--metric", "ttft_s")
+    assert len(found["verdict"]) == 1
+    assert "too few blocks of requests: 5" in found["verdict"][0]
+    assert text.count("too few  ") == 2
 
 
 def test_replay_policies_are_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A replay has one row a cell; its requests pair up all the same, in each size."""
-    samples, results = make_replay()
-    _, text, found = compare(capsys, write_run(tmp_path / "a", "replay", samples, results))
+    """A replay has one row a cell; its requests pair up all the same, in each size, and compare says what replay said."""
+    run = write_replay(tmp_path / "a")
+    _, text, found = compare(capsys, run)
     assert [(c["cell"], c["a"], c["b"], c["n"]) for c in found["contrasts"]] == [
-        ({"capacity": size}, "retriever", "tree", 60) for size in (0, 1000, 500)
+        ({"capacity": size}, "retriever", "tree", 120) for size in (0, 1000, 50)
     ]
-    expected = sum(samples[3]["hits"]) / 300 - sum(samples[0]["hits"]) / 300
-    assert found["contrasts"][0]["value"] == pytest.approx(expected)
     assert "capacity no limit" in text
+    said = json.loads((run / "record.json").read_text())["results"]["contrasts"]
+    for one, other in zip(found["contrasts"], said, strict=True):
+        assert (one["metric"], one["value"]) == (other["metric"], pytest.approx(other["value"]))
+        assert one["high"] - one["low"] == pytest.approx(other["high"] - other["low"], rel=0.4)
+    rows = list(map(json.loads, (run / "samples.jsonl").read_text().splitlines()))
+    assert any(sum(row["lost"]) for row in rows if "cell" in row), "or the case in which they could differ is not here"
+
+
+def test_replay_with_another_block_has_another_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--block is the user's word on how far neighbours are alike; compare holds itself to it."""
+    grid = ("--order", "retriever", "tree")
+    runs = [write_replay(tmp_path / block, *grid, "--block", block, "--warm-up", "20") for block in ("1", "10")]
+    assert [compare(capsys, run)[2]["contrasts"][0]["num_blocks"] for run in runs] == [100, 10]
+
+
+def test_runs_of_other_requests_have_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`hotpotqa:7` of another seed or file is another question: what the two have in common is a number."""
+    samples = {name: make_served({"ours": slow}) for name, slow in (("a", 1.0), ("b", 3.0))}
+    for name, spec in (("a", {"requests_sha256": "1", "seed": 1}), ("b", {"requests_sha256": "2", "seed": 1})):
+        write_served(tmp_path / name, samples[name], against="ours", spec=spec)
+    write_served(tmp_path / "c", samples["b"], against="ours", spec={"requests_sha256": "1", "seed": 2})
+    write_served(tmp_path / "d", samples["b"], against="ours", spec={"seed": 2})
+    code, text, found = compare(capsys, tmp_path / "a", tmp_path / "b", "--fail-if-worse")
+    assert (code, found["verdict"]) == (0, [])
+    assert len(found["contrasts"]) > 0
+    assert "No verdict: the runs are of other requests: requests_sha256 differ." in text
+    assert compare(capsys, tmp_path / "a", tmp_path / "c", "--fail-if-worse")[0] == 1, "the digest settles it"
+    code, text, _ = compare(capsys, tmp_path / "a", tmp_path / "d", "--fail-if-worse")
+    assert (code, "other requests: seed differ" in text) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +173,7 @@ def test_nonsense_gets_one_clear_line(
     write_served(tmp_path / "one", make_served({"ours": 1.0}, requests=9), against="ours")
     write_served(tmp_path / "two", make_served({"stock-lpm": 2.0, "ours": 1.0}, requests=9), against="ours")
     write_served(tmp_path / "other", make_served({"a": 2.0, "b": 1.0}, requests=9), against="a")
-    write_run(tmp_path / "replay", "replay", *make_replay())
+    write_replay(tmp_path / "replay")
     write_run(tmp_path / "strange", "serve", [{"key": "a", "arm": "ours"}], {})
     for name, record in (
         ("old", {"name": "ttft"}),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eval.contrast import Statistic, contrast, contrast_arms, direction, verdict
+from eval.contrast import Statistic, contrast, contrast_arms, direction, sentences, verdict
 from eval.metrics import METRICS
 
 TIMES = [(float(2 * i), float(i)) for i in range(1, 21)]
@@ -102,7 +102,9 @@ def test_few_blocks_fall_back_to_single_pairs_and_give_no_verdict() -> None:
     assert blocked == {**single, "num_blocks": 7}
     names = {"cell": {}, "metric": "em", "a": "x", "b": "y"}
     assert verdict({**names, **single}) is not None
-    assert verdict({**names, **blocked}) is None
+    assert sentences([{**names, **blocked}]) == [
+        "No verdict in 1 of 1 comparisons: too few blocks of requests: 7; give --requests >= 80 and the warm-up's."
+    ]
 
 
 @pytest.mark.parametrize("metric", ["ttft_s", "em"])
@@ -176,9 +178,50 @@ def test_no_verdict_where_the_interval_holds_no_difference() -> None:
 
 
 def test_no_verdict_of_fewer_than_eight_pairs() -> None:
-    """Seven equal ratios would have an interval of length zero."""
-    assert verdict(label(contrast(TIMES[:7], better="lower"))) is None
-    assert verdict(label(contrast(TIMES[:8], better="lower"))) is not None
+    """Seven equal ratios would have an interval of length zero; nor are they no difference."""
+    few, enough = (label(contrast(TIMES[:n], better="lower")) for n in (7, 8))
+    assert sentences([few, enough]) == [
+        verdict(enough),
+        "No verdict in 1 of 2 comparisons: too few requests: 7; give --requests >= 8 and the warm-up's.",
+    ]
+    assert "No difference" not in " ".join(sentences([few]))
+
+
+def test_no_difference_is_said_of_what_could_have_shown_one() -> None:
+    """Of many small comparisons one that is large enough may be quoted, and it alone."""
+    same = label(contrast([(1.0, 1.0)] * 20, better="lower"))
+    assert sentences([same]) == ["No difference beyond chance in 1 of 1 comparisons."]
+    assert len(sentences([same, label(contrast(TIMES, better="lower"))])) == 1
+    assert sentences([]) == []
+
+
+def test_difference_needs_the_t_test_too() -> None:
+    """A bootstrap interval of eight values is a little short: where the test finds nothing, nothing is found."""
+    found = label(contrast([(0.0, d) for d in (1.3, 1.1, 0.2, -0.5, 0.9, -0.4, 1.6, 0.3)], better="higher"), "em")
+    assert found["low"] > 0
+    assert found["p"] > 0.05
+    assert direction(found) is None
+    assert direction({**found, "p": 0.04}) == "better"
+
+
+def test_arm_that_fails_more_gets_no_verdict() -> None:
+    """What it did answer may be what was easy: without its slow half any arm looks fast."""
+    stock = make_arm([2.0 + i for i in range(90)])
+    ours = [{**s, "metrics": {}, "error": "timeout"} if i >= 43 else s for i, s in enumerate(make_arm([1.0] * 90))]
+    warm_up = make_sample("w", 1.0, warm_up=True, error="timeout")
+    found = contrast_arms(stock, [*ours, warm_up], a="stock", b="ours")
+    assert (found[0]["n"], found[0]["failed_a"], found[0]["failed_b"]) == (43, 0, 47)
+    assert [direction(one) for one in found] == [None, None]
+    assert sentences(found) == ["No verdict: ours failed 47 of 90, stock failed 0 of 90"]
+
+
+@pytest.mark.parametrize(
+    ("failed_a", "failed_b", "way"), [(9, 9, "better"), (0, 1, "better"), (0, 2, None), (9, 2, None)]
+)
+def test_few_failures_or_as_many_on_both_sides_leave_the_verdict(failed_a: int, failed_b: int, way: str | None) -> None:
+    """One timeout in a hundred chooses no sample."""
+    counts = {"failed_a": failed_a, "failed_b": failed_b, "asked_a": 100, "asked_b": 100}
+    assert direction({**label(contrast(TIMES, better="lower")), **counts}) == way
 
 
 def test_arms_are_paired_by_request_within_a_cell() -> None:

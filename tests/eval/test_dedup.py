@@ -12,9 +12,10 @@ import pytest
 
 from eval.errors import CommandError
 from eval.quality.command import main
-from eval.quality.dedup import answer_all, converse, group, policy_arm, summarize, world_conversations
+from eval.quality.dedup import answer_all, converse, group, policy_arm, summarize
 from eval.quality.greedy import Endpoint, Greedy
 from eval.quality.scores import Scorer
+from eval.quality.world_questions import world_conversations
 from eval.task import Request, TextChunk
 from tests.eval.fake_chat import Body, FakeChat, chatting
 
@@ -23,7 +24,7 @@ TURNS = [Request(f"t:1:{n}", f"question {n}?", CHUNK, conversation="1") for n in
 
 
 def world(**changed: Any) -> list[Request]:
-    known = {"task": "world", "requests": 20, "k": 4, "seed": 0, "data": None, "hub": None}
+    known = {"task": "world", "requests": 20, "k": 4, "hop": 1, "seed": 0, "data": None, "hub": None}
     return world_conversations(Namespace(**known | changed))
 
 
@@ -31,18 +32,20 @@ def endpoint_of(fake: FakeChat, policy: str = "off") -> Endpoint:
     return Endpoint(fake.url, "fake", policy_arm(policy), 8, 2)
 
 
-def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
-    """Without repeated chunks the test would compare a server with itself; a question's passage is always retrieved."""
-    conversations = group(world())
+@pytest.mark.parametrize("hop", [1, 2])
+def test_world_conversations_repeat_chunks_and_hold_their_answers(hop: int) -> None:
+    """Without repeated chunks the test would compare a server with itself; a question's passages are always retrieved."""
+    conversations = group(world(hop=hop))
     assert [len(turns) for turns in conversations] == [5, 5, 5, 5]
     for turns in conversations:
         shown = [chunk.id for turn in turns for chunk in turn.chunks]
         assert len(set(shown)) <= 8 < len(shown) == 20
         assert len({turn.question for turn in turns}) == 5
         for turn in turns:
+            assert len(set(turn.gold_ids)) == hop
             assert set(turn.gold_ids) <= {chunk.id for chunk in turn.chunks}
             assert any(turn.answers[1] in chunk.text for chunk in turn.chunks if chunk.id in turn.gold_ids)
-    assert world() == world()
+    assert world(hop=hop) == world(hop=hop)
     ids = [{chunk.id for turn in turns for chunk in turn.chunks} for turns in conversations]
     assert not ids[0] & ids[1]  # each conversation has a world of its own
 
@@ -111,8 +114,9 @@ def test_an_interrupted_conversation_is_held_again() -> None:
         assert len(fake.received) == 6
     assert len(run) == 6
     assert run["dedup/dedup off/t:1:0"] == {"kept": True}
-    assert run["dedup/dedup shown/t:1:2"]["metrics"]["same_retriever"] == 1
-    assert "same_retriever" not in run["dedup/dedup off/t:1:2"]["metrics"]
+    assert run["dedup/dedup shown/t:1:2"]["metrics"]["same_policy"] == 1
+    assert run["dedup/dedup shown/t:1:2"]["block"] == "1"  # its turns are one sample
+    assert "same_policy" not in run["dedup/dedup off/t:1:2"]["metrics"]
 
 
 def make_row(policy: str, request: str, f1: float, num_dropped: int = 0) -> dict[str, Any]:
@@ -136,6 +140,8 @@ def test_turns_that_changed_are_summed_apart() -> None:
     [
         (["--policies", "off", "off"], "two different ones"),
         (["--k", "9"], "--k must be in 1..8"),
+        (["--hop", "2", "--k", "1"], "--k must be in 2..8"),
+        (["--hop", "2", "--task", "mtrag"], "--hop 2 is for task world"),
         (["--data", "x"], "it takes neither"),
         (["--requests", "1"], "no conversation of several turns"),
     ],

@@ -26,7 +26,8 @@ def cell(*lists: str, flags: tuple[str, ...] = (), conversation: str | None = No
 
 
 def share(arm: str, measured: Cell, *, warm_up: int = 0, capacity: int | None = None) -> float | None:
-    return expected_hit_share(ARMS[arm], measured, warm_up=warm_up, capacity=capacity)
+    flags = [*ARMS[arm].flags, *measured.flags]
+    return expected_hit_share(ARMS[arm], measured, flags=flags, warm_up=warm_up, capacity=capacity)
 
 
 def test_order_decides() -> None:
@@ -56,8 +57,11 @@ def test_capacity() -> None:
 
 
 def test_conversations_and_repeated_chunks() -> None:
-    """A later turn's chunks stand behind its history: no prefix hits. A chunk listed twice counts once."""
+    """A later turn's chunks stand behind its history: they are not counted. A chunk listed twice counts once."""
     assert share("ours", cell("ab", "ab", conversation="talk")) == 0.0
+    first, later, alone = *requests("ab", "cd", conversation="talk"), *requests("ab")
+    assert share("ours", Cell({}, [first, later, alone])) == 0.5
+    assert share("ours", Cell({}, [first, later]), warm_up=1) is None
     assert share("ours", cell("aab", "aab")) == 0.5
 
 
@@ -85,7 +89,15 @@ def test_nothing_is_expected_of_others(name: str) -> None:
 def test_nothing_is_expected_of_a_server_whose_flags_are_not_known() -> None:
     """It may run anything."""
     arm = parse_arm("ours=http://127.0.0.1:1")
-    assert expected_hit_share(arm, cell("ab", "ab"), warm_up=0, capacity=None) is None
+    assert expected_hit_share(arm, cell("ab", "ab"), flags=(), warm_up=0, capacity=None) is None
+    assert expected_hit_share(ARMS["ours"], cell("ab", "ab"), flags=(), warm_up=0, capacity=None) is None
+
+
+def test_a_flags_two_spellings() -> None:
+    """What stands behind -- may have either; the last one given wins, as with the launcher."""
+    assert replay_settings(["--chunkcache-order=retriever", "--x"], capacity=None).order == "retriever"
+    flags = ["--chunkcache-window-requests", "5", "--chunkcache-window-requests=7"]
+    assert replay_settings(flags, capacity=None).window == 7
 
 
 @pytest.mark.parametrize("name", [name for name, arm in ARMS.items() if arm.is_ours])

@@ -49,6 +49,24 @@ def test_times_are_quantiles_with_an_interval_of_the_median() -> None:
     assert figures["low"] < 0.5 < figures["high"]
 
 
+def test_interval_of_a_cell_draws_whole_blocks() -> None:
+    """A block that was slow was slow for all of its requests: they are one witness, unless there are too few blocks."""
+    widths = []
+    for size in (10, 20):
+        taken = [sample(number=n, block=n // size, ttft=0.1 + 0.1 * (n // 10 % 4)) for n in range(120)]
+        figures = cells(taken)[0]["metrics"]["ttft_s"]
+        widths.append(figures["high"] - figures["low"])
+    blocked, single = widths
+    assert blocked > 1.9 * single
+
+
+def test_few_blocks_are_named_not_called_no_difference() -> None:
+    """Four blocks cannot show anything, so they have not shown that arms are alike."""
+    taken = [sample(arm=arm, number=n, block=n // 20) for n in range(80) for arm in ("stock-lpm", "ours")]
+    (said,) = summarize(taken, facts={}, against="stock-lpm")["verdict"]
+    assert "too few blocks of requests: 4; give --requests >= 160" in said
+
+
 def test_warm_up_counts_nowhere() -> None:
     """The first requests pay for what the server builds once."""
     warm = sample(number=0, ttft=99.0, warm_up=True)
@@ -89,8 +107,15 @@ def test_server_that_counts_no_tokens_has_no_token_figures() -> None:
 
 def test_cached_share_is_over_all_tokens() -> None:
     """A mean over requests would give short prompts too much weight."""
-    (row,) = cells([sample(), sample(number=1, prompt_tokens=300, cached_tokens=0)])
+    (row,) = cells([sample(fates=None), sample(number=1, prompt_tokens=300, cached_tokens=0, fates=None)])
     assert row["cached_share"] == 25 / 400
+
+
+def test_recomputed_tokens_are_not_cached() -> None:
+    """SGLang counts them as found, for they stand in the cache's slots: reuse would look cheaper the more it computes."""
+    fates = {"exact": 10, "relocated": 15, "recomputed": 60, "computed": 15}
+    (row,) = cells([sample(cached_tokens=85, fates=fates)])
+    assert row["cached_share"] == 0.25
 
 
 def test_every_arm_is_compared_with_one_in_each_cell() -> None:
@@ -121,4 +146,4 @@ def test_table_shows_arms_cells_and_ratios() -> None:
     lines = table(summarize(samples, facts={}, against="stock-lpm")).splitlines()
     assert lines[0].split()[:4] == ["arm", "cell", "n", "errors"]
     assert lines[2].split()[:4] == ["ours", "k=5", "8", "1"]
-    assert any(line.startswith("ttft_s stock-lpm / ours, ratio of medians: 1.00") for line in lines)
+    assert any(line.startswith("ttft_s stock-lpm / ours, ratio of medians: 1.00 too few n=8") for line in lines)

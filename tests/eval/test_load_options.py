@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from eval.serve.arms import parse_arms
 from eval.serve.command import parse
 from eval.serve.options import loads, make_plan, split_flags
 
@@ -17,6 +18,17 @@ def test_block_leaves_enough_blocks_and_an_open_loop_its_queue(load: str, reques
     args = parse(["--load", load, "--arms", "ours"])
     assert make_plan(args, (), requests).block == block
     assert make_plan(parse(["--block", "0"]), (), requests).block == 0
+
+
+def test_too_few_blocks_for_a_verdict_are_said_before_the_load(capsys: pytest.CaptureFixture[str]) -> None:
+    """An hour of load that can say nothing should not be begun by mistake; the number named is enough."""
+    args = parse(["--load", "poisson", "--warm-up", "10"])
+    arms = parse_arms(["stock-lpm", "ours"])
+    make_plan(args, arms, 100)
+    assert "too few blocks for a verdict: 5, less than 8; give --requests >= 170" in capsys.readouterr().err
+    make_plan(args, arms, 170)
+    make_plan(args, arms[:1], 100)
+    assert capsys.readouterr().err == ""
 
 
 def test_block_keeps_all_clients_busy() -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.quality.text_metrics import (
-    agreement,
     answer_kl,
     exact_match,
     f1,
@@ -100,14 +99,6 @@ def test_f1_and_rouge_are_shares(a: list[str], b: list[str]) -> None:
     assert f1(x, [" ".join(sorted(a))]) == 1
 
 
-def test_agreement() -> None:
-    assert agreement(["a", "b", "c", "d"], ["a", "x", "c", "D"]) == 0.5
-    with pytest.raises(ValueError):
-        agreement([], [])
-    with pytest.raises(ValueError):
-        agreement(["a"], ["a", "b"])
-
-
 def test_kl_by_hand() -> None:
     """0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75)."""
     p, q = {1: math.log(0.5), 2: math.log(0.5)}, {1: math.log(0.25), 2: math.log(0.75)}
@@ -131,6 +122,15 @@ def test_kl_is_never_negative_and_lumping_only_lowers_it(
     assert kl_divergence(p, p) == 0
     partly = kl_divergence(dict(list(p.items())[:kept_a]), dict(list(q.items())[:kept_b]))
     assert 0 <= partly <= exact + 1e-9
+
+
+def test_kl_of_what_is_not_finite_is_not_zero() -> None:
+    """q rules a token out that p gives half: infinite. A NaN must not come out as "no difference"."""
+    half = {1: math.log(0.5), 2: math.log(0.5)}
+    assert kl_divergence(half, {1: 0.0, 2: -math.inf}) == math.inf
+    assert kl_divergence({1: 0.0, 2: -math.inf}, half) == pytest.approx(math.log(2))
+    assert math.isnan(kl_divergence({1: math.nan}, {1: 0.0}))
+    assert math.isnan(kl_divergence({1: 0.0}, {2: math.nan}))
 
 
 def test_kl_refuses_what_is_no_distribution() -> None:

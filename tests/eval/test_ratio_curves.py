@@ -29,6 +29,9 @@ from eval.quality.ratio_curves import (
     samples_of,
 )
 from eval.quality.scores import Scorer
+from eval.recorded import Recorded
+from eval.report.chapter import create_chapter, places
+from eval.report.charts import Look
 from eval.run import Run
 from eval.serve.arms import ARMS
 from eval.task import TextChunk
@@ -46,7 +49,7 @@ def answer(body: Body) -> str:
 
 def make_test_case(num_chunks: int = 4, gold: tuple[str, ...] = ("Right.",), name: str = "t:1") -> Case:
     corpus = [TextChunk(f"p{i}", f"word{i} word{i // 4} common") for i in range(20)]
-    return make_case(name, "order", "Who?", gold, tuple(corpus[:num_chunks]), corpus, 3, random.Random(0))
+    return make_case(name, "order", "p0", "Who?", gold, tuple(corpus[:num_chunks]), corpus, 3, random.Random(0))
 
 
 def options(**changed: Any) -> Namespace:
@@ -150,6 +153,7 @@ def test_questions_and_captures_are_kept_apart() -> None:
         ("set", 1.0, 1.0),
     ]
     assert all(set(row["sources"]) == {"host, own"} for row in live)
+    assert {row["block"] for row in rows} == {"p0"}  # both cases are about the same passage
 
 
 def test_a_case_that_is_there_is_not_asked_again() -> None:
@@ -220,6 +224,7 @@ def test_figures_by_hand() -> None:
     (f1,) = [each for each in results["contrasts"] if each["metric"] == "f1"]
     assert (f1["a"], f1["b"], f1["value"], f1["n"]) == ("random", "query", 0.25, 2)
     assert f1["cell"] == {"kind": "order", "capture": "alone", "ratio": 0.15}
+    assert results["ends"] == {"random": ["full-reuse"], "query": ["full-reuse"]}
     assert results["sources"] == {"alone": {"host, own": 6}, "preprocessed": {"host, own": 4}}
     assert results["fallbacks"]["alone"] == {"late": 6}
 
@@ -240,6 +245,38 @@ def test_data_without_right_answers_gives_agreement_and_kl_alone() -> None:
     assert "0.50  5.0e-02" in text
     assert "EM" not in text
     assert text.startswith("these weights know nothing")
+
+
+def test_tables_without_distributions() -> None:
+    """`--top-logprobs 0`, or a server that gives none: no KL, and the rest is told."""
+    rows = make_rows()
+    for row in rows:
+        row["metrics"].pop("kl", None)
+    lines = ratio_curves.report(ratio_curves.summarize(rows, scorer=GOLD, facts={})).splitlines()
+    query = next(line for line in lines if line.split()[:1] == ["query"])
+    assert " ".join(query.split()) == "query ratio 0.15 0.75 0.75 0.75 - 25% normalised F1 50%"
+
+
+def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
+    """Ratio 0 and 1 run once for all selectors, and only with their own kind and capture; `set` has no curve."""
+    arms = {"full-reuse": [0.0], "query": [0.15, 0.5], "random": [0.15, 0.5], "all": [1.0], "set": [0.0]}
+    rows = [
+        make_row(arm, capture, request, {"alone": 0.5, "live": 0.75}[capture], ratio)
+        for capture in ("alone", "live")
+        for arm, ratios in arms.items()
+        for ratio in ratios
+        for request in "ab"
+    ]
+    results = ratio_curves.summarize(rows, scorer=GOLD, facts={})
+    record = {"kind": "quality", "results": results, "versions": {}, "machine": {}, "spec": {}}
+    chapter = create_chapter(Recorded(Path("run"), record, rows, results["cells"]), "run")
+    pictures = [picture for picture in chapter.pictures if picture.name.startswith("ratio-")]
+    assert len(pictures) == 2
+    for picture, value in zip(pictures, (0.5, 0.75), strict=True):
+        lines = picture.draw(Look(places(arms))).axes[0].lines
+        curves = [[*map(float, line.get_xdata())] for line in lines if len(line.get_xdata()) > 1]  # type: ignore[arg-type]
+        assert curves == [[0, 0.15, 0.5, 1]] * 2
+        assert all({*line.get_ydata()} == {value} for line in lines)  # type: ignore[misc]
 
 
 def test_nothing_taken_has_figures(tmp_path: Path) -> None:
@@ -265,6 +302,7 @@ def test_world_cases_are_what_was_asked_for() -> None:
         assert any(case.gold[1] in chunk.text for chunk in case.chunks)
     assert cases == list(world_cases(args))
     assert len({case.id for case in cases}) == len(cases)
+    assert all(case.block for case in cases)
 
 
 def test_linked_questions_come_from_a_world_with_links() -> None:
@@ -291,6 +329,8 @@ def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
     task = {"task": "hotpotqa", "data": tmp_path, "hub": None, "corpus": None, "retriever": "given", "scale": 1, "k": 1}
     cases = list(data_cases(options(**task)))
     assert sorted((c.question, c.kind, len(c.chunks)) for c in cases) == [("q4", "hotpotqa", 4), ("q9", "hotpotqa", 4)]
+    sizes = list(data_cases(options(**task, chunks=[3, 4])))
+    assert len({c.block for c in sizes if c.question == "q9"}) == 1  # the same question with 3 and with 4 passages
     assert all(len(c.text) <= CLIP_CHARS for case in cases for c in (*case.chunks, *case.strangers))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from eval.__main__ import main
+from eval.replay.command import WORLD_REQUESTS
 from radix_ext import replay_trace
 
 TRACE: list[dict[str, object]] = [
@@ -151,6 +152,20 @@ def test_task_is_replayed_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtu
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [cell["num_requests"] for cell in results["cells"]] == [20, 20]
     assert results["overlap"]["seen_before"]["value"] > 0
+
+
+def test_world_has_no_end_but_its_replay_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --max-requests it once asked for all questions that there are."""
+    assert main(["replay", "--task", "world", "--order", "tree", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_requests"] == WORLD_REQUESTS
+
+
+def test_task_without_passages_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Conversations alone retrieve nothing that could be replayed."""
+    talk = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
+    (tmp_path / "talks.json").write_text(json.dumps([{"id": "x", "conversations": talk}]))
+    assert main(["replay", "--task", "sharegpt", "--data", str(tmp_path / "talks.json")]) == 2
+    assert capsys.readouterr().err == "eval replay: task sharegpt has no request with passages\n"
 
 
 def test_verdict_names_the_policies_that_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,6 +322,67 @@ def test_histories_that_are_lost_count_against_a_cache(tmp_path: Path, capsys: p
     _, results = compare(capsys, trace, "--order", "tree", "--capacity", "2", "0")
     saved = {cell["cell"]["capacity"]: cell["saved"]["chunks"]["value"] for cell in results["cells"]}
     assert saved == {2: (1 - 2) / 5, 0: 1 / 5}
+
+
+def turn(conversation: int, *passages: str) -> dict[str, object]:
+    return {"passages": [*passages], "conversation": conversation}
+
+
+def test_deduplication_is_no_gain_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Second turns that show the first's chunks again: an application can drop them with stock SGLang, so nothing is won."""
+    turns = [turn(n, f"{n}a", f"{n}b") for n in range(100) for _ in range(2)]
+    lines, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", turns))
+    assert [(cell["cell"]["order"], cell["cell"]["dedup"]) for cell in results["cells"][:4]] == [
+        ("retriever", "off"),
+        ("retriever", "shown"),
+        ("frequency", "shown"),
+        ("tree", "shown"),
+    ]
+    found = {(c["a"], c["b"]): c["value"] for c in results["contrasts"] if c["cell"]["capacity"] == 0}
+    assert found == {
+        ("retriever", "retriever shown"): 0.5,
+        ("retriever shown", "frequency"): 0,
+        ("retriever shown", "tree"): 0,
+    }
+    gain = "No limit of room: stock SGLang behind an application that leaves out what was shown saves 50.0% of chunks, "
+    assert f"{gain}0.0% without that: deduplication alone gains +50.0 points, 95% interval [+50.0, +50.0]." in lines
+    assert any(line.startswith("Verdict: NOT WORTH IT with no limit of room") for line in lines)
+
+
+def test_order_is_worth_it_beyond_deduplication(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """First turns share sets in turning order: what ours finds there no application finds by dropping chunks."""
+    firsts = [[*map(str, request["passages"])] for request in popular_sets(200)]  # type: ignore[call-overload]
+    turns = [turn(n, *passages) for n, passages in enumerate(firsts) for _ in range(2)]
+    _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", turns))
+    (verdict,) = [line for line in results["verdict"] if line.startswith("Verdict")]
+    assert verdict.startswith("Verdict: WORTH IT with no limit of room")
+    (ours,) = [c for c in results["contrasts"] if c["b"] == "tree" and c["cell"]["capacity"] == 0]
+    general = [results["cells"][i]["reduction"]["chunks"]["general"]["value"] for i in (1, 3)]
+    assert ours["value"] == pytest.approx(general[1] - general[0])
+
+
+def test_grid_without_stocks_deduplication_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours with it beside stock without it would be judged by both at once; like beside like is judged."""
+    trace = write_trace(tmp_path / "trace.jsonl", [turn(n, f"{n}a") for n in range(100) for _ in range(2)])
+    _, results = compare(capsys, trace, "--order", "retriever", "tree")
+    assert any(line.startswith("No verdict: an application can leave out") for line in results["verdict"])
+    assert not any(line.startswith("Verdict") for line in results["verdict"])
+    options = ["--order", "retriever", "tree", "--dedup", "off", "shown", "--out", str(tmp_path / "both")]
+    _, results = compare(capsys, trace, *options)
+    (verdict,) = [line for line in results["verdict"] if line.startswith("Verdict")]
+    assert verdict == "Verdict: NOT WORTH IT with no limit of room, dedup off; with no limit of room, dedup shown."
+
+
+def test_turn_behind_an_empty_one_is_no_first_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its chunks stand behind the question of a turn that retrieved nothing; that turn is no request of the figures."""
+    opening: dict[str, object] = {"passages": [], "conversation": 1}
+    trace = write_trace(tmp_path / "trace.jsonl", [{"passages": ["a"]}, opening, turn(1, "a")])
+    report = run_json(capsys, trace)
+    assert (report["num_requests"], report["num_chunks"], report["num_chunk_hits"]) == (2, 2, 0)
+    assert report["total_overlap"] == 1
+    compare(capsys, trace, "--order", "tree")
+    row = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[-1])
+    assert [row[name] for name in ("chunks", "hits", "dropped", "lost")] == [[1, 1], [0, 0], [0, 0], [0, 0]]
 
 
 # --- grids and folders ---

@@ -22,9 +22,9 @@ from tests.eval.made_runs import (
     make_failed,
     make_permutation,
     make_ratio,
-    make_replay,
     make_served,
     summarize,
+    write_replay,
     write_run,
     write_served,
 )
@@ -143,7 +143,7 @@ def test_page_tells_what_was_run(served_page: tuple[Path, str, Path]) -> None:
 def test_every_kind_has_its_picture_and_table(tmp_path: Path, kind: str) -> None:
     """A mix of records needs no options."""
     if kind == "replay":
-        run, expected = write_run(tmp_path / "run", "replay", *make_replay()), "run-chunks.png"
+        run, expected = write_replay(tmp_path / "run"), "run-chunks.png"
     elif kind == "sensitivity":
         samples = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for w in (10, 100)], requests=9)
         samples = [{**sample, "fates": None} for sample in samples]
@@ -275,3 +275,46 @@ def test_foreign_folder_is_not_written_into(tmp_path: Path, capsys: pytest.Captu
     assert "is no folder of a report" in capsys.readouterr().err
     for _ in range(2):
         write_report(run, out=tmp_path / "out")
+
+
+def test_conditions_that_changed_are_caveats(tmp_path: Path) -> None:
+    """Another model, full caches, an interruption or idle servers explain a difference as well as reuse does."""
+    samples = make_served({"stock-lpm": 1.5, "ours": 1.0})
+    ours = {"model": "a-1b", "dtype": "bfloat16", "device": "cpu", "flushed": False}
+    results = {
+        "resumed_at": [{"date": "2026-01-02T03:00:00", "samples": 31}],
+        "servers": {"ours": ours, "stock-lpm": {**ours, "model": "b-8b", "device": "cuda", "flushed": True}},
+    }
+    git = {"sha": "0" * 40, "dirty": False, "resumed_with": ["f" * 40]}
+    spec = {"load": "poisson"}
+    run = write_served(tmp_path / "run", samples, against="stock-lpm", results=results, git=git, spec=spec)
+    caveats = create_chapter(read_recorded(run), "run").caveats
+    for expected in (
+        "went on (2026-01-02T03:00:00)",
+        "with other code: ffffffffffff.",
+        "not emptied before each cell: ours.",
+        "differ in model: ours a-1b, stock-lpm b-8b.",
+        "Load poisson: every block begins with an idle server",
+    ):
+        assert any(expected in text for text in caveats), expected
+    plain = write_served(tmp_path / "plain", samples, against="stock-lpm", spec={"load": "closed"})
+    assert create_chapter(read_recorded(plain), "plain").caveats == ["Not run: lmcache: needs CUDA"]
+
+
+def test_few_blocks_and_failures_are_no_verdict(tmp_path: Path) -> None:
+    """Neither has shown that the arms are alike, and older records hold no sentence on it."""
+    few = make_served({"stock-lpm": 9.0, "ours": 1.0}, requests=20)
+    failed = make_served({"stock-lpm": 9.0, "ours": 1.0})
+    for sample in failed:
+        if sample["arm"] == "ours" and sample["request"] >= "made:3":
+            sample |= {"metrics": {}, "error": "timeout"}
+    for samples, said, shown in (
+        (few, "too few blocks of requests: 5", "too few"),
+        (failed, "ours failed", "failures"),
+    ):
+        results = {**summarize(samples, against="stock-lpm"), "verdict": []}
+        run = read_recorded(write_run(tmp_path / shown, "serve", samples, results))
+        chapter = create_chapter(run, "run")
+        assert said in chapter.verdict[0]
+        assert "No difference" not in " ".join(chapter.verdict)
+        assert {row[5] for row in chapter.tables[0].rows} == {shown}

@@ -1,7 +1,9 @@
 """A run's folder: every sample is kept, an interrupted run goes on, and its record is valid at every moment."""
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 
 from eval.__main__ import main
 from eval.errors import CommandError
-from eval.record import portable
+from eval.record import model_sha256, portable
 from eval.run import Run, read_record, read_samples
+from eval.task import Request, TextChunk, requests_sha256
 
 
 def total(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -155,6 +158,111 @@ def test_interrupted_command_ends_with_130(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("eval.replay.command.main", interrupted)
     assert main(["replay"]) == 130
     assert capsys.readouterr().err == "eval replay: interrupted\n"
+
+
+def test_samples_that_belong_together_are_kept_together(tmp_path: Path) -> None:
+    """A block counts whole or not at all: neither a key that is there nor a number that is none leaves half of it."""
+    with open_run(tmp_path / "run") as run:
+        run.add_all([("a", {"value": 1}), ("b", {"value": 2})])
+        for key, value in (("a", 3.0), ("c", 3.0), ("d", math.nan)):
+            with pytest.raises(ValueError, match=r"there already|not JSON compliant"):
+                run.add_all([("c", {"value": 3}), (key, {"value": value})])
+        assert [sample["key"] for sample in run.samples] == ["a", "b"]
+        assert "c" not in run
+    assert [sample["key"] for sample in read_samples(tmp_path / "run")] == ["a", "b"]
+
+
+def test_dropped_samples_can_be_taken_again(tmp_path: Path) -> None:
+    """The file holds what the run holds; keys that are not there are none of its business."""
+    with open_run(tmp_path / "run") as run:
+        run.add_all([("a", {"value": 1}), ("b", {"value": 2}), ("c", {"value": 3})])
+        run.drop({"b", "x"})
+        assert "b" not in run
+        assert read_samples(tmp_path / "run") == run.samples
+        run.add("b", {"value": 4})
+    assert read_record(tmp_path / "run")["results"] == {"total": 8}
+
+
+def test_whole_samples_are_not_written_again(tmp_path: Path) -> None:
+    """A second interruption while they are would lose them."""
+    interrupt(open_run(tmp_path / "run"), RuntimeError)
+    samples = tmp_path / "run" / "samples.jsonl"
+    before = samples.stat()
+    with open_run(tmp_path / "run"):
+        pass
+    assert (samples.stat().st_ino, samples.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_cut_sample_is_removed_without_a_moment_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed again just then, the old file is still there."""
+    interrupt(open_run(tmp_path / "run"), RuntimeError)
+    with (tmp_path / "run" / "samples.jsonl").open("a") as lines:
+        lines.write('{"key": "b", "val')
+    before = (tmp_path / "run" / "samples.jsonl").read_text()
+
+    def killed(path: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        open_run(tmp_path / "run").__enter__()
+    assert (tmp_path / "run" / "samples.jsonl").read_text() == before
+
+
+def test_record_holds_no_number_that_json_has_not(tmp_path: Path) -> None:
+    """Other programs could not read it; a setting is named before anything is done."""
+    run = Run(tmp_path / "run", kind="serve", spec={}, summarize=lambda samples: {"mean": math.nan})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        run.__enter__()
+    with pytest.raises(CommandError, match="timeout: expected a finite number, got inf"):
+        open_run(tmp_path / "other", seed=1, timeout=math.inf).__enter__()
+    assert not (tmp_path / "other").exists()
+
+
+def test_commits_of_a_run_that_went_on_are_all_in_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`git` is the first one's: its samples were not taken with the last one."""
+    for sha, dirty in (("one", False), ("one", False), ("two", True), ("three", False), ("one", False)):
+        monkeypatch.setattr("eval.run.git_state", lambda sha=sha, dirty=dirty: {"sha": sha, "dirty": dirty})
+        open_run(tmp_path / "run").__enter__()  # and then it is killed
+    assert read_record(tmp_path / "run")["git"] == {"sha": "one", "dirty": True, "resumed_with": ["two", "three"]}
+
+
+def test_commit_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours later another may be checked out, while the code that runs is the old one."""
+    monkeypatch.setattr("eval.run.git_state", lambda: {"sha": "old", "dirty": False})
+    with open_run(tmp_path / "run"):
+        monkeypatch.setattr("eval.run.git_state", lambda: {"sha": "new", "dirty": True})
+    assert read_record(tmp_path / "run")["git"] == {"sha": "old", "dirty": False}
+
+
+def test_model_is_known_by_its_config(tmp_path: Path) -> None:
+    """Of a folder only the name is recorded, and another model may have the same."""
+    for name, text in (("a", "{}"), ("b", "{ }")):
+        (tmp_path / name / "m").mkdir(parents=True)
+        (tmp_path / name / "m" / "config.json").write_text(text)
+    digests = {model_sha256(str(tmp_path / name / "m")) for name in "ab"} | {model_sha256("bundled")}
+    assert len(digests - {None}) == 3
+    assert model_sha256("nobody/nothing") is None
+
+
+def test_requests_digest_knows_every_field_and_the_order() -> None:
+    """A run must not go on with another data set of the same name."""
+    first, second = Request("t:1", "who?", (TextChunk("a", "text"),)), Request("t:2", "why?")
+    digest = requests_sha256([first, second])
+    assert digest == requests_sha256(iter([replace(first), second]))
+    others: dict[str, Any] = {
+        **dict.fromkeys(("id", "question", "conversation", "reply", "system"), "other"),
+        **dict.fromkeys(("answers", "gold_ids"), ("other",)),
+        "chunks": (TextChunk("a", "texts"),),
+        "arrival_s": 1.5,
+        "max_new_tokens": 3,
+    }
+    assert others.keys() == {field.name for field in fields(Request)}
+    changed = [[replace(first, **{name: value}), second] for name, value in others.items()]
+    digests = {requests_sha256(requests) for requests in [*changed, [second, first], [first]]}
+    assert len(digests - {digest}) == len(changed) + 2
 
 
 def test_samples_are_json_lines(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from eval.errors import CommandError
-from eval.run import Run
+from eval.run import Run, read_samples
 from eval.serve.arms import ARMS, Arm
 from eval.serve.plan import Cell, Plan
 from eval.serve.runner import load_facts, measure, side_by_side, turned
@@ -69,6 +70,9 @@ def test_samples_hold_times_counts_and_fates(endpoints: Endpoints, tmp_path: Pat
     assert (ours["cell"], ours["request"], ours["num_chunks"], ours["warm_up"]) == ({"k": 5}, "t:1", 1, False)
     assert by_key["k=5/ours/t:0"]["warm_up"] is True
     assert set(ours["metrics"]) == {"ttft_s", "e2e_s", "itl_s", "cached_share", "prefill_tokens", "hit_share"}
+    assert ours["metrics"]["cached_share"] == (ours["prompt_tokens"] - 3) / ours["prompt_tokens"], (
+        "by fates, if it has any"
+    )
     assert ours["metrics"]["ttft_s"] <= ours["metrics"]["e2e_s"]
     assert ours["metrics"]["prefill_tokens"] == 3, "what is recomputed is computed"
     assert ours["chunkcache"] == {
@@ -236,9 +240,9 @@ def test_server_that_dies_ends_the_run_with_what_there_is(tmp_path: Path) -> Non
         plan = Plan([*kept, Arm("dies", "", route="chat", url=dies.url)], block=2)
 
         class Dying(Run):
-            def add(self, key: str, sample: Any) -> None:
-                super().add(key, sample)
-                if key == "dies/t:1":
+            def add_all(self, samples: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+                super().add_all(samples)
+                if "dies/t:1" in self:
                     dies.is_down = True
 
         with (
@@ -261,6 +265,21 @@ def test_server_that_dies_ends_the_run_with_what_there_is(tmp_path: Path) -> Non
     mine = [sample for sample in again.samples if sample["arm"] == "dies"]
     assert [s["due_s"] for s in mine] == sorted(s["due_s"] for s in mine)
     assert load_facts(folder)["resumed_at"][0]["samples"] == len(run.samples)
+
+
+def test_block_that_was_kept_in_part_is_taken_again(endpoints: Endpoints, tmp_path: Path) -> None:
+    """Killed in the middle of writing it: the requests that are missing would be missing for good, and their block be another."""
+    folder, requests, plan = tmp_path / "r", singles(6), Plan(arms_of(endpoints), block=3)
+    take(folder, plan, [Cell({}, requests)])
+    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    (folder / "samples.jsonl").write_text("".join(lines[:7]) + lines[7][:20])  # 7: one of three of a second block
+    record = json.loads((folder / "record.json").read_text())
+    (folder / "record.json").write_text(json.dumps(record | {"complete": False}))
+    again = take(folder, plan, [Cell({}, requests)])
+    assert [sample["key"] for sample in again.samples] == [json.loads(line)["key"] for line in lines]
+    assert [json.dumps(s, separators=(",", ":")) + "\n" for s in again.samples[:6]] == lines[:6]
+    assert again.samples[6] != json.loads(lines[6])
+    assert read_samples(folder) == again.samples
 
 
 def test_turned_puts_every_arm_in_every_place_equally_often() -> None:
@@ -293,3 +312,15 @@ def test_server_that_is_already_there_takes_no_flags(endpoints: Endpoints, tmp_p
     cell = Cell({"window": 1}, singles(1), flags=("--chunkcache-window-requests", "1"))
     with pytest.raises(CommandError, match="already there cannot be given"):
         take(tmp_path / "r", Plan(arms_of(endpoints)), [cell])
+
+
+@pytest.mark.parametrize(
+    ("asked", "at_most", "sent"), [(None, None, 8), (5, None, 5), (None, 3, 3), (50, 3, 3), (2, 3, 2)]
+)
+def test_answers_are_as_long_as_the_trace_says_but_no_longer_than_the_user(
+    endpoints: Endpoints, tmp_path: Path, asked: int | None, at_most: int | None, sent: int
+) -> None:
+    """Full-length answers of a production trace take hours on a small machine."""
+    requests = [replace(request, max_new_tokens=asked) for request in singles(1)]
+    take(tmp_path / "r", Plan(arms_of(endpoints), max_new_tokens=at_most), [Cell({}, requests)])
+    assert [body["max_tokens"] for body in endpoints[0].received] == [sent]

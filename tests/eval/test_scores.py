@@ -6,15 +6,27 @@ python -m pytest tests/eval/test_scores.py
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.errors import CommandError
+from eval.metrics import METRICS
 from eval.quality.greedy import Greedy
-from eval.quality.scores import Scorer, cells_of, differences, interval, knows_answers, normalized_f1_of, summarize_arms
+from eval.quality.scores import (
+    Against,
+    Scorer,
+    block_of,
+    cells_of,
+    differences,
+    interval,
+    knows_answers,
+    normalized_f1_of,
+    rounded,
+    summarize_arms,
+)
 from eval.task import Request
 
 
@@ -75,6 +87,19 @@ def test_agreement_by_hand() -> None:
     }
 
 
+def test_each_comparison_has_names_of_its_own() -> None:
+    """An answer compared with another policy's is no agreement with full prefill, and every name has a label."""
+    given, other = make_greedy("a b"), make_greedy("a c")
+    names = [Scorer(has_gold=False).agreement(given, other, against).keys() for against in get_args(Against)]
+    assert len(set().union(*names)) == sum(map(len, names))
+    assert {"same_given", "kl_given", "kl_first_policy", "rouge_l_policy"} <= set().union(*names) <= METRICS.keys()
+
+
+def test_what_is_not_finite_was_not_measured() -> None:
+    """JSON has no NaN, and a mean with an infinite value says nothing of the others."""
+    assert rounded({"same": 1.0, "kl": math.inf, "kl_first": math.nan, "f1": 1 / 3}) == {"same": 1.0, "f1": 0.333333}
+
+
 def test_agreement_without_distributions_has_no_kl() -> None:
     silent = Greedy("a", [], [], (), 10, 0, {})
     assert "kl" not in Scorer(has_gold=False).agreement(silent, make_greedy("a"), "full")
@@ -126,6 +151,50 @@ def test_interval_holds_its_mean(values: list[float]) -> None:
     found = interval(values, draws=200)
     assert min(values) - 1e-5 <= found["low"] <= found["high"] <= max(values) + 1e-5
     assert found["mean"] == pytest.approx(sum(values) / len(values), abs=1e-5)
+
+
+def test_blocks_that_move_together_widen_the_interval() -> None:
+    """Ten turns that a conversation answers all right or all wrong are one sample, not ten."""
+    values = [float(n % 2) for n in range(10) for _ in range(10)]
+    blocks = [n for n in range(10) for _ in range(10)]
+    single, whole = interval(values), interval(values, blocks)
+    assert whole["mean"] == single["mean"] == 0.5
+    assert whole["high"] - whole["low"] > 2.5 * (single["high"] - single["low"])
+    assert interval(values, range(100)) == single
+    assert interval(values[:70], blocks[:70]) == interval(values[:70])  # of seven blocks an interval says too little
+
+
+def test_the_mean_of_unequal_blocks_is_over_values() -> None:
+    """A conversation of many turns counts with all of them."""
+    found = interval([0.0] * 8 + [1.0] * 24, [*range(8), *([8] * 24)])
+    assert found["mean"] == 0.75
+    assert found["low"] == 0.0
+    assert found["high"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_what_moves_together() -> None:
+    """Turns of a conversation; questions about the same passage; else every request is by itself."""
+    turns = [Request(f"t:1:{n}", "?", conversation="t:1", gold_ids=(f"p{n}",)) for n in range(2)]
+    about = [Request(f"t:{n}", "?", gold_ids=("p1", "p2")) for n in range(2)]
+    plain = [Request(f"t:{n}", "?") for n in range(2)]
+    assert [len({block_of(request) for request in each}) for each in (turns, about, plain)] == [1, 1, 2]
+
+
+def test_conversations_are_resampled_as_wholes() -> None:
+    """Eight conversations of ten equal turns are eight differences for the t-test, not eighty."""
+    rows = [
+        make_row(arm, f"{c}:{turn}", (c % 3) / 10 if arm == "b" else 0.0, block=f"{c}")
+        for arm in "ab"
+        for c in range(8)
+        for turn in range(10)
+    ]
+    alone = [{**row, "block": row["request"]} for row in rows]
+    (whole,), (single,) = (summarize_arms(each, against="a")["contrasts"] for each in (rows, alone))
+    assert (whole["n"], whole["num_blocks"], single["num_blocks"]) == (80, 8, 80)
+    assert whole["p"] > 1000 * single["p"]
+    (_, cell), (_, flat) = (summarize_arms(each, against="a")["cells"] for each in (rows, alone))
+    width, narrow = (each["metrics"]["f1"]["high"] - each["metrics"]["f1"]["low"] for each in (cell, flat))
+    assert width > 2.5 * narrow
 
 
 def test_no_values_have_no_interval() -> None:

@@ -14,7 +14,7 @@ from eval.__main__ import main
 from eval.errors import CommandError
 from eval.run import Run
 from eval.serve import command as serve
-from eval.serve.arms import ARMS
+from eval.serve.arms import ARMS, server_flags
 from eval.serve.plan import Cell, Plan
 from eval.serve.sensitivity import PARAMETERS, parse, summarize
 from eval.serve.server_pool import key_of
@@ -48,7 +48,11 @@ def fake_measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
     """Every request finds one of its two chunks, whatever it asks."""
     for cell in cells:
         for arm in plan.arms:
-            plan.facts.setdefault("servers", {})[str(key_of(arm, cell))] = {"max_total_num_tokens": POOL}
+            flags = server_flags(arm, [*plan.server_flags, *cell.flags])
+            plan.facts.setdefault("servers", {})[str(key_of(arm, cell))] = {
+                "max_total_num_tokens": POOL,
+                "flags": flags,
+            }
             for number in range(len(cell.requests)):
                 taken = sample(arm.name, cell, number, warm_up=number < plan.warm_up)
                 run.add(f"{cell.name}/{arm.name}/{number}", taken)
@@ -89,17 +93,43 @@ def test_a_run(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert [row["n"] for row in results["cells"]] == [16, 16]
     assert [row["hit_share"] for row in results["cells"]] == [0.5, 0.5]
-    assert [row["expected_hit_share"] for row in results["cells"]] == [1.0, 0.0]
+    assert [row["metrics"]["expected_hit_share"] for row in results["cells"]] == [{"mean": 1.0}, {"mean": 0.0}]
 
 
 def test_only_servers_that_tell_and_replay_have_hits(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Moved KV is no prefix, and stock SGLang has no chunks."""
     options = ("--parameter", "k", "--values", "1", "2", "--arms", "stock-lpm", "ours", "fused")
     results, _ = run(trace, capsys, *options)
-    expected = {(row["arm"], row["cell"]["k"]): row["expected_hit_share"] for row in results["cells"]}
+    expected = {
+        (row["arm"], row["cell"]["k"]): row["metrics"].get("expected_hit_share", {}).get("mean")
+        for row in results["cells"]
+    }
     assert expected == {
         (arm, k): 1.0 if arm == "ours" else None for arm in ("stock-lpm", "ours", "fused") for k in (1, 2)
     }
+
+
+def test_flags_of_all_servers_are_replayed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise the figure would be that of another server: one that promotes at the tenth access finds nothing of it here."""
+    options = ("--parameter", "k", "--values", "1", "2", "--arms", "craft", "--", "--chunkcache-promotion-threshold=30")
+    results, _ = run(trace, capsys, *options)
+    assert [row["metrics"]["expected_hit_share"] for row in results["cells"]] == [{"mean": 0.0}] * 2
+
+
+def test_later_turns_are_counted_on_neither_side() -> None:
+    """Of a later turn the server counts the first turn's chunks, found again: that is no hit of this turn's."""
+    first, later, alone = (
+        Request(f"t:{n}", "?", tuple(TextChunk(x, x) for x in names), conversation=talk)
+        for n, (names, talk) in enumerate([("ab", "c"), ("cd", "c"), ("aab", None)])
+    )
+    cell = Cell({}, [first, later, alone])
+    samples = [sample("ours", cell, number, hits=hits) for number, hits in enumerate((0, 2, 1))]
+    flags = server_flags(ARMS["ours"], [])
+    facts = {"servers": {"ours": {"flags": flags}}}
+    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=lambda: [cell])["cells"]
+    assert row["hit_share"] == 1 / 4
+    assert row["metrics"]["hit_share"] == {"mean": 1 / 4}
+    assert row["metrics"]["expected_hit_share"] == {"mean": 2 / 4}
 
 
 def test_the_pool_counts_in_chunks() -> None:
@@ -114,14 +144,15 @@ def test_the_pool_counts_in_chunks() -> None:
         sample("ours", cell, 2, hits=None),
     ]
     samples.append({**sample("ours", cell, 1), "error": "HTTP 500", "metrics": {}, "prompt_tokens": None})
-    facts = {"servers": {str(key_of(ARMS["ours"], cell)): {"max_total_num_tokens": POOL}}}
+    server = {"max_total_num_tokens": POOL, "flags": server_flags(ARMS["ours"], cell.flags)}
+    facts = {"servers": {str(key_of(ARMS["ours"], cell)): server}}
     (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=lambda: [cell])["cells"]
     assert row["pool_chunks"] == 40
     assert row["hit_share"] == 0.5
-    assert row["expected_hit_share"] == 0.5
-    facts = {"servers": {str(key_of(ARMS["ours"], cell)): {"max_total_num_tokens": 50}}}
+    assert row["metrics"]["expected_hit_share"] == {"mean": 0.5}
+    server["max_total_num_tokens"] = 50
     (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=lambda: [cell])["cells"]
-    assert (row["pool_chunks"], row["expected_hit_share"]) == (2, 0.0)
+    assert (row["pool_chunks"], row["metrics"]["expected_hit_share"]) == (2, {"mean": 0.0})
 
 
 @pytest.mark.parametrize(("name", "parameter"), [(n, p) for n, p in PARAMETERS.items() if p.values])

@@ -74,7 +74,7 @@ def test_sweep_has_a_cell_for_every_combination(
     assert {sample["num_chunks"] for sample in read_samples(tmp_path / "r") if sample["cell"]["k"] == 2} == {2}
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_run_leaves_a_valid_record_and_is_continued(
     endpoints: tuple[FakeEndpoint, FakeEndpoint],
     tmp_path: Path,
@@ -110,6 +110,27 @@ def test_interrupted_run_leaves_a_valid_record_and_is_continued(
     assert len({sample["key"] for sample in samples}) == len(samples) == 48
     assert [part["samples"] for part in results["resumed_at"]] == [len(kept)]
     with pytest.raises(CommandError, match="complete"):
+        main(argv)
+
+
+def test_run_goes_on_with_the_same_requests_only(
+    endpoints: tuple[FakeEndpoint, FakeEndpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data set that has changed since would be half of the record, and nothing would say so."""
+    data = tmp_path / "trace.jsonl"
+    data.write_text('{"passages": ["a", "b"], "lengths": [4, 4]}\n' * 24)
+    argv = options(endpoints, tmp_path / "r", "--task", "trace", "--data", str(data))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eval.serve.command.measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(argv)
+    spec = read_record(tmp_path / "r")["spec"]
+    assert (len(spec["requests_sha256"]), spec["model_sha256"]) == (64, None)
+    data.write_text('{"passages": ["a", "c"], "lengths": [4, 4]}\n' * 24)
+    with pytest.raises(CommandError, match="other settings: requests_sha256"):
         main(argv)
 
 

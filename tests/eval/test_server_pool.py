@@ -7,6 +7,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,50 @@ def test_interrupted_start_leaves_no_server(tmp_path: Path, monkeypatch: pytest.
         pool.open(Key("ours", ()), OURS)
     assert len(started) == 1
     assert not is_alive(started[0])
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("on_sigint", [signal.default_int_handler, signal.SIG_IGN])
+def test_signals_stop_all_servers(
+    tmp_path: Path, sign: signal.Signals, on_sigint: Any, request: pytest.FixtureRequest
+) -> None:
+    """Nothing else would: they are sessions of their own, which a closed terminal does not reach."""
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, on_sigint)))
+    running: list[int] = []
+    before = signal.getsignal(sign)
+    with pytest.raises(KeyboardInterrupt), ServerPool(Plan([OURS]), tmp_path) as pool:  # noqa: PT012  all is one run
+        pool.open(Key("ours", ()), OURS)
+        running += pids(pool)
+        signal.raise_signal(sign)
+    assert len(running) == 1
+    assert not is_alive(running[0])
+    assert signal.getsignal(sign) == before
+
+
+def test_second_hangup_does_not_stop_the_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that is closed sends one, and its shell another."""
+    stop = Server.__exit__
+
+    def hang_up_and_stop(server: Server, *error: Any) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        stop(server, *error)
+
+    monkeypatch.setattr(Server, "__exit__", hang_up_and_stop)
+    with ServerPool(Plan([OURS]), tmp_path) as pool:
+        pool.open(Key("ours", ()), OURS)
+        (pid,) = pids(pool)
+    assert not is_alive(pid)
+
+
+def test_under_nohup_a_hangup_stays_ignored(tmp_path: Path) -> None:
+    """Who starts a run with nohup closes the terminal on purpose."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ServerPool(Plan([OURS]), tmp_path):
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_dead_server_is_named_with_its_log(tmp_path: Path) -> None:

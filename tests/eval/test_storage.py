@@ -146,10 +146,11 @@ def test_sweep_ranks_by_distance_to_the_paper(tmp_path: Path, capsys: pytest.Cap
 def test_trace_has_no_known_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same figures on real requests."""
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps({"passages": ids}) + "\n" for ids in (["b"], ["a", "b"], ["b", "a"])))
+    rows = [{"passages": ids} for ids in (["b"], ["a", "b"], ["b", "a"])] + [{"passages": [], "conversation": "x"}]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     storage = run_json(capsys, tmp_path / "run", "--trace", str(trace))
     (only,) = storage["runs"]
-    assert only["assumptions"] is None
+    assert (only["assumptions"], only["num_queries"]) == (None, 3)
     assert only["counts"]["prefix"] == prefix_store([], [["b"], ["a", "b"], ["b", "a"]])._asdict()
 
 

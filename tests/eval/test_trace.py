@@ -62,6 +62,22 @@ def test_conversation_needs_a_second_turn(tmp_path: Path) -> None:
     assert not read_trace(write(tmp_path / "t.jsonl", *turns[:2])).has_conversations
 
 
+def test_turn_without_passages_stays_in_its_conversation(tmp_path: Path) -> None:
+    """Left out, the next turn would look like a first one; it says nothing about lengths."""
+    turns: list[dict[str, object]] = [
+        {"passages": [], "conversation": "x"},
+        {"passages": []},
+        {"passages": [1], "lengths": [3], "conversation": "x"},
+    ]
+    trace = read_trace(write(tmp_path / "t.jsonl", *turns))
+    assert [len(request.chunks) for request in trace.requests] == [0, 1]
+    assert trace.counted == trace.requests[1:]
+    assert trace.has_conversations
+    assert trace.has_lengths
+    with pytest.raises(CommandError, match="has no request with passages among the first 1"):
+        read_trace(tmp_path / "t.jsonl", max_requests=1)
+
+
 def test_k_and_max_requests_cut(tmp_path: Path) -> None:
     """Requests without chunks do not count among the first so many."""
     records = [{"passages": []}, {"passages": [1, 1, 2, 3]}, {"passages": [4]}]

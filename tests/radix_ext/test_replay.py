@@ -145,6 +145,19 @@ def test_conversations_of_one_turn_change_nothing() -> None:
     assert run(trace, conversations=names).requests == run(trace).requests
 
 
+def test_turn_behind_an_empty_one_hits_no_prefix() -> None:
+    """A first turn without chunks is a history all the same: its question stands in front of the second."""
+    trace = as_chunks([["a"], [], ["a", "b"], [], ["b"]])
+    counts = run(trace, conversations=[None, "x", "x", "x", "x"]).requests
+    assert [(count.num_chunks, count.num_hits, count.num_dropped, count.num_lost) for count in counts] == [
+        (1, 0, 0, 0),
+        (0, 0, 0, 0),
+        (2, 0, 0, 0),
+        (0, 0, 0, 0),
+        (1, 0, 1, 0),
+    ]
+
+
 def test_history_takes_room() -> None:
     """The chunks of later turns are KV too: with room for three, the third turn's two push the other request out."""
     trace = as_chunks([["o"], ["a"], ["b", "c"], ["o"]])

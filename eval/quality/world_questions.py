@@ -1,0 +1,90 @@
+"""The generated world, asked otherwise than the task `world` does: in conversations, and for answers that need two facts.
+
+One-hop questions are answered nearly always, whatever the order or the policy, so they tell little of either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from eval.errors import CommandError
+from eval.quality.ratio_cases import UNSEEN
+from eval.task import Request, TextChunk
+
+if TYPE_CHECKING:
+    from sglang_chunkcache.bundled_model.world import Passage, Question
+
+TURNS = 5
+"""Of a conversation."""
+PASSAGES = 8
+"""Of a conversation: the most that the bundled model was trained on at once."""
+
+
+def add_hop_option(parser: argparse.ArgumentParser) -> None:
+    """How many facts an answer takes."""
+    parser.add_argument(
+        "--hop", type=int, choices=(1, 2), default=1, help="task world: facts that an answer takes (default: 1)"
+    )
+
+
+def two_hop_requests(args: argparse.Namespace) -> list[Request]:
+    """Questions of two hops with their passages and distractors of the same kinds. Raises CommandError for unfit options."""
+    from sglang_chunkcache.bundled_model.world import World
+
+    _check(args)
+    world, rng = World(args.seed | UNSEEN), random.Random(f"{args.seed} two-hop")
+    asked = [question for question in world.questions if question.hop == 2]
+    return [
+        _request(f"world:two-hop:{number}", question, world.context(question, args.k, rng))
+        for number, question in enumerate(rng.sample(asked, min(args.requests, len(asked))))
+    ]
+
+
+def world_conversations(args: argparse.Namespace) -> list[Request]:
+    """Conversations about a few passages of a world of their own, of which every turn retrieves k, its answer's among them.
+
+    Raises:
+        CommandError: unfit options.
+    """
+    from sglang_chunkcache.bundled_model.world import World
+
+    _check(args)
+    requests: list[Request] = []
+    for number in range(-(-args.requests // TURNS)):
+        rng = random.Random(f"{args.seed} conversation {number}")
+        questions: list[Question] = []
+        while len(questions) < TURNS:  # one world in a hundred has fewer two-hop questions
+            world = World(rng.getrandbits(60), PASSAGES, num_kinds=1)
+            questions = [question for question in world.questions if question.hop == args.hop]
+        for turn, question in enumerate(rng.sample(questions, TURNS)):
+            gold = [world.passage(passage_id) for passage_id in question.gold_passage_ids]
+            others = rng.sample([passage for passage in world.passages if passage not in gold], args.k - len(gold))
+            shown = rng.sample([*gold, *others], args.k)
+            name = f"world:{number}"
+            requests.append(_request(f"{name}:{turn}", question, shown, prefix=f"{number}-", conversation=name))
+    return requests[: args.requests]
+
+
+# Private, in order of use
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.task != "world":
+        raise CommandError(f"--hop 2 is for task world; {args.task} has its own questions")
+    if args.data is not None or args.hub is not None:
+        raise CommandError("task world is generated: it takes neither --data nor --hub")
+    if not args.hop <= args.k <= PASSAGES:
+        raise CommandError(f"--k must be in {args.hop}..{PASSAGES} for these questions of task world, got {args.k}")
+    if args.requests < 1:
+        raise CommandError(f"--requests must be at least 1, got {args.requests}")
+
+
+def _request(
+    name: str, question: Question, shown: Sequence[Passage], *, prefix: str = "", conversation: str | None = None
+) -> Request:
+    chunks = tuple(TextChunk(f"{prefix}{passage.id}", passage.text) for passage in shown)
+    gold = tuple(f"{prefix}{passage_id}" for passage_id in question.gold_passage_ids)
+    return Request(name, question.question, chunks, question.answers, gold, conversation)
