@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": ("eval.demo", "RAG traffic against a running server, and what it reused"),
 }
 """Command -> its module and one line for the help."""
+OWN_PACKAGES = ("eval", "radix_ext", "retrieval", "sglang_chunkcache")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,6 +38,12 @@ def main(argv: Sequence[str]) -> int:
         return int(import_module(module).main(options))
     except CommandError as error:
         print(f"eval {name}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", *OWN_PACKAGES, *sys.stdlib_module_names):
+            raise  # a bug of ours
+        print(f"eval {name} needs {package}: run it with .venv/bin/python (launch/setup.sh makes it)", file=sys.stderr)
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it ends

@@ -28,13 +28,14 @@ class Run:
     """Use it as a context manager; `add` samples, and the record is written on the way out, whatever the reason.
 
     Args:
-        folder: new or empty, or that of an interrupted run of the same kind and spec.
+        folder: new or empty, or that of an interrupted run of the same kind and spec, or of any run without a sample.
         kind: the command: replay, serve, quality, sensitivity.
         spec: every setting, JSON or paths; of paths the record keeps the last part only.
         summarize: samples -> `results`; also called with none and with some.
         baseline: name of the record that this one is to be read beside, if any.
     Raises (on entering):
-        CommandError: the folder holds something else, a complete run, or one with another spec; a setting is infinite.
+        CommandError: the folder holds something else, a complete run, or samples of another spec, or cannot be written; a
+            setting is infinite.
     """
 
     def __init__(
@@ -59,16 +60,21 @@ class Run:
             except ValueError:
                 raise CommandError(f"{name}: expected a finite number, got {value}") from None
         self._git = git_state()
-        self._resume()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._write(complete=False)
+        try:
+            self._resume()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write(complete=False)
+        except OSError as error:
+            raise CommandError(
+                f"{self.folder} cannot be written: {error.strerror}; name another folder with --out"
+            ) from None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._write(complete=kind is None)
-        if kind is not None:
+        if kind is not None and self.samples:
             print(
                 f"{len(self.samples)} samples are in {self.folder}; the same command goes on from there",
                 file=sys.stderr,
@@ -120,16 +126,17 @@ class Run:
         record = read_record(self.folder)
         if record["complete"]:
             raise CommandError(f"{self.folder} holds a run that is complete: name another folder")
-        if (record["kind"], record["spec"]) != (self._kind, self._spec):
+        self.samples = read_samples(self.folder)
+        if self.samples and (record["kind"], record["spec"]) != (self._kind, self._spec):
             changed = [
                 k for k in record["spec"].keys() | self._spec.keys() if record["spec"].get(k) != self._spec.get(k)
             ]
             raise CommandError(
                 f"{self.folder} was begun with other settings: {', '.join(sorted(changed)) or 'the command'}"
             )
-        self.samples = read_samples(self.folder)
         self._keys = {sample["key"] for sample in self.samples}
-        self._git = _resumed(record["git"], self._git)
+        if self.samples:
+            self._git = _resumed(record["git"], self._git)
         # A sample that was cut off in the middle of its line is gone, and the next one must not be appended to it.
         path = self.folder / "samples.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from importlib import import_module
@@ -23,6 +24,8 @@ from typing import Literal, get_args
 from eval.errors import CommandError
 
 Retriever = Literal["given", "bm25", "dense", "fusion"]
+SEARCHED_K = 5
+"""Chunks of a request that are searched or made, unless `--k` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class Source:
     hub: str | None = None
     corpus: Path | None = None
     requests: int = 100
-    k: int = 5
+    k: int | None = None
+    """Chunks of a request; None: all that a data set lists, or `SEARCHED_K` where chunks are searched or made."""
     scale: int = 1
     seed: int = 0
 
@@ -157,7 +161,11 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         "--corpus", type=Path, metavar="DIR", help="sharegpt: folder with passages.jsonl.gz that is searched each turn"
     )
     group.add_argument("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
-    group.add_argument("--k", type=int, default=5, help="chunks of a request, at most; default: %(default)s")
+    group.add_argument(
+        "--k",
+        type=int,
+        help=f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} where they are searched or made",
+    )
     group.add_argument(
         "--retriever",
         choices=get_args(Retriever),
@@ -191,7 +199,7 @@ def load_texts(args: argparse.Namespace) -> list[str]:
 def load_task(source: Source) -> TaskData:
     """Read a task. Raises CommandError."""
     for name, number in (("requests", source.requests), ("k", source.k), ("scale", source.scale)):
-        if number < 1:
+        if number is not None and number < 1:
             raise CommandError(f"--{name} must be at least 1, got {number}")
     if source.task not in TASKS:
         raise CommandError(f"--task {source.task}: unknown; there is {', '.join(TASKS)}")
@@ -217,6 +225,7 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
         if data.passages and not any(request.chunks for request in requests):
             raise CommandError(f"task {source.task} lists no chunks here: use --retriever bm25, dense or fusion")
         requests = [request for request in requests if request.chunks or request.conversation][: source.requests]
+        _warn_of_cuts(requests, source.k)
     else:
         from eval.data.retrieve import retrieve  # only here: it needs FAISS or tantivy
 
@@ -224,7 +233,9 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
             raise CommandError(
                 f"task {source.task} has no passages to search: use --retriever given, or name a --corpus"
             )
-        requests = retrieve(data, requests[: source.requests], k=source.k, mode=retriever, seed=source.seed)
+        requests = retrieve(
+            data, requests[: source.requests], k=source.k or SEARCHED_K, mode=retriever, seed=source.seed
+        )
     scale = 1 if TASKS[source.task].is_scaled else source.scale
     return [_cut(request, source.k, scale) for request in requests]
 
@@ -239,7 +250,14 @@ def _load(args: argparse.Namespace) -> tuple[Source, TaskData]:
     return source, load_task(source)
 
 
-def _cut(request: Request, k: int, scale: int) -> Request:
+def _warn_of_cuts(requests: Iterable[Request], k: int | None) -> None:
+    """A trace that is cut without a word would be another one than `replay` counts."""
+    sizes = [len(request.chunks) for request in requests]
+    if num_cut := sum(size > (k or size) for size in sizes):
+        print(f"eval: --k {k} takes chunks from {num_cut} of {len(sizes)} requests", file=sys.stderr)
+
+
+def _cut(request: Request, k: int | None, scale: int) -> Request:
     chunks = tuple(TextChunk(chunk.id, _head(chunk.text, scale)) for chunk in request.chunks[:k])
     return replace(request, chunks=chunks, reply=request.reply and _head(request.reply, scale))
 

@@ -25,8 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from eval.errors import CommandError
+from eval.http import get
 from eval.progress import progress
 from eval.quality import dedup, permutation, ratio_curves
 from eval.quality.greedy import REFERENCE, Endpoint, FullPrefill, Greedy, ask
@@ -90,7 +92,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--against", metavar="ARM", default=REFERENCE.name, help="arm that the others are compared with"
     )
     parser.add_argument(
-        "--reference", metavar="URL", help="server of ours that computes full prefill, instead of one started for it"
+        "--reference",
+        metavar="URL",
+        help="address of a server of ours (http://HOST:PORT) that computes full prefill, instead of one started for it",
     )
     add_quality_options(parser)
     add_judge_options(parser)
@@ -103,7 +107,7 @@ def measure(args: argparse.Namespace) -> int:
     if args.against not in {REFERENCE.name, *(arm.name for arm in arms)}:
         raise CommandError(f"--against: {args.against} is none of {REFERENCE.name}, {', '.join(args.arms)}")
     requests = load_requests(args)
-    reference = replace(REFERENCE, url=args.reference and args.reference.rstrip("/"))
+    reference = replace(REFERENCE, url=args.reference and reference_url(args.reference))
     scorer = make_scorer(args, arms)
     folder = args.out or default_folder(f"quality-{args.mode}")
     facts = load_facts(folder)
@@ -117,9 +121,31 @@ def measure(args: argparse.Namespace) -> int:
         with open_endpoints(args, requests, facts, folder) as endpoints:
             answer_all(run, requests, [reference, *arms], endpoints, scorer, args, facts)
         results = run.results()
-        notes = [f"{name}: {n} prompts tokenised otherwise" for name, n in results["tokenised_otherwise"].items()]
+        notes = [
+            f"{name}: {n} prompts tokenised otherwise: the reference's text, but chunks inside the user message become other "
+            "tokens, so answers may differ without any reuse"
+            for name, n in results["tokenised_otherwise"].items()
+        ]
         lines = [table(results["cells"], SHOWN), differences(results["contrasts"], SHOWN), *notes]
         return finish(run, "\n".join(lines))
+
+
+def reference_url(text: str) -> str:
+    """The address of `--reference`. Raises CommandError for what is no address, and for a server without our cache."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc or "," in text:
+        raise CommandError(f"--reference: expected http://HOST:PORT and nothing else, got {text!r}")
+    url = text.rstrip("/").removesuffix("/v1")
+    try:
+        has_cache = bool(get(f"{url}/chunkcache/stats").get("ranks"))
+    except CommandError:
+        has_cache = False
+    if not has_cache:
+        raise CommandError(
+            f"--reference: {url}/chunkcache/stats does not answer as a server of ours: only one can compute full prefill of "
+            "every arm's prompt; without --reference one is started"
+        )
+    return url
 
 
 def answer_all(

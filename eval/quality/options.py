@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from eval.errors import CommandError
+from eval.http import get
 from eval.quality.bert_score import BertScore
 from eval.quality.greedy import Endpoint
 from eval.quality.judge import Judge
-from eval.quality.scores import Scorer, Weights, knows_answers
+from eval.quality.scores import AGREEMENT_NOTE, UNKNOWN_NOTE, Scorer, Weights, knows_answers
 from eval.random_model import SHAPES
 from eval.record import model_sha256
 from eval.serve.arms import Arm
@@ -49,7 +50,8 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Weights),
         default="auto",
         help="real: this model's answers mean something; none: score agreement with full prefill only. auto: the bundled "
-        "model knows the task world alone, a --model-path is real, a server that is already there is not",
+        "model knows the task world alone, a --model-path is real, a server that is already there is not unless it says that "
+        "its model is the bundled one",
     )
     group.add_argument("--bert-encoder", type=Path, metavar="DIR", help="BERTScore with the encoder in this folder")
     group.add_argument("--bert-layer", type=int, metavar="N", help="its layer (default: the last one)")
@@ -84,14 +86,26 @@ def check_options(args: argparse.Namespace) -> None:
 
 def make_scorer(args: argparse.Namespace, arms: Sequence[Arm]) -> Scorer:
     """The scorer the options name. Raises CommandError for an encoder or judge that is not there."""
-    is_foreign = any(arm.url for arm in arms)
-    has_gold = knows_answers(None if is_foreign else args.model_path, args.task, args.weights)
+    started = [args.model_path] if not arms or any(arm.url is None for arm in arms) else []
+    models = [*started, *(served_model(arm.url) for arm in arms if arm.url is not None)]
+    has_gold = {knows_answers(model, args.task, args.weights) for model in models} == {True}  # each may be refused
+    is_unknown = None in models and args.weights == "auto"
     bert = BertScore(args.bert_encoder, layer=args.bert_layer) if args.bert_encoder else None
     judge_url = getattr(args, "judge_url", None)
     if judge_url and not args.judge_model:
         raise CommandError("--judge-url needs --judge-model")
     judge = Judge(judge_url, args.judge_model, key_env=args.judge_key_env) if judge_url else None
-    return Scorer(has_gold=has_gold, bert=bert, judge=judge)
+    return Scorer(has_gold=has_gold, bert=bert, judge=judge, note=UNKNOWN_NOTE if is_unknown else AGREEMENT_NOTE)
+
+
+def served_model(url: str) -> str | None:
+    """`bundled` if the server says that its model is the bundled one; None for any other, whose weights nobody knows here."""
+    named: list[Any] = []
+    with suppress(CommandError):  # no SGLang, or no server at all, which is said when it is asked
+        named.append(get(f"{url}/server_info").get("model_path"))
+    with suppress(CommandError, AttributeError, TypeError):
+        named += [model.get("id") for model in get(f"{url}/v1/models").get("data", [])]
+    return "bundled" if any(Path(str(name)).name == "bundled_model" for name in named) else None
 
 
 class Endpoints:
@@ -138,9 +152,10 @@ def spec_of(args: argparse.Namespace, arms: Sequence[Arm], requests: Sequence[Re
 
 
 def finish(run: Run, table: str) -> int:
-    """Print the table, what may be said, the folder and, last, the figures as JSON."""
+    """Print the table, what may be said and what not, the folder and, last, the figures as JSON."""
     results = run.results()
-    print(table, *results["verdict"], sep="\n")
+    notes = [f"Note: {results['note']}"] if "note" in results else []
+    print(table, *results["verdict"], *notes, sep="\n")
     print(f"record: {run.folder}")
     print(json.dumps(results))
     return 0

@@ -2,6 +2,7 @@
 
 Each request is answered in the retriever's order and in random ones; both are scored alike. Orders that are drawn twice are
 asked once. The server's own ordering is off: it is told to keep the order that it gets, and what it cached it reuses.
+All orders of a request are one sample: figures count it once, with the mean over its random orders.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from typing import Any
 
 from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
+from eval.metrics import METRICS
 from eval.progress import progress
 from eval.quality.greedy import Endpoint, Greedy, ask
 from eval.quality.options import (
@@ -48,7 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_task_options(parser)
     parser.set_defaults(requests=20)
     add_hop_option(parser)
-    parser.add_argument("--orders", type=int, default=100, metavar="N", help="random orders of each request's chunks")
+    parser.add_argument(
+        "--orders", type=int, default=100, metavar="N", help="random orders of each request's chunks (default: 100)"
+    )
     parser.add_argument(
         "--arm", default="ours", help="an arm, or NAME=URL[,chat|rag] for a server that is already there"
     )
@@ -82,7 +87,7 @@ def measure(args: argparse.Namespace) -> int:
             for metric, share in results["within_sd"].items()
         )
         lines = [table(results["cells"], SHOWN), differences(results["contrasts"], SHOWN), within]
-        return finish(run, "\n".join(lines))
+        return finish(run, "\n".join(filter(None, lines)))
 
 
 def in_given_order(arm: Arm) -> Arm:
@@ -100,12 +105,20 @@ def answer_all(
     scorer: Scorer,
     args: argparse.Namespace,
 ) -> None:
-    """Every sample that `run` does not hold yet."""
+    """Every sample that `run` does not hold yet; first says how many requests that takes."""
     endpoint = None
+    drawn = {request.id: [in_turn(request), *draw_orders(request, args.orders, args.seed)] for request in requests}
+    left = {
+        request.id: [n for n in range(1 + args.orders) if key_of(arm, request, n) not in run] for request in requests
+    }
+    num_asked = sum(len({drawn[name][n] for n in (0, *numbers)}) for name, numbers in left.items() if numbers)
+    print(
+        f"eval quality: {num_asked} requests to send, for {len(requests)} questions in different orders",
+        file=sys.stderr,
+    )
     with ThreadPoolExecutor(args.clients) as pool, progress("orders", len(requests) * (1 + args.orders)) as bar:
         for request in requests:
-            orders = [in_turn(request), *draw_orders(request, args.orders, args.seed)]
-            missing = [number for number in range(len(orders)) if key_of(arm, request, number) not in run]
+            orders, missing = drawn[request.id], left[request.id]
             if missing:
                 endpoint = endpoint or endpoints.open(arm)
                 asked = dict.fromkeys([orders[0], *(orders[number] for number in missing)])
@@ -184,8 +197,8 @@ def sample(
 def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
     """Cells and the mean difference; per request the retriever's order beside mean and standard deviation of the others.
 
-    Contrasts count each request once, with the mean over its orders: orders of one request are no independent samples, and
-    neither are requests of one block.
+    Cells and contrasts count each request once, with the mean over its orders: orders of one request are no independent
+    samples, and neither are requests of one block. A cell's `errors` are answers that failed, of its `num_answers`.
     """
     pooled = [{**row, "cell": {}} for row in samples]
     baseline, drawn = [row for row in pooled if not row["permutation"]], [row for row in pooled if row["permutation"]]
@@ -202,15 +215,58 @@ def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any
             if found["baseline"] is not None:
                 # Rounding: a request that all orders answer alike has a deviation of 0 and lies on its mean.
                 within[metric].append(abs(found["baseline"] - found["mean"]) <= found["sd"] + 1e-9)
+    cells = [
+        _one_a_request([row for row in samples if row["cell"]["order"] == order])
+        for order in dict.fromkeys(row["cell"]["order"] for row in samples)
+    ]
     return {
-        "cells": cells_of(samples),
+        "cells": cells,
         "contrasts": contrasts,
-        "verdict": sentences(contrasts),
+        "verdict": [*_told(cells, contrasts), *sentences(contrasts)],
         "requests": [{"request": request, "metrics": metrics} for request, metrics in spread.items()],
         "within_sd": {metric: sum(each) / len(each) for metric, each in within.items()},
         **scorer.spec(),
         **facts,
     }
+
+
+def _one_a_request(rows: Sequence[Sample]) -> dict[str, Any]:
+    """The cell of these orders of all requests."""
+    by_request: dict[str, list[Sample]] = defaultdict(list)
+    for row in rows:
+        if not row.get("error"):
+            by_request[row["request"]].append(row)
+    folded = [taken[0] | {"metrics": _means(taken)} for taken in by_request.values()]
+    (whole,) = cells_of(rows)
+    figures = cells_of(folded)[0] | {"fates": whole["fates"]} if folded else whole
+    return figures | {"errors": whole["errors"], "num_answers": len(rows)}
+
+
+def _means(rows: Sequence[Sample]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for metric, value in row["metrics"].items():
+            values[metric].append(value)
+    return {metric: statistics.fmean(taken) for metric, taken in values.items()}
+
+
+def _told(cells: Sequence[Mapping[str, Any]], contrasts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What another order did, in words, however little can be said of it beyond these requests."""
+    said = []
+    for one in (one for one in contrasts if one["metric"] in ("em", "f1")):
+        change = f"{one['value']:+.3g} on average, 95% interval [{one['low']:+.3g}, {one['high']:+.3g}]"
+        told = change if any((one["value"], one["low"], one["high"])) else "no difference"
+        said.append(
+            f"{METRICS[one['metric']].label}, random orders less the given one: {told}, over {one['n']} requests."
+        )
+    for cell in (cell for cell in cells if "same_given" in cell["metrics"]):
+        same = cell["metrics"]["same_given"]
+        share = f"{same['mean']:.1%} of answers are those to the given order"
+        told = (
+            f"{share}, 95% interval [{same['low']:.1%}, {same['high']:.1%}]" if same["mean"] < 1 else "nothing differs"
+        )
+        said.append(f"Answers to random orders: {told}, over {cell['n']} requests.")
+    return said
 
 
 def _spread(baseline: Sequence[Sample], drawn: Sequence[Sample]) -> dict[str, dict[str, Any]]:

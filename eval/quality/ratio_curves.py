@@ -363,7 +363,7 @@ def report(results: Mapping[str, Any]) -> str:
         if cell["arm"] != FULL_PREFILL:
             named = {name: cell["cell"][name] for name in ("kind", "capture", "neighbors") if name in cell["cell"]}
             groups[", ".join(f"{name} {value}" for name, value in named.items())].append(cell)
-    lines = [results["note"]] if "note" in results else []
+    lines: list[str] = []
     for title, cells in groups.items():
         has_gold = "em" in cells[0]["metrics"]
         shown = "EM  ROUGE-L  same  KL  recomputed" if has_gold else "same  KL  recomputed"

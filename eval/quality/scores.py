@@ -38,6 +38,10 @@ GOLD_METRICS = ("em", "f1", "rouge_l", "jaccard", "bert_score")
 AGREEMENT_NOTE = (
     "these weights know nothing of this text: measured is how far answers agree, not whether they are right"
 )
+UNKNOWN_NOTE = (
+    "the harness cannot know whether these weights read such text: --weights real scores right answers; measured is how far "
+    "answers agree"
+)
 DRAWS = 2000
 
 
@@ -45,23 +49,30 @@ def knows_answers(model: str | None, task: str, weights: Weights) -> bool:
     """Whether right answers mean something for this model on this task.
 
     Args:
-        model: `bundled`, `random`, a path, or None for a server that is already there.
-        weights: what the user says about the model; `auto` takes a path for real weights, and a server for none.
+        model: `bundled`, `random`, a path, or None for weights that only a server that is already there knows.
+        weights: what the user says about the model; `auto` takes a path for real weights, and what is not known for none.
     Raises:
         CommandError: `real` is said of weights that know nothing of this text.
     """
     if model == "random" or (model == "bundled" and task != "world"):
         if weights == "real":
-            raise CommandError(f"--weights real: the {model} weights know nothing of {task}; name a --model-path")
+            raise CommandError(f"--weights real: the {model} weights know nothing of {task}; name other ones")
         return False
     return weights == "real" or (weights == "auto" and model is not None)
 
 
 class Scorer:
-    """Scores answers; `has_gold` as `knows_answers` says."""
+    """Scores answers; `has_gold` as `knows_answers` says, `note` is why not."""
 
-    def __init__(self, *, has_gold: bool, bert: BertScore | None = None, judge: Judge | None = None) -> None:
-        self.has_gold, self._bert, self._judge = has_gold, bert, judge
+    def __init__(
+        self,
+        *,
+        has_gold: bool,
+        bert: BertScore | None = None,
+        judge: Judge | None = None,
+        note: str = AGREEMENT_NOTE,
+    ) -> None:
+        self.has_gold, self._bert, self._judge, self._note = has_gold, bert, judge, note
         self._bert_scores: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def gold(self, answer: str, request: Request) -> dict[str, float]:
@@ -99,7 +110,7 @@ class Scorer:
 
     def spec(self) -> dict[str, Any]:
         """What the figures depend on beside the answers."""
-        found: dict[str, Any] = {} if self.has_gold else {"note": AGREEMENT_NOTE}
+        found: dict[str, Any] = {} if self.has_gold else {"note": self._note}
         if self._bert is not None:
             found["bert_score"] = self._bert.spec()
         if self._judge is not None:
@@ -186,12 +197,17 @@ def interval(
 def table(cells: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
     """A line an arm: mean and interval of each metric that any arm has."""
     shown = [name for name in metrics if any(name in cell["metrics"] for cell in cells)]
-    lines = [f"{'':24}{'n':>6}" + "".join(f"{name:>24}" for name in shown)]
+    rows = [["", "n", *shown]]
     for cell in cells:
         label = " ".join([cell["arm"], *(f"{key}={value}" for key, value in cell["cell"].items())])
-        values = (_shown(cell["metrics"].get(name)) for name in shown)
-        lines.append(f"{label:24}{cell['n']:6}" + "".join(f"{value:>24}" for value in values))
-    return "\n".join(lines)
+        rows.append([label, str(cell["n"]), *(_shown(cell["metrics"].get(name)) for name in shown)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    )
 
 
 def differences(contrasts: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from eval.errors import CommandError
 from eval.quality.ratio_cases import UNSEEN
-from eval.task import Request, TextChunk
+from eval.task import SEARCHED_K, Request, TextChunk
 
 if TYPE_CHECKING:
     from sglang_chunkcache.bundled_model.world import Passage, Question
@@ -34,11 +34,11 @@ def two_hop_requests(args: argparse.Namespace) -> list[Request]:
     """Questions of two hops with their passages and distractors of the same kinds. Raises CommandError for unfit options."""
     from sglang_chunkcache.bundled_model.world import World
 
-    _check(args)
+    k = _checked_k(args)
     world, rng = World(args.seed | UNSEEN), random.Random(f"{args.seed} two-hop")
     asked = [question for question in world.questions if question.hop == 2]
     return [
-        _request(f"world:two-hop:{number}", question, world.context(question, args.k, rng))
+        _request(f"world:two-hop:{number}", question, world.context(question, k, rng))
         for number, question in enumerate(rng.sample(asked, min(args.requests, len(asked))))
     ]
 
@@ -51,7 +51,7 @@ def world_conversations(args: argparse.Namespace) -> list[Request]:
     """
     from sglang_chunkcache.bundled_model.world import World
 
-    _check(args)
+    k = _checked_k(args)
     requests: list[Request] = []
     for number in range(-(-args.requests // TURNS)):
         rng = random.Random(f"{args.seed} conversation {number}")
@@ -61,8 +61,8 @@ def world_conversations(args: argparse.Namespace) -> list[Request]:
             questions = [question for question in world.questions if question.hop == args.hop]
         for turn, question in enumerate(rng.sample(questions, TURNS)):
             gold = [world.passage(passage_id) for passage_id in question.gold_passage_ids]
-            others = rng.sample([passage for passage in world.passages if passage not in gold], args.k - len(gold))
-            shown = rng.sample([*gold, *others], args.k)
+            others = rng.sample([passage for passage in world.passages if passage not in gold], k - len(gold))
+            shown = rng.sample([*gold, *others], k)
             name = f"world:{number}"
             requests.append(_request(f"{name}:{turn}", question, shown, prefix=f"{number}-", conversation=name))
     return requests[: args.requests]
@@ -71,15 +71,18 @@ def world_conversations(args: argparse.Namespace) -> list[Request]:
 # Private, in order of use
 
 
-def _check(args: argparse.Namespace) -> None:
+def _checked_k(args: argparse.Namespace) -> int:
+    """Chunks of a request, all options checked."""
     if args.task != "world":
         raise CommandError(f"--hop 2 is for task world; {args.task} has its own questions")
     if args.data is not None or args.hub is not None:
         raise CommandError("task world is generated: it takes neither --data nor --hub")
-    if not args.hop <= args.k <= PASSAGES:
-        raise CommandError(f"--k must be in {args.hop}..{PASSAGES} for these questions of task world, got {args.k}")
+    k: int = SEARCHED_K if args.k is None else args.k
+    if not args.hop <= k <= PASSAGES:
+        raise CommandError(f"--k must be in {args.hop}..{PASSAGES} for these questions of task world, got {k}")
     if args.requests < 1:
         raise CommandError(f"--requests must be at least 1, got {args.requests}")
+    return k
 
 
 def _request(

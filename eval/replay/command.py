@@ -24,7 +24,7 @@ from eval.errors import CommandError
 from eval.progress import Bar, progress
 from eval.replay import trace as trace_format
 from eval.replay.grid import AXES, DEFAULTS, Cell, comparison, derived_rooms, grid
-from eval.replay.summary import summarize
+from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.trace import Trace, TraceRequest, read_trace
 from eval.replay.verdict import room
 from eval.run import Run, Sample
@@ -42,6 +42,7 @@ from radix_ext import (
     seen_before,
 )
 
+BLOCK = 50
 WORLD_REQUESTS = 1000
 """Of the generated world, which has no end, unless --max-requests says otherwise; of a data set all."""
 
@@ -55,12 +56,13 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         trace = _read(options)
-        cells = _cells(options, trace)
+        cells, left_out = _cells(options, trace)
         if options.warm_up >= len(trace.counted):
             raise CommandError(f"--warm-up {options.warm_up} leaves none of {len(trace.counted)} requests to measure")
+        options.block = _block(options.block, len(trace.counted) - options.warm_up)
         if len(cells) == 1 and options.out is None:
             return _print_one(options, [_trace_sample(trace, cells[0].k), _replay(trace, cells[0], options)])
-        return _run_grid(options, trace, cells)
+        return _run_grid(options, trace, cells, left_out)
     except CallerError as error:
         raise CommandError(str(error)) from None
 
@@ -112,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
         "--warm-up", type=_at_least(0), default=0, help="serve the first so many requests without measuring them"
     )
     parser.add_argument(
-        "--block", type=_at_least(1), default=50, help="requests drawn together for intervals; default: %(default)s"
+        "--block",
+        type=_at_least(1),
+        help=f"requests drawn together for intervals; default: {BLOCK}, or a tenth of the requests measured if that is less",
     )
     parser.add_argument(
         "--worth", type=_share, default=0.01, help="gain that the verdict calls worth it, of 1; default: %(default)s"
@@ -154,7 +158,8 @@ def _read(options: argparse.Namespace) -> Trace:
     parser = argparse.ArgumentParser()
     add_task_options(parser)
     num_requests = options.max_requests or (WORLD_REQUESTS if options.task == "world" else sys.maxsize)
-    named = ["--task", options.task, "--requests", str(num_requests), "--k", str(max(options.k or [5]))]
+    named = ["--task", options.task, "--requests", str(num_requests)]
+    named += ["--k", str(max(options.k))] if options.k else []
     requests = load_requests(parser.parse_args([*named, *(["--data", str(options.data)] if options.data else [])]))
     traced = (
         TraceRequest(
@@ -170,8 +175,18 @@ def _read(options: argparse.Namespace) -> Trace:
     return trace
 
 
-def _cells(options: argparse.Namespace, trace: Trace) -> list[Cell]:
-    """What the options ask for."""
+def _block(block: int | None, num_requests: int) -> int:
+    """Requests of a block. Raises CommandError for so many that too few blocks are left."""
+    most = max(1, num_requests // MIN_BLOCKS)
+    if block is not None and block > most:
+        raise CommandError(
+            f"--block {block} leaves fewer than {MIN_BLOCKS} blocks of {num_requests} requests: give at most {most}"
+        )
+    return block or min(BLOCK, most)
+
+
+def _cells(options: argparse.Namespace, trace: Trace) -> tuple[list[Cell], str | None]:
+    """What the options ask for, and a sentence on the sizes that were left out."""
     axes = {name: getattr(options, name) for name in AXES}
     tokens = axes["capacity_tokens"]
     if tokens and not trace.has_lengths:
@@ -179,16 +194,16 @@ def _cells(options: argparse.Namespace, trace: Trace) -> list[Cell]:
     if tokens and axes["capacity"]:
         raise CommandError("give --capacity or --capacity-tokens, not both")
     if any(values for name, values in axes.items() if name != "capacity_tokens"):
-        return grid(axes, has_conversations=trace.has_conversations)
-    rooms = [(0, 0), *((0, size) for size in tokens)] if tokens else derived_rooms(trace)
-    return comparison(rooms, has_conversations=trace.has_conversations)
+        return grid(axes, has_conversations=trace.has_conversations), None
+    rooms, left_out = ([(0, 0), *((0, size) for size in tokens)], None) if tokens else derived_rooms(trace)
+    return comparison(rooms, has_conversations=trace.has_conversations), left_out
 
 
-def _run_grid(options: argparse.Namespace, trace: Trace, cells: Sequence[Cell]) -> int:
+def _run_grid(options: argparse.Namespace, trace: Trace, cells: Sequence[Cell], left_out: str | None) -> int:
     now = datetime.datetime.now().strftime("%Y-%m-%dT%H%M%S")
     folder = options.out or Path("runs") / f"{now}-replay"
     digest = hashlib.sha256(repr(trace.requests).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    spec = {**vars(options), "json": None, "trace_sha256": digest}
+    spec = {**vars(options), "json": None, "trace_sha256": digest, "left_out": left_out}
     num_requests = len(trace.requests)
     with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec), baseline=options.baseline) as run:
         for k in dict.fromkeys(cell.k for cell in cells):

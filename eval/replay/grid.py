@@ -104,12 +104,24 @@ def comparison(rooms: Sequence[tuple[int, int]], *, has_conversations: bool) -> 
     return _distinct(cells, has_conversations=has_conversations)
 
 
-def derived_rooms(trace: Trace) -> list[tuple[int, int]]:
-    """No limit, a quarter and an eighth of the trace's distinct chunks: in tokens where it has lengths."""
+def derived_rooms(trace: Trace) -> tuple[list[tuple[int, int]], str | None]:
+    """No limit, a quarter and an eighth of the trace's distinct chunks: in tokens where it has lengths.
+
+    A cache that cannot hold the trace's largest request is nobody's: such sizes are left out, and a sentence says so.
+    """
     distinct = {chunk.id: chunk.num_tokens for request in trace.requests for chunk in request.chunks}
-    if trace.has_lengths:
-        return [(0, 0), *((0, max(1, sum(distinct.values()) // part)) for part in (4, 8))]
-    return [(0, 0), *((max(1, len(distinct) // part), 0) for part in (4, 8))]
+    unit = "tokens" if trace.has_lengths else "chunks"
+    total = sum(distinct.values()) if trace.has_lengths else len(distinct)
+    largest = max(
+        sum(chunk.num_tokens for chunk in request.chunks) if trace.has_lengths else len(request.chunks)
+        for request in trace.counted
+    )
+    sizes = [total // part for part in (4, 8)]
+    small = [f"{size:,}" for size in sizes if size < largest]
+    left_out = f"Left out: room for {' and '.join(small)} {unit}, since the largest request has {largest:,}."
+    kept = [size for size in sizes if size >= largest]
+    rooms = [(0, size) if trace.has_lengths else (size, 0) for size in kept]
+    return [(0, 0), *rooms], left_out if small else None
 
 
 def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
@@ -129,6 +141,19 @@ def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None
     return min(
         same, key=lambda other: (other["cell"]["dedup"] != cell["dedup"], not is_stock(other["cell"])), default=None
     )
+
+
+def craft_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
+    """The replay in CRAFT's order with the same room, k and deduplication, if it is the only one."""
+    if cell["order"] != "tree":
+        return None
+    same = [
+        other
+        for other in cells
+        if other["cell"]["order"] == "frequency"
+        and all(other["cell"][name] == cell[name] for name in ("capacity", "capacity_tokens", "k", "dedup"))
+    ]
+    return same[0] if len(same) == 1 else None
 
 
 def is_stock(cell: Mapping[str, Any]) -> bool:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.intervals import moving_block_share
-from eval.replay.grid import baseline_of, policy_name
+from eval.replay.grid import baseline_of, craft_of, policy_name
 from eval.replay.verdict import verdict
 
 Sample = Mapping[str, Any]
 MIN_BLOCKS = 10
-"""Fewer make no interval; on short traces blocks are shortened rather."""
+"""Fewer make no interval."""
 METRICS = {"chunks": "saved_share", "tokens": "token_saved_share"}
 
 
@@ -24,15 +24,17 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     """`results` of a replay's record, from the samples taken so far.
 
     Args:
-        spec: `warm_up` requests are not measured; `block` requests are drawn together; `worth` is the verdict's.
+        spec: `warm_up` requests are not measured; `block` requests are drawn together; `worth` is the verdict's;
+            `left_out`: a sentence on sizes that were not replayed, or None.
         samples: one a cell, and one with `overlap` for each k.
     """
     shares = _Shares(spec["warm_up"], spec["block"])
     cells = [sample for sample in samples if "cell" in sample]
     contrasts = []
-    for sample in cells:
-        baseline = baseline_of(sample["cell"], cells)
-        contrasts += shares.contrasts(baseline, sample) if baseline is not None else []
+    for find in (baseline_of, craft_of):
+        for sample in cells:
+            other = find(sample["cell"], cells)
+            contrasts += shares.contrasts(other, sample) if other is not None else []
     overlap = [shares.overlap(sample) for sample in samples if "overlap" in sample]
     results: dict[str, Any] = {
         "cells": [shares.cell(sample) for sample in cells],
@@ -40,7 +42,7 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
         "overlap_by_k": overlap,
         "contrasts": contrasts,
     }
-    return results | {"verdict": verdict(results, worth=spec["worth"])}
+    return results | {"verdict": verdict(results, worth=spec["worth"], left_out=spec.get("left_out"))}
 
 
 class _Shares:
@@ -103,8 +105,7 @@ class _Shares:
 
     def _share(self, parts: Sequence[float], wholes: Sequence[float]) -> dict[str, float]:
         wholes = wholes[self._warm_up :]
-        block = max(1, min(self._block, len(wholes) // MIN_BLOCKS))
-        value, low, high = moving_block_share(parts[self._warm_up :], wholes, block=block)
+        value, low, high = moving_block_share(parts[self._warm_up :], wholes, block=self._block)
         return {"value": value, "low": low, "high": high}
 
     def _second_half(self, parts: Sequence[float], wholes: Sequence[float]) -> float:

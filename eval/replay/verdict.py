@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.replay.grid import baseline_of, is_stock
+from eval.replay.grid import baseline_of, craft_of, is_stock
 
 MIN_REQUESTS = 100
 """Below, no verdict: ten blocks of ten requests are the least that an interval is made from."""
@@ -19,7 +19,10 @@ SHORT_TRACE = 200
 TREND = 0.02
 """A second half that differs more from the whole shows that the cache is still filling, or that the traffic changes."""
 
-_CONVERSATIONS = "Below zero, histories that left the cache cost more than was saved."
+_CONVERSATIONS = (
+    "Our server leaves out what was shown: where your application does not, that gain comes on top. "
+    "Below zero, histories that left the cache cost more than was saved."
+)
 _NO_VERDICT = (
     "No verdict: an application can leave out what a conversation has shown with stock SGLang too, and that was not replayed "
     "(--dedup off shown)."
@@ -28,6 +31,9 @@ _LIMITS = (
     "This counts cached chunks, not time: `python -m eval serve --task trace --data FILE` measures time to first token. "
     "Another order is another prompt: `python -m eval quality permutation` measures what that does to answers.",
 )
+_NOTHING_TWICE = (
+    "Hardly any chunk was retrieved before, so no cache can find much: there is nothing to measure further."
+)
 
 _POLICIES = ("tail", "eviction", "admission", "dedup", "window", "threshold", "k")
 _WHAT = {"tokens": "chunk tokens", "chunks": "chunks"}
@@ -35,24 +41,31 @@ _WHAT = {"tokens": "chunk tokens", "chunks": "chunks"}
 Results = Mapping[str, Any]
 
 
-def verdict(results: Results, *, worth: float) -> list[str]:
-    """Sentences, one an entry; none unless the retriever's order and ours were replayed with the same room."""
+def verdict(results: Results, *, worth: float, left_out: str | None = None) -> list[str]:
+    """Sentences, one an entry; none unless the retriever's order and ours were replayed with the same room.
+
+    `left_out`: a sentence on sizes that were not replayed.
+    """
     unit = "tokens" if any("tokens" in cell["saved"] for cell in results["cells"]) else "chunks"
     metric = "token_saved_share" if unit == "tokens" else "saved_share"
     contrasts = [contrast for contrast in results["contrasts"] if contrast["metric"] == metric]
-    ours = [contrast for contrast in contrasts if contrast["cell"]["order"] == "tree"]
+    ours = [c for c in contrasts if c["cell"]["order"] == "tree" and not _is_beside_craft(c)]
+    beside_craft = [contrast for contrast in contrasts if _is_beside_craft(contrast)]
     if not ours:
         return []
     varied = [name for name in _POLICIES if len({contrast["cell"][name] for contrast in ours} - {None}) > 1]
     judged = [contrast for contrast in ours if _is_like_with_like(contrast["cell"], results["cells"])]
+    is_settled = bool(judged) and all(answer(contrast, worth=worth) == "not worth it" for contrast in judged)
+    is_hopeless = is_settled and _repeats_less_than(worth, results["overlap_by_k"], unit)
     return [
         *(_dropped(c, results["cells"], unit, varied) for c in contrasts if c["cell"]["order"] == "retriever"),
-        *(_found(contrast, results["cells"], unit, varied) for contrast in ours),
+        *(_found(contrast, beside_craft, results["cells"], unit, varied) for contrast in ours),
+        *([left_out] if left_out else []),
         *(_at_most(overlap, unit) for overlap in results["overlap_by_k"]),
         *([_CONVERSATIONS] if "reduction" in results["cells"][0] else []),
         *_warnings(ours[0]["n"], results["cells"]),
         *(_answers(judged, worth, varied) if judged else [_NO_VERDICT]),
-        *_LIMITS,
+        *([_NOTHING_TWICE] if is_hopeless else _LIMITS),
     ]
 
 
@@ -78,6 +91,20 @@ def _is_like_with_like(cell: Mapping[str, Any], cells: Sequence[Results]) -> boo
     return baseline is not None and baseline["cell"]["dedup"] == cell["dedup"]
 
 
+def _is_beside_craft(contrast: Mapping[str, Any]) -> bool:
+    return bool(contrast["a"].split()[0] == "frequency")
+
+
+def _repeats_less_than(worth: float, overlap_by_k: Sequence[Mapping[str, Any]], unit: str) -> bool:
+    highs = [_seen_before(overlap, unit)["high"] for overlap in overlap_by_k]
+    return all(high < worth or high == 0 for high in highs)
+
+
+def _seen_before(overlap: Mapping[str, Any], unit: str) -> Mapping[str, float]:
+    found: Mapping[str, float] = overlap["seen_before_tokens" if unit == "tokens" else "seen_before"]
+    return found
+
+
 def _dropped(contrast: Mapping[str, Any], cells: Sequence[Results], unit: str, varied: Sequence[str]) -> str:
     """The gain that needs nothing of ours."""
     cell = contrast["cell"]
@@ -90,18 +117,25 @@ def _dropped(contrast: Mapping[str, Any], cells: Sequence[Results], unit: str, v
     )
 
 
-def _found(contrast: Mapping[str, Any], cells: Sequence[Results], unit: str, varied: Sequence[str]) -> str:
+def _found(
+    contrast: Mapping[str, Any],
+    beside_craft: Sequence[Mapping[str, Any]],
+    cells: Sequence[Results],
+    unit: str,
+    varied: Sequence[str],
+) -> str:
     cell = contrast["cell"]
     stock = baseline_of(cell, cells)
     ours = next(other for other in cells if other["cell"] == cell)
-    craft = [c for c in cells if c["cell"]["order"] == "frequency" and baseline_of(c["cell"], cells) is stock]
+    craft = craft_of(cell, cells)
     assert stock is not None
-    also = f", CRAFT's order {_value(craft[0], unit)}" if len(craft) == 1 else ""
+    also = f", CRAFT's order {_value(craft, unit)}" if craft else ""
+    to_craft = "".join(f"; to CRAFT's order {_points(one)}" for one in beside_craft if one["cell"] == cell)
     halves = [f"{other['saved_in_second_half'][unit]:.1%}" for other in (stock, ours)]
     name, verb = _name(stock["cell"]), "saves" if "reduction" in ours else "finds"
     return (
         f"{_sentence_start(cell, varied)}: {name} {verb} {_value(stock, unit)} of {_WHAT[unit]}{also}, "
-        f"ours {_value(ours, unit)}{_of_conversations(ours, unit)}; difference {_points(contrast)}. "
+        f"ours {_value(ours, unit)}{_of_conversations(ours, unit)}; difference {_points(contrast)}{to_craft}. "
         f"Second half alone: {halves[0]} and {halves[1]}."
     )
 
@@ -132,7 +166,7 @@ def _of_conversations(cell: Results, unit: str) -> str:
 
 
 def _at_most(overlap: Mapping[str, Any], unit: str) -> str:
-    seen = overlap["seen_before_tokens" if unit == "tokens" else "seen_before"]["value"]
+    seen = _seen_before(overlap, unit)["value"]
     first = f" of the first {overlap['k']} of each request" if overlap["k"] else ""
     return f"Reuse at any position, with no limit of room, could find at most {seen:.1%}{first}."
 
@@ -153,10 +187,12 @@ def _answers(judged: Sequence[Mapping[str, Any]], worth: float, varied: Sequence
     for contrast in judged:
         replays.setdefault(answer(contrast, worth=worth), []).append(_where(contrast["cell"], varied))
     said = [f"{text.upper()} with {'; with '.join(where)}" for text, where in replays.items()]
+    num_requests = judged[0]["n"]
+    few = f" on only {num_requests} requests" if num_requests < SHORT_TRACE else ""
     bound = f"{100 * worth:.1f} points"
     stock = "stock with the same deduplication" if judged[0]["cell"]["dedup"] else "stock"
     return [
-        f"Verdict: {'. '.join(said)}.",
+        f"Verdict{few}: {'. '.join(said)}.",
         f"Worth it: the whole interval is at least {bound} above {stock}; not worth it: all of it is below {bound} (--worth).",
     ]
 

@@ -28,6 +28,8 @@ CURVES = {"quality": ("em", "f1", "same", "kl")}
 SERVE_CURVES = ("ttft_s", "hit_share", "expected_hit_share", "cached_share")
 KNOWN_ARMS = ("ours", "stock-lpm", "no-cache", "craft", "fused", "stock-fcfs", "cacheblend", "contextpilot")
 """They have the same colour on every page."""
+OF_STARTED_SERVERS = ("model_path", "params", "threads", "max_total_tokens", "max_servers", "server_flags")
+"""Settings that say nothing of a server that was there already."""
 SAME_SERVERS = ("model", "dtype", "attention_backend", "version")
 """Of two arms' servers these should be the same: what differs may explain a difference before reuse does."""
 
@@ -235,10 +237,22 @@ def _fate_sums(samples: Sequence[Cell]) -> dict[str, dict[str, int]]:
 
 
 def _verdict(run: Recorded) -> list[str]:
-    """The record's sentences, those about the arms that are known best first; or why there are none."""
+    """The record's sentences, those about the arms that are known best first; or why there are none.
+
+    Before them, where the run was interrupted, that it was: who reads the verdict alone must not miss it.
+    """
     said = [str(text) for text in run.results.get("verdict") or []] or sentences(run.contrasts)
     rank = {verdict(one): (*KNOWN_ARMS, one["b"]).index(one["b"]) for one in run.contrasts}
-    return sorted(said, key=lambda text: rank.get(text, len(KNOWN_ARMS) + 1)) or ["Nothing was compared."]
+    ranked = sorted(said, key=lambda text: rank.get(text, len(KNOWN_ARMS) + 1)) or ["Nothing was compared."]
+    return [*_resumed(run), *ranked]
+
+
+def _resumed(run: Recorded) -> list[str]:
+    resumed = run.results.get("resumed_at")
+    if not isinstance(resumed, list) or not resumed:
+        return []
+    dates = ", ".join(tables.plain(one.get("date")) for one in resumed)
+    return [f"The run was interrupted and went on ({dates}); the machine and the caches may have been others."]
 
 
 def _facts(run: Recorded) -> list[tuple[str, str]]:
@@ -255,10 +269,18 @@ def _facts(run: Recorded) -> list[tuple[str, str]]:
         ("to be read beside", tables.plain(record["baseline"]) if record.get("baseline") else ""),
         (
             "settings",
-            ", ".join(f"{k} {tables.plain(v)}" for k, v in record["spec"].items() if v not in (None, [], False)),
+            ", ".join(f"{k} {tables.plain(v)}" for k, v in _settings(run).items() if v not in (None, [], False)),
         ),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _settings(run: Recorded) -> dict[str, Any]:
+    """Of the spec what applied: where every server was there already, none was started as the settings say."""
+    spec = dict(run.record["spec"])
+    arms = spec.get("arms") or [spec.get("arm") or ""]
+    is_started = not all("=" in str(arm) for arm in arms) or spec.get("reference", "given") is None
+    return {key: value for key, value in spec.items() if is_started or key not in OF_STARTED_SERVERS}
 
 
 def _caveats(run: Recorded) -> list[str]:
@@ -279,12 +301,7 @@ def _caveats(run: Recorded) -> list[str]:
 
 def _conditions(run: Recorded) -> list[str]:
     """What was not the same from beginning to end, or for all arms, and what the load leaves out."""
-    caveats = []
-    if isinstance(resumed := run.results.get("resumed_at"), list) and resumed:
-        dates = ", ".join(tables.plain(one.get("date")) for one in resumed)
-        caveats.append(
-            f"The run was interrupted and went on ({dates}); the machine and the caches may have been others."
-        )
+    caveats = _resumed(run)
     if others := (run.record.get("git") or {}).get("resumed_with"):
         caveats.append(f"It went on with other code: {', '.join(str(sha)[:12] for sha in others)}.")
     servers = run.results.get("servers")

@@ -32,6 +32,8 @@ from eval.report.charts import Look
 from eval.report.tables import Table
 
 DPI = 150
+MAX_FIRST = 8
+"""Sentences of a record's verdict at the top. A replay's are read as a whole: the last ones say what the first do not mean."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,7 +93,12 @@ def render(chapters: Sequence[Chapter], pictures: Mapping[int, Sequence[Mapping[
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True
     )
     shown = [
-        {**_fields(chapter), "anchor": f"record-{place + 1}", "pictures": pictures[place]}
+        {
+            **_fields(chapter),
+            "num_first": len(chapter.verdict) if chapter.kind == "replay" else MAX_FIRST,
+            "anchor": f"record-{place + 1}",
+            "pictures": pictures[place],
+        }
         for place, chapter in enumerate(chapters)
     ]
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -6,7 +6,8 @@
 
 One server an arm, all with the same model and flags. The requests are cut into blocks, and each block goes through every arm, one
 arm at a time, in turned order; each arm keeps the cache that its own traffic left. Cells of a sweep follow each other, with
-the caches flushed in between, except where they have servers of their own (--windows, --thresholds): these take turns too.
+the caches flushed in between (of servers that are already there: with --flush), except where they have servers of their own
+(--windows, --thresholds): these take turns too.
 
 --load closed: at most --clients requests in flight. poisson, bursty (gaps Gamma, --burstiness times the variance), trace
 (the requests' own times): they leave at their time, answered or not, so waiting in the server's queue is part of the times. A
@@ -21,10 +22,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import Any
 
 from eval.errors import CommandError
@@ -43,14 +44,15 @@ from eval.serve.options import (
     split_flags,
 )
 from eval.serve.plan import Cell
-from eval.serve.runner import load_facts, measure
+from eval.serve.runner import check, load_facts, measure
 from eval.serve.workload import interleave
 from eval.task import Request, add_task_options, load_requests, requests_sha256
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print a table and the verdict; returns the exit code."""
-    return run(parse(argv), kind="serve")
+    args = parse(argv)
+    return run(args, load(args), kind="serve")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -68,22 +70,37 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace, *, kind: str, summarize: Callable[..., dict[str, Any]] = summarize) -> int:
+def load(args: argparse.Namespace) -> dict[int | None, list[Request]]:
+    """The requests that the options name, by the number of chunks that --ks or --k says. Raises CommandError."""
+    return {k: _requests(args, k) for k in args.ks or [args.k]}
+
+
+def run(
+    args: argparse.Namespace,
+    requests: Mapping[int | None, Sequence[Request]],
+    *,
+    kind: str,
+    summarize: Callable[..., dict[str, Any]] = summarize,
+) -> int:
     """Take the samples the options name, print figures; returns the exit code.
 
     Args:
         args: `parse`'s.
+        requests: `load`'s.
         kind: of the record.
         summarize: as `eval.serve.latency.summarize`; its results go through `eval.serve.latency.table`.
     """
     arms = parse_arms(args.arms)
-    requests = {k: _requests(args, k) for k in args.ks or [args.k]}
     everything = [request for listed in requests.values() for request in listed]
     if args.history == "reference" and any(r.conversation is not None and r.reply is None for r in everything):
         raise CommandError(f"--history reference: task {args.task} has turns without a reply; take own")
+    if args.load == "closed" and all(request.arrival_s is not None for request in everything):
+        print("eval: --load closed does not use the requests' own times; --load trace does", file=sys.stderr)
     folder = args.out or default_folder(kind)
     facts = load_facts(folder)
     plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
+    made = cells(args, requests)
+    check(plan, made)
     figures = partial(summarize, facts=facts, against=args.against)
     starts = any(arm.url is None for arm in arms)
     spec = vars(args) | {"requests_sha256": requests_sha256(everything)}
@@ -91,13 +108,13 @@ def run(args: argparse.Namespace, *, kind: str, summarize: Callable[..., dict[st
     with Run(folder, kind=kind, spec=spec, summarize=figures, baseline=args.baseline) as taken:
         if starts:
             with model_flags(args, everything, args.server_flags) as flags:
-                measure(taken, replace(plan, server_flags=flags), cells(args, requests))
+                measure(taken, replace(plan, server_flags=flags), made)
         else:
-            measure(taken, plan, cells(args, requests))
+            measure(taken, plan, made)
     results = taken.results()
     print(table(results))
-    print(*results["verdict"] or ["Nothing was compared."], sep="\n")
-    print("record:", folder)
+    compared = results["verdict"] or (["Nothing was compared."] if len(arms) > 1 else [])
+    print(*compared, f"record: {folder}", sep="\n")
     print(json.dumps(results))
     return 0
 
@@ -109,10 +126,10 @@ RANGES = {
     "thresholds": (1, 10**6),
     "ratios": (0.0, 1.0),
 }
-"""Of each swept option but the rate, which `workload` checks."""
+"""Of each swept option but the rates, which `workload` checks."""
 
 
-def cells(args: argparse.Namespace, requests: Mapping[int, Sequence[Request]]) -> list[Cell]:
+def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Request]]) -> list[Cell]:
     """Every combination of what is swept; `requests` by their number of chunks."""
     made = []
     for (label, load), k, window, threshold, ratio in itertools.product(
@@ -160,16 +177,15 @@ def _check_sweeps(args: argparse.Namespace, arms: Sequence[Arm]) -> None:
     ):
         if getattr(args, option) and not is_needed:
             raise CommandError(f"--{option} needs {kind} among --arms")
-    for option in ("clients", "rate", "ks", "windows", "thresholds", "ratios"):
-        values = getattr(args, option) or []
-        least, most = RANGES.get(option, (-inf, inf))
-        if wrong := [value for value in values if not least <= value <= most]:
-            raise CommandError(f"--{option}: {wrong[0]} is not between {least:g} and {most:g}")
-        if len(set(values)) < len(values):
+    for option, (least, most) in RANGES.items():
+        if wrong := [value for value in getattr(args, option) or [] if not least <= value <= most]:
+            raise CommandError(f"--{option}: {wrong[0]} is not between {least:,} and {most:,}")
+    for option in ("rate", *RANGES):
+        if len(set(values := getattr(args, option) or [])) < len(values):
             raise CommandError(f"--{option}: a value is given twice: {' '.join(map(str, values))}")
 
 
-def _requests(args: argparse.Namespace, k: int) -> list[Request]:
+def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:
     requests = load_requests(argparse.Namespace(**{**vars(args), "k": k}))
     if args.load == "trace":
         return requests

@@ -16,7 +16,8 @@ from eval.intervals import block_bootstrap, quantile
 from eval.metrics import METRICS
 
 Sample = Mapping[str, Any]
-CONTRASTED = ("ttft_s", "e2e_s")
+TIMES = ("ttft_s", "e2e_s")
+CONTRASTED = (*TIMES, "cached_share", "prefill_tokens")
 DRAWS = 1000
 
 
@@ -99,7 +100,7 @@ def cached_tokens(fates: Mapping[str, int] | None, reported: int | None) -> int 
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """`summarize`'s results for people: times in seconds."""
+    """`summarize`'s results for people: times in seconds; of the contrasts those of times, for the verdict tells of others."""
     header = ("arm", "cell", "n", "errors", "ttft p50", "p90", "p99", "itl", "e2e p50", "req/s", "out tok/s", "cached")
     rows = [header, *(_row(cell) for cell in results["cells"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
@@ -111,7 +112,7 @@ def table(results: Mapping[str, Any]) -> str:
         for row in rows
     ]
     for row in results["contrasts"]:
-        if row["metric"] in CONTRASTED and row["value"] is not None:
+        if row["metric"] in TIMES and row["value"] is not None:
             where = " ".join(f"{name}={value}" for name, value in row["cell"].items())
             interval = f"[{row['low']:.2f}, {row['high']:.2f}]" if has_enough(row) else "too few"
             lines.append(

@@ -28,13 +28,19 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument("--load", choices=KINDS, default="closed", help="when requests leave; see above")
     group.add_argument(
-        "--clients", type=int, nargs="+", default=[1], help="closed: requests in flight, swept if several"
+        "--clients", type=int, nargs="+", metavar="N", help="closed: requests in flight, swept if several (default: 1)"
     )
     group.add_argument(
-        "--rate", "--rates", type=float, nargs="+", default=[1.0], help="poisson, bursty: requests per second"
+        "--rates",
+        "--rate",
+        dest="rate",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help="poisson, bursty: requests per second, swept if several (default: 1)",
     )
-    group.add_argument("--burstiness", type=float, default=4.0, help="bursty: variance of the gaps over poisson's")
-    group.add_argument("--speed", type=float, default=1.0, help="trace: its seconds in one of ours")
+    group.add_argument("--burstiness", type=float, help="bursty: variance of the gaps over poisson's (default: 4)")
+    group.add_argument("--speed", type=float, help="trace: its seconds in one of ours (default: 1)")
     group.add_argument(
         "--conversations",
         type=int,
@@ -72,7 +78,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; random: 40000)")
     group.add_argument("--max-servers", type=int, default=6, help="at a time (default: 6)")
     group.add_argument(
-        "--no-flush", action="store_true", help="leave caches as they are: for servers that are there and serve others"
+        "--flush",
+        action="store_true",
+        help="NAME=URL: empty those servers' caches before every cell, too, and make ours forget its counts",
     )
     group = parser.add_argument_group("the run")
     group.add_argument(
@@ -96,7 +104,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_load_options(args: argparse.Namespace) -> None:
-    """Raises CommandError for numbers out of range."""
+    """Fill in what a kind of load needs. Raises CommandError for numbers out of range and for those of another kind."""
     least = {"max_new_tokens": 1, "threads": 1, "max_servers": 1, "warm_up": 0, "block": 0, "resume_warm_up": 0}
     least |= {"max_total_tokens": 1, "conversations": 1}
     for name, bound in least.items():
@@ -104,11 +112,16 @@ def check_load_options(args: argparse.Namespace) -> None:
             raise CommandError(f"--{name.replace('_', '-')} must be at least {bound} but is {value}")
     if args.timeout <= 0:
         raise CommandError(f"--timeout must be above 0 but is {args.timeout}")
-    unused = {"rate": ("poisson", "bursty"), "clients": ("closed",), "burstiness": ("bursty",), "speed": ("trace",)}
-    defaults = {"rate": [1.0], "clients": [1], "burstiness": 4.0, "speed": 1.0}
-    for name, kinds in unused.items():
-        if args.load not in kinds and getattr(args, name) != defaults[name]:
-            raise CommandError(f"--{name} goes with --load {' or '.join(kinds)}, not {args.load}")
+    for name, option, kinds, default in (
+        ("rate", "--rates", ("poisson", "bursty"), [1.0]),
+        ("clients", "--clients", ("closed",), [1]),
+        ("burstiness", "--burstiness", ("bursty",), 4.0),
+        ("speed", "--speed", ("trace",), 1.0),
+    ):
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif args.load not in kinds:
+            raise CommandError(f"{option} needs --load {' or '.join(kinds)}")
 
 
 def loads(args: argparse.Namespace) -> list[tuple[dict[str, Any], Load]]:
@@ -143,7 +156,7 @@ def make_plan(args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, 
         contextpilot_python=args.contextpilot_python,
         seed=args.seed,
         max_servers=args.max_servers,
-        flush=not args.no_flush,
+        flush=args.flush,
         resume_warm_up=args.resume_warm_up,
         timeout_s=args.timeout,
         **more,

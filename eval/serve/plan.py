@@ -55,8 +55,8 @@ class Plan:
     contextpilot_python: Path | None = None
     seed: int = 0
     max_servers: int = 6
-    flush: bool = True
-    """Every cell starts with empty caches; False for servers whose caches others use."""
+    flush: bool = False
+    """Servers that are already there start every cell with empty caches, too, as those that are started always do."""
     resume_warm_up: int = 100
     """A run that goes on first sends each arm again what it had served last, so many requests, and the other turns of these
     conversations and of those that go on: its cache is gone. Nothing of it is measured."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from eval.errors import CommandError
 from eval.progress import Bar, progress
-from eval.run import Run
+from eval.run import Run, read_samples
 from eval.serve.arms import Arm, skip_reason
 from eval.serve.lane import Lane
 from eval.serve.plan import Cell, Plan
@@ -52,10 +52,12 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
     arms = _usable(plan)
     if (count := sum(arm.url is None for arm in arms)) > plan.max_servers:
         raise CommandError(f"{count} arms need {count} servers at once, more than --max-servers {plan.max_servers}")
-    for cell in cells:  # what cannot work is said before a server is started
-        arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
-        for arm in arms:
-            key_of(arm, cell)
+    check(plan, cells)
+    if len(cells) > 1 and not plan.flush and (there := [arm.name for arm in arms if arm.url is not None]):
+        print(
+            f"eval: {', '.join(there)}: later cells profit from what earlier ones left cached; --flush empties it",
+            file=sys.stderr,
+        )
     _drop_incomplete(run, plan, arms, cells)
     if run.samples:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -73,11 +75,19 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
             (run.folder / FACTS).write_text(json.dumps(plan.facts, indent=1) + "\n", encoding="utf-8")
 
 
+def check(plan: Plan, cells: Sequence[Cell]) -> None:
+    """Raises CommandError for cells that cannot work: before a folder is made, or a server started."""
+    for cell in cells:
+        arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
+        for arm in plan.arms:
+            key_of(arm, cell)
+
+
 def load_facts(folder: Path) -> dict[str, Any]:
-    """What an earlier part of the run found out about its servers; {} for a new run."""
+    """What an earlier part of the run found out about its servers; {} for a new run, or one without samples."""
     try:
-        return dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        return dict(json.loads((folder / FACTS).read_text(encoding="utf-8"))) if read_samples(folder) else {}
+    except (CommandError, OSError, ValueError):
         return {}
 
 

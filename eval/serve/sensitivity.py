@@ -11,9 +11,9 @@ that stand alone or open a conversation.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from eval.serve.arms import parse_arms
 from eval.serve.expected import expected_hit_share, first_turns
 from eval.serve.options import split_flags
 from eval.serve.server_pool import key_of
-from eval.task import load_requests
 
 if TYPE_CHECKING:
     from eval.run import Sample
@@ -68,14 +67,9 @@ PARAMETERS = {
 def main(argv: Sequence[str]) -> int:
     """Measure, print a table and the verdict; returns the exit code."""
     args = parse(argv)
-
-    @cache  # after the measurement only: it may search an index
-    def cells() -> list[Cell]:
-        return serve.cells(
-            args, {k: load_requests(argparse.Namespace(**vars(args) | {"k": k})) for k in args.ks or [args.k]}
-        )
-
-    return serve.run(args, kind="sensitivity", summarize=partial(summarize, arms=args.arms, cells=cells))
+    requests = serve.load(args)
+    figures = partial(summarize, arms=args.arms, cells=serve.cells(args, requests))
+    return serve.run(args, requests, kind="sensitivity", summarize=figures)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -99,7 +93,7 @@ def summarize(
     facts: Mapping[str, Any],
     against: str,
     arms: Sequence[str],
-    cells: Callable[[], Sequence[Cell]],
+    cells: Sequence[Cell],
 ) -> dict[str, Any]:
     """serve's results, with `hit_share` in the cells and `expected_hit_share` among their metrics where they are known.
 
@@ -110,7 +104,7 @@ def summarize(
     results = latency.summarize(samples, facts=facts, against=against)
     known = {arm.name: arm for arm in parse_arms(arms)}
     for row in results["cells"]:
-        arm, cell = known[row["arm"]], next(cell for cell in cells() if cell.label == row["cell"])
+        arm, cell = known[row["arm"]], next(cell for cell in cells if cell.label == row["cell"])
         own = [s for s in samples if (s["arm"], s["cell"]) == (row["arm"], row["cell"]) and "error" not in s]
         by_id = {request.id: request for request in cell.requests}
         sent = replace(cell, requests=[by_id[sample["request"]] for sample in own])

@@ -116,7 +116,11 @@ class ServerPool:
         url = arm.url or self._running[key][0].url
         if key not in self._served:
             self._served[key] = _model_of(key, url)
-            self._facts[str(key)] = self._describe(key, arm, url)
+            self._facts[str(key)] = facts = self._describe(key, arm, url)
+            if arm.route == "chat" and facts["enable_cache_report"] is False:  # on the other route fates tell
+                print(
+                    f"eval: {key} does not report cached tokens: start it with --enable-cache-report", file=sys.stderr
+                )
         return url
 
     def model(self, key: Key) -> str:
@@ -128,8 +132,9 @@ class ServerPool:
         return bool(self._facts[str(key)]["enable_cache_report"])
 
     def flush(self, key: Key, url: str) -> None:
-        """Empty the server's cache, unless the plan says not to. One that cannot is noted, and says so once."""
-        if not self._plan.flush:
+        """Empty the server's cache, unless it was already there and the plan does not say so. One that is not empty is noted."""
+        if key not in self._running and not self._plan.flush:
+            self._facts[str(key)]["flushed"] = False
             return
         flushed = _flush(url)
         if self._facts[str(key)]["chunk_cache"]:

@@ -44,7 +44,7 @@ class Load:
     def __post_init__(self) -> None:
         for name in ("clients", "rate", "burstiness", "speed"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise CommandError(f"{name} must be above 0 but is {getattr(self, name)}")
+                raise CommandError(f"{name} must be a finite number above 0 but is {getattr(self, name)}")
 
 
 def arrivals(load: Load, times: Sequence[float | None], *, seed: int) -> list[float] | None:

@@ -12,7 +12,7 @@ import random
 from typing import Any
 
 from eval.errors import CommandError
-from eval.task import Request, Source, TaskData, TextChunk
+from eval.task import SEARCHED_K, Request, Source, TaskData, TextChunk
 
 NUM_PASSAGES = 60
 
@@ -23,10 +23,11 @@ def load(source: Source) -> TaskData:
         raise CommandError("task world is generated: it takes neither --data nor --hub")
     from sglang_chunkcache.bundled_model.world import World
 
+    k = source.k or SEARCHED_K
     try:
-        requests = world_requests(source.requests, source.seed, num_chunks=source.k)
+        requests = world_requests(source.requests, source.seed, num_chunks=k)
     except ValueError as error:
-        raise CommandError(f"--k {source.k} is too much for task world: {error}") from None
+        raise CommandError(f"--k {k} is too much for task world: {error}") from None
     passages = World(source.seed, NUM_PASSAGES).passages
     return TaskData(tuple(TextChunk(p.id, p.text) for p in passages), tuple(requests))
 

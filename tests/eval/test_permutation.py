@@ -34,18 +34,19 @@ def last_chunk(body: Body) -> str:
     return f"{body['chunks'][-1]['text']}"
 
 
-def test_orders_are_asked_as_drawn_and_once(tmp_path: Path) -> None:
+def test_orders_are_asked_as_drawn_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three chunks have six orders, of which ten draws name some twice: the server sees each once, and is told to keep it."""
     with chatting(FakeChat(last_chunk)) as fake:
         record = run(fake, tmp_path / "run")
         asked = [(b["messages"][-1]["content"], tuple(c["id"] for c in b["chunks"])) for b in fake.received]
         assert all(body["order"] == "retriever" for body in fake.received)
     assert len(asked) == len(set(asked)) <= 2 * 6
+    assert f"eval quality: {len(asked)} requests to send" in capsys.readouterr().err.splitlines()[0]
     rows = read_samples(tmp_path / "run")
     assert len(rows) == 2 * 11
     assert [row["permutation"] for row in rows[:11]] == list(range(11))
     assert len({row["block"] for row in rows[:11]}) == 1  # 11 orders of one request are one sample
-    assert [cell["n"] for cell in record["results"]["cells"]] == [2, 20]
+    assert [(cell["n"], cell["num_answers"]) for cell in record["results"]["cells"]] == [(2, 2), (2, 20)]
 
 
 def test_two_hop_questions_show_both_passages(tmp_path: Path) -> None:
@@ -115,6 +116,31 @@ def test_mean_and_deviation_by_hand() -> None:
     assert results["within_sd"]["f1"] == pytest.approx(2 / 3)
     (found,) = results["contrasts"]
     assert (found["n"], found["value"]) == (3, pytest.approx(-1 / 3))  # requests, not orders
+
+
+def test_orders_of_one_request_are_one_sample() -> None:
+    """A hundred orders of two requests are no two hundred draws: one always right, one never, so [0, 1] it is."""
+    rows = [make_row(request, n, f1) for request, f1 in (("1", 0.0), ("2", 1.0)) for n in range(101)]
+    given, drawn = summarize(rows, scorer=Scorer(has_gold=True), facts={})["cells"]
+    found = drawn["metrics"]["f1"]
+    assert (drawn["n"], drawn["num_answers"], found["mean"], found["low"], found["high"]) == (2, 200, 0.5, 0, 1)
+    assert given["metrics"]["f1"] == found
+
+
+def test_verdict_says_what_other_orders_did() -> None:
+    """With right answers the mean difference, without them the share of answers that stay, each with its interval."""
+    rows = [make_row(f"{n}", order, [1.0, 0.5][order]) for n in range(9) for order in range(2)]
+    said = summarize(rows, scorer=Scorer(has_gold=True), facts={})["verdict"]
+    assert said[0] == (
+        "F1 of words, random orders less the given one: -0.5 on average, 95% interval [-0.5, -0.5], over 9 requests."
+    )
+    for row in rows:
+        row["metrics"] = {"same_given": 1.0} if row["permutation"] else {}
+    said = summarize(rows, scorer=Scorer(has_gold=False), facts={})["verdict"]
+    assert said == ["Answers to random orders: nothing differs, over 9 requests."]
+    rows[1]["metrics"] = {"same_given": 0.0}
+    (told,) = summarize(rows, scorer=Scorer(has_gold=False), facts={})["verdict"]
+    assert told.startswith("Answers to random orders: 88.9% of answers are those to the given order, 95% interval [")
 
 
 def test_summary_of_nothing_and_of_failures() -> None:

@@ -208,10 +208,10 @@ def test_command_runs_without_any_installed_package(tmp_path: Path) -> None:
 # --- the comparison and its verdict ---
 
 
-def popular_sets(n: int, *, seed: int = 0) -> list[dict[str, object]]:
+def popular_sets(n: int, *, seed: int = 0, num_sets: int = 10) -> list[dict[str, object]]:
     """Requests that share sets of chunks in turning order: reuse that only an order can find."""
     rng = random.Random(seed)
-    sets = [[f"s{number}-{i}" for i in range(5)] for number in range(10)]
+    sets = [[f"s{number}-{i}" for i in range(5)] for number in range(num_sets)]
     return [{"passages": rng.sample(rng.choice(sets), 5)} for _ in range(n)]
 
 
@@ -248,13 +248,61 @@ def test_trace_without_any_overlap_is_not_worth_it(tmp_path: Path, capsys: pytes
     assert {cell["chunk_hit_rate"]["high"] for cell in results["cells"]} == {0}
     (verdict,) = [line for line in results["verdict"] if line.startswith("Verdict")]
     assert verdict == "Verdict: NOT WORTH IT with no limit of room; with room for 375 chunks; with room for 187 chunks."
+    assert "eval serve" not in "\n".join(results["verdict"])  # which would measure nothing either
+    assert results["verdict"][-1].startswith("Hardly any chunk was retrieved before")
 
 
 def test_short_trace_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ninety requests may differ by luck however much they differ."""
     _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", popular_sets(90)))
-    assert any(line.startswith("Verdict: CANNOT BE TOLD FROM THIS TRACE with no limit") for line in results["verdict"])
+    told = "Verdict on only 90 requests: CANNOT BE TOLD FROM THIS TRACE with no limit"
+    assert any(line.startswith(told) for line in results["verdict"])
     assert any(line.startswith("Warning: 90 requests are few") for line in results["verdict"])
+
+
+def test_verdict_on_few_requests_says_so_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one line that people quote; from 200 requests on it stands alone."""
+    _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", popular_sets(150)))
+    (told,) = [line for line in results["verdict"] if line.startswith("Verdict")]
+    assert told.startswith("Verdict on only 150 requests: WORTH IT")
+
+
+@pytest.mark.parametrize(
+    ("num_sets", "rooms", "left_out"),
+    [
+        (10, [0, 12, 6], None),
+        (6, [0, 7], "Left out: room for 3 chunks, since the largest request has 5."),
+        (2, [0], "Left out: room for 2 and 1 chunks, since the largest request has 5."),
+    ],
+)
+def test_sizes_below_one_request_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_sets: int, rooms: list[int], left_out: str | None
+) -> None:
+    """No server runs with a pool that its largest request does not fit in, so nothing is said of one."""
+    records = popular_sets(120, num_sets=num_sets)
+    _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", records))
+    assert [cell["cell"]["capacity"] for cell in results["cells"][::3]] == rooms
+    assert [line for line in results["verdict"] if line.startswith("Left out")] == ([left_out] if left_out else [])
+
+
+def test_ours_stands_beside_crafts_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two rates that are near each other need the interval of their difference, which is between the same requests."""
+    _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", popular_sets(400)))
+    craft, ours = (cell["chunk_hit_rate"]["value"] for cell in results["cells"][1:3])
+    (found,) = [c for c in results["contrasts"] if c["a"] == "frequency" and c["cell"]["capacity"] == 0]
+    assert (found["b"], found["value"]) == ("tree", pytest.approx(ours - craft))
+    assert f"; to CRAFT's order {100 * found['value']:+.1f} points, 95% interval [" in results["verdict"][0]
+    _, results = compare(capsys, tmp_path / "trace.jsonl", "--order", "retriever", "tree", "--out", str(tmp_path / "2"))
+    assert "CRAFT" not in results["verdict"][0]
+
+
+def test_block_that_leaves_too_few_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was once made shorter without a word; the default is a tenth of a short trace, and the record says so."""
+    trace = write_trace(tmp_path / "trace.jsonl", popular_sets(120))
+    assert main(["replay", "--trace", str(trace), "--block", "13"]) == 2
+    assert "--block 13 leaves fewer than 10 blocks of 120 requests: give at most 12" in capsys.readouterr().err
+    compare(capsys, trace)
+    assert json.loads((tmp_path / "run" / "record.json").read_text())["spec"]["block"] == 12
 
 
 def test_gain_around_the_threshold_cannot_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,6 +391,7 @@ def test_deduplication_is_no_gain_of_ours(tmp_path: Path, capsys: pytest.Capture
         ("retriever", "retriever shown"): 0.5,
         ("retriever shown", "frequency"): 0,
         ("retriever shown", "tree"): 0,
+        ("frequency", "tree"): 0,
     }
     gain = "No limit of room: stock SGLang behind an application that leaves out what was shown saves 50.0% of chunks, "
     assert f"{gain}0.0% without that: deduplication alone gains +50.0 points, 95% interval [+50.0, +50.0]." in lines
@@ -356,7 +405,9 @@ def test_order_is_worth_it_beyond_deduplication(tmp_path: Path, capsys: pytest.C
     _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", turns))
     (verdict,) = [line for line in results["verdict"] if line.startswith("Verdict")]
     assert verdict.startswith("Verdict: WORTH IT with no limit of room")
-    (ours,) = [c for c in results["contrasts"] if c["b"] == "tree" and c["cell"]["capacity"] == 0]
+    (ours,) = [
+        c for c in results["contrasts"] if (c["a"], c["b"], c["cell"]["capacity"]) == ("retriever shown", "tree", 0)
+    ]
     general = [results["cells"][i]["reduction"]["chunks"]["general"]["value"] for i in (1, 3)]
     assert ours["value"] == pytest.approx(general[1] - general[0])
 
@@ -456,7 +507,7 @@ def test_comparison_runs_without_any_installed_package(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert len(json.loads(done.stdout.splitlines()[-1])["cells"]) == 9
+    assert len(json.loads(done.stdout.splitlines()[-1])["cells"]) == 3  # four chunks have no smaller sizes worth asking
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "record.json").read_text())["complete"]
     assert done.stderr == ""

@@ -301,6 +301,55 @@ def test_conditions_that_changed_are_caveats(tmp_path: Path) -> None:
     assert create_chapter(read_recorded(plain), "plain").caveats == ["Not run: lmcache: needs CUDA"]
 
 
+def test_replays_verdict_stands_whole_at_the_top(tmp_path: Path) -> None:
+    """Its last line says that cached chunks are no time; of the many of other kinds the first are shown."""
+    said = [f"Sentence {n}." for n in range(11)]
+    runs = [
+        write_run(tmp_path / kind, kind, [], {"cells": [], "contrasts": [], "verdict": said})
+        for kind in ("replay", "serve")
+    ]
+    page = write_report(*runs, out=tmp_path / "out")
+    top = page[page.index('id="verdict"') : page.index("What was run")]
+    assert [top.count(f"<li>{text}") for text in said] == [2] * 8 + [1] * 3
+    assert top.count("more below") == 1
+
+
+def test_an_interruption_stands_beside_the_verdict(tmp_path: Path) -> None:
+    """Who reads the first box alone must not take it for one run."""
+    results = {
+        "cells": [],
+        "contrasts": [],
+        "verdict": ["ours is faster"],
+        "resumed_at": [{"date": "2026-01-02T03:00:00", "samples": 31}],
+    }
+    page = write_report(write_run(tmp_path / "run", "serve", [], results), out=tmp_path / "out")
+    top = page[page.index('id="verdict"') : page.index("What was run")]
+    assert "went on (2026-01-02T03:00:00)" in top
+    assert "went on (2026-01-02T03:00:00)" in (tmp_path / "out" / "summary.md").read_text().split("- command")[0]
+
+
+@pytest.mark.parametrize(
+    ("named", "applied"),
+    [
+        ({"arms": ["ours=http://a:1,rag", "b=http://a:2"]}, False),
+        ({"arms": ["ours", "b=http://a:2"]}, True),
+        ({"arm": "ours=http://a:1"}, False),
+        ({"arms": ["b=http://a:2"], "reference": None}, True),
+        ({"arms": ["b=http://a:2"], "reference": "http://a:3"}, False),
+        ({"policies": ["off", "shown"]}, True),
+    ],
+)
+def test_settings_of_servers_that_nobody_started_are_left_out(
+    tmp_path: Path, named: dict[str, object], applied: bool
+) -> None:
+    """`model_path random` on a page of someone's own server would be read as that server's model."""
+    spec = {**named, "model_path": "random", "params": 10, "threads": 2, "seed": 3}
+    run = write_run(tmp_path / "run", "serve", [], {"cells": [], "contrasts": [], "verdict": []}, spec=spec)
+    settings = dict(create_chapter(read_recorded(run), "run").facts)["settings"]
+    assert [text in settings for text in ("model_path random", "params 10", "threads 2")] == [applied] * 3
+    assert "seed 3" in settings
+
+
 def test_few_blocks_and_failures_are_no_verdict(tmp_path: Path) -> None:
     """Neither has shown that the arms are alike, and older records hold no sentence on it."""
     few = make_served({"stock-lpm": 9.0, "ours": 1.0}, requests=20)

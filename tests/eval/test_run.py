@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,23 @@ def test_other_settings_do_not_continue_a_run(tmp_path: Path) -> None:
         pass
 
 
+def test_run_without_samples_is_begun_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A typing error in the first command must not need another folder, nor be told how to go on."""
+    with pytest.raises(CommandError), open_run(tmp_path / "run", rate=1):
+        raise CommandError("no server answers")
+    assert capsys.readouterr().err == ""
+    with open_run(tmp_path / "run", rate=2):
+        pass
+    assert read_record(tmp_path / "run")["spec"] == {"rate": 2}
+
+
+def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CommandError, match=r"file/run cannot be written: .*--out") as error:
+        open_run(tmp_path / "file" / "run").__enter__()
+    assert "\n" not in str(error.value)
+
+
 def test_complete_run_is_never_touched(tmp_path: Path) -> None:
     """Records are added, never edited."""
     with open_run(tmp_path / "run"):
@@ -160,6 +177,26 @@ def test_interrupted_command_ends_with_130(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err == "eval replay: interrupted\n"
 
 
+def test_missing_package_is_one_line_and_a_missing_module_of_ours_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system's python has no aiohttp; a traceback would not say where one is that has."""
+
+    def needs(name: str) -> Callable[[Sequence[str]], int]:
+        def main(argv: Sequence[str]) -> int:
+            raise ModuleNotFoundError(name=name)
+
+        return main
+
+    monkeypatch.setattr("eval.replay.command.main", needs("aiohttp.web"))
+    assert main(["replay"]) == 2
+    told = "eval replay needs aiohttp: run it with .venv/bin/python (launch/setup.sh makes it)\n"
+    assert capsys.readouterr().err == told
+    monkeypatch.setattr("eval.replay.command.main", needs("eval.misspelt"))
+    with pytest.raises(ModuleNotFoundError):
+        main(["replay"])
+
+
 def test_samples_that_belong_together_are_kept_together(tmp_path: Path) -> None:
     """A block counts whole or not at all: neither a key that is there nor a number that is none leaves half of it."""
     with open_run(tmp_path / "run") as run:
@@ -225,7 +262,10 @@ def test_commits_of_a_run_that_went_on_are_all_in_its_record(tmp_path: Path, mon
     """`git` is the first one's: its samples were not taken with the last one."""
     for sha, dirty in (("one", False), ("one", False), ("two", True), ("three", False), ("one", False)):
         monkeypatch.setattr("eval.run.git_state", lambda sha=sha, dirty=dirty: {"sha": sha, "dirty": dirty})
-        open_run(tmp_path / "run").__enter__()  # and then it is killed
+        run = open_run(tmp_path / "run").__enter__()
+        if not run.samples:
+            run.add("a", {"value": 1})
+        # and then it is killed
     assert read_record(tmp_path / "run")["git"] == {"sha": "one", "dirty": True, "resumed_with": ["two", "three"]}
 
 

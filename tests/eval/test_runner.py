@@ -97,6 +97,23 @@ def test_nothing_cached_is_zero_only_where_the_server_counts(tmp_path: Path, rep
     assert run.samples[0]["metrics"].get("cached_share") == cached
 
 
+def test_what_was_cached_is_known_by_fates_where_usage_does_not_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server without --enable-cache-report: ours tells all the same, another is named, for it has no share at all."""
+    silent = FakeEndpoint(is_cold=True, cache_report=False, chunk_cache=True)
+    with serving(silent) as endpoint:
+        arms = [replace(ARMS["ours"], url=endpoint.url), Arm("theirs", "", route="chat", url=endpoint.url)]
+        asked = Request("t:0", "a question of so many tokens", (TextChunk("c", "text"),))
+        run = take(tmp_path / "r", Plan(arms), [Cell({}, [asked])])
+    ours, theirs = run.samples
+    assert ours["metrics"]["cached_share"] == ours["fates"]["exact"] / ours["prompt_tokens"] > 0
+    assert "cached_share" not in theirs["metrics"]
+    told = capsys.readouterr().err
+    assert "eval: theirs does not report cached tokens: start it with --enable-cache-report" in told
+    assert told.count("--enable-cache-report") == 1
+
+
 def test_clock_goes_on_from_block_to_block(endpoints: Endpoints, tmp_path: Path) -> None:
     """Fates over time are drawn over an arm's own load, without the time in which others were measured."""
     run = take(tmp_path / "r", Plan(arms_of(endpoints), block=2), [Cell({}, singles(6))])
@@ -186,20 +203,26 @@ def test_failed_requests_are_kept_and_the_others_go_on(endpoints: Endpoints, tmp
     assert len(endpoints[0].received[1]["messages"]) == 1
 
 
-def test_cells_on_the_same_server_start_from_an_empty_cache(endpoints: Endpoints, tmp_path: Path) -> None:
-    """A cell must not profit from the one before."""
-    plan = Plan(arms_of(endpoints))
+def test_cells_on_the_same_server_start_from_an_empty_cache(
+    endpoints: Endpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cell must not profit from the one before; but others may use a server that was already there."""
+    plan = Plan(arms_of(endpoints), flush=True)
     take(tmp_path / "r", plan, [Cell({"k": k}, singles(2)) for k in (3, 5, 10)])
     assert [endpoint.num_flushed for endpoint in endpoints] == [3, 3]
     assert [endpoint.num_forgotten for endpoint in endpoints] == [0, 3], "counts of what was asked for are ours alone"
     assert plan.facts["servers"]["ours"]["flushed"] is True
-    take(tmp_path / "s", replace(plan, flush=False), [Cell({}, singles(1))])
-    assert [endpoint.num_flushed for endpoint in endpoints] == [3, 3], "others may use it"
+    assert "profit" not in capsys.readouterr().err
+    cells = [Cell({"k": k}, singles(1)) for k in (3, 5)]
+    take(tmp_path / "s", replace(plan, flush=False), cells)
+    assert [(endpoint.num_flushed, endpoint.num_forgotten) for endpoint in endpoints] == [(3, 0), (3, 3)]
+    assert "stock-lpm, ours: later cells profit" in capsys.readouterr().err
+    assert plan.facts["servers"]["ours"]["flushed"] is False
 
 
 def test_server_that_cannot_flush_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(FakeEndpoint(can_flush=False)) as endpoint:
-        plan = Plan([Arm("theirs", "", route="chat", url=endpoint.url)])
+        plan = Plan([Arm("theirs", "", route="chat", url=endpoint.url)], flush=True)
         take(tmp_path / "r", plan, [Cell({"k": k}, singles(1)) for k in (3, 5)])
     assert plan.facts["servers"]["theirs"]["flushed"] is False
     assert capsys.readouterr().err.count("/flush_cache failed") == 1

@@ -6,6 +6,7 @@ python -m pytest tests/eval/test_scores.py
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, get_args
 
 import pytest
@@ -26,6 +27,7 @@ from eval.quality.scores import (
     normalized_f1_of,
     rounded,
     summarize_arms,
+    table,
 )
 from eval.task import Request
 
@@ -109,6 +111,18 @@ def test_failed_requests_are_counted_not_scored() -> None:
     rows = [make_row("a", "1", 0.5), {**make_row("a", "2", 0.0), "metrics": {}, "error": "refused"}]
     (cell,) = cells_of(rows)
     assert (cell["n"], cell["errors"], cell["metrics"]["f1"]["mean"]) == (1, 1, 0.5)
+
+
+def test_columns_of_a_table_stay_apart() -> None:
+    """A label or figures longer than others once ran into the next column."""
+    found = {"mean": -1.23e-05, "low": -1.23e-05, "high": 1.23e-05}
+    cells = [
+        {"arm": arm, "cell": {"order": "retriever"}, "n": 9, "metrics": {"kl": found, "f1": found}}
+        for arm in ("ours", "a-name-that-is-long-for-an-arm")
+    ]
+    lines = table(cells, ("f1", "kl")).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert [len(re.split("  +", line.strip())) for line in lines] == [3, 4, 4]
 
 
 def test_cells_are_kept_apart_by_arm_and_setting() -> None:

@@ -126,7 +126,7 @@ def test_later_turns_are_counted_on_neither_side() -> None:
     samples = [sample("ours", cell, number, hits=hits) for number, hits in enumerate((0, 2, 1))]
     flags = server_flags(ARMS["ours"], [])
     facts = {"servers": {"ours": {"flags": flags}}}
-    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=lambda: [cell])["cells"]
+    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=[cell])["cells"]
     assert row["hit_share"] == 1 / 4
     assert row["metrics"]["hit_share"] == {"mean": 1 / 4}
     assert row["metrics"]["expected_hit_share"] == {"mean": 2 / 4}
@@ -146,12 +146,12 @@ def test_the_pool_counts_in_chunks() -> None:
     samples.append({**sample("ours", cell, 1), "error": "HTTP 500", "metrics": {}, "prompt_tokens": None})
     server = {"max_total_num_tokens": POOL, "flags": server_flags(ARMS["ours"], cell.flags)}
     facts = {"servers": {str(key_of(ARMS["ours"], cell)): server}}
-    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=lambda: [cell])["cells"]
+    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=[cell])["cells"]
     assert row["pool_chunks"] == 40
     assert row["hit_share"] == 0.5
     assert row["metrics"]["expected_hit_share"] == {"mean": 0.5}
     server["max_total_num_tokens"] = 50
-    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=lambda: [cell])["cells"]
+    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=[cell])["cells"]
     assert (row["pool_chunks"], row["metrics"]["expected_hit_share"]) == (2, {"mean": 0.0})
 
 
@@ -190,7 +190,7 @@ def test_flags_of_the_servers_go_through() -> None:
         ),
         (["--parameter", "ratio", "--arms", "ours"], "--ratios needs an arm that moves KV"),
         (["--parameter", "k", "--values", "2", "2"], "a value is given twice"),
-        (["--parameter", "batch", "--load", "poisson"], "--clients goes with --load closed"),
+        (["--parameter", "batch", "--load", "poisson"], "--clients needs --load closed"),
     ],
 )
 def test_nonsense_gets_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

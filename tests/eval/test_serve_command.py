@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from eval.errors import CommandError
-from eval.run import read_record, read_samples
+from eval.run import Run, read_record, read_samples
 from eval.serve.command import main
 from eval.server import free_port
 from tests.eval.fake_endpoint import FakeEndpoint, serving
@@ -121,7 +121,8 @@ def test_run_goes_on_with_the_same_requests_only(
     data.write_text('{"passages": ["a", "b"], "lengths": [4, 4]}\n' * 24)
     argv = options(endpoints, tmp_path / "r", "--task", "trace", "--data", str(data))
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(taken: Run, *_: Any) -> None:
+        taken.add("a", {"arm": "theirs", "cell": {}, "request": "a", "warm_up": True, "metrics": {}})
         raise KeyboardInterrupt
 
     monkeypatch.setattr("eval.serve.command.measure", interrupted)
@@ -143,8 +144,11 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (["--rates", "2"], "--rate goes with --load poisson or bursty"),
-        (["--load", "poisson", "--rates", "0"], "rate must be above 0"),
+        (["--rate", "1"], "--rates needs --load poisson or bursty"),
+        (["--load", "poisson", "--rates", "0"], "rate must be a finite number above 0 but is 0"),
+        (["--load", "poisson", "--rates", "1", "nan"], "rate must be a finite number above 0 but is nan"),
+        (["--load", "trace", "--speed", "nan"], "speed must be a finite number above 0 but is nan"),
+        (["--arms", "fused", "--ratios", "nan"], "--ratios: nan is not between 0.0 and 1.0"),
         (["--load", "poisson", "--rates", "2", "2"], "given twice"),
         (["--load", "trace"], "arrival"),
         (["--ratios", "0.1"], "--ratios needs an arm that moves KV"),
@@ -156,7 +160,23 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_one_clear_line(tmp_path: Path, wrong: list[str], told: str) -> None:
-    """And it is refused before a server is started."""
+    """And it is refused before a folder is made or a server started."""
     with pytest.raises(CommandError, match=told) as error:
         main(["--arms", "a=http://127.0.0.1:9", "--requests", "30", "--out", str(tmp_path / "r"), *wrong])
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "r").exists()
+
+
+def test_requests_own_times_are_not_left_out_without_a_word(
+    endpoints: tuple[FakeEndpoint, FakeEndpoint], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor are chunks; and one arm alone is compared with nothing."""
+    data = tmp_path / "trace.jsonl"
+    data.write_text("".join(f'{{"passages": ["a", "b"], "lengths": [4, 4], "timestamp": {n}}}\n' for n in range(12)))
+    argv = [*options(endpoints, tmp_path / "r", "--task", "trace", "--data", str(data)), "--k", "1"]
+    assert main([*argv, "--arms", f"ours={endpoints[1].url}"]) == 0
+    out, told = capsys.readouterr()
+    assert "--load trace does" in told
+    assert "--k 1 takes chunks from 12 of 12 requests" in told
+    assert "ompared" not in out
+    assert out.splitlines()[2].startswith("record: ")

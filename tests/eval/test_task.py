@@ -64,6 +64,21 @@ def test_k_and_requests_cut_from_the_end(data: Path) -> None:
     assert all(len(request.chunks) == 2 for request in few)
 
 
+@pytest.mark.parametrize(("task", "num_chunks"), [("trace", 7), ("musique", 3), ("world", 5)])
+def test_given_lists_are_cut_only_where_k_says(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, num_chunks: int
+) -> None:
+    """`replay` counts all chunks of a trace: a server that is sent fewer would seem to contradict it."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"passages": [1, 2, 3, 4, 5, 6, 7]}\n{"passages": [1, 2]}\n')
+    options: list[str | Path] = ["--task", task, "--retriever", "given", "--requests", "2"]
+    options += [] if task == "world" else ["--data", trace if task == "trace" else data]
+    assert max(len(request.chunks) for request in requests(*options)) == num_chunks
+    assert capsys.readouterr().err == ""
+    requests(*options, "--k", "2")
+    assert ("eval: --k 2 takes chunks from" in capsys.readouterr().err) is (task != "world")
+
+
 def test_the_order_of_questions_is_the_seeds(data: Path) -> None:
     """Files have questions about one passage side by side, which no service sees; and two arms get the same order."""
     options = ("--task", "squad", "--data", data, "--retriever", "given", "--seed")

@@ -71,7 +71,7 @@ def test_closed_loop_has_no_arrivals() -> None:
 
 @pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"clients": 0}, {"speed": -1.0}, {"rate": float("inf")}])
 def test_numbers_that_are_no_load_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(CommandError, match=f"{next(iter(wrong))} must be above 0"):
+    with pytest.raises(CommandError, match=f"{next(iter(wrong))} must be a finite number above 0"):
         Load("poisson", **wrong)  # type: ignore[arg-type]
 
 
