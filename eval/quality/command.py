@@ -21,7 +21,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,6 +51,7 @@ from eval.quality.scores import (
     summarize_arms,
     table,
 )
+from eval.quality.workers import workers
 from eval.run import Run, Sample
 from eval.serve.arms import Arm, add_arm_options, create_reorderer, parse_arms, skip_reason
 from eval.serve.client import Message
@@ -208,7 +208,7 @@ def answers_of(
             return error
 
     try:
-        with ThreadPoolExecutor(args.clients) as pool:
+        with workers(args.clients) as pool:
             orders = (reorderer.order(request) if reorderer else request.chunks for request, _ in asked)
             yield from pool.map(one, *zip(*asked, strict=True), orders)
     finally:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from eval.quality.options import (
     spec_of,
 )
 from eval.quality.scores import GOLD_METRICS, Scorer, block_of, differences, rounded, summarize_arms, table
+from eval.quality.workers import workers
 from eval.quality.world_questions import add_hop_option, world_conversations
 from eval.run import Run, Sample
 from eval.serve.arms import ARMS, Arm
@@ -120,7 +120,7 @@ def answer_all(
     def one(turns: Sequence[Request]) -> list[list[Greedy | CommandError]]:
         return [converse(endpoint, turns) for endpoint in servers]
 
-    with ThreadPoolExecutor(args.clients) as pool, progress("conversations", len(missing)) as bar:
+    with workers(args.clients) as pool, progress("conversations", len(missing)) as bar:
         for turns, answers in zip(missing, pool.map(one, missing), strict=True):
             for endpoint, given in zip(servers, answers, strict=True):
                 if any(isinstance(answer, CommandError) for answer in given):

@@ -33,6 +33,7 @@ from eval.quality.options import (
     spec_of,
 )
 from eval.quality.scores import GOLD_METRICS, Scorer, block_of, cells_of, differences, rounded, table
+from eval.quality.workers import workers
 from eval.quality.world_questions import add_hop_option, two_hop_requests
 from eval.run import Run, Sample
 from eval.serve.arms import Arm, parse_arm
@@ -116,7 +117,7 @@ def answer_all(
         f"eval quality: {num_asked} requests to send, for {len(requests)} questions in different orders",
         file=sys.stderr,
     )
-    with ThreadPoolExecutor(args.clients) as pool, progress("orders", len(requests) * (1 + args.orders)) as bar:
+    with workers(args.clients) as pool, progress("orders", len(requests) * (1 + args.orders)) as bar:
         for request in requests:
             orders, missing = drawn[request.id], left[request.id]
             if missing:

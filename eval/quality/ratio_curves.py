@@ -24,7 +24,6 @@ import random
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,6 +44,7 @@ from eval.quality.options import (
 from eval.quality.ratio_cases import KINDS, Case, data_cases, world_cases
 from eval.quality.scores import Scorer, cells_of, rounded
 from eval.quality.text_metrics import normalized_f1
+from eval.quality.workers import workers
 from eval.run import Run, Sample
 from eval.serve.arms import ARMS
 from eval.serve.options import default_folder
@@ -191,7 +191,7 @@ def answer_all(
         or any(key_of(case, capture, cell) not in run for capture in captures for cell in cells)
     ]
     with (
-        ThreadPoolExecutor(args.clients) as pool,
+        workers(args.clients) as pool,
         progress("questions", len(cases), initial=len(cases) - len(missing)) as bar,
     ):
         for rows in pool.map(one, missing):
