@@ -26,7 +26,6 @@ PACKAGES = (
     "tantivy",
     "scikit-learn",
     "sentence-transformers",
-    "torchmetrics",
     "matplotlib",
     "contextpilot",
     "lmcache",
