@@ -82,7 +82,7 @@ else
         pip_install "$(pinned torch)" # before its users, or one of them brings another
     fi
     pip_install -e '.[cpu,retrieval,encoders,eval,dev]'
-    pip_install --no-deps "$(pinned sglang)" # with its dependencies it would bring the CUDA packages
+    pip_install --no-deps "$(pinned sglang)" "$(pinned flashinfer-python)" # with their dependencies they would bring CUDA packages
 fi
 echo "$stamp" >.venv/setup.stamp
 say "done"
