@@ -1,0 +1,83 @@
+"""Every name of FlashInfer that we touch, and the model that stands in for it. Red here after an upgrade says what to read.
+
+The kernels' insides that sglang_chunkcache/attention/variants.py relies on are pinned by compiling (test_variants.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("flashinfer")
+
+import flashinfer as real
+import torch
+
+from sglang_chunkcache.attention import variants
+from sglang_chunkcache.attention.base import HeadShape
+from tests.reference import flashinfer as model
+
+WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def test_version_is_the_one_that_was_read() -> None:
+    """The variants use more than the public interface."""
+    assert real.__version__ == variants.VERSION
+
+
+@pytest.mark.parametrize("method", ["__init__", "plan", "run"])
+def test_model_takes_what_the_wrapper_takes(method: str) -> None:
+    """Same names, kinds and defaults, in the same order where they are passed by position; FlashInfer has more."""
+    ours = parameters(getattr(getattr(model, WRAPPER), method))
+    theirs = parameters(getattr(getattr(real, WRAPPER), method))
+    assert list(ours)[:9] == list(theirs)[:9] or method == "run"
+    for name, parameter in ours.items():
+        assert name in theirs
+        assert parameter.kind == theirs[name].kind
+        same_default = parameter.default == theirs[name].default
+        assert same_default or str(parameter.default) == f"torch.{theirs[name].default}"
+
+
+def test_merge_takes_what_the_model_takes() -> None:
+    """v and s are written, in this order."""
+    assert list(parameters(real.merge_state_in_place)) == list(parameters(model.merge_state_in_place))
+
+
+def test_jit_args_are_what_the_generator_takes() -> None:
+    """FlashInfer passes them on by position, behind the backend, and reads names at 7 and 9 itself."""
+    from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
+
+    names = list(parameters(gen_customize_batch_prefill_module))[1:]
+    shape = HeadShape(8, 2, 128, torch.bfloat16)
+    args = dict(zip(names, variants.jit_args(shape, "fa2"), strict=False))
+    assert args.pop("variant_decl") == variants.SOURCES["fa2"]
+    assert args.pop("uri").startswith("chunkcache_limits_fa2_bf16_128_")
+    assert args == {
+        "dtype_q": torch.bfloat16,
+        "dtype_kv": torch.bfloat16,
+        "dtype_o": torch.bfloat16,
+        "idtype": torch.int32,
+        "head_dim_qk": 128,
+        "head_dim_vo": 128,
+        "additional_tensor_names": ["limits"],
+        "additional_tensor_dtypes": ["int32_t"],
+        "additional_scalar_names": ["sm_scale"],
+        "additional_scalar_dtypes": ["double"],
+        "variant_name": "ChunkcacheLimits",
+    }
+    assert (names[7], names[9]) == ("additional_tensor_names", "additional_scalar_names")
+
+
+def test_a_mask_is_what_selects_the_masked_mode() -> None:
+    """`run` takes the custom mode where `plan` was given a packed mask, whatever is in it: the FA2 variant depends on it."""
+    source = inspect.getsource(inspect.unwrap(getattr(real, WRAPPER).run))
+    condition = source.split("if self._custom_mask_buf is not None:")[1].split("else:")[0]
+    assert "mask_mode = MaskMode.CUSTOM.value" in condition

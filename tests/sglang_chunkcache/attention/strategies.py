@@ -1,0 +1,120 @@
+"""Passes of sparse attention, drawn by Hypothesis: what may be asked of an operator, with caches that show wrong reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_chunkcache.attention.base import HeadShape, SparseRequest
+
+KINDS = ("empty", "one", "first", "last", "all", "clustered", "scattered")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pass of one layer. Slots that are no request's key are NaN in `keys` and `values`, so reading one shows."""
+
+    requests: list[SparseRequest]
+    page_size: int
+    shape: HeadShape
+    scale: float
+    queries: Tensor = field(repr=False)
+    """[n, num_qo_heads, head_dim] of `shape.dtype`, one request behind the other."""
+    keys: Tensor = field(repr=False)
+    """[num_pages, page_size, num_kv_heads, head_dim] of `shape.dtype`."""
+    values: Tensor = field(repr=False)
+    """Like `keys`."""
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    page_sizes: Sequence[int] = (1, 16),
+    head_dims: Sequence[int] = (1, 8, 16, 40, 64),
+    group_sizes: Sequence[int] = tuple(range(1, 9)),
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    max_requests: int = 4,
+    max_keys: int = 96,
+    with_gaps: bool = True,
+) -> Case:
+    """1 to `max_requests` requests of 1 to `max_keys` keys on shared pages, their queries of any of `KINDS`.
+
+    `with_gaps`: some requests leave positions out of their keys, some of which have queries all the same.
+    """
+    page_size, num_kv_heads = draw(st.sampled_from(page_sizes)), draw(st.integers(1, 2))
+    group_size, head_dim = draw(st.sampled_from(group_sizes)), draw(st.sampled_from(head_dims))
+    shape = HeadShape(num_kv_heads * group_size, num_kv_heads, head_dim, draw(st.sampled_from(dtypes)))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    num_pages = 2 * -(-max_keys // page_size)  # shared by chance, yet some stay unread
+    requests = [
+        draw(_requests(generator, page_size, num_pages, max_keys, with_gaps))
+        for _ in range(draw(st.integers(1, max_requests)))
+    ]
+    used = torch.zeros(num_pages, page_size, dtype=torch.bool)
+    for request in requests:
+        slots = request.kv_pages.long()[:, None] * page_size + torch.arange(page_size)
+        used.view(-1)[slots.flatten()[: request.num_keys]] = True
+    num_rows = sum(request.positions.numel() for request in requests)
+    return Case(
+        requests=requests,
+        page_size=page_size,
+        shape=shape,
+        scale=draw(st.sampled_from([head_dim**-0.5, 0.3])),
+        queries=_normal(generator, num_rows, shape.num_qo_heads, head_dim).to(shape.dtype),
+        keys=_cache(generator, used, shape),
+        values=_cache(generator, used, shape),
+    )
+
+
+@st.composite
+def _requests(
+    draw: st.DrawFn, generator: np.random.Generator, page_size: int, num_pages: int, max_keys: int, with_gaps: bool
+) -> SparseRequest:
+    num_keys = draw(st.integers(1, max_keys))
+    pages = generator.permutation(num_pages)[: -(-num_keys // page_size)]
+    kv_positions, first, end = None, 0, num_keys
+    if with_gaps and draw(st.booleans()):
+        first = draw(st.integers(0, 20))
+        end = first + num_keys + draw(st.integers(0, 20))
+        later = 1 + first + generator.permutation(end - first - 1)[: num_keys - 1]
+        kv_positions = torch.from_numpy(np.sort(np.append(later, first)))
+    kind = draw(st.sampled_from(KINDS))
+    return SparseRequest(
+        positions=torch.from_numpy(_positions(kind, first, end, generator)),
+        kv_pages=torch.from_numpy(pages).to(draw(st.sampled_from([torch.int64, torch.int32]))),
+        num_keys=num_keys,
+        kv_positions=kv_positions,
+    )
+
+
+def _positions(kind: str, first: int, end: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Ascending positions in [first, end)."""
+    count = end - first
+    stretch = np.cumsum(generator.random(count) < 0.1)
+    chosen = {
+        "empty": np.arange(0),
+        "one": generator.integers(count, size=1),
+        "first": np.arange(1),
+        "last": np.arange(count - 1, count),
+        "all": np.arange(count),
+        "clustered": np.flatnonzero((generator.random(count + 1) < 0.5)[stretch]),
+        "scattered": np.flatnonzero(generator.random(count) < generator.uniform(0.05, 0.6)),
+    }
+    return first + chosen[kind]
+
+
+def _cache(generator: np.random.Generator, used: Tensor, shape: HeadShape) -> Tensor:
+    cache = _normal(generator, *used.shape, shape.num_kv_heads, shape.head_dim)
+    cache[~used] = torch.nan
+    return cache.to(shape.dtype)
+
+
+def _normal(generator: np.random.Generator, *sizes: int) -> Tensor:
+    return torch.from_numpy(generator.standard_normal(sizes, dtype=np.float32))

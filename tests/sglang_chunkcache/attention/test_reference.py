@@ -1,0 +1,132 @@
+"""The reference equals loops in float64 and torch's SDPA: it is what kernels are held against."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_chunkcache.attention.base import HeadShape, SparseRequest
+from sglang_chunkcache.attention.reference import ReferenceAttention, attend
+from tests.reference import attention as loops
+from tests.sglang_chunkcache.attention.strategies import Case, cases
+from tests.sglang_chunkcache.attention.tolerances import assert_near
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def reference(case: Case) -> tuple[Tensor, Tensor]:
+    return attend(case.queries, case.keys, case.values, case.requests, page_size=case.page_size, scale=case.scale)
+
+
+def gather(cache: Tensor, request: SparseRequest, page_size: int) -> Tensor:
+    """The request's keys or values, slot by slot."""
+    slots = [(int(request.kv_pages[key // page_size]), key % page_size) for key in range(request.num_keys)]
+    return torch.stack([cache[page, slot] for page, slot in slots])
+
+
+def key_positions(request: SparseRequest) -> Tensor:
+    return torch.arange(request.num_keys) if request.kv_positions is None else request.kv_positions
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(max_keys=20, max_requests=2, head_dims=(1, 8, 40), group_sizes=(1, 2, 3)))
+def test_attend_equals_loops_in_float64(case: Case) -> None:
+    """Scattered queries, gaps and shared pages: each query sees exactly the keys at or before its position."""
+    got, _ = reference(case)
+    start = 0
+    for request in case.requests:
+        rows = slice(start, start + request.positions.numel())
+        start = rows.stop
+        keys, values = (gather(cache, request, case.page_size) for cache in (case.keys, case.values))
+        expected, _ = loops.attend(
+            case.queries[rows], keys, values, request.positions, key_positions(request), case.scale
+        )
+        assert_near(got[rows], expected, torch.float32)
+    assert start == len(got)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(dtypes=(torch.float32, *HALF)))
+def test_attend_equals_masked_sdpa(case: Case) -> None:
+    """What torch computes in the model's dtype is within that dtype's tolerance: the table is as wide as rounding needs."""
+    got, _ = reference(case)
+    start = 0
+    for request in case.requests:
+        rows = slice(start, start + request.positions.numel())
+        start = rows.stop
+        if not request.positions.numel():
+            continue
+        keys, values = (gather(cache, request, case.page_size).movedim(0, 1) for cache in (case.keys, case.values))
+        expected = scaled_dot_product_attention(
+            case.queries[rows].movedim(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=key_positions(request) <= request.positions[:, None],
+            scale=case.scale,
+            enable_gqa=True,
+        )
+        assert_near(expected[0].movedim(0, 1), got[rows], case.shape.dtype)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(page_sizes=(1,), with_gaps=False))
+def test_halves_merged_by_lse_are_the_whole(case: Case) -> None:
+    """lse is the natural logarithm of the softmax's denominator: the weights with which parts are merged follow from it."""
+    requests = [request for request in case.requests if request.num_keys >= 2]
+    late = [request.positions[request.positions >= request.num_keys // 2] for request in requests]
+    queries = case.queries[: sum(map(len, late))]
+    parts: list[list[SparseRequest]] = [[], [], []]
+    for request, positions in zip(requests, late, strict=True):
+        cut, pages, num_keys = request.num_keys // 2, request.kv_pages, request.num_keys
+        parts[0].append(SparseRequest(positions, pages, num_keys))
+        parts[1].append(SparseRequest(positions, pages[:cut], cut))
+        parts[2].append(SparseRequest(positions, pages[cut:], num_keys - cut, torch.arange(cut, num_keys)))
+    (whole, whole_lse), (first, first_lse), (second, second_lse) = (
+        attend(queries, case.keys, case.values, part, page_size=1, scale=case.scale) for part in parts
+    )
+    share = (first_lse - whole_lse).exp()[..., None]
+    assert_near(first_lse.exp() + second_lse.exp(), whole_lse.exp(), torch.float32)
+    assert_near(share * first + (1 - share) * second, whole, torch.float32)
+
+
+def test_lse_of_equal_logits_is_the_logarithm_of_the_keys_seen() -> None:
+    """Natural, not base 2 as FlashInfer's own."""
+    request = SparseRequest(torch.tensor([0, 4]), torch.arange(8), 8)
+    cache = torch.ones(8, 1, 4)
+    _, lse = attend(torch.zeros(2, 2, 4), cache, cache, [request], page_size=1, scale=1.0)
+    assert_near(lse, torch.tensor([[1.0, 1.0], [5.0, 5.0]]).log(), torch.float32)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(dtypes=HALF))
+def test_reference_attention_is_attend_in_the_model_dtype(case: Case) -> None:
+    """Rows stay in the requests' order."""
+    attention = ReferenceAttention(case.shape, scale=case.scale, page_size=case.page_size)
+    attention.plan(case.requests)
+    got = attention.run(case.queries, case.keys, case.values)
+    assert got.dtype == case.shape.dtype
+    assert torch.equal(got, reference(case)[0].to(case.shape.dtype))
+
+
+def test_caches_without_page_dimension_are_read_by_slot() -> None:
+    """SGLang's pools have none at page size 1."""
+    request = SparseRequest(torch.tensor([1, 3]), torch.tensor([5, 2, 7, 0]), 4)
+    queries, keys, values = torch.randn(2, 2, 8), torch.randn(8, 1, 8), torch.randn(8, 1, 8)
+    flat = attend(queries, keys, values, [request], page_size=1, scale=0.3)
+    paged = attend(queries, keys[:, None], values[:, None], [request], page_size=1, scale=0.3)
+    assert all(torch.equal(a, b) for a, b in zip(flat, paged, strict=True))
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(16, 16), (3, 16), (1, 16), (31, 1), (33, 1)])
+def test_plan_refuses_pages_that_the_keys_do_not_fill(num_pages: int, page_size: int) -> None:
+    """Slots instead of pages at page size 16, or a page missing, would be read as other tokens' keys."""
+    request = SparseRequest(torch.tensor([3]), torch.arange(num_pages), 32)
+    attention = ReferenceAttention(HeadShape(2, 1, 8, torch.float32), scale=1.0, page_size=page_size)
+    with pytest.raises(ValueError, match="kv_pages"):
+        attention.plan([request])
