@@ -9,6 +9,8 @@ The division takes YaRN's `mscale` out, which SGLang multiplies into its table a
 computed in float32, the turn once a call for all layers, so a move costs one rounding and a move by 0 none. Against a key
 that the model stores at q itself that is at most 1 ulp of its pair's length in bfloat16 and float16, 2 through a blob, whose
 un-rotated keys are rounded as well (test_relocate.py).
+Here it stands in torch, a layer after the other: on the CPU, and as the oracle of relocate_kernel.py, which does all layers in
+one launch where the pool lies on CUDA.
 Knows slots and positions, nothing of chunks, trees or requests.
 """
 
@@ -23,6 +25,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from sglang_chunkcache.relocate_kernel import Blob
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of the pools we move KV in; quantised ones would have to be dequantised first."""
@@ -47,6 +51,8 @@ class _Turn(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+    stays: Tensor | None
+    """Like `cos`, bool: does not turn. None: every pair turns, which is known on the CPU, where looking is free."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +128,9 @@ class RotaryTable:
         cos = new_cos * old_cos + new_sin * old_sin
         sin = new_sin * old_cos - new_cos * old_sin
         norm = torch.hypot(cos, sin)
-        return _Turn((cos / norm).unsqueeze(1), (sin / norm).unsqueeze(1))
+        cos, sin = (cos / norm).unsqueeze(1), (sin / norm).unsqueeze(1)
+        stays = (cos == 1) & (sin == 0)
+        return _Turn(cos, sin, None if cos.device.type == "cpu" and not stays.any() else stays)
 
     def _at(self, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         if positions is None:
@@ -134,8 +142,9 @@ class RotaryTable:
         first, second = self._pairs(keys)
         # In float32, by promotion.
         turned = first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin
-        first.copy_(turned[0])
-        second.copy_(turned[1])
+        for old, new in zip((first, second), turned, strict=True):
+            # What does not turn keeps every bit: infinity times 0 would not be 0.
+            old.copy_(new if turn.stays is None else torch.where(turn.stays, old, new.to(old.dtype)))
         return keys
 
     def _pairs(self, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,25 +178,33 @@ def copy_moved(
     source_positions: Tensor,
     target_slots: Tensor,
     target_positions: Tensor,
+    use_kernel: bool | None = None,
 ) -> None:
     """Copy the KV of tokens to other slots of the same pool, in every layer, keys turned to their new positions.
 
-    All is read before anything is written, so targets may be sources of other tokens. Queued on the current stream, no sync.
+    Queued on the current stream, no sync.
 
     Args:
         pool: Written at `target_slots`; bfloat16, float16 or float32, one row a slot.
         table: The model's, on the pool's device.
         source_slots: [num_tokens] int64, on the pool's device.
         source_positions: [num_tokens] int64, where the model stored these keys; on the pool's device.
-        target_slots: Like `source_slots`, each slot once.
+        target_slots: Like `source_slots`, each slot once and none the source of another token: tokens move at the same time.
         target_positions: Like `source_positions`.
+        use_kernel: None: where the pool lies on CUDA.
     Raises:
-        ValueError: shape, dtype or device differs from the above, or a position on the CPU is not in the table; names
-            argument, expected and got. Nothing is written then.
+        ValueError: shape, dtype or device differs from the above, or, on the CPU, where looking costs no synchronisation, a
+            position is not in the table or a target is another's source; names argument, expected and got. Nothing is
+            written then.
     """
     num_tokens = _check_pool(pool, table, "source_slots", source_slots, "source_positions", source_positions)
     _check_pool(pool, table, "target_slots", target_slots, "target_positions", target_positions, num_tokens)
+    if source_slots.device.type == "cpu":
+        _check_apart(source_slots, target_slots)
     turn = table._turn(source_positions, target_positions)
+    if _takes_kernel(pool, use_kernel):
+        _launch(pool, table, turn, source_slots, target_slots)
+        return
     for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True):
         moved_keys, moved_values = table._apply_(keys[source_slots], turn), values[source_slots]
         keys[target_slots] = moved_keys
@@ -202,17 +219,23 @@ def write_blob(
     *,
     target_slots: Tensor,
     target_positions: Tensor,
+    use_kernel: bool | None = None,
 ) -> None:
     """Write stored KV into slots of the pool, keys rotated to their positions. Queued on the current stream.
+
+    A blob elsewhere is first copied to the pool's device as a whole, keys and values with one copy each. From pinned memory that
+    is queued like the rest. From pageable memory, which is what the store has, CUDA makes the host wait: for the stream's
+    earlier work, then until the blob has been read.
 
     Args:
         pool: Written at `target_slots`; as in `copy_moved`.
         table: The model's, on the pool's device.
         keys: [num_layers, num_tokens, num_kv_heads, head_dim], the pool's dtype, un-rotated, as `read_blob` gives them; on any
-            device, only read. A copy from pinned memory does not synchronise.
+            device, only read.
         values: [num_layers, num_tokens, num_kv_heads, v_head_dim], otherwise like `keys`.
         target_slots: [num_tokens] int64, on the pool's device, each slot once.
         target_positions: [num_tokens] int64, on the pool's device.
+        use_kernel: As in `copy_moved`.
     Raises:
         ValueError: as `copy_moved`.
     """
@@ -221,13 +244,23 @@ def write_blob(
         _check_shape(name, blob, (len(buffers), num_tokens, *buffers[0].shape[1:]))
         _check_dtype(name, blob, pool.dtype)
     turn = table._turn(None, target_positions)
+    keys, values = (blob.to(target_slots.device, non_blocking=True).contiguous() for blob in (keys, values))
+    if _takes_kernel(pool, use_kernel):
+        _launch(pool, table, turn, (keys, values), target_slots)
+        return
     for layer, (key_buffer, value_buffer) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
-        layer_keys = torch.empty_like(keys[layer], device=key_buffer.device).copy_(keys[layer], non_blocking=True)
-        key_buffer[target_slots] = table._apply_(layer_keys, turn)
-        value_buffer[target_slots] = values[layer].to(value_buffer.device, non_blocking=True)
+        key_buffer[target_slots] = table._apply_(keys[layer].clone(), turn)
+        value_buffer[target_slots] = values[layer]
 
 
-def read_blob(pool: MHATokenToKVPool, table: RotaryTable, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def read_blob(
+    pool: MHATokenToKVPool,
+    table: RotaryTable,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    use_kernel: bool | None = None,
+) -> tuple[Tensor, Tensor]:
     """The KV of tokens, keys un-rotated. Queued on the current stream, no sync.
 
     Args:
@@ -235,6 +268,7 @@ def read_blob(pool: MHATokenToKVPool, table: RotaryTable, slots: Tensor, positio
         table: The model's, on the pool's device.
         slots: [num_tokens] int64, on the pool's device.
         positions: [num_tokens] int64, where the model stored these keys; on the pool's device.
+        use_kernel: As in `copy_moved`.
     Returns:
         Keys [num_layers, num_tokens, num_kv_heads, head_dim] and values [.., v_head_dim]: in the pool's dtype, own memory.
     Raises:
@@ -246,10 +280,32 @@ def read_blob(pool: MHATokenToKVPool, table: RotaryTable, slots: Tensor, positio
         torch.empty((len(buffers), len(slots), *buffers[0].shape[1:]), dtype=pool.dtype, device=slots.device)
         for buffers in (pool.k_buffer, pool.v_buffer)
     )
+    if _takes_kernel(pool, use_kernel):
+        _launch(pool, table, turn, slots, (keys, values))
+        return keys, values
     for layer, (key_buffer, value_buffer) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
         keys[layer] = table._apply_(key_buffer[slots], turn)
         values[layer] = value_buffer[slots]
     return keys, values
+
+
+def _takes_kernel(pool: MHATokenToKVPool, wish: bool | None) -> bool:
+    return pool.k_buffer[0].is_cuda if wish is None else wish
+
+
+def _launch(
+    pool: MHATokenToKVPool, table: RotaryTable, turn: _Turn, source: Tensor | Blob, target: Tensor | Blob
+) -> None:
+    from sglang_chunkcache.relocate_kernel import relocate  # only here: without CUDA nothing needs Triton
+
+    relocate(pool.k_buffer, pool.v_buffer, turn.cos, turn.sin, is_neox=table.is_neox, source=source, target=target)
+
+
+def _check_apart(source_slots: Tensor, target_slots: Tensor) -> None:
+    elsewhere = source_slots[source_slots != target_slots]
+    common = elsewhere[torch.isin(elsewhere, target_slots)]
+    if len(common):
+        raise ValueError(f"target_slots: expected no source of another token, got {common.tolist()[:8]}")
 
 
 def _float32_table(rotary_emb: Any) -> Tensor:

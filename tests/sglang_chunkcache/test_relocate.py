@@ -152,6 +152,21 @@ def test_move_by_zero_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
     assert torch.equal(table_of(case, dtype).rotate(keys, positions, positions), keys)
 
 
+@every_dtype
+def test_what_does_not_turn_keeps_every_bit(dtype: torch.dtype) -> None:
+    """Infinities, NaNs with their payload and negative zeros: those of a move by 0, and what lies behind `rotary_dim`."""
+    case, positions = CASES["partial"], torch.tensor([5, 900, 41])
+    odd = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0, 1e-41], dtype=dtype)
+    keys = odd.repeat(3 * case.num_heads * case.head_dim // len(odd) + 1)[: 3 * case.num_heads * case.head_dim]
+    keys = keys.view(3, case.num_heads, case.head_dim)
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    keys.view(bits)[keys.isnan()] += 1  # another payload than arithmetic gives
+    table = table_of(case)
+    assert torch.equal(table.rotate(keys, positions, positions).view(bits), keys.view(bits))
+    behind = table.rotate(keys, positions, positions + 1)[..., case.rotary_dim :]
+    assert torch.equal(behind.view(bits), keys[..., case.rotary_dim :].view(bits))
+
+
 @every_case
 @every_dtype
 def test_move_twice_equals_move_once(case: Case, dtype: torch.dtype) -> None:
@@ -306,9 +321,7 @@ def contents(pool: Any) -> tuple[Tensor, Tensor]:
 
 SLOTS = {
     "apart": ([1, 2, 3, 4], [10, 13, 12, 11]),
-    "one on": ([1, 2, 3, 4, 5], [2, 3, 4, 5, 6]),
-    "one back": ([2, 3, 4, 5, 6], [1, 2, 3, 4, 5]),
-    "exchanged": ([1, 2, 3, 4], [3, 4, 1, 2]),
+    "in place": ([1, 2, 3, 4], [1, 2, 7, 4]),
     "one source, two targets": ([1, 1], [5, 6]),
     "none": ([], []),
 }
@@ -317,7 +330,7 @@ SLOTS = {
 @pytest.mark.parametrize(("source", "target"), SLOTS.values(), ids=SLOTS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_copy_moved(source: list[int], target: list[int], dtype: torch.dtype) -> None:
-    """All layers, also where sources are overwritten; values bit by bit, keys as `rotate`; no other slot is touched."""
+    """All layers, also where a token stays in its slot; values bit by bit, keys as `rotate`; no other slot is touched."""
     case = CASES["partial"]
     pool, table = make_pool(case, dtype, v_head_dim=12, start_layer=5), table_of(case)
     old_keys, old_values = contents(pool)
@@ -331,6 +344,31 @@ def test_copy_moved(source: list[int], target: list[int], dtype: torch.dtype) ->
     others = [slot for slot in range(NUM_SLOTS) if slot not in target]
     assert torch.equal(keys[:, others], old_keys[:, others])
     assert torch.equal(values[:, others], old_values[:, others])
+
+
+OVERLAPS = {
+    "one on": ([1, 2, 3, 4, 5], [2, 3, 4, 5, 6]),
+    "one back": ([2, 3, 4, 5, 6], [1, 2, 3, 4, 5]),
+    "exchanged": ([1, 2, 3, 4], [3, 4, 1, 2]),
+    "onto one that stays": ([1, 2, 2], [1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize(("source", "target"), OVERLAPS.values(), ids=OVERLAPS.keys())
+def test_target_that_is_anothers_source_is_refused(source: list[int], target: list[int]) -> None:
+    """On CUDA programs run in any order: one would read what another has written."""
+    pool, table = make_pool(CASES["llama"], torch.float32), table_of(CASES["llama"])
+    before, positions = contents(pool), torch.arange(len(source))
+    with pytest.raises(ValueError, match=r"target_slots: expected no source of another token, got \[\d"):
+        copy_moved(
+            pool,
+            table,
+            source_slots=torch.tensor(source),
+            source_positions=positions,
+            target_slots=torch.tensor(target),
+            target_positions=positions,
+        )
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(pool), strict=True))
 
 
 @pytest.mark.parametrize("name", ["llama", "yarn", "interleaved partial"])
@@ -399,7 +437,7 @@ def test_gpu_equals_cpu_without_synchronising(case: Case) -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            copy_moved(pool, table, source_slots=slots, source_positions=p, target_slots=slots + 1, target_positions=q)
+            copy_moved(pool, table, source_slots=slots, source_positions=p, target_slots=slots + 5, target_positions=q)
             write_blob(pool, table, blob[0], blob[1], target_slots=slots + 10, target_positions=q)
             read_blob(pool, table, slots, p)
         finally:
@@ -438,7 +476,8 @@ def do_from_origin(g: dict[str, Any]) -> None:
 def do_copy(g: dict[str, Any], **wrong: Tensor) -> None:
     four = torch.arange(1, 5)
     names = ("source_slots", "source_positions", "target_slots", "target_positions")
-    copy_moved(g["pool"], g["table"], **{**dict.fromkeys(names, four), **wrong})
+    arguments: dict[str, Any] = {**dict.fromkeys(names, four), **wrong}
+    copy_moved(g["pool"], g["table"], **arguments)
 
 
 def do_read(g: dict[str, Any]) -> None:

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Purpose: attention of scattered tokens and moving of KV on a GPU: the tests that need one, then how fast ours are.
+#   tests      pytest -m gpu: every kernel against the reference, on the device
+#   bench      eval.bench.attention: ours (FA2, FA3, FA3 in two parts) beside dense FA2 and FA3, SDPA with a mask, virtual
+#              sequences and FlashInfer's mask; ratios 0.02 to 1, 8k to 32k tokens, batches of 1 to 8, interleaved
+#   relocate   eval.bench.relocate: the fused copy of chunks against the device's copy rate
+#   launch/gpu_attention.sh OUT [--cpu-smoke] [options of python -m eval.bench.attention [-- options of pytest]]
+# OUT gets tests.txt, attention.txt and relocate.txt (the last lines of these two are JSON), the run's folder attention/, which the
+# same command goes on with, and the records as eval/results/ has them.
+# Machine: one NVIDIA GPU of 80 GB, Hopper for FA3, nothing else on it; nvcc, since FlashInfer compiles.
+# Minutes (estimated): tests 5, most of it compiling; bench 15 to 25; relocate 2. Where a command may run ten minutes only: STEPS=tests,
+#   then STEPS=bench with --limit-s 500 until attention/record.json says complete, then STEPS=relocate.
+#   --cpu-smoke: the same steps with tiny sizes on any CPU, 2; the tests are then all skipped.
+# Expected: at 15% and 32k at least 5x over FA3 dense and 70% of its rate per needed FLOP; copying at 80% of the device's
+#   rate. These are aims: no figure is known yet.
+#
+# Environment:
+#   PYTHON    interpreter with torch, FlashInfer, pytest, hypothesis and this package's dependencies (default: .venv by setup.sh)
+#   GPU_ENV   a file to source first, which installs or finds FlashInfer; PYTHON is then python3 if not given
+#   STEPS     "tests bench relocate" (default) or some of them
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+. launch/gpu_common.sh
+device=cuda bench=() relocate=()
+if [[ -n $smoke ]]; then
+    device=cpu bench=(--quick --repetitions 2) relocate=(--quick)
+fi
+
+# run NAME ARGUMENTS: Python's output in OUT.
+run() {
+    echo "gpu_attention: $1" >&2
+    "$python" -m "${@:2}" 2>"$out/$1.log" | tee "$out/$1.txt"
+}
+
+for step in ${STEPS:-tests bench relocate}; do
+    case $step in
+        tests) run tests pytest -m gpu -rs tests/sglang_chunkcache "${flags[@]}" ;;
+        bench) run attention eval.bench.attention --device $device --out "$out/attention" --record "$out" "${bench[@]}" "${options[@]}" ;;
+        relocate) run relocate eval.bench.relocate --device $device --record "$out" "${relocate[@]}" ;;
+        *)
+            echo "gpu_attention: STEPS: expected tests, bench or relocate, got '$step'" >&2
+            exit 2
+            ;;
+    esac
+done
