@@ -91,10 +91,14 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _gates_of(client: Client) -> list[dict[str, Any]]:
     ranks = client.get("/chunkcache/stats")["ranks"]
-    gates = [rank.get("gate") for rank in ranks]
-    if not all(gates):
+    if not all(rank.get("gate") for rank in ranks):
         raise ServerError(f"{client.url}: not a server started with --reuse fused")
-    return gates
+    return [_figures_of(rank) for rank in ranks]
+
+
+def _figures_of(rank: Mapping[str, Any]) -> dict[str, Any]:
+    """The gate's, and the attention that it has tried."""
+    return {**rank["gate"], "attention": rank["moves"]["attention"]}
 
 
 def _measure(flags: Sequence[str]) -> dict[str, Any]:
@@ -141,7 +145,7 @@ def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     engine = sgl.Engine(server_args=server_args)
     try:
         state = engine.get_server_info()["internal_states"][0]
-        return dict(state["chunkcache"]["gate"])
+        return _figures_of(state["chunkcache"])
     finally:
         engine.shutdown()
 

@@ -7,7 +7,8 @@ Requests without spans pass through untouched, so plain traffic sees stock SGLan
 SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay SGLang's.
 
 Requests that opted into moved KV (`--reuse fused`) get more promised than is cached: `match_prefix` plans, `init_load_back`
-allocates and hangs empty nodes under fused keys, and `fuser` fills them before the batch runs.
+allocates and hangs empty nodes under fused keys, and `fuser` fills them before the batch runs. A moved chunk that keeps its
+source's position holds the source's slots (sharing_radix_cache.py).
 
 Invariants beside SGLang's own: a node of ours is one segment of its key (a chunk or tokens between chunks); no inserted
 key ends inside a chunk, or two chunks that begin alike would give one slot two owners; a key is never cut shorter than
@@ -35,7 +36,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain
 from sglang_chunkcache.chunk_copies import ChunkCopies
@@ -44,6 +45,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.event_log import EventLog, Evicted, Inserted
 from sglang_chunkcache.eviction import PromotedFirst, ReusedLonger, chain_id_of
 from sglang_chunkcache.request_spans import ANSWER_KEY, RequestSpans, unpack
+from sglang_chunkcache.sharing_radix_cache import SharingRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -59,7 +61,7 @@ MAX_UNREAD_EVENTS = 65_536
 _UNREAD = object()
 
 
-class ChunkRadixCache(RadixCache):  # type: ignore[misc]
+class ChunkRadixCache(SharingRadixCache):
     """Radix cache with chunk-keyed nodes for the front's requests (CRAFT 4.1's GPU-local chunk-prefix tree)."""
 
     def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
@@ -224,11 +226,9 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
 
     def check_integrity(self) -> None:
         """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
-        violations: list[str] = []
-        slots: Counter[int] = Counter()
+        violations = self.sharing_violations(self._nodes())
         chunks = digest = tokens = promoted = 0
         for node in self._nodes():
-            slots.update(node.value.tolist())
             if len(node.key) != len(node.value):
                 violations.append(f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots")
             if isinstance(node.key, ChunkKey) and len(list(node.key.segments())) != 1:
@@ -240,13 +240,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
                 violations.append(f"node {node.id}: findable as a source is {self.copies.holds(node)}")
         if len(self.copies) != sum(self._is_copy(node) for node in self._nodes()):
             violations.append(f"{len(self.copies)} sources are booked, the tree has another number")
-        twice = [slot for slot, count in slots.items() if count > 1]
-        if twice:
-            violations.append(f"slots with two owners: {twice[:8]}")
-        if self.evictable_size() + self.protected_size() != sum(slots.values()):
-            violations.append(
-                f"evictable {self.evictable_size()} + protected {self.protected_size()} != {sum(slots.values())} in the tree"
-            )
         counted = (chunks, digest, tokens, promoted)
         booked = (self._num_chunk_nodes, self._digest, self._num_chunk_tokens, self._num_promoted)
         if counted != booked:

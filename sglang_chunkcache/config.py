@@ -17,7 +17,12 @@ from typing import Any
 
 ENV_VAR = "SGLANG_CHUNKCACHE_CONFIG"
 
-SHORT_FLAGS = {"reuse": "--reuse", "index": "--index", "encoder": "--encoder"}
+SHORT_FLAGS = {
+    "reuse": "--reuse",
+    "index": "--index",
+    "encoder": "--encoder",
+    "recompute_attention": "--recompute-attention",
+}
 """What a newcomer types has a short name beside its long one."""
 
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
@@ -98,8 +103,18 @@ class ChunkCacheConfig:
     """A chunk that is cached nowhere hides all behind it unless it is computed first."""
     min_saved_tokens: int = knob(32, "moved tokens beyond the recomputed ones that make moving worth it", low=0)
     """Below, the request is prefilled as usual: moving has costs of its own (eval/LOG.md). 0: always move."""
-    recompute_backend: str = knob("masked", "attention of the recompute pass", choices=("masked", "virtual"))
-    """`masked` is ours; `virtual` is SGLang's own, one sequence per run of tokens: slow, the reference."""
+    exclusive_slots: str = knob(
+        "on", "share the source's KV slots where a chunk keeps its position", choices=("on", "off")
+    )
+    """FusionRAG 4.3: such a chunk takes memory for its critical tokens only, and nothing is copied. `off`: always copied."""
+    recompute_attention: str = knob(
+        "auto",
+        "attention of the recompute pass (also --recompute-attention)",
+        choices=("auto", "masked", "sparse", "virtual"),
+    )
+    """`sparse`: FlashInfer, by the kernel that is fastest here, over the keys that a token sees; no start where that cannot be.
+    `auto`: the same, but then `masked`, which is torch alone and computes hidden keys too. `virtual`: SGLang's own, one sequence
+    per run of tokens: slow, the reference."""
     gate: str = knob("refuse", "what a failed start-up gate does in fused mode", choices=("refuse", "report"))
     """`report` starts anyway, for `sglang_chunkcache.check`."""
     index: str | None = knob(None, "directory of a retrieval index to search for requests (also --index)")

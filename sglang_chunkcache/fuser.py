@@ -1,7 +1,7 @@
 """Any-position reuse on the scheduler's side: what is promised to SGLang, kept, and forgotten. Tensors are fusion_pass.py's.
 
     match    exact prefix -> fused nodes of the same recipe -> a plan for what follows; nothing is taken     (up to 7 times)
-    commit   sources locked, slots taken, empty fused nodes hung below the prefix                            (once a batch)
+    commit   sources locked, slots taken or shared, fused nodes hung below the prefix                        (once a batch)
     before   the batch's extend: filled by `FusionPass`, sources unlocked
     after    chunks that have earned it are scored and copied into the store
 
@@ -15,7 +15,7 @@ import logging
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,11 @@ from radix_ext import IntegrityError
 from sglang_chunkcache.chunk_copies import identity_of
 from sglang_chunkcache.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.chunk_store import ChunkIdentity, ChunkStore, Variant
-from sglang_chunkcache.fusion_pass import Capture, FusionPass, Move
+from sglang_chunkcache.exclusive_rows import ExclusiveRows
+from sglang_chunkcache.fusion_pass import Capture, FusionPass
+from sglang_chunkcache.move import Move
 from sglang_chunkcache.request_spans import RequestSpans
-from sglang_chunkcache.reuse_plan import Candidate, Limits, Piece, ReusePlan, make_plan
+from sglang_chunkcache.reuse_plan import Candidate, Limits, Piece, ReusePlan, make_plan, max_critical
 from sglang_chunkcache.sources import DeviceCopy, HostCopy
 
 if TYPE_CHECKING:
@@ -95,6 +97,8 @@ class Fuser:
         self._captures: deque[tuple[TreeNode, bool]] = deque()
         self._waiting: set[TreeNode] = set()
         self.dropped_captures = 0
+        self.is_sharing = fusion_pass.config.exclusive_slots == "on"
+        self.num_shared_ever = 0
 
     # SGLang's calls, in a request's order
 
@@ -155,12 +159,15 @@ class Fuser:
         held = [node, *sources]
         for each in held:
             self.cache.inc_lock_ref(each)
-        slots = self._allocate(plan.end - plan.start, len(req.origin_input_ids) + len(req.output_ids) - plan.end)
+        shared = self._shared(plan)
+        num_own = plan.end - plan.start - sum(len(source.key) for source in shared.values())
+        reserve = max_critical([piece for piece in plan.pieces if piece.span in shared], plan, spans.reuse)
+        slots = self._allocate(num_own + reserve, len(req.origin_input_ids) + len(req.output_ids) - plan.end)
         if slots is None:
             for each in held:
                 self.cache.dec_lock_ref(each)
             return self._decline(outcome, "no_room", node)
-        row = torch.cat([req.prefix_indices, slots])
+        row = torch.cat([req.prefix_indices, *_rows(plan, slots[:num_own], shared)])
         # As chunked: the request has not used these nodes yet, so nothing is a hit.
         _, path = self.cache.insert_segments(key, row, req.priority or 0, True, are_filled=False)
         self.cache.dec_lock_ref(node)
@@ -169,6 +176,9 @@ class Fuser:
         for piece in plan.pieces:
             if piece.span is not None:
                 chunks[piece.span].is_moved = piece.span in moved
+        self.cache.num_reserved += reserve
+        for span, source in shared.items():
+            self.cache.share(source, chunks[span])
         req.chunkcache_fused = fused
         outcome.move = Move(
             plan=plan,
@@ -178,12 +188,13 @@ class Fuser:
             question_ids=req.origin_input_ids[spans.spans[-1].end :],
             question_start=spans.spans[-1].end,
             row_index=lambda: req.kv.req_pool_idx,
+            exclusive=ExclusiveRows(self.cache, [chunks[span] for span in shared], slots[num_own:]) if shared else None,
         )
         for piece in plan.pieces:
             if isinstance(piece.source, HostCopy):
                 self.store.use(piece.source.variant, piece.cfo)
         self._pending.append(_Pending(outcome.move, sources, path[-1]))
-        return slots, path[-1]
+        return row[plan.start :], path[-1]
 
     def before(self, batch: ScheduleBatch) -> None:
         """Fill what was promised to this batch's requests."""
@@ -193,8 +204,15 @@ class Fuser:
         if lost := [p for p in self._pending if id(p.move) not in here]:
             raise IntegrityError([f"{len(lost)} promised prompts are not in the batch that should fill them"])
         pending, self._pending = self._pending, []
+        for each in pending:
+            if each.move.exclusive is not None:
+                each.move.exclusive.reqs = batch.reqs
         self.fusion_pass.run([p.move for p in pending])
         for each in pending:
+            if each.move.exclusive is not None:
+                each.move.exclusive.close()
+                each.move.shared_len = each.move.exclusive.num_shared
+                self.num_shared_ever += each.move.shared_len
             for source in each.sources:
                 self.cache.dec_lock_ref(source)
             node = each.last
@@ -269,6 +287,7 @@ class Fuser:
             "recomputed": recomputed,
             "fused_hit": outcome.fused_hit,
             "gap": move.plan.gap_len if move else 0,
+            "shared": move.shared_len if move else 0,
             "selector": reuse.selector,
             "ratio": reuse.ratio,
             "sources": sources_of(move.plan if move else ReusePlan(())),
@@ -301,6 +320,12 @@ class Fuser:
         return {
             "store": {**self.store.stats()._asdict(), "pending": len(self._captures), "dropped": self.dropped_captures},
             "sources": len(self.cache.copies),
+            "shared": {
+                "tokens": self.cache.shared.num_shared,
+                "bytes": self.cache.shared.num_shared * self.fusion_pass.token_bytes,
+                "tokens_ever": self.num_shared_ever,
+                "bytes_ever": self.num_shared_ever * self.fusion_pass.token_bytes,
+            },
             "moves": self.fusion_pass.stats(),
             "gate": self.gate,
             "fallbacks": {**self.cache.fallbacks, **self.fallbacks},
@@ -311,6 +336,14 @@ class Fuser:
     def _candidates(self, identity: ChunkIdentity) -> list[Candidate]:
         copies: list[Candidate] = [DeviceCopy(node) for node in self.cache.copies.find(identity, MAX_COPIES)]
         return copies + [HostCopy(variant) for variant in self.store.find(identity)]
+
+    def _shared(self, plan: ReusePlan) -> dict[int, TreeNode]:
+        """The source by span index of each chunk that stays where its source stands."""
+        return {
+            piece.span: piece.source.node
+            for piece in plan.pieces
+            if self.is_sharing and piece.stays and piece.span is not None and isinstance(piece.source, DeviceCopy)
+        }
 
     @staticmethod
     def _is_under_way(node: TreeNode | None) -> bool:
@@ -338,6 +371,18 @@ class Fuser:
             self.cache.evict(EvictParams(num_tokens=missing))
         slots: torch.Tensor | None = allocator.alloc(num_tokens)
         return slots
+
+
+def _rows(plan: ReusePlan, slots: torch.Tensor, shared: Mapping[int, TreeNode]) -> list[torch.Tensor]:
+    """The slots of each piece: its source's where they are shared, the next of `slots` elsewhere."""
+    rows, at = [], 0
+    for piece in plan.pieces:
+        if piece.span is not None and piece.span in shared:
+            rows.append(shared[piece.span].value)
+        else:
+            rows.append(slots[at : at + piece.end - piece.start])
+            at += piece.end - piece.start
+    return rows
 
 
 def _capture_of(node: TreeNode) -> Capture:

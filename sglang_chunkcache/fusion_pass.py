@@ -1,7 +1,8 @@
 """Fills promised slots: move KV, choose the critical tokens, run them through the model. All requests of a batch together.
 
-    move      every piece with a source: gather, rotate keys to their new positions, scatter
-    choose    what a selector needs to know is measured by read-only passes (probe.py), then the selector decides
+    move      every piece with slots of its own: gather, rotate keys to their new positions, scatter
+    choose    what a selector needs to know is measured by read-only passes (probe.py), then the selector decides; critical
+              tokens among slots shared with a source get slots of their own (exclusive_rows.py)
     compute   one pass over critical tokens and gaps (recompute.py)
 
 Knows slots and positions, no tree: whoever calls holds sources and targets. What goes wrong here is computed through:
@@ -14,17 +15,20 @@ import logging
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_chunkcache import selectors
+from sglang_chunkcache.attention import sparse_backend
+from sglang_chunkcache.attention.base import SparseAttention
 from sglang_chunkcache.chunk_store import ChunkScores, HostBlob
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.move import Move
 from sglang_chunkcache.probe import (
     DeviationProbe,
     QuestionProbe,
@@ -33,10 +37,10 @@ from sglang_chunkcache.probe import (
     question_evidence,
     score_chunks,
 )
-from sglang_chunkcache.recompute import PassSequence, run_pass, run_virtual
+from sglang_chunkcache.recompute import PassSequence, PlanError, run_pass, run_virtual
 from sglang_chunkcache.relocate import RotaryTable, copy_moved, read_blob, write_blob
 from sglang_chunkcache.request_spans import ReuseRequest
-from sglang_chunkcache.reuse_plan import Piece, ReusePlan
+from sglang_chunkcache.reuse_plan import Piece
 from sglang_chunkcache.selectors import focus
 from sglang_chunkcache.selectors.base import Evidence, MovedChunk, Need, Selector
 from sglang_chunkcache.sources import DeviceCopy, HostCopy
@@ -53,32 +57,6 @@ FOCUS_WINDOW = 3
 """Layers that must agree on the focused chunks (w of Cache-Craft's algorithm 1, which gives no figure)."""
 
 
-@dataclass(eq=False)
-class Move:
-    """One request's promised region, and afterwards what became of it."""
-
-    plan: ReusePlan
-    reuse: ReuseRequest
-    slots: Tensor
-    """[plan.end] int64: the slots of the whole prompt up to there."""
-    token_ids: array[int]
-    """[plan.end]"""
-    question_ids: array[int]
-    question_start: int
-    row_index: Callable[[], int]
-    """The request's row in `req_to_token`, once it has one."""
-    recomputed_len: int = 0
-    focused: list[int] | None = None
-    """Span indices of the chunks the question looks at; None: not asked for."""
-    fallbacks: list[str] = field(default_factory=list)
-    ms: dict[str, float] = field(default_factory=dict)
-    """Phase -> milliseconds of the whole batch, as the host sees them (queued work on a GPU is not waited for)."""
-
-    @property
-    def moved(self) -> list[Piece]:
-        return [piece for piece in self.plan.pieces if piece.source is not None]
-
-
 @dataclass(frozen=True, eq=False)
 class Capture:
     """A chunk that stands in the pool, with all before it."""
@@ -93,10 +71,22 @@ class Capture:
 
 
 class FusionPass:
-    """The tensor side of one rank."""
+    """The tensor side of one rank.
 
-    def __init__(self, runner: Any, table: RotaryTable, config: ChunkCacheConfig) -> None:
+    Args:
+        attention: as `sparse_backend.create` returns it, which is asked where it is None.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        table: RotaryTable,
+        config: ChunkCacheConfig,
+        attention: tuple[SparseAttention | None, dict[str, Any]] | None = None,
+    ) -> None:
         self.runner, self.table, self.config = runner, table, config
+        self.sparse, self.attention = attention or sparse_backend.create(runner, config.recompute_attention)
+        self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
@@ -109,7 +99,7 @@ class FusionPass:
             with self._timed("relocate"):
                 self._move(moves)
             with self._timed("select"):
-                critical = self._choose(moves)
+                critical = [move.claim(positions) for move, positions in zip(moves, self._choose(moves), strict=True)]
             with self._timed("recompute"):
                 self._compute(moves, critical)
         except Exception:
@@ -138,9 +128,15 @@ class FusionPass:
                 blobs.append(HostBlob(keys.cpu(), values.cpu()))
         return list(zip(blobs, scores, strict=True))
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot: keys and values of all layers of this rank."""
+        return sum(buffer[0].nbytes for buffer in (*self.pool.k_buffer, *self.pool.v_buffer))
+
     def stats(self) -> dict[str, Any]:
-        """Seconds and tokens since the start, by phase."""
+        """Seconds and tokens since the start, by phase; what the pass attends with, and how often it had to do without."""
         return {
+            "attention": {**self.attention, "fallbacks": self.num_unplanned},
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
             "tokens": dict(self.num_tokens),
         }
@@ -150,7 +146,7 @@ class FusionPass:
     def _move(self, moves: Sequence[Move]) -> None:
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for move in moves:
-            for piece in move.moved:
+            for piece in move.copied:
                 source = piece.source
                 target = move.slots[piece.start : piece.end]
                 positions = torch.arange(piece.start, piece.end, device=target.device)
@@ -223,7 +219,7 @@ class FusionPass:
         self.num_tokens["gap"] += sum(move.plan.gap_len for move in moves)
         if not work:
             return
-        if self.config.recompute_backend == "virtual":
+        if self.attention["kind"] == "virtual":
             for move, positions in work:
                 run_virtual(
                     self.runner,
@@ -232,20 +228,29 @@ class FusionPass:
                     token_ids=move.token_ids,
                 )
             return
-        run_pass(self.runner, [_sequence(move, positions) for move, positions in work])
+        sequences = [_sequence(move, positions) for move, positions in work]
+        try:
+            run_pass(self.runner, sequences, sparse=self.sparse)
+        except PlanError:
+            if not self.num_unplanned:
+                logger.warning("chunk cache: no plan for sparse attention, masked in its place", exc_info=True)
+            self.num_unplanned += 1
+            run_pass(self.runner, sequences)
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
-        """An ordinary prefill of every promised region, in batch order and in pieces: room may be what was missing."""
+        """An ordinary prefill of every promised region, in batch order and in pieces: room may be what was missing.
+
+        What shares slots and gets none of its own stays as moved.
+        """
         for move in moves:
-            starts = range(move.plan.start, move.plan.end, RESCUE_PIECE)
-            run_virtual(
-                self.runner,
-                req_pool_index=move.row_index(),
-                runs=[(start, min(start + RESCUE_PIECE, move.plan.end)) for start in starts],
-                token_ids=move.token_ids,
-                max_sequences=1,
-            )
-            move.recomputed_len = move.plan.moved_len
+            for start, end in _runs(move.claim_all()):
+                run_virtual(
+                    self.runner,
+                    req_pool_index=move.row_index(),
+                    runs=[(at, min(at + RESCUE_PIECE, end)) for at in range(start, end, RESCUE_PIECE)],
+                    token_ids=move.token_ids,
+                    max_sequences=1,
+                )
             move.fallbacks.append("pass_failed")
 
     @contextmanager

@@ -48,6 +48,8 @@ def main(argv: list[str]) -> None:
     try:
         settings = config.from_flags(args)
         rest = server_flags(rest, stock=args.stock)
+        if settings.reuse == "fused" and not args.stock:
+            _check_attention(settings.recompute_attention)
     except ValueError as error:
         parser.error(str(error))
     if args.stock:
@@ -120,6 +122,14 @@ def refusals(server_args: Any) -> list[str]:
         "--skip-tokenizer-init": server_args.skip_tokenizer_init,
     }
     return [name for name, refused in checks.items() if refused]
+
+
+def _check_attention(wish: str) -> None:
+    """What can be known before the model is loaded; the rest is `sparse_backend.create`'s."""
+    import torch
+
+    if wish == "sparse" and not torch.cuda.is_available():
+        raise ValueError("--recompute-attention sparse: there is no CUDA device; auto takes what there is")
 
 
 def _open_index(settings: config.ChunkCacheConfig, fail: Callable[[str], NoReturn]) -> Any:

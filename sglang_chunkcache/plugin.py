@@ -83,7 +83,7 @@ def create_fuser(cache: Any, ctx: Any, settings: config.ChunkCacheConfig) -> Any
     from sglang_chunkcache.chunk_store import ChunkStore
     from sglang_chunkcache.fuser import Fuser
     from sglang_chunkcache.fusion_pass import FusionPass
-    from sglang_chunkcache.gate import run_gate
+    from sglang_chunkcache.gate import gated_attention
     from sglang_chunkcache.model_support import unsupported
     from sglang_chunkcache.relocate import RotaryTable
     from sglang_chunkcache.reuse_plan import Limits
@@ -94,9 +94,11 @@ def create_fuser(cache: Any, ctx: Any, settings: config.ChunkCacheConfig) -> Any
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     args = ctx.server_args
     prefill_budget = args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else args.max_prefill_tokens
+    sparse, attention, figures = gated_attention(runner, table, ctx.params, settings.recompute_attention)
+    logger.info("chunk cache: attention of the recompute pass: %s", attention)
     fuser = Fuser(
         cache,
-        FusionPass(runner, table, settings),
+        FusionPass(runner, table, settings, (sparse, attention)),
         ChunkStore(
             max_bytes=settings.store_mib << 20, max_chunks=settings.store_chunks, max_variants=settings.store_variants
         ),
@@ -107,10 +109,11 @@ def create_fuser(cache: Any, ctx: Any, settings: config.ChunkCacheConfig) -> Any
         ),
         extend_reserve=prefill_budget,
     )
-    figures = run_gate(runner, table, ctx.params)
     fuser.gate = figures.as_dict()
     if not figures.passed and settings.gate == "refuse":
-        raise ValueError(f"--reuse fused: this model's answers would be wrong, the gate says {figures}")
+        raise ValueError(
+            f"--reuse fused with {attention['kind']} attention: this model's answers would be wrong, the gate says {figures}"
+        )
     if not figures.conclusive:
         logger.warning(
             "--reuse fused: the gate says nothing of recomputation on this model (dummy weights?): %s", figures

@@ -170,6 +170,7 @@ class RagRequest:
             "sources": [_source(labels, row) for row in report.get("sources", ())],
             "focused": None if focused is None else [labels[i] for i in focused],
             "gap": report.get("gap", 0),
+            "shared": report.get("shared", 0),
             "fused_hit": report.get("fused_hit", 0),
             "fallbacks": list(report.get("fallbacks", ())),
             "ms": dict(report.get("ms", {})),

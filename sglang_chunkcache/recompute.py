@@ -1,9 +1,9 @@
 """Runs chosen tokens of cached prompts through the model again, before SGLang's own extend.
 
 `run_pass` is the working pass: all chosen tokens of all requests in one call of the inner model, under a private
-attention backend. `run_virtual` is the slow obvious one: each run of tokens is an ordinary sequence for SGLang's own
-backend. Neither knows which tokens are worth it. Causal attention makes both exact: recomputing every token of a region is
-an ordinary prefill of it.
+attention backend, masked or sparse. `run_virtual` is the slow obvious one: each run of tokens is an ordinary sequence for
+SGLang's own backend. Neither knows which tokens are worth it. Causal attention makes both exact: recomputing every token of
+a region is an ordinary prefill of it.
 """
 
 from __future__ import annotations
@@ -17,41 +17,55 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
-from sglang_chunkcache.attention.layout import PassSequence, plan
+from sglang_chunkcache.attention.base import SparseAttention, SparseRequest
+from sglang_chunkcache.attention.layout import PassSequence, host_positions, plan
 from sglang_chunkcache.attention.masked import MaskedAttention, Observer, StopPass
+from sglang_chunkcache.attention.sparse_backend import SparseBackend
 
-__all__ = ["Observer", "PassSequence", "StopPass", "run_pass", "run_virtual"]
+__all__ = ["Observer", "PassSequence", "PlanError", "StopPass", "run_pass", "run_virtual"]
 
 PADDING_SLOT = 0
 """SGLang's pool keeps slot 0 for padding: nobody reads it."""
 
 
+class PlanError(Exception):
+    """The sparse attention could not plan a pass. Nothing is written yet: the same pass may run without it."""
+
+
 @torch.no_grad()
-def run_pass(runner: Any, sequences: Sequence[PassSequence], *, observer: Observer | None = None) -> Tensor | None:
+def run_pass(
+    runner: Any,
+    sequences: Sequence[PassSequence],
+    *,
+    observer: Observer | None = None,
+    sparse: SparseAttention | None = None,
+) -> Tensor | None:
     """Run the sequences through the inner model: eager, no logits, no graph, on the current stream.
 
     In each layer every sequence's K/V is written before any attends, so a sequence may read what another writes.
 
     Args:
         runner: SGLang's ModelRunner; its KV pool is written at `out_slots`, nothing else of it changes.
-        sequences: see `PassSequence`; tensors on any device.
+        sequences: see `PassSequence`; tensors on any device. For `sparse`, tokens and positions on the CPU and slots on the
+            runner's device cost no synchronisation.
+        sparse: attends where nobody observes and every sequence writes; elsewhere, and if None, the mask does.
     Returns:
         [total, hidden_size] hidden states after the final norm, sequences one behind the other; None where the observer
         ended the pass.
     Raises:
-        ValueError: sequences out of order (see `attention.layout.plan`); a layer that is not plain causal attention.
+        ValueError: sequences out of order (see `attention.layout`); a layer that is not plain causal attention.
+        PlanError: `sparse` could not plan the pass.
     Equals `run_virtual`, and ordinary prefill where every token is run, within the model dtype's rounding.
     """
+    if sparse is not None and observer is None and sequences and all(s.out_slots is not None for s in sequences):
+        return _run_sparse(runner, sequences, sparse)
     layout = plan(sequences, runner.device)
-    batch = _forward_batch(
+    batch = _pass_batch(
         runner,
-        token_ids=layout.token_ids,
-        positions=layout.positions,
-        # Our backend has its own plan of slots and rows: whoever else looked would find what nobody reads.
-        out_slots=torch.full_like(layout.positions, PADDING_SLOT),
-        rows=[0] * len(sequences),
-        prefix_lens=[max(0, len(s.key_positions) - len(s.positions)) for s in layout.sequences],
-        extend_lens=[len(s.positions) for s in layout.sequences],
+        layout.token_ids,
+        layout.positions,
+        num_keys=[len(s.key_positions) for s in layout.sequences],
+        num_tokens=[len(s.positions) for s in layout.sequences],
     )
     with forward_context(ForwardContext(attn_backend=MaskedAttention(runner, layout, observer))):
         try:
@@ -119,6 +133,49 @@ def _run_virtual(runner: Any, req_pool_index: int, runs: Sequence[tuple[int, int
             backend.use_paged = paged
 
 
+def _run_sparse(runner: Any, sequences: Sequence[PassSequence], sparse: SparseAttention) -> Tensor:
+    """The pass in the plan's order. The device is told, never asked."""
+    device = torch.device(runner.device)
+    requests = [_sparse_request(sequence, device) for sequence in sequences]
+    try:
+        order = sparse.plan(requests)
+    except Exception as error:
+        raise PlanError(f"{type(error).__name__}: {error}") from error
+    token_ids = torch.cat([s.token_ids for s in sequences])
+    positions = torch.cat([request.positions for request in requests])
+    out_slots = torch.cat([_on(device, s.out_slots) for s in sequences if s.out_slots is not None])
+    if order is not None:
+        token_ids, positions = token_ids[order.to(token_ids.device)], positions[order]
+        order = _on(device, order)
+        out_slots = out_slots[order]
+    batch = _pass_batch(
+        runner,
+        _on(device, token_ids),
+        _on(device, positions),
+        num_keys=[request.num_keys for request in requests],
+        num_tokens=[len(request.positions) for request in requests],
+    )
+    with forward_context(ForwardContext(attn_backend=SparseBackend(runner, sparse, out_slots))):
+        hidden: Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
+    return hidden if order is None else torch.empty_like(hidden).index_copy_(0, order, hidden)
+
+
+def _sparse_request(sequence: PassSequence, device: torch.device) -> SparseRequest:
+    positions, kv_positions = host_positions(sequence)
+    num_keys = len(kv_positions)
+    has_gaps = int(kv_positions[-1]) >= num_keys  # they ascend, and from 0 on
+    return SparseRequest(
+        positions, _on(device, sequence.kv_slots), num_keys, kv_positions=kv_positions if has_gaps else None
+    )
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on a device. From the CPU to CUDA by way of pinned memory: other copies wait for what is queued."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> None:
     if not runs:
         raise ValueError("runs: expected at least one, got none")
@@ -128,6 +185,21 @@ def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> None:
     for (_, end), (start, _) in pairwise(runs):
         if start < end:
             raise ValueError(f"run at {start} starts before the one in front of it ends, at {end}")
+
+
+def _pass_batch(
+    runner: Any, token_ids: Tensor, positions: Tensor, *, num_keys: list[int], num_tokens: list[int]
+) -> Any:
+    """A batch for a backend of ours, which has its own plan of slots and rows: who else looks finds what nobody reads."""
+    return _forward_batch(
+        runner,
+        token_ids=token_ids,
+        positions=positions,
+        out_slots=torch.full_like(positions, PADDING_SLOT),
+        rows=[0] * len(num_tokens),
+        prefix_lens=[max(0, keys - tokens) for keys, tokens in zip(num_keys, num_tokens, strict=True)],
+        extend_lens=num_tokens,
+    )
 
 
 def _forward_batch(

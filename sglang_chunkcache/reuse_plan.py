@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from radix_ext import ChunkId, Span
@@ -27,6 +27,11 @@ class Candidate(Protocol):
     @property
     def where(self) -> str:
         """The tier."""
+        ...
+
+    @property
+    def start(self) -> int | None:
+        """The position of its first token there; None: un-rotated, at no position."""
         ...
 
     @property
@@ -61,6 +66,11 @@ class Piece:
     """Chunks that stood before the source as well."""
     cfo: float | None = None
     """Cache-Craft's fix overhead with alpha 1, where the source is scored."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is moved to the very position its source stands at: its KV is the source's, un-rotated."""
+        return self.source is not None and self.source.start == self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +166,19 @@ def make_plan(
     return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len)
 
 
+def max_critical(pieces: Sequence[Piece], plan: ReusePlan, reuse: ReuseRequest) -> int:
+    """How many tokens of these moved pieces of the plan its selector may take, at most."""
+    if not reuse.recomputes or (reuse.alpha is None and reuse.ratio == 0):
+        return 0
+    num_tokens = sum(piece.end - piece.start for piece in pieces)
+    if _goes_by_alpha(reuse):
+        # CFO is at least a token's worth, and what a request leaves out of it (`without`) only makes it grow.
+        known = [replace(piece, cfo=1.0) if reuse.without and piece.cfo is not None else piece for piece in pieces]
+        return min(num_tokens, sum(max(1, _num_by_alpha(piece, reuse)) for piece in known))
+    num_moved = sum(piece.source is not None for piece in plan.pieces)  # rounded up for each at most
+    return min(num_tokens, math.ceil(reuse.ratio * plan.moved_len) + num_moved)
+
+
 def _goes_by_alpha(reuse: ReuseRequest) -> bool:
     return reuse.selector == "context" and reuse.alpha is not None
 
@@ -175,8 +198,8 @@ def _choose(
 ) -> dict[int, Piece]:
     """Span index -> the piece that moves it from its best source."""
     ids = [span.chunk for span in spans]
-    offered = {
-        index: tuple(candidates(span.chunk))
+    offered = {  # among equals the first is taken: one that need not be rotated
+        index: tuple(sorted(candidates(span.chunk), key=lambda option: option.start != span.start))
         for index, span in enumerate(spans)
         if span.end <= limit and index not in reuse.fresh and (span.start >= start or reuse.selector == "set")
     }

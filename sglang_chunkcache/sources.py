@@ -22,6 +22,10 @@ class DeviceCopy:
     preprocessed: bool = False
 
     @property
+    def start(self) -> int:
+        return self.node.start  # type: ignore[no-any-return]
+
+    @property
     def prefix(self) -> tuple[ChunkId, ...]:
         return self.node.prefix  # type: ignore[no-any-return]
 
@@ -36,6 +40,7 @@ class HostCopy:
 
     variant: Variant
     where: str = "host"
+    start: None = None
 
     @property
     def prefix(self) -> tuple[ChunkId, ...]:

@@ -26,19 +26,30 @@ MAX_REQUESTS = 16
 _started = False
 
 
-def write_model(path: Path, family: str, *, dtype: torch.dtype = torch.float32, num_layers: int = NUM_LAYERS) -> None:
-    """A random model as files. Weights are large enough that attention is far from uniform."""
+def write_model(
+    path: Path,
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    num_layers: int = NUM_LAYERS,
+    head_dim: int | None = None,
+) -> None:
+    """A random model as files. Weights are large enough that attention is far from uniform.
+
+    Args:
+        head_dim: None: 16, or 32 where heads are wider than hidden / heads.
+    """
     import transformers
 
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
-        "hidden_size": 64,
+        "hidden_size": 4 * (head_dim or 16),
         "intermediate_size": 96,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 2048,
-        "initializer_range": 0.15,
+        "initializer_range": 0.15 * (16 / (head_dim or 16)) ** 0.5,
         "tie_word_embeddings": False,
     }
     llama3 = {
@@ -54,16 +65,16 @@ def write_model(path: Path, family: str, *, dtype: torch.dtype = torch.float32, 
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
         "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": llama3}),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": head_dim or 32}),
         "qwen3_yarn": (
             transformers.Qwen3Config,
             transformers.Qwen3ForCausalLM,
-            {"head_dim": 32, "rope_parameters": yarn},
+            {"head_dim": head_dim or 32, "rope_parameters": yarn},
         ),
         "mistral": (
             transformers.MistralConfig,
             transformers.MistralForCausalLM,
-            {"head_dim": 32, "sliding_window": None},
+            {"head_dim": head_dim or 32, "sliding_window": None},
         ),
         "stablelm": (
             transformers.StableLmConfig,

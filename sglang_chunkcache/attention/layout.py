@@ -105,7 +105,7 @@ def plan(sequences: Sequence[PassSequence], device: torch.device | str, *, block
     """Lay the sequences out one behind the other.
 
     Raises:
-        ValueError: no sequences; positions out of order; a token that could see nothing, or itself twice or not at all.
+        ValueError: no sequences; what `host_positions` says of one.
     """
     if not sequences:
         raise ValueError("sequences: expected at least one, got none")
@@ -127,18 +127,32 @@ def plan(sequences: Sequence[PassSequence], device: torch.device | str, *, block
     )
 
 
-def _lay_out(sequence: PassSequence, rows: slice, device: torch.device | str, block_rows: int) -> SequenceLayout:
+def host_positions(sequence: PassSequence) -> tuple[Tensor, Tensor]:
+    """`positions` and `kv_positions` of a sequence, on the CPU.
+
+    Raises:
+        ValueError: out of order; a token that could see nothing, or itself twice or not at all.
+    """
     positions, kv_positions = sequence.positions.cpu(), sequence.kv_positions.cpu()
     _check_ascending("positions", positions)
     _check_ascending("kv_positions", kv_positions)
     own = sequence.own and sequence.out_slots is None
-    in_pool = torch.isin(positions, kv_positions)
+    last_seen = torch.cat([positions.new_tensor([-1]), kv_positions])[
+        torch.searchsorted(kv_positions, positions, right=True)
+    ]
+    in_pool = last_seen == positions
     if own and bool(in_pool.any()):
         raise ValueError(f"position {int(positions[in_pool][0])} stands in kv_positions and would be seen twice")
     if sequence.out_slots is not None and not bool(in_pool.all()):
         raise ValueError(f"position {int(positions[~in_pool][0])} is written but stands not in kv_positions")
     if not own and (not kv_positions.numel() or int(kv_positions[0]) > int(positions[0])):
         raise ValueError(f"position {int(positions[0])} has nothing to attend to")
+    return positions, kv_positions
+
+
+def _lay_out(sequence: PassSequence, rows: slice, device: torch.device | str, block_rows: int) -> SequenceLayout:
+    positions, kv_positions = host_positions(sequence)
+    own = sequence.own and sequence.out_slots is None
     key_positions, order = kv_positions, None
     if own:
         key_positions, order = torch.cat([kv_positions, positions]).sort()

@@ -95,12 +95,7 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Tensor:
         """SGLang's call, once a layer; returns [total, num_heads * v_head_dim]."""
-        if k is None or v is None:
-            raise ValueError(f"layer {layer.layer_id}: the pass does not support K/V shared with another layer")
-        _check_layer(layer, save_kv_cache, kwargs)
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        queries, keys, values = checked_heads(layer, q, k, v, save_kv_cache, kwargs)
         if self._observer is not None:
             self._observer.on_kv(layer.layer_id, keys, values)
         self._write(layer, keys, values)
@@ -163,7 +158,16 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
         return mask
 
 
-def _check_layer(layer: Any, save_kv_cache: bool, kwargs: dict[str, Any]) -> None:
+def checked_heads(
+    layer: Any, q: Tensor, k: Tensor | None, v: Tensor | None, save_kv_cache: bool, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What SGLang hands a backend, by heads: [total, num_heads, head_dim] each.
+
+    Raises:
+        ValueError: the layer is more than causal attention over the pool.
+    """
+    if k is None or v is None:
+        raise ValueError(f"layer {layer.layer_id}: the pass does not support K/V shared with another layer")
     reasons = {
         "cross attention": layer.is_cross_attention,
         "attention that is not causal": layer.attn_type != AttentionType.DECODER,
@@ -174,3 +178,8 @@ def _check_layer(layer: Any, save_kv_cache: bool, kwargs: dict[str, Any]) -> Non
     }
     if found := [name for name, holds in reasons.items() if holds]:
         raise ValueError(f"layer {layer.layer_id}: the pass does not support {', '.join(found)}")
+    return (
+        q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+        k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+        v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+    )

@@ -4,7 +4,7 @@
                                     None: moved, recomputed or computed behind such
 
 Whatever reads a slot says which token it expects there at which position. A freed slot holds nothing, so reading it, or one
-that was promised and never filled, is an assertion.
+that was promised and never filled, is an assertion. So is writing what more than one node of the tree holds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ from sglang_chunkcache.chunk_key import ChunkKey
 from sglang_chunkcache.chunk_store import ChunkScores, ChunkStore, HostBlob
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fuser import Fuser
-from sglang_chunkcache.fusion_pass import Capture, Move
+from sglang_chunkcache.fusion_pass import Capture
+from sglang_chunkcache.move import Move
 from sglang_chunkcache.reuse_plan import Limits, Piece
 from sglang_chunkcache.sources import DeviceCopy, HostCopy
 from tests.reference.scheduler import FakeReq, Scheduler
@@ -85,27 +86,43 @@ class FakePass:
     Recomputes the first ceil(ratio * n) of the moved tokens, whatever the selector.
     """
 
-    def __init__(self, contents: Contents, rows: Any, config: ChunkCacheConfig) -> None:
-        self.contents, self.rows, self.config = contents, rows, config
+    token_bytes = 10
+
+    def __init__(
+        self, contents: Contents, rows: Any, config: ChunkCacheConfig, holders: Callable[[], Sequence[int]]
+    ) -> None:
+        """`holders`: the slots of all nodes, as often as they are held."""
+        self.contents, self.rows, self.config, self.holders = contents, rows, config, holders
         self.num_captured = 0
+        self.fails = False
+        """The next run does, once everything is moved, and computes all."""
 
     def run(self, moves: Sequence[Move]) -> None:
         for move in moves:
             row = self.rows.req_to_token[move.row_index(), : move.plan.end]
             assert row.tolist() == move.slots.tolist(), "the request's row is not what was promised"
             assert len(move.token_ids) == move.plan.end
-            for piece in move.moved:
+            for piece in move.copied:
                 self._move(move, piece)
         for move in moves:  # probes read all that is not a gap
             gaps = {p for piece in move.plan.pieces if piece.source is None for p in range(piece.start, piece.end)}
             for position in set(range(move.plan.end)) - gaps:
                 self.contents.read(int(move.slots[position]), move.token_ids[position], position)
+        if self.fails:
+            for move in moves:
+                self._compute(move, move.claim_all())
+                move.fallbacks.append("pass_failed")
+            self.fails = False
+            return
+        claimed = []
         for move in moves:
             moved = [position for piece in move.moved for position in range(piece.start, piece.end)]
             critical = moved[: 0 if move.reuse.selector == "none" else math.ceil(move.reuse.ratio * len(moved))]
             gaps = {p for piece in move.plan.pieces if piece.source is None for p in range(piece.start, piece.end)}
-            self.contents.compute(move.slots.tolist(), move.token_ids, gaps.union(critical))
             move.recomputed_len = len(critical)
+            claimed.append(move.claim(sorted(gaps.union(critical))))
+        for move, positions in zip(moves, claimed, strict=True):
+            self._compute(move, positions)
 
     def capture(self, captures: Sequence[Capture]) -> list[tuple[HostBlob, ChunkScores | None]]:
         results = []
@@ -121,6 +138,15 @@ class FakePass:
 
     def stats(self) -> dict[str, Any]:
         return {"captured": self.num_captured}
+
+    def _compute(self, move: Move, positions: Sequence[int]) -> None:
+        row = self.rows.req_to_token[move.row_index(), : move.plan.end]
+        assert row.tolist() == move.slots.tolist(), "the request's row has not the slots it has claimed"
+        held = Counter(self.holders())
+        for position in positions:
+            slot = int(move.slots[position])
+            assert held[slot] == 1, f"slot {slot} is written and {held[slot]} nodes hold it"
+        self.contents.compute(move.slots.tolist(), move.token_ids, positions)
 
     def _move(self, move: Move, piece: Piece) -> None:
         positions = range(piece.start, piece.end)
@@ -154,7 +180,7 @@ class FusedScheduler(Scheduler):
     ) -> None:
         super().__init__(capacity, config, prefill_budget=prefill_budget, is_chunked=is_chunked)
         self.contents = Contents(self.allocator.contents)
-        self.fusion_pass = FakePass(self.contents, self.rows, config)
+        self.fusion_pass = FakePass(self.contents, self.rows, config, super().tree_slots)
         self.store = ChunkStore(
             max_bytes=store_bytes, max_chunks=config.store_chunks, max_variants=config.store_variants
         )
@@ -179,6 +205,19 @@ class FusedScheduler(Scheduler):
         self.cache.reset()
         self.allocator.clear()
         self.contents.slots = self.allocator.contents
+
+    def evict(self, num_tokens: int) -> int:
+        """What SGLang is told could be evicted is free afterwards, or it dies of the next allocation."""
+        free, evictable = self.allocator.available_size(), self.cache.evictable_size()
+        num_evicted = super().evict(num_tokens)
+        assert self.allocator.available_size() - free == num_evicted >= min(num_tokens, evictable)
+        return num_evicted
+
+    def tree_slots(self) -> list[int]:
+        """Each slot once, and what is reserved for promises; `check_integrity` says which may have several holders."""
+        rows = [pending.move.exclusive for pending in self.fuser._pending]
+        reserved = [int(slot) for each in rows if each is not None for slot in each.reserve]
+        return [*set(super().tree_slots()), *reserved]
 
     def content(self, req: FakeReq, start: int, end: int) -> list[KV | None]:
         """What stands in the request's row."""

@@ -20,6 +20,13 @@ from sglang_chunkcache.client import ServerError
 from tests.sglang_chunkcache.fake_server import FakeServer
 
 GOOD, BAD = {"moved_ulps": 1.0, "passed": True}, {"moved_ulps": 9.0, "passed": False}
+MASKED: dict[str, Any] = {
+    "kind": "masked",
+    "kernel": None,
+    "reason": "the kernels need CUDA, not cpu",
+    "ms": {},
+    "fallbacks": 0,
+}
 
 
 @pytest.fixture
@@ -30,7 +37,7 @@ def server() -> Iterator[FakeServer]:
 
 
 def answer_with(server: FakeServer, *gates: Any) -> None:
-    ranks = [{} if gate is None else {"gate": gate} for gate in gates]
+    ranks = [{} if gate is None else {"gate": gate, "moves": {"attention": MASKED}} for gate in gates]
     server.reply = (200, json.dumps({"ranks": ranks}).encode())
 
 
@@ -41,11 +48,12 @@ def answer_with(server: FakeServer, *gates: Any) -> None:
 def test_gates_of_a_running_server(
     server: FakeServer, capsys: pytest.CaptureFixture[str], gates: list[dict[str, Any]], code: int
 ) -> None:
-    """One failed rank fails the check; the table names ranks, the last line is JSON."""
+    """One failed rank fails the check; the table names ranks, the last line is JSON; both have the attention that ran."""
     answer_with(server, *gates)
     assert main(["--url", server.url]) == code
     *table, line = capsys.readouterr().out.splitlines()
-    assert json.loads(line) == {"passed": code == 0, "ranks": gates}
+    assert json.loads(line) == {"passed": code == 0, "ranks": [{**gate, "attention": MASKED} for gate in gates]}
+    assert sum(MASKED["reason"] in row for row in table) == len(gates)
     failed = [f"rank {rank}: FAILED" for rank, gate in enumerate(gates) if not gate["passed"]]
     assert [row for row in table if "FAILED" in row] == failed
 
@@ -215,6 +223,10 @@ def test_the_bundled_model_passes() -> None:
     assert gate["passed"]
     assert gate["moved_ulps"] <= gate["max_ulps"]
     assert gate["logit_error"] <= gate["max_logit_error"] < gate["logit_error_unrecomputed"]
+    assert gate["scattered_error"] <= gate["max_scattered_error"] < gate["scattered_error_off_by_one"]
+    assert gate["conclusive"]
+    assert gate["attention"]["kind"] in ("masked", "sparse")
+    assert gate["attention"]["reason"]
 
 
 @pytest.mark.engine

@@ -582,7 +582,7 @@ def test_stats_change_nothing() -> None:
 
 
 def test_check_integrity_names_every_violation() -> None:
-    """Two faults, both named, with numbers."""
+    """Two faults and what follows of one, all named, with numbers."""
     scheduler = Scheduler(40, config())
     scheduler.serve(rag(C1, C2))
     by_ids = {tuple(node.key.token_ids): node for _, node in walk(scheduler.cache)}
@@ -590,8 +590,9 @@ def test_check_integrity_names_every_violation() -> None:
     scheduler.cache._count(chain_of("x", [ChunkId("0")]), 1)
     with pytest.raises(IntegrityError) as caught:
         scheduler.cache.check_integrity()
-    assert len(caught.value.violations) == 2
-    assert "two owners" in str(caught.value)
+    assert len(caught.value.violations) == 3
+    assert "two owners: [3, 4, 5]" in str(caught.value)
+    assert "evictable, protected are booked as (12, 0), the tree has 9, 0" in str(caught.value)
     assert "booked as (3" in str(caught.value)
 
 

@@ -98,13 +98,21 @@ def test_flag_sets_its_field(field: Any) -> None:
     assert getattr(config.from_flags(args), field.name) == value
 
 
-@pytest.mark.parametrize(("flag", "field"), [("--reuse", "reuse"), ("--index", "index"), ("--encoder", "encoder")])
-def test_short_flag_is_the_long_one(flag: str, field: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("--reuse", "reuse", "fused"),
+        ("--index", "index", "path"),
+        ("--encoder", "encoder", "path"),
+        ("--recompute-attention", "recompute_attention", "sparse"),
+    ],
+)
+def test_short_flag_is_the_long_one(flag: str, field: str, value: str) -> None:
     """For what a newcomer types."""
     parser = argparse.ArgumentParser()
     config.add_flags(parser)
-    args = parser.parse_args([flag, "fused"])
-    assert getattr(config.from_flags(args), field) == "fused"
+    args = parser.parse_args([flag, value])
+    assert getattr(config.from_flags(args), field) == value
 
 
 def test_secret_has_no_flag() -> None:

@@ -1,7 +1,8 @@
 """Exact, fused and plain requests interleaved, driven by Hypothesis through the scheduler's order of calls.
 
-The pool knows what stands in each slot (tests/reference/fused_scheduler.py). After every step each slot has one owner,
-locks are what holders explain, nodes hold what their keys say, and nothing exact ever stands on approximate KV.
+The pool knows what stands in each slot (tests/reference/fused_scheduler.py). After every step each slot has one owner or
+nodes that are booked as sharing it, sizes count it once, locks are what holders explain, nodes hold what their keys say, and
+nothing exact ever stands on approximate KV.
 """
 
 from __future__ import annotations
@@ -23,18 +24,27 @@ from sglang_chunkcache.reuse_plan import Limits
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
 from tests.reference.scheduler import FakeReq, config, marked
 
-CHUNKS = ((1, 2, 3, 4), (1, 2, 5), (1, 2, 3, 4, 6), (7, 8))  # they begin alike
+CHUNKS = ((1, 2, 3, 4), (1, 2, 5, 5), (1, 2, 3, 4, 6), (7, 8))  # they begin alike, and two are of one length
+Shape = tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]
 HEADS = ((), (9,), (9, 1), (1, 2, 3, 4, 8))  # one begins as another does, one looks like a chunk
 TAILS = ((), (1, 2, 3), (10, 11, 12))
 AREAS = st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2)
 KEEP = st.frozensets(st.integers(0, 4), max_size=3)
 SALTS = st.integers(0, 9).map(lambda x: "salt" if x == 9 else None)
+STAYING = st.builds(
+    lambda first, behind: ((9,), [[first, *behind]], None),
+    st.sampled_from(CHUNKS[:2]),
+    st.sampled_from([(CHUNKS[2],), (CHUNKS[2], CHUNKS[3]), (CHUNKS[3], CHUNKS[2]), (CHUNKS[2], CHUNKS[2])]),
+)
+"""What stands behind the first chunk was computed behind either, at the same position."""
+SHAPES = st.tuples(st.sampled_from(HEADS), AREAS, SALTS)
 RECIPES = (
     ReuseRequest("none", 0.0, "none"),
     ReuseRequest("query", 0.5, "query"),
     ReuseRequest("context", 0.5, "context", fresh=frozenset({1})),
 )
 KINDS = ("plain", "exact", *RECIPES)
+STAYING_KINDS = ("exact", *RECIPES[:2], ReuseRequest("query", 1.0, "all"))
 
 
 @dataclass
@@ -81,6 +91,7 @@ class FuserMachine(RuleBasedStateMachine):
         prefill_budget=st.sampled_from([8, 16, 30]),
         is_chunked=st.sampled_from([True, True, False]),
         store=st.sampled_from([(1000, 1), (100, 2), (1000, 3)]),
+        exclusive_slots=st.sampled_from(["on", "on", "on", "off"]),
     )
     def start(
         self,
@@ -92,8 +103,16 @@ class FuserMachine(RuleBasedStateMachine):
         prefill_budget: int,
         is_chunked: bool,
         store: tuple[int, int],
+        exclusive_slots: str,
     ) -> None:
-        knobs = config(reuse="fused", admission=admission, eviction=eviction, scoring=scoring, store_variants=store[1])
+        knobs = config(
+            reuse="fused",
+            admission=admission,
+            eviction=eviction,
+            scoring=scoring,
+            store_variants=store[1],
+            exclusive_slots=exclusive_slots,
+        )
         self.scheduler = FusedScheduler(
             capacity,
             knobs,
@@ -109,10 +128,8 @@ class FuserMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.live) < 5)
     @rule(
         kind=st.sampled_from(KINDS),
-        head=st.sampled_from(HEADS),
-        areas=AREAS,
+        shape=SHAPES,
         tail=st.sampled_from(TAILS),
-        salt=SALTS,
         promoted_len=st.integers(0, 3),
         keep=KEEP,
         is_preprocessing=st.booleans(),
@@ -126,10 +143,8 @@ class FuserMachine(RuleBasedStateMachine):
     def admit(
         self,
         kind: str | ReuseRequest,
-        head: tuple[int, ...],
-        areas: list[list[tuple[int, ...]]],
+        shape: Shape,
         tail: tuple[int, ...],
-        salt: str | None,
         promoted_len: int,
         keep: frozenset[int],
         is_preprocessing: bool,
@@ -145,6 +160,7 @@ class FuserMachine(RuleBasedStateMachine):
 
         `evicted`: tokens that leave between the match and the promise.
         """
+        head, areas, salt = shape
         self.scheduler.evicted_before_load_back = evicted
         live = make_live(kind, head, areas, tail, salt, promoted_len, keep, is_preprocessing)
         self._add(live, piece, joins=joins, num_matches=num_matches)
@@ -158,23 +174,20 @@ class FuserMachine(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(KINDS),
-        head=st.sampled_from(HEADS),
-        areas=AREAS,
-        salt=SALTS,
+        shape=SHAPES,
         keep=KEEP,
         promoted_len=st.integers(0, 3),
     )
     def serve(
         self,
         kind: str | ReuseRequest,
-        head: tuple[int, ...],
-        areas: list[list[tuple[int, ...]]],
-        salt: str | None,
+        shape: Shape,
         keep: frozenset[int],
         promoted_len: int,
     ) -> None:
         """One that runs alone from its start to its end."""
         self._run()
+        head, areas, salt = shape
         live = make_live(kind, head, areas, (20, 21), salt, promoted_len, keep, is_preprocessing=False)
         self._add(live, 100, joins=False, num_matches=0)
         self._run()
@@ -251,6 +264,11 @@ class FuserMachine(RuleBasedStateMachine):
         """Of others, if there is no batch: what waits is captured."""
         self._run()
         self.scheduler.forward()
+
+    @rule()
+    def fail(self) -> None:
+        """The next pass does, and computes everything it may."""
+        self.scheduler.fusion_pass.fails = True
 
     @precondition(lambda self: not self.live)
     @rule()
@@ -334,10 +352,48 @@ class FuserMachine(RuleBasedStateMachine):
         assert bool(counts["sources"]) == (promised > counts["fused_hit"])
 
 
-FuserMachine.TestCase.settings = settings(
+class SharingMachine(FuserMachine):
+    """The same with few prompts, so that chunks keep their source's position in most, and a pool that they fill."""
+
+    @initialize(
+        capacity=st.integers(45, 80),
+        prefill_budget=st.sampled_from([8, 16, 30]),
+        eviction=st.sampled_from(["reused", "lru"]),
+    )
+    def start(self, capacity: int, prefill_budget: int, eviction: str) -> None:
+        knobs = config(reuse="fused", eviction=eviction)
+        self.scheduler = FusedScheduler(capacity, knobs, prefill_budget=prefill_budget)
+        self.live: list[Live] = []
+        for first in CHUNKS[:2]:
+            self.serve(kind="exact", shape=((9,), [[first, CHUNKS[2]]], None))
+
+    @precondition(lambda self: len(self.live) < 5)
+    @rule(
+        kind=st.sampled_from(STAYING_KINDS),
+        shape=STAYING,
+        tail=st.sampled_from(TAILS),
+        piece=st.integers(1, 8),
+        joins=st.sampled_from([True, True, False]),
+        again=st.sampled_from([None, *STAYING_KINDS]),
+        evicted=st.sampled_from([0, 0, 0, 0, 4, 20]),
+    )
+    def admit(self, **drawn: Any) -> None:
+        FuserMachine.admit(
+            self, **drawn, promoted_len=0, keep=frozenset(), is_preprocessing=False, num_matches=1, moves=None
+        )
+
+    @rule(kind=st.sampled_from(STAYING_KINDS), shape=STAYING)
+    def serve(self, **drawn: Any) -> None:
+        FuserMachine.serve(self, **drawn, keep=frozenset(), promoted_len=0)
+
+    lose_the_store = None  # type: ignore[assignment]
+
+
+SETTINGS = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-TestFuserMachine = FuserMachine.TestCase
+FuserMachine.TestCase.settings = SharingMachine.TestCase.settings = SETTINGS
+TestFuserMachine, TestSharingMachine = FuserMachine.TestCase, SharingMachine.TestCase

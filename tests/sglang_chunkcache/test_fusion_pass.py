@@ -25,9 +25,12 @@ from torch import Tensor
 
 from radix_ext import ChunkId
 from sglang_chunkcache import fusion_pass, selectors
+from sglang_chunkcache.attention.base import HeadShape
+from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.chunk_store import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.fusion_pass import Capture, FusionPass, Move
+from sglang_chunkcache.fusion_pass import Capture, FusionPass
+from sglang_chunkcache.move import Move
 from sglang_chunkcache.probe import question_evidence
 from sglang_chunkcache.recompute import run_virtual
 from sglang_chunkcache.relocate import RotaryTable
@@ -77,9 +80,9 @@ END = HERE["E"][1]
 class Scene:
     """One model with its pool as drawn above."""
 
-    def __init__(self, runner: Any, *, scoring: str = "on", backend: str = "masked") -> None:
+    def __init__(self, runner: Any, *, scoring: str = "on") -> None:
         self.runner = runner
-        self.config = ChunkCacheConfig(reuse="fused", scoring=scoring, recompute_backend=backend)
+        self.config = ChunkCacheConfig(reuse="fused", scoring=scoring, recompute_attention="masked")
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         self.fusion_pass = FusionPass(runner, table, self.config)
         self.logits = prefill(runner, tokens_of((*PROMPT, "question")), REFERENCE[: END + QUESTION_LEN])
@@ -226,18 +229,57 @@ def test_only_what_is_chosen_changes(scene: Scene, selector: str) -> None:
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_both_backends_agree(scene: Scene, selector: str) -> None:
-    """The working pass equals SGLang's own attention, one sequence per run of tokens."""
+def test_all_attentions_agree(scene: Scene, selector: str) -> None:
+    """The mask, the sparse operator, and SGLang's own attention, one sequence per run of tokens."""
     reuse = asked(selector, 0.3)
     working = scene.move(reuse)
     scene.fusion_pass.run([working])
     got, answer = scene.kv(working.slots), scene.answer()
-    virtual = replace_config(scene, recompute_backend="virtual")
-    again = scene.move(reuse)
-    virtual.run([again])
-    scene.assert_close(scene.kv(again.slots), got)
-    scene.assert_close(scene.answer(), answer)
-    assert again.recomputed_len == working.recomputed_len
+    for other in (sparse_pass(scene), replace_config(scene, recompute_attention="virtual")):
+        again = scene.move(reuse)
+        other.run([again])
+        scene.assert_close(scene.kv(again.slots), got)
+        scene.assert_close(scene.answer(), answer)
+        assert again.recomputed_len == working.recomputed_len
+        assert again.fallbacks == working.fallbacks
+
+
+def test_everything_recomputed_sparsely_is_a_prefill(any_scene: Scene) -> None:
+    """As with the mask: ratio 1 is no approximation."""
+    scene, sparse = any_scene, sparse_pass(any_scene)
+    move = scene.move(asked("first", 1.0))
+    sparse.run([move])
+    scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
+    scene.assert_close(scene.answer(), scene.logits)
+    assert move.fallbacks == []
+    assert sparse.sparse.num_runs == sparse.pool.layer_num  # type: ignore[union-attr]
+
+
+class Counting(ReferenceAttention):
+    """`ReferenceAttention` that counts its layers and fails where told to."""
+
+    num_runs = 0
+    fails: str = ""
+
+    def plan(self, requests: Any) -> None:
+        if self.fails == "plan":
+            raise RuntimeError("no workspace")
+        super().plan(requests)
+
+    def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self.num_runs += 1
+        if self.fails == "run" and self.num_runs == 2:
+            raise RuntimeError("launch failed")
+        return super().run(queries, keys, values)
+
+
+def sparse_pass(scene: Scene, fails: str = "") -> FusionPass:
+    layer = scene.runner.model.model.layers[0].self_attn.attn
+    shape = HeadShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, scene.runner.dtype)
+    attention = Counting(shape, scale=layer.scaling)
+    attention.fails = fails
+    chosen = {"kind": "sparse", "kernel": "reference", "reason": "a test", "ms": {}}
+    return FusionPass(scene.runner, scene.fusion_pass.table, scene.config, (attention, chosen))
 
 
 def replace_config(scene: Scene, **changes: Any) -> FusionPass:
@@ -358,6 +400,38 @@ def test_a_failing_pass_computes_everything(scene: Scene, monkeypatch: pytest.Mo
         assert set(move.ms) == {"relocate", "select", "recompute"}
 
 
+def test_a_pass_without_a_plan_is_masked(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is written yet, so nothing is lost: the same tokens by the mask, counted each time and logged once."""
+    masked = scene.move(asked("first", 0.3))
+    scene.fusion_pass.run([masked])
+    expected = scene.kv(masked.slots)
+    failing = sparse_pass(scene, "plan")
+    for _ in range(2):
+        move = scene.move(asked("first", 0.3))
+        failing.run([move])
+        scene.assert_close(scene.kv(move.slots), expected)
+        assert move.fallbacks == []
+    assert failing.stats()["attention"] == {
+        "kind": "sparse",
+        "kernel": "reference",
+        "reason": "a test",
+        "ms": {},
+        "fallbacks": 2,
+    }
+    assert len([record for record in caplog.records if "no plan for sparse attention" in record.message]) == 1
+
+
+def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
+    """In the middle of the model: some layers hold new K/V, so all of the region is computed again."""
+    failing = sparse_pass(scene, "run")
+    move = scene.move(asked("first", 0.3))
+    failing.run([move])
+    scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
+    scene.assert_close(scene.answer(), scene.logits)
+    assert move.fallbacks == ["pass_failed"]
+    assert failing.stats()["attention"]["fallbacks"] == 0
+
+
 def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
     """A source that nobody can read is an error of ours, not a wrong answer."""
     move = scene.move(asked("none", 0.0))
@@ -400,3 +474,10 @@ def test_stats_count_tokens_and_seconds(scene: Scene) -> None:
     seconds = counting.stats()["seconds"]
     assert {phase: pytest.approx(1000 * seconds[phase], abs=0.01) for phase in move.ms} == move.ms
     assert all(value > 0 for value in move.ms.values())
+    assert counting.stats()["attention"] == {
+        "kind": "masked",
+        "kernel": None,
+        "reason": "asked for",
+        "ms": {},
+        "fallbacks": 0,
+    }

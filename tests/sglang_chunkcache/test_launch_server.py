@@ -217,6 +217,35 @@ def test_main_mistake_exits_with_2(flags: list[str], run: list[Any], capsys: pyt
     assert not run
 
 
+SPARSE = ["--recompute-attention", "sparse"]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_main_sparse_attention_without_cuda_exits_with_2(run: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the model is loaded. What only the loaded model tells is refused by the cache (test_sparse_backend.py)."""
+    with pytest.raises(SystemExit) as caught:
+        launch_server.main(["--model-path", "m", "--reuse", "fused", *SPARSE])
+    assert caught.value.code == 2
+    assert "error: --recompute-attention sparse: there is no CUDA device" in capsys.readouterr().err
+    assert not run
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(
+    "flags", [SPARSE, ["--reuse", "fused"], ["--reuse", "fused", "--stock", *SPARSE]], ids=" ".join
+)
+def test_main_without_cuda_starts_where_nothing_needs_it(run: list[Any], flags: list[str]) -> None:
+    """Without moved KV there is no pass; by default the pass takes what there is."""
+    launch_server.main(["--model-path", "m", *flags])
+    assert run
+
+
+@pytest.mark.usefixtures("gpu")
+def test_main_sparse_attention_with_cuda_starts(run: list[Any]) -> None:
+    launch_server.main(["--model-path", "m", "--reuse", "fused", *SPARSE])
+    assert run
+
+
 def test_cpu_ranks_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang dies at start on one NUMA node without it."""
     monkeypatch.setattr(os, "environ", {})

@@ -6,6 +6,8 @@ value anywhere is seen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,32 +19,63 @@ import torch
 from sglang.srt.model_executor.forward_context import has_forward_context
 from torch import Tensor
 
+from sglang_chunkcache.attention.base import HeadShape, SparseAttention
+from sglang_chunkcache.attention.flashinfer_sparse import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.masked import Observer, StopPass
-from sglang_chunkcache.recompute import PassSequence, run_pass, run_virtual
+from sglang_chunkcache.attention.reference import ReferenceAttention
+from sglang_chunkcache.recompute import PassSequence, PlanError, run_pass, run_virtual
+from tests.reference import flashinfer
 from tests.runners import FAMILIES, MAX_REQUESTS, kv_of, logits_of, make_row, make_runner, prefill, write_model
 
-TOLERANCES = {"float32": 3e-5, "bfloat16": 8e-2}
+TOLERANCES = {"float32": 3e-5, "float16": 1.5e-2, "bfloat16": 1e-1}
 """Largest difference of K, V (up to 5 in size) and logits, by dtype: sums in another order, three layers deep. bfloat16 has
-steps of 0.03 there."""
+steps of 0.03 there, float16 of 0.004."""
 
 NUM_TOKENS = 200
 REFERENCE = torch.arange(1, 1 + NUM_TOKENS)
 TARGET = torch.arange(1000, 1000 + NUM_TOKENS).flip(0)
 
+MODELS = [*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")]
+HALVES = [*((family, "float16", 64) for family in FAMILIES), ("llama", "bfloat16", 64)]
+"""What FlashInfer takes."""
+ATTENDED: list[tuple[Sequence[Any], str]] = [(model, name) for model in MODELS for name in ("masked", "reference")]
+ATTENDED += [(model, name) for model in HALVES for name in KERNELS]
 
-@pytest.fixture(
-    scope="module",
-    params=[*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")],
-    ids="-".join,
+every_attention = pytest.mark.parametrize(
+    ("runner", "sparse"), ATTENDED, indirect=True, ids=lambda param: param if isinstance(param, str) else name_of(param)
 )
+
+
+def name_of(model: Sequence[Any]) -> str:
+    return "-".join(map(str, model))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=name_of)
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A ModelRunner of each family and dtype; `tolerance` is what its results may differ by."""
-    family, dtype = request.param
+    family, dtype, *head_dim = request.param
     path = tmp_path_factory.mktemp(family)
-    write_model(path, family, dtype=getattr(torch, dtype))
+    write_model(path, family, dtype=getattr(torch, dtype), head_dim=head_dim[0] if head_dim else None)
     runner = make_runner(path, dtype=dtype)
     runner.tolerance = TOLERANCES[dtype]
     return runner
+
+
+@pytest.fixture(scope="module")
+def sparse(request: pytest.FixtureRequest, runner: Any) -> SparseAttention | None:
+    """What the pass attends with; FlashInfer is the torch model of it."""
+    return make_attention(runner, request.param)
+
+
+def make_attention(runner: Any, name: str) -> SparseAttention | None:
+    layer = runner.model.model.layers[0].self_attn.attn
+    shape = HeadShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, runner.dtype)
+    if name == "masked":
+        return None
+    if name == "reference":
+        return ReferenceAttention(shape, scale=layer.scaling)
+    device = torch.device("cpu")
+    return FlashInferSparse(shape, device=device, scale=layer.scaling, kernel=name, modules=flashinfer)
 
 
 @pytest.fixture
@@ -88,15 +121,17 @@ def sequences_of(tokens: Tensor, slots: Tensor, start: int, run_len: int) -> lis
     ]
 
 
-@pytest.mark.parametrize("start", [0, 37])
-@pytest.mark.parametrize("run_len", [NUM_TOKENS, 3, 1])
-def test_recomputing_everything_equals_prefill(runner: Any, prompt: Tensor, start: int, run_len: int) -> None:
-    """All of a spoiled region in one pass, as one sequence, 67 or 200: K/V of all layers and the next token of a prefill."""
+@every_attention
+@pytest.mark.parametrize(("start", "run_len"), [(0, NUM_TOKENS), (37, 3)])
+def test_recomputing_everything_equals_prefill(
+    runner: Any, sparse: SparseAttention | None, prompt: Tensor, start: int, run_len: int
+) -> None:
+    """All of a spoiled region in one pass, as one sequence or 55: K/V of all layers and the next token of a prefill."""
     logits = prefill(runner, prompt.tolist(), REFERENCE)
     assert is_decided(runner, logits)
     slots = torch.cat([REFERENCE[:start], TARGET[start:]])  # behind an exact prefix
     spoil(runner, TARGET)
-    hidden = run_pass(runner, sequences_of(prompt, slots, start, run_len))
+    hidden = run_pass(runner, sequences_of(prompt, slots, start, run_len), sparse=sparse)
     assert hidden is not None
     assert_same_kv(runner, slots, REFERENCE)
     assert_same_answer(runner, hidden[-1], logits)
@@ -115,38 +150,76 @@ def test_virtual_sequences_equal_prefill(runner: Any, prompt: Tensor, run_len: i
     assert_same_answer(runner, hidden[-1], logits)
 
 
-def test_some_tokens_equal_virtual_sequences(runner: Any, prompt: Tensor) -> None:
-    """A third of the tokens over foreign K/V: the same new K/V and hidden states as the oracle, nothing else touched."""
+def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending positions as half-open intervals."""
+    starts = [0, *(i + 1 for i, (one, other) in enumerate(pairwise(positions)) if other > one + 1), len(positions)]
+    return [(positions[start], positions[end - 1] + 1) for start, end in pairwise(starts)]
+
+
+CHOSEN = (
+    [120],
+    [i for i in range(NUM_TOKENS) if i * i % 7 == 2],
+    [i for i in range(NUM_TOKENS) if i > 40 and i % 31 < 9],
+    [0, 2, *range(4, 197), 199],  # a run that is long enough for a causal entry of each kernel
+)
+"""Scattered, in clusters, nearly all: a request each."""
+
+
+@every_attention
+def test_some_tokens_equal_virtual_sequences(runner: Any, sparse: SparseAttention | None, prompt: Tensor) -> None:
+    """Some of the tokens over foreign K/V, each request its own: new K/V and hidden states are the oracle's, and nothing else
+    is touched. All but the last share the slots of their first tokens."""
     prefill(runner, make_tokens(1).tolist(), REFERENCE)
-    keys, values = kv_of(runner, REFERENCE)
-    for layer in range(len(keys)):
-        runner.token_to_kv_pool.get_key_buffer(layer)[TARGET] = keys[layer]
-        runner.token_to_kv_pool.get_value_buffer(layer)[TARGET] = values[layer]
-    chosen = torch.rand(NUM_TOKENS, generator=torch.Generator().manual_seed(3)) < 0.3
-    positions = chosen.nonzero().flatten()
-    pool = runner.token_to_kv_pool
-    everything = torch.arange(pool.get_key_buffer(0).shape[0])
+    foreign = kv_of(runner, REFERENCE)
+    rows = [torch.arange(start, start + NUM_TOKENS).flip(0) for start in (300, 550, 800, 1050)]
+    for row in rows[:3]:
+        row[:2] = REFERENCE[:2]
+    for row in rows:
+        fill(runner, row, foreign)
+    everything = torch.arange(runner.token_to_kv_pool.get_key_buffer(0).shape[0])
     before = kv_of(runner, everything)
 
-    sequence = PassSequence(prompt[positions], positions, TARGET, torch.arange(NUM_TOKENS), TARGET[positions])
-    hidden = run_pass(runner, [sequence])
-    runs = [(int(p), int(p) + 1) for p in positions]
-    expected = run_virtual(
-        runner, req_pool_index=make_row(runner, REFERENCE), runs=runs, token_ids=prompt.tolist(), max_sequences=5
+    chosen = [torch.tensor(positions) for positions in CHOSEN]
+    hidden = run_pass(
+        runner,
+        [
+            PassSequence(prompt[p], p, row, torch.arange(NUM_TOKENS), row[p])
+            for p, row in zip(chosen, rows, strict=True)
+        ],
+        sparse=sparse,
     )
     assert hidden is not None
-    torch.testing.assert_close(hidden, expected, rtol=0, atol=runner.tolerance)
-    assert_same_kv(runner, TARGET, REFERENCE)
-    untouched = torch.ones(len(everything), dtype=torch.bool)
-    untouched[TARGET[positions]] = False
-    untouched[REFERENCE[positions]] = False
-    for old, new in zip(before, kv_of(runner, everything), strict=True):
-        assert torch.equal(old[:, untouched], new[:, untouched])
+    after = kv_of(runner, everything)
+    written = torch.zeros(len(everything), dtype=torch.bool)
+    parts = torch.split(hidden, [len(positions) for positions in chosen])
+    for positions, row, part in zip(chosen, rows, parts, strict=True):
+        written[row[positions]] = True
+        fill(runner, REFERENCE, foreign)
+        expected = run_virtual(
+            runner,
+            req_pool_index=make_row(runner, REFERENCE),
+            runs=runs_of(positions.tolist()),
+            token_ids=prompt.tolist(),
+        )
+        torch.testing.assert_close(part, expected, rtol=0, atol=runner.tolerance)
+        assert_same_kv(runner, row, REFERENCE)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[:, ~written], new[:, ~written])
         assert not torch.equal(old, new)
 
 
+def fill(runner: Any, slots: Tensor, kv: tuple[Tensor, Tensor]) -> None:
+    pool = runner.token_to_kv_pool
+    for layer in range(pool.layer_num):
+        pool.get_key_buffer(layer)[slots] = kv[0][layer]
+        pool.get_value_buffer(layer)[slots] = kv[1][layer]
+
+
+@every_attention
 @pytest.mark.parametrize("reader_first", [True, False])
-def test_one_request_builds_on_anothers_region(runner: Any, prompt: Tensor, reader_first: bool) -> None:
+def test_one_request_builds_on_anothers_region(
+    runner: Any, sparse: SparseAttention | None, prompt: Tensor, reader_first: bool
+) -> None:
     """B's prefix is a region of A's that the same pass recomputes: B equals a prefill of its own prompt."""
     shared, tail = 60, make_tokens(2, 30)
     other = torch.cat([prompt[:shared], tail])
@@ -158,7 +231,7 @@ def test_one_request_builds_on_anothers_region(runner: Any, prompt: Tensor, read
     )
     slots = TARGET[: len(other)]
     theirs = PassSequence(tail, positions[shared:], slots, positions, out_slots=slots[shared:])
-    hidden = run_pass(runner, [theirs, ours] if reader_first else [ours, theirs])
+    hidden = run_pass(runner, [theirs, ours] if reader_first else [ours, theirs], sparse=sparse)
     assert hidden is not None
     assert_same_kv(runner, slots, REFERENCE[: len(other)])
     assert_same_answer(runner, hidden[len(tail) - 1 if reader_first else -1], logits)
@@ -176,6 +249,23 @@ def test_gaps_are_left_out(runner: Any, prompt: Tensor) -> None:
     assert before is not None
     assert after is not None
     assert torch.equal(before, after)
+
+
+def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> None:
+    """Of tokens that are written, too: by number of keys, not by position."""
+    there = torch.tensor([p for p in range(100) if not 20 <= p < 50])
+    chosen = torch.tensor([3, 50, 51, 70, 99])
+    written = []
+    for name in ("masked", "reference"):
+        prefill(runner, make_tokens(1).tolist(), REFERENCE)
+        spoil(runner, REFERENCE[20:50])
+        sequence = PassSequence(prompt[chosen], chosen, REFERENCE[there], there, REFERENCE[chosen])
+        hidden = run_pass(runner, [sequence], sparse=make_attention(runner, name))
+        assert hidden is not None
+        written.append((hidden, *kv_of(runner, REFERENCE[chosen])))
+    for masked, sparse in zip(*written, strict=True):
+        assert masked.isfinite().all()
+        torch.testing.assert_close(sparse, masked, rtol=0, atol=runner.tolerance)
 
 
 def test_reading_only_equals_prefill_and_writes_nothing(runner: Any, prompt: Tensor) -> None:
@@ -221,10 +311,85 @@ def test_an_observer_may_end_the_pass(runner: Any, prompt: Tensor) -> None:
     assert bool(keys[1:].isnan().all())
 
 
-def test_sequences_out_of_order_are_refused(runner: Any, prompt: Tensor) -> None:
-    positions = torch.tensor([4, 3])
-    with pytest.raises(ValueError, match="ascending"):
-        run_pass(runner, [PassSequence(prompt[:2], positions, REFERENCE[:9], torch.arange(9), REFERENCE[positions])])
+class Shuffling(ReferenceAttention):
+    """Wants its rows in an order that is not its own inverse."""
+
+    def plan(self, requests: Any) -> Tensor:  # type: ignore[override]
+        super().plan(requests)
+        self._order = torch.arange(sum(len(request.positions) for request in requests)).roll(3)
+        return self._order
+
+    def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return super().run(queries.roll(-3, 0), keys, values).roll(3, 0)
+
+
+def test_the_plans_order_is_undone(runner: Any, prompt: Tensor) -> None:
+    """Tokens, positions and slots go in by it, hidden states come back without it."""
+    logits = prefill(runner, prompt.tolist(), REFERENCE)
+    spoil(runner, TARGET)
+    plain = make_attention(runner, "reference")
+    shuffling = Shuffling(plain._shape, scale=plain._scale)  # type: ignore[union-attr]
+    hidden = run_pass(runner, sequences_of(prompt, TARGET, 0, 50), sparse=shuffling)
+    assert hidden is not None
+    assert_same_kv(runner, TARGET, REFERENCE)
+    assert_same_answer(runner, hidden[-1], logits)
+
+
+class Planless(ReferenceAttention):
+    """Never has a plan."""
+
+    def plan(self, requests: Any) -> None:
+        raise RuntimeError("no workspace")
+
+
+def test_a_pass_without_a_plan_writes_nothing(runner: Any, prompt: Tensor) -> None:
+    """So that the same pass can run without the sparse attention."""
+    everything = torch.arange(runner.token_to_kv_pool.get_key_buffer(0).shape[0])
+    before = kv_of(runner, everything)
+    planless = Planless(HeadShape(4, 2, 16, torch.float32), scale=1.0)
+    with pytest.raises(PlanError, match="RuntimeError: no workspace"):
+        run_pass(runner, sequences_of(prompt, TARGET, 0, 50), sparse=planless)
+    for old, new in zip(before, kv_of(runner, everything), strict=True):
+        assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+    assert not has_forward_context()
+
+
+def test_sparse_attention_is_for_passes_that_only_write(runner: Any, prompt: Tensor) -> None:
+    """Observers need the mask's weights; what is only read is not in the pool."""
+    planless = Planless(HeadShape(4, 2, 16, torch.float32), scale=1.0)
+    prefill(runner, prompt.tolist(), REFERENCE)
+    positions = torch.arange(NUM_TOKENS)
+    reading = PassSequence(prompt[150:], positions[150:], REFERENCE[:150], positions[:150])
+    run_pass(runner, [*sequences_of(prompt, TARGET, 0, NUM_TOKENS), reading], sparse=planless)
+    run_pass(runner, sequences_of(prompt, TARGET, 0, NUM_TOKENS), sparse=planless, observer=Observer())
+    assert_same_kv(runner, TARGET, REFERENCE)
+
+
+@pytest.mark.parametrize("name", ["masked", "reference"])
+@pytest.mark.parametrize(
+    ("positions", "kv_positions", "message"),
+    [
+        ([4, 3], range(9), "positions: expected strictly ascending"),
+        ([3, 4], [*range(8), 5], "kv_positions: expected strictly ascending"),
+        ([3, 4], [0, 1, 2, 4, 5, 6, 7, 8, 9], "position 3 is written but stands not in kv_positions"),
+        ([3, 9], range(9), "position 9 is written but stands not in kv_positions"),
+    ],
+    ids=str,
+)
+def test_impossible_sequences_are_refused(
+    runner: Any, prompt: Tensor, name: str, positions: list[int], kv_positions: Sequence[int], message: str
+) -> None:
+    """By the same words, whatever attends."""
+    out_slots = REFERENCE[torch.tensor(positions)]
+    sequence = PassSequence(prompt[:2], torch.tensor(positions), REFERENCE[:9], torch.tensor(kv_positions), out_slots)
+    with pytest.raises(ValueError, match=message):
+        run_pass(runner, [sequence], sparse=make_attention(runner, name))
+
+
+@pytest.mark.parametrize("name", ["masked", "reference"])
+def test_nothing_to_run_is_refused(runner: Any, name: str) -> None:
+    with pytest.raises(ValueError, match="sequences: expected at least one"):
+        run_pass(runner, [], sparse=make_attention(runner, name))
 
 
 @pytest.mark.parametrize(

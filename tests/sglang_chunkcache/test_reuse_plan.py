@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -14,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radix_ext import ChunkId, Span
+from sglang_chunkcache import selectors
 from sglang_chunkcache.chunk_store import ChunkScores
+from sglang_chunkcache.config import SELECTORS
 from sglang_chunkcache.request_spans import ReuseRequest
-from sglang_chunkcache.reuse_plan import Candidate, Limits, ReusePlan, make_plan
-from tests.reference.moved_chunks import ids, make_request, make_scores
+from sglang_chunkcache.reuse_plan import Candidate, Limits, ReusePlan, make_plan, max_critical
+from sglang_chunkcache.selectors.base import Evidence, MovedChunk
+from tests.reference.moved_chunks import cases, ids, make_request, make_scores
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
 NONE = make_request("none", 0.0)
@@ -31,6 +34,7 @@ class Copy:
     where: str = "device"
     scores: ChunkScores | None = None
     preprocessed: bool = False
+    start: int | None = None
 
 
 def prompt(layout: str) -> tuple[Span, ...]:
@@ -191,6 +195,38 @@ def test_reasons_add_up() -> None:
     assert plan_of("AAABBCCC.", "AC", limits=limits) == ReusePlan((), ("gap_too_long", "not_worth_it"))
 
 
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), case=cases())
+def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[list[MovedChunk], Evidence]) -> None:
+    """Slots are reserved for as many: of any of the chunks, at any ratio, alpha or ablation."""
+    chunks, evidence = case
+    reuse = make_request(
+        data.draw(st.sampled_from(SELECTORS)),
+        data.draw(st.sampled_from([0.0, 0.01, 0.15, 0.5, 0.9, 1.0])),
+        alpha=data.draw(st.sampled_from([None, None, 0.0, 0.1, 0.5, 2.0])),
+        without=data.draw(st.sampled_from([(), ("beta",), ("cci",)])),
+    )
+    options = {chunk.start: Copy(chunk.prefix_old, scores=chunk.scores) for chunk in chunks}
+    spans = [Span(chunk.start, chunk.start + chunk.num_tokens, chunk.chunk) for chunk in chunks]
+    by_chunk = {chunk.chunk: [options[chunk.start]] for chunk in chunks}
+    plan = make_plan(
+        spans,
+        start=0,
+        limit=spans[-1].end,
+        candidates=lambda chunk: by_chunk[chunk],
+        reuse=replace(reuse, selector="context") if reuse.selector == "set" else reuse,
+        limits=ROOMY,
+    )
+    moved = [piece for piece in plan.pieces if piece.source is not None]
+    selection = selectors.get(reuse.selector).select(chunks, reuse, evidence)
+    which = data.draw(st.sets(st.integers(0, len(chunks) - 1)))
+    taken = sum(len(selection.offsets[index]) for index in which)
+    bound = max_critical([moved[index] for index in which], plan, reuse)
+    assert taken <= bound <= sum(chunks[index].num_tokens for index in which)
+    if set(which) == set(range(len(chunks))):
+        assert bound <= max(taken, math.ceil(reuse.ratio * plan.moved_len)) + len(chunks) or reuse.alpha is not None
+
+
 # From where
 
 
@@ -218,6 +254,24 @@ def test_device_comes_before_host_and_short_prefixes_before_long() -> None:
     """Copying within the pool is cheaper; among equals less foreign context is better."""
     device = Copy(ids("A"))
     assert chosen([Copy(ids("B"), where="host"), device, Copy(ids("XA"))]) is device
+
+
+@pytest.mark.parametrize("selector", ["query", "context"])
+def test_among_equals_the_one_at_the_same_position_is_taken(selector: str) -> None:
+    """It need not be copied. One that has seen more of the prompt is taken all the same."""
+    elsewhere, here = Copy(ids("X"), start=7), Copy(ids("Y"), start=2)
+    assert chosen([elsewhere, here, Copy(ids("V"), start=3)], selector=selector) is here
+    if selector == "query":
+        better = Copy(ids("A"), start=7)
+        assert chosen([here, better]) is better
+
+
+@pytest.mark.parametrize(("start", "stays"), [(2, True), (3, False), (None, False)])
+def test_piece_stays_where_its_source_stands(start: int | None, stays: bool) -> None:
+    """KV in host memory stands at no position."""
+    (*_, piece) = plan_of("ABZZ.", {"Z": [Copy(start=start)]}).pieces
+    assert piece.stays == stays
+    assert not plan_of("ABZZ.", "Z").pieces[0].stays  # a gap
 
 
 def test_context_takes_the_lowest_fix_overhead() -> None:

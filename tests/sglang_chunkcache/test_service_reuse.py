@@ -29,6 +29,7 @@ def make_report(request: RagRequest, **fields: Any) -> dict[str, Any]:
         "recomputed": 3,
         "fused_hit": 0,
         "gap": second.end - second.start,
+        "shared": 5,
         "selector": "query",
         "ratio": 0.15,
         "sources": [[0, "host", 2, 1, 0.5], [1, "gap", 0, 0, None]],
@@ -139,6 +140,7 @@ def test_report_becomes_the_answer() -> None:
         "focused": ["a"],
         "fused_hit": 0,
         "gap": 11,
+        "shared": 5,
         "fallbacks": [],
         "ms": report["ms"],
     }
