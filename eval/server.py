@@ -37,7 +37,7 @@ class Server:
         log: Path,
         launcher: Sequence[str] = ("-m", "sglang_chunkcache.launch_server"),
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 180.0,
+        timeout_s: float = 600.0,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"

@@ -8,7 +8,7 @@
 # OUT gets tests.txt, attention.txt and relocate.txt (the last lines of these two are JSON), the run's folder attention/, which the
 # same command goes on with, and the records as eval/results/ has them.
 # Machine: one NVIDIA GPU of 80 GB, Hopper for FA3, nothing else on it; nvcc, since FlashInfer compiles.
-# Minutes (estimated): tests 5, most of it compiling; bench 15 to 25; relocate 2. Where a command may run ten minutes only: STEPS=tests,
+# Minutes (estimated): tests 20, most of it compiling, 6 with -- -k "bfloat16-128 or not float16" (one dtype and head size); bench 15 to 25; relocate 2. Where a command may run ten minutes only: STEPS=tests,
 #   then STEPS=bench with --limit-s 500 until attention/record.json says complete, then STEPS=relocate.
 #   --cpu-smoke: the same steps with tiny sizes on any CPU, 2; the tests are then all skipped.
 # Expected: at 15% and 32k at least 5x over FA3 dense and 70% of its rate per needed FLOP; copying at 80% of the device's
@@ -23,6 +23,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 . launch/gpu_common.sh
 device=cuda bench=() relocate=()
+tests=(tests/sglang_chunkcache/{attention/test_flashinfer_gpu.py,test_relocate.py,test_relocate_kernel.py})
 if [[ -n $smoke ]]; then
     device=cpu bench=(--quick --repetitions 2) relocate=(--quick)
 fi
@@ -35,7 +36,7 @@ run() {
 
 for step in ${STEPS:-tests bench relocate}; do
     case $step in
-        tests) run tests pytest -m gpu -rs tests/sglang_chunkcache "${flags[@]}" ;;
+        tests) run tests pytest -m gpu -rs "${tests[@]}" "${flags[@]}" ;;
         bench) run attention eval.bench.attention --device $device --out "$out/attention" --record "$out" "${bench[@]}" "${options[@]}" ;;
         relocate) run relocate eval.bench.relocate --device $device --record "$out" "${relocate[@]}" ;;
         *)

@@ -44,6 +44,7 @@ from sglang_chunkcache.reuse_plan import Piece
 from sglang_chunkcache.selectors import focus
 from sglang_chunkcache.selectors.base import Evidence, MovedChunk, Need, Selector
 from sglang_chunkcache.sources import DeviceCopy, HostCopy
+from sglang_chunkcache.upload import upload
 
 logger = logging.getLogger(__name__)
 
@@ -290,7 +291,7 @@ def _sequence(move: Move, critical: Sequence[int]) -> PassSequence:
         positions=positions,
         kv_slots=move.slots[:end],
         kv_positions=torch.arange(end),
-        out_slots=move.slots[positions.to(move.slots.device)],
+        out_slots=move.slots[upload(positions, move.slots.device)],
     )
 
 
@@ -329,7 +330,7 @@ def _question_probe(move: Move) -> QuestionProbe:
     return QuestionProbe(
         token_ids=ids,
         positions=torch.arange(start, start + len(ids)),
-        kv_slots=move.slots[visible.to(move.slots.device)],
+        kv_slots=move.slots[upload(visible, move.slots.device)],
         kv_positions=visible,
         chunks=_spans(move),
         end=move.plan.end,

@@ -51,6 +51,10 @@ CLUSTERS, SINGLES = (0, 1, 2, 3), (7, 10, 13)
 """Which of every 16 tokens are run once more, as two requests of one pass."""
 
 
+VOCAB_ROWS = 16_384
+"""Of the output matrix that are in float32 at a time: all of them are 2 GB in a Llama-3-8B."""
+
+
 class _Row(NamedTuple):
     number: int
     slots: Tensor
@@ -315,8 +319,8 @@ def _kv_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
 
 def _logits(runner: Any, hidden: Tensor) -> Tensor:
     """The last token's, [vocab] float32."""
-    logits: Tensor = hidden[-1].float() @ runner.model.lm_head.weight.float().T
-    return logits
+    last = hidden[-1].float()
+    return torch.cat([rows.float() @ last for rows in runner.model.lm_head.weight.split(VOCAB_ROWS)])
 
 
 def _ulps(pool: Any, expected: Tensor, got: Tensor) -> float:

@@ -7,8 +7,11 @@ be so is refused. What a class does inside its `forward` is not seen here: the s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from sglang_chunkcache.relocate import DTYPES, ROTARY_CLASSES
 
@@ -99,6 +102,10 @@ def _model(runner: Any) -> Iterator[str]:
     if not layers:
         yield f"{type(model).__name__} has no model.layers"
         return
+    # Such a model writes K/V at the batch's slots, which in our passes are nobody's; what of it is known is the import.
+    is_fused = hasattr(sys.modules.get(type(model).__module__), "enable_fused_set_kv_buffer")
+    if is_fused and torch.device(pool.device).type == "cuda" and pool.dtype == torch.bfloat16:
+        yield f"K/V written by the rotary kernel ({type(model).__name__})"
     num_layers = getattr(pool, "layer_num", None)
     if len(layers) != num_layers:
         yield f"{len(layers)} layers in the model, {num_layers} in the KV pool"

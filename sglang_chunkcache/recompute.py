@@ -21,6 +21,7 @@ from sglang_chunkcache.attention.base import SparseAttention, SparseRequest
 from sglang_chunkcache.attention.layout import PassSequence, host_positions, plan
 from sglang_chunkcache.attention.masked import MaskedAttention, Observer, StopPass
 from sglang_chunkcache.attention.sparse_backend import SparseBackend
+from sglang_chunkcache.upload import upload
 
 __all__ = ["Observer", "PassSequence", "PlanError", "StopPass", "run_pass", "run_virtual"]
 
@@ -143,15 +144,15 @@ def _run_sparse(runner: Any, sequences: Sequence[PassSequence], sparse: SparseAt
         raise PlanError(f"{type(error).__name__}: {error}") from error
     token_ids = torch.cat([s.token_ids for s in sequences])
     positions = torch.cat([request.positions for request in requests])
-    out_slots = torch.cat([_on(device, s.out_slots) for s in sequences if s.out_slots is not None])
+    out_slots = torch.cat([upload(s.out_slots, device) for s in sequences if s.out_slots is not None])
     if order is not None:
         token_ids, positions = token_ids[order.to(token_ids.device)], positions[order]
-        order = _on(device, order)
+        order = upload(order, device)
         out_slots = out_slots[order]
     batch = _pass_batch(
         runner,
-        _on(device, token_ids),
-        _on(device, positions),
+        upload(token_ids, device),
+        upload(positions, device),
         num_keys=[request.num_keys for request in requests],
         num_tokens=[len(request.positions) for request in requests],
     )
@@ -165,15 +166,8 @@ def _sparse_request(sequence: PassSequence, device: torch.device) -> SparseReque
     num_keys = len(kv_positions)
     has_gaps = int(kv_positions[-1]) >= num_keys  # they ascend, and from 0 on
     return SparseRequest(
-        positions, _on(device, sequence.kv_slots), num_keys, kv_positions=kv_positions if has_gaps else None
+        positions, upload(sequence.kv_slots, device), num_keys, kv_positions=kv_positions if has_gaps else None
     )
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor on a device. From the CPU to CUDA by way of pinned memory: other copies wait for what is queued."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> None:

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
 
 from sglang_chunkcache.shared_slots import Holding, SharedSlots, violations
+from sglang_chunkcache.upload import upload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,7 +55,7 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
         assert holding is not None
         self.shared.give_up(holding, offsets)
         value = node.value.clone()
-        value[torch.from_numpy(offsets).to(value.device)] = slots
+        value[upload(torch.from_numpy(offsets), value.device)] = slots
         node.value = value
         self.num_reserved -= len(slots)
         if not holding.offsets.any():
@@ -171,7 +172,7 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
         holding = holding_of(node)
         if holding is None or (sole := self.shared.sole(holding)).all():
             return slots
-        return slots[torch.from_numpy(np.flatnonzero(sole)).to(slots.device)]
+        return slots[upload(torch.from_numpy(np.flatnonzero(sole)), slots.device)]
 
 
 def holding_of(node: TreeNode) -> Holding | None:

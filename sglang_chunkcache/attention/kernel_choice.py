@@ -20,6 +20,8 @@ from sglang_chunkcache.attention.flashinfer_sparse import KERNELS, FlashInferSpa
 from sglang_chunkcache.attention.reference import attend
 from sglang_chunkcache.attention.variants import unsupported
 
+logger = logging.getLogger(__name__)
+
 Timer = Callable[[Callable[[], object]], float]
 """Milliseconds of one call."""
 
@@ -84,6 +86,9 @@ def choose(
             failed[kernel] = "FA3 needs a Hopper GPU"
             continue
         try:
+            logger.info(
+                "chunk cache: trying attention kernel %s; where it must be compiled, that takes minutes", kernel
+            )
             attention = FlashInferSparse(
                 shape, device=device, scale=scale, kernel=kernel, page_size=page_size, modules=modules
             )

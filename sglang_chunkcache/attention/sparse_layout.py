@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import SparseRequest
+from sglang_chunkcache.upload import upload
 
 Ints = NDArray[np.int64]
 Kind = Literal["causal", "full", "limited"]
@@ -155,12 +156,10 @@ def page_indices(launch: Launch, pages: Tensor, page_starts: Tensor) -> Tensor:
     """
     total = int(launch.kv_indptr[-1])
     shift = page_starts[launch.request] + launch.first_page - launch.kv_indptr[:-1]
-    entries = torch.stack([shift, launch.kv_indptr.diff().long()])
-    if pages.is_cuda:
-        entries = entries.pin_memory()  # a copy from pageable memory may wait for the stream
-    entries = entries.to(pages.device, non_blocking=True)
+    entries = upload(torch.stack([shift.int(), launch.kv_indptr.diff()]), pages.device)
     index = entries[0].repeat_interleave(entries[1], output_size=total)
-    return pages.int().index_select(0, index + torch.arange(total, device=pages.device))
+    index += torch.arange(total, dtype=torch.int32, device=pages.device)
+    return pages.int().index_select(0, index)
 
 
 def _find_runs(visible: Ints, counts: Ints, tile_rows: int, min_run: int) -> Pieces:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("fastapi")
 
 from retrieval.errors import CorruptIndexError
 from sglang_chunkcache import config, launch_server, rag_search

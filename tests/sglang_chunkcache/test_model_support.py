@@ -102,6 +102,19 @@ def test_nothing_against_a_plain_model() -> None:
     assert unsupported(make_runner(), make_args()) == []
 
 
+def test_kv_written_by_the_rotary_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's Qwen3-MoE does so on CUDA in bfloat16: its K/V would go past our passes into a slot that nobody reads."""
+    from sglang.srt.models import qwen3_moe
+
+    runner = make_runner()
+    runner.model.__class__ = type("Qwen3MoeForCausalLM", (Module,), {"__module__": qwen3_moe.__name__})
+    assert unsupported(runner, make_args()) == []
+    monkeypatch.setattr(runner.token_to_kv_pool, "device", "cuda")
+    assert unsupported(runner, make_args()) == ["K/V written by the rotary kernel (Qwen3MoeForCausalLM)"]
+    runner.token_to_kv_pool.dtype = torch.float16
+    assert unsupported(runner, make_args()) == []
+
+
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [

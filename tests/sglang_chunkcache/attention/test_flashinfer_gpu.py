@@ -1,6 +1,7 @@
 """The real FlashInfer: its kernels with our variants equal the reference, and tests/reference/flashinfer.py equals it.
 
-Compiles up to five modules for each dtype and head size, minutes each, the first time; `-k "bfloat16-128"` takes one set.
+Compiles up to five modules for each dtype and head size, minutes each, the first time;
+`-k "bfloat16-128 or not float16"` takes one set.
 """
 
 from __future__ import annotations
