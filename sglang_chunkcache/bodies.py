@@ -64,6 +64,8 @@ class ReuseIn(BaseModel):
 
 def _named_mode(value: Any) -> Any:
     """`"fused"` is short for `{"mode": "fused"}`."""
+    if value is not None and not isinstance(value, str | dict | ReuseIn):
+        raise ValueError("expected 'exact', 'fused' or an object with a mode")
     return {"mode": value} if isinstance(value, str) else value
 
 

@@ -48,8 +48,8 @@ def main(argv: list[str]) -> None:
     try:
         settings = config.from_flags(args)
         rest = server_flags(rest, stock=args.stock)
-        if settings.reuse == "fused" and not args.stock:
-            _check_attention(settings.recompute_attention)
+        if not args.stock:
+            _check_attention(settings)
     except ValueError as error:
         parser.error(str(error))
     if args.stock:
@@ -124,11 +124,15 @@ def refusals(server_args: Any) -> list[str]:
     return [name for name, refused in checks.items() if refused]
 
 
-def _check_attention(wish: str) -> None:
+def _check_attention(settings: config.ChunkCacheConfig) -> None:
     """What can be known before the model is loaded; the rest is `sparse_backend.create`'s."""
     import torch
 
-    if wish == "sparse" and not torch.cuda.is_available():
+    if settings.recompute_attention != "sparse":
+        return
+    if settings.reuse != "fused":
+        raise ValueError("--recompute-attention sparse goes with --reuse fused: else nothing is recomputed")
+    if not torch.cuda.is_available():
         raise ValueError("--recompute-attention sparse: there is no CUDA device; auto takes what there is")
 
 

@@ -110,6 +110,14 @@ def create_fuser(cache: Any, ctx: Any, settings: config.ChunkCacheConfig) -> Any
         extend_reserve=prefill_budget,
     )
     fuser.gate = figures.as_dict()
+    logger.info("chunk cache: start-up gate: %s", figures)
+    if prefill_budget >= runner.token_to_kv_pool.size:
+        logger.warning(
+            "--reuse fused moves nothing: a KV pool of %d tokens never has room beside one prefill budget of %d "
+            "(--chunked-prefill-size)",
+            runner.token_to_kv_pool.size,
+            prefill_budget,
+        )
     if not figures.passed and settings.gate == "refuse":
         raise ValueError(
             f"--reuse fused with {attention['kind']} attention: this model's answers would be wrong, the gate says {figures}"

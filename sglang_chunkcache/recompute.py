@@ -209,7 +209,7 @@ def _forward_batch(
     """An EXTEND batch of ours: what SGLang's dense models and attention backends read, and no more."""
 
     def on_device(values: list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(runner.device, non_blocking=True)
+        return upload(torch.tensor(values, dtype=dtype), runner.device)
 
     seq_lens = [prefix + extend for prefix, extend in zip(prefix_lens, extend_lens, strict=True)]
     starts = [sum(extend_lens[:i]) for i in range(len(extend_lens))]

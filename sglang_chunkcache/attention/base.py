@@ -53,6 +53,12 @@ class SparseRequest:
     kv_positions: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_pages.ndim != 1 or self.kv_pages.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"kv_pages: expected [pages] integers, got {list(self.kv_pages.shape)} {self.kv_pages.dtype}"
+            )
+        if not isinstance(self.num_keys, int) or self.num_keys < 0:
+            raise ValueError(f"num_keys: expected a number of keys, got {self.num_keys}")
         fields = [("positions", self.positions)]
         if self.kv_positions is not None:
             fields.append(("kv_positions", self.kv_positions))
@@ -108,6 +114,9 @@ class SparseAttention(Protocol):
             keys: [num_pages, page_size, num_kv_heads, head_dim], or without the second at page size 1; only read.
             values: Like `keys`.
         Returns:
-            Like `queries`.
+            Like `queries`. Back in the requests' order: `result = torch.empty_like(out); result[order] = out`.
+        Raises:
+            RuntimeError: nothing is planned.
+            ValueError: the queries are not as many as planned.
         """
         ...

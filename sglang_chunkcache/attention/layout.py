@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,10 +138,8 @@ def host_positions(sequence: PassSequence) -> tuple[Tensor, Tensor]:
     _check_ascending("positions", positions)
     _check_ascending("kv_positions", kv_positions)
     own = sequence.own and sequence.out_slots is None
-    last_seen = torch.cat([positions.new_tensor([-1]), kv_positions])[
-        torch.searchsorted(kv_positions, positions, right=True)
-    ]
-    in_pool = last_seen == positions
+    tokens, keys = positions.numpy(), kv_positions.numpy()  # several times faster here than torch
+    in_pool = torch.from_numpy(np.concatenate([[-1], keys])[np.searchsorted(keys, tokens, side="right")] == tokens)
     if own and bool(in_pool.any()):
         raise ValueError(f"position {int(positions[in_pool][0])} stands in kv_positions and would be seen twice")
     if sequence.out_slots is not None and not bool(in_pool.all()):
@@ -175,5 +174,5 @@ def _lay_out(sequence: PassSequence, rows: slice, device: torch.device | str, bl
 
 
 def _check_ascending(name: str, positions: Tensor) -> None:
-    if positions.numel() and (int(positions[0]) < 0 or bool((positions.diff() <= 0).any())):
+    if positions.numel() and (int(positions[0]) < 0 or bool((np.diff(positions.numpy()) <= 0).any())):
         raise ValueError(f"{name}: expected strictly ascending from 0 or above, got {positions.tolist()[:8]}...")

@@ -60,7 +60,7 @@ class ReferenceAttention:
         self._shape = shape
         self._scale = scale
         self._page_size = page_size
-        self._requests: Sequence[SparseRequest] = ()
+        self._requests: Sequence[SparseRequest] | None = None
 
     def plan(self, requests: Sequence[SparseRequest]) -> None:
         """Keep the requests; rows stay in their order. Raises ValueError where pages and keys do not fit."""
@@ -69,6 +69,19 @@ class ReferenceAttention:
         self._requests = requests
 
     def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Like `SparseAttention.run`."""
+        """Like `SparseAttention.run`, with shapes checked to the last number: this is what others are compared with."""
+        if self._requests is None:
+            raise RuntimeError("plan comes before run")
+        shape = self._shape
+        num_rows = sum(request.positions.numel() for request in self._requests)
+        for name, tensor, sizes in (
+            ("queries", queries, (num_rows, shape.num_qo_heads, shape.head_dim)),
+            ("keys", keys, (*keys.shape[:-2], shape.num_kv_heads, shape.head_dim)),
+            ("values", values, (*keys.shape[:-1], shape.head_dim)),
+        ):
+            if tuple(tensor.shape) != sizes or tensor.dtype != shape.dtype:
+                raise ValueError(
+                    f"{name}: expected {list(sizes)} {shape.dtype}, got {list(tensor.shape)} {tensor.dtype}"
+                )
         out, _ = attend(queries, keys, values, self._requests, page_size=self._page_size, scale=self._scale)
         return out.to(self._shape.dtype)

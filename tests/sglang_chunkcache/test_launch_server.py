@@ -232,13 +232,23 @@ def test_main_sparse_attention_without_cuda_exits_with_2(run: list[Any], capsys:
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize(
-    "flags", [SPARSE, ["--reuse", "fused"], ["--reuse", "fused", "--stock", *SPARSE]], ids=" ".join
-)
+@pytest.mark.parametrize("flags", [["--reuse", "fused"], ["--reuse", "fused", "--stock", *SPARSE]], ids=" ".join)
 def test_main_without_cuda_starts_where_nothing_needs_it(run: list[Any], flags: list[str]) -> None:
-    """Without moved KV there is no pass; by default the pass takes what there is."""
+    """By default the pass takes what there is."""
     launch_server.main(["--model-path", "m", *flags])
     assert run
+
+
+@pytest.mark.usefixtures("gpu")
+def test_main_sparse_attention_without_moved_kv_exits_with_2(
+    run: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who asks for it would believe that it runs."""
+    with pytest.raises(SystemExit) as caught:
+        launch_server.main(["--model-path", "m", *SPARSE])
+    assert caught.value.code == 2
+    assert "--recompute-attention sparse goes with --reuse fused" in capsys.readouterr().err
+    assert not run
 
 
 @pytest.mark.usefixtures("gpu")

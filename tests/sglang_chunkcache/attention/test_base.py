@@ -62,5 +62,20 @@ def test_request_refuses_other_dtype_shape_or_device(positions: torch.Tensor) ->
         SparseRequest(positions, torch.arange(4), 4)
 
 
+@pytest.mark.parametrize(
+    ("pages", "num_keys", "message"),
+    [
+        (torch.zeros(4), 4, r"kv_pages: expected \[pages\] integers, got \[4\] torch.float32"),
+        (torch.arange(4)[None], 4, "kv_pages: expected"),
+        (torch.arange(4), -5, "num_keys: expected a number of keys, got -5"),
+        (torch.arange(4), 4.0, "num_keys: expected a number of keys, got 4.0"),
+    ],
+)
+def test_request_refuses_pages_that_are_none(pages: torch.Tensor, num_keys: int, message: str) -> None:
+    """Fractions would be cut off on the way to the kernel, and other slots read."""
+    with pytest.raises(ValueError, match=message):
+        SparseRequest(torch.tensor([1]), pages, num_keys)
+
+
 def test_group_size_is_query_heads_per_kv_head() -> None:
     assert HeadShape(32, 8, 128, torch.bfloat16).group_size == 4

@@ -130,3 +130,19 @@ def test_plan_refuses_pages_that_the_keys_do_not_fill(num_pages: int, page_size:
     attention = ReferenceAttention(HeadShape(2, 1, 8, torch.float32), scale=1.0, page_size=page_size)
     with pytest.raises(ValueError, match="kv_pages"):
         attention.plan([request])
+
+
+def test_the_oracle_refuses_what_it_was_not_planned_for() -> None:
+    """Surplus rows would come out as whatever lay in memory, and a test would compare with that."""
+    shape = HeadShape(4, 2, 8, torch.float32)
+    oracle = ReferenceAttention(shape, scale=0.3)
+    queries, cache = torch.randn(2, 4, 8), torch.randn(5, 2, 8)
+    with pytest.raises(RuntimeError, match="plan comes before run"):
+        oracle.run(queries, cache, cache)
+    oracle.plan([SparseRequest(torch.tensor([1, 3]), torch.arange(5), 5)])
+    assert oracle.run(queries, cache, cache).shape == queries.shape
+    for wrong in (torch.randn(3, 4, 8), queries.half(), torch.randn(2, 2, 8)):
+        with pytest.raises(ValueError, match="queries: expected"):
+            oracle.run(wrong, cache, cache)
+    with pytest.raises(ValueError, match="values: expected"):
+        oracle.run(queries, cache, torch.randn(5, 2, 7))
