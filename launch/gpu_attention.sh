@@ -5,10 +5,12 @@
 #              sequences and FlashInfer's mask; ratios 0.02 to 1, 8k to 32k tokens, batches of 1 to 8, interleaved
 #   relocate   eval.bench.relocate: the fused copy of chunks against the device's copy rate
 #   launch/gpu_attention.sh OUT [--cpu-smoke] [options of python -m eval.bench.attention [-- options of pytest]]
-# OUT gets tests.txt, attention.txt and relocate.txt (the last lines of these two are JSON), the run's folder attention/, which the
-# same command goes on with, and the records as eval/results/ has them.
+# OUT gets tests.txt, attention.txt and relocate.txt (the last lines of these two are JSON), a .log beside each (a .part is the
+# text of a step that failed), the run's folder attention/, which the same command goes on with, and records as in eval/results/.
+# A step that fails is told, and the others go on. The bench is skipped once its run is complete: another OUT measures again.
 # Machine: one NVIDIA GPU of 80 GB, Hopper for FA3, nothing else on it; nvcc, since FlashInfer compiles.
-# Minutes (estimated): tests 20, most of it compiling, 6 with -- -k "bfloat16-128 or not float16" (one dtype and head size); bench 15 to 25; relocate 2. Where a command may run ten minutes only: STEPS=tests,
+# Minutes (estimated): tests 20, most of it compiling, 6 with -- -k "bfloat16-128 or not float16" (one dtype and head size);
+#   bench 15 to 25; relocate 2. Where a command may run ten minutes only: STEPS=tests with -- -k "bfloat16-128 or not float16",
 #   then STEPS=bench with --limit-s 500 until attention/record.json says complete, then STEPS=relocate.
 #   --cpu-smoke: the same steps with tiny sizes on any CPU, 2; the tests are then all skipped.
 # Expected: at 15% and 32k at least 5x over FA3 dense and 70% of its rate per needed FLOP; copying at 80% of the device's
@@ -21,23 +23,46 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^set /{s/^# \{0,1\}//p}' launch/gpu_attention.sh
+    exit
+fi
 . launch/gpu_common.sh
-device=cuda bench=() relocate=()
+device=cuda bench=() relocate=() failed=0
 tests=(tests/sglang_chunkcache/{attention/test_flashinfer_gpu.py,test_relocate.py,test_relocate_kernel.py})
 if [[ -n $smoke ]]; then
     device=cpu bench=(--quick --repetitions 2) relocate=(--quick)
 fi
+trap 'echo "gpu_attention: interrupted; the same command goes on" >&2; exit 130' INT
 
-# run NAME ARGUMENTS: Python's output in OUT.
+# run NAME ARGUMENTS: Python's output in OUT/NAME.txt, where a step that fails leaves the old text.
 run() {
+    local to=$out/$1 rc=0 said=$out/$1.log
     echo "gpu_attention: $1" >&2
-    "$python" -m "${@:2}" 2>"$out/$1.log" | tee "$out/$1.txt"
+    "$python" -m "${@:2}" 2>"$to.log" | tee "$to.part" || rc=$?
+    if ((rc == 0)); then
+        mv "$to.part" "$to.txt"
+        return
+    fi
+    failed=$rc
+    if [[ ! -s $to.part ]]; then
+        rm "$to.part"
+    elif [[ $1 == tests ]]; then
+        said=$to.part # pytest reports there
+    fi
+    echo "gpu_attention: $1 failed ($rc), see $said: $(tail -n 1 "$said")" >&2
 }
 
 for step in ${STEPS:-tests bench relocate}; do
     case $step in
         tests) run tests pytest -m gpu -rs "${tests[@]}" "${flags[@]}" ;;
-        bench) run attention eval.bench.attention --device $device --out "$out/attention" --record "$out" "${bench[@]}" "${options[@]}" ;;
+        bench)
+            if grep -qs '^ "complete": true' "$out/attention/record.json"; then
+                echo "gpu_attention: attention skipped: the run in $out/attention is complete" >&2
+            else
+                run attention eval.bench.attention --device $device --out "$out/attention" --record "$out" "${bench[@]}" "${options[@]}"
+            fi
+            ;;
         relocate) run relocate eval.bench.relocate --device $device --record "$out" "${relocate[@]}" ;;
         *)
             echo "gpu_attention: STEPS: expected tests, bench or relocate, got '$step'" >&2
@@ -45,3 +70,4 @@ for step in ${STEPS:-tests bench relocate}; do
             ;;
     esac
 done
+exit $failed

@@ -5,7 +5,7 @@
 # shellcheck shell=bash disable=SC2034
 name=$(basename "$0" .sh)
 if (($# < 1)) || [[ $1 == -* ]]; then
-    sed -n '2,/^set /{s/^# \{0,1\}//p}' "$0" >&2
+    sed -n '2,/^set /{s/^# \{0,1\}//p}' "launch/$name.sh" >&2
     exit 2
 fi
 out=$(mkdir -p "$1" && cd "$1" && pwd)

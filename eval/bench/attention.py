@@ -22,11 +22,14 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as a file: packages lie in the repository's root, and this folder is no place to import from
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+if __name__ == "__main__" and find_spec("torch") is None:
+    sys.exit("attention needs torch: run it with .venv/bin/python (launch/setup.sh makes it)")
 
 import torch
 
@@ -40,6 +43,7 @@ from eval.errors import CommandError
 from eval.record import RESULTS, make_record, write_record
 from eval.run import Run, read_record
 from sglang_chunkcache.attention.base import HeadShape
+from sglang_chunkcache.attention.variants import unsupported_shape
 
 FULL: dict[str, Any] = {
     "contexts": [8192, 16_384, 32_768],
@@ -65,33 +69,40 @@ class _LimitReached(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what is missing, print; 2 for what cannot be."""
+    """Measure what is missing, print; 2 for what cannot be, 130 where it was interrupted."""
     options = _parse(argv)
     try:
         return _run(options)
-    except CommandError as error:
+    except (CommandError, FileExistsError) as error:  # the latter: two records within a minute
         print(f"attention: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("attention: interrupted", file=sys.stderr)
+        return 130
 
 
 def _run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     settings = _settings(options)
     arms = _arms(options, settings)
-    folder = options.out or Path("runs") / f"{datetime.datetime.now():%Y-%m-%dT%H%M%S}-attention"
     spec = {key: value for key, value in vars(options).items() if key != "limit_s"}
     cells = cells_of(options.patterns, options.contexts, options.batches, options.ratios)
     try:
-        with Run(folder, kind="attention", spec=spec, summarize=summarize) as run:
+        with Run(options.out, kind="attention", spec=spec, summarize=summarize) as run:
             _measure(run, cells, arms, settings, options.limit_s and started + options.limit_s)
     except _LimitReached:
-        print(f"{options.limit_s:g} s are over: the same command with --out {folder} goes on", file=sys.stderr)
-    record = read_record(folder)
+        print(f"{options.limit_s:g} s are over: the same command with --out {options.out} goes on", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"the same command with --out {options.out} goes on", file=sys.stderr)
+        raise
+    record = read_record(options.out)
+    if reason := unsupported_shape(settings.shape, page_size=settings.page_size):
+        print(f"No table of plans, since our kernels cannot be used: {reason}.")
     print(render(record["results"], on_gpu=options.device == "cuda"))
     if options.record and record["complete"]:
         whole = make_record("attention", spec=spec, results=record["results"], git=record["git"])
         kept = write_record(whole, results_dir=options.record)
-        shutil.copy(folder / "samples.jsonl", kept)
+        shutil.copy(options.out / "samples.jsonl", kept)
         print("record:", kept)
     print(json.dumps(record["results"]))
     return 0
@@ -123,7 +134,7 @@ def _measure(run: Run, cells: Sequence[Cell], arms: Sequence[Arm], settings: Set
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    if options.device == "cuda" and options.arms != [] and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("no CUDA here; --device cpu goes through everything without it")
     num_qo_heads, num_kv_heads, head_dim = options.heads
     return Settings(
@@ -179,11 +190,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, value in (QUICK if options.quick else FULL).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    options.out = options.out or Path("runs") / f"{datetime.datetime.now():%Y-%m-%dT%H%M%S}-attention"
     if not all(0 < ratio <= 1 for ratio in options.ratios):
         parser.error("--ratios: expected numbers above 0, up to 1")
     numbers = [*options.contexts, *options.batches, *options.heads, options.page_size, options.repetitions]
-    if min(numbers) < 1 or options.warm_up < 0:
+    if min(numbers) < 1:
         parser.error("lengths, batches, heads, page size and repetitions: expected at least 1")
+    if options.warm_up < 0:
+        parser.error("--warm-up: expected at least 0")
     if options.heads[0] % options.heads[1]:
         parser.error("--heads: query heads are expected to be a multiple of KV heads")
     return options

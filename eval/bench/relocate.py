@@ -264,8 +264,18 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print; 1 if kernel and torch disagree."""
-    args = _parse(argv)
+    """Measure and print; 1 if kernel and torch disagree, 2 for what cannot be, 130 where it was interrupted."""
+    try:
+        return _run(_parse(argv))
+    except (CommandError, FileExistsError) as error:  # the latter: two records within a minute
+        print(f"relocate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("relocate: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     timed = clock_of(device)
     results: dict[str, Any] = {}
@@ -292,7 +302,12 @@ def main(argv: Sequence[str]) -> int:
         (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
         print("record:", folder)
     print(json.dumps(report))
-    return 0 if all(all(result["same_bits"].values()) for result in results.values()) else 1
+    wrong = [
+        f"{key}, {name}" for key, result in results.items() for name, same in result["same_bits"].items() if not same
+    ]
+    for where in wrong:
+        print(f"relocate: {where}: kernel and torch give other bits", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -309,9 +324,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.device == "cuda" and not cuda:
         raise CommandError("--device cuda: there is no CUDA device")
+    if args.tune and args.device == "cpu":
+        raise CommandError("--tune: only the kernel has block sizes and warps, and it runs on CUDA")
     many = [256, 1024, 4096, 16384] if args.device == "cuda" else [256, 1024]
     args.tokens = args.tokens or ([256] if args.quick else many)
-    args.rounds = args.rounds or (3 if args.quick else 30)
+    if args.rounds is None:
+        args.rounds = 3 if args.quick else 30
     if min(args.tokens) < 1 or args.rounds < 1:
         parser.error("--tokens and --rounds must be at least 1")
     return args

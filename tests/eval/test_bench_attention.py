@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -365,8 +366,22 @@ def test_nothing_is_claimed_without_a_gpu() -> None:
     assert [target["verdict"] for target in results["targets"]] == ["not measured"] * 2
     text = render(results, on_gpu=False)
     assert text.count("not measured") == 2
+    assert text.startswith(NO_GPU)
     assert text.endswith(NO_GPU)
     assert "left out: fa3: out of memory (b)" in text
+
+
+def test_reference_alone_is_no_arm_of_ours() -> None:
+    """Plain torch is slow on purpose: neither the fastest nor held against a target or the paper."""
+    row = {"ms": [2.0, 2.0], "host_ms": [2.0, 2.0], "plan_ms": 1.0}
+    plan = {"executed_pairs": 3, "index_bytes": 5 << 20, "entries": 1, "layout_ms": 0.25}
+    text = render(summarize([make_sample(plans={"fa3": plan}, arms={"reference": row, "dense": row})]), on_gpu=False)
+    assert "reference (the oracle, not a kernel)" in text
+    for word in ("fastest", "over dense", "target", "FusionRAG", "all ms", " - "):
+        assert word not in text
+    planned, times = (line.split() for line in text.splitlines() if line.startswith("scattered"))
+    assert planned == ["scattered/32768/1/0.15", "1", "3.000", "5.00", "0.25"]
+    assert times == ["scattered", "15%", "2.000", "2.000"]
 
 
 def test_table_shows_times_speedups_and_the_paper_apart() -> None:
@@ -377,7 +392,7 @@ def test_table_shows_times_speedups_and_the_paper_apart() -> None:
     sample["arms"]["custom_mask"] |= {"mask_bytes": 7 << 20, "plan_ms": 8.5}
     text = render(summarize([roof, sample]), on_gpu=True)
     planned, row = (line for line in text.splitlines() if line.startswith("scattered"))
-    assert " ".join(planned.split()) == "scattered/32768/1/0.15 1 3.000 | 5.0 | 0.25 | 1.0 1.0 | 1.0 7.0 | 8.5"
+    assert " ".join(planned.split()) == "scattered/32768/1/0.15 1 3.000 5.00 0.25 1.0 1.00 1.0 7.00 8.5"
     assert "2.700" in row
     assert "6.00 [" in row
     assert "4.2x" not in row
@@ -444,6 +459,21 @@ def test_interrupted_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(list(tmp_path.glob("*-attention/samples.jsonl"))) == 1
 
 
+def test_run_without_out_goes_on_with_the_folder_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted: the exit code that a shell knows, no traceback, and a command that is not refused for other settings."""
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "measure_cell", Mock(side_effect=[{"arms": {}, "failed": {}}, KeyboardInterrupt]))
+        assert attention.main(SMALL) == 130
+    _, _, told, last = capsys.readouterr().err.splitlines()
+    assert last == "attention: interrupted"
+    folder = told.split(" --out ")[1].removesuffix(" goes on")
+    assert attention.main([*SMALL, "--out", folder]) == 0
+    assert json.loads((Path(folder) / "record.json").read_text())["complete"] is True
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -451,6 +481,7 @@ def test_interrupted_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--contexts", "0"], "expected at least 1"),
         (["--heads", "6", "4", "64"], "--heads: query heads"),
         (["--dtype", "int8"], "--dtype"),
+        (["--warm-up", "-1"], "--warm-up: expected at least 0"),
     ],
 )
 def test_bad_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -468,8 +499,10 @@ def test_unknown_arms_and_missing_gpus_are_refused(
     assert attention.main([*SMALL, "--arms", "fa9", "--out", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err == "attention: --arms fa9: on cpu there are reference, sdpa, dense, virtual\n"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert attention.main(["--out", str(tmp_path / "run")]) == 2
-    assert "no CUDA here; --device cpu" in capsys.readouterr().err
+    for flags in ([], ["--arms"]):
+        assert attention.main([*flags, "--out", str(tmp_path / "run")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("attention: no CUDA here; --device cpu")
     assert not (tmp_path / "run").exists()
 
 
@@ -482,3 +515,12 @@ def test_layouts_alone_need_no_arm(tmp_path: Path) -> None:
     for cell in cells.values():
         assert cell["arms"] == {}
         assert all(plan["executed_pairs"] < 1.2 * cell["work"]["pairs"] for plan in cell["plans"].values())
+
+
+def test_shapes_that_no_kernel_knows_have_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Instead of a table of plans that is silently not there."""
+    grid = ["--device", "cpu", "--arms", "--quick", "--dtype", "float32"]
+    assert attention.main([*grid, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(
+        "No table of plans, since our kernels cannot be used: dtype torch.float32"
+    )

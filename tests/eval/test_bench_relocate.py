@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +14,6 @@ pytest.importorskip("triton")
 import torch
 
 from eval.bench.relocate import SHAPES, Arm, Bench, main, measure, summarize
-from eval.errors import CommandError
 from sglang_chunkcache import relocate_kernel
 
 SMALL = ["--device", "cpu", "--shapes", "small", "--tokens", "8", "--rounds", "3"]
@@ -95,9 +95,34 @@ def test_tuned_arm_sets_what_the_kernel_reads(monkeypatch: pytest.MonkeyPatch) -
     assert usual[0] != tile_bytes
 
 
-def test_cuda_must_be_there_if_asked_for() -> None:
-    """A run that falls back would be read as the GPU's."""
-    if torch.cuda.is_available():
-        pytest.skip("there is CUDA")
-    with pytest.raises(CommandError, match="no CUDA device"):
-        main(["--device", "cuda"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "cuda"], "relocate: --device cuda: there is no CUDA device"),
+        (["--device", "cpu", "--tune"], "relocate: --tune: only the kernel has block sizes"),
+    ],
+)
+def test_cuda_must_be_there_if_asked_for(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that falls back would be read as the GPU's. One line, no traceback."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+
+
+@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--tokens", "0"]])
+def test_counts_of_none_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A zero must not become the default."""
+    with pytest.raises(SystemExit) as refused:
+        main([*SMALL, *flags])
+    assert refused.value.code == 2
+    assert "--tokens and --rounds must be at least 1" in capsys.readouterr().err
+
+
+def test_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the exit code that a shell knows."""
+    monkeypatch.setattr("eval.bench.relocate.measure", Mock(side_effect=KeyboardInterrupt))
+    assert main(SMALL) == 130
+    assert capsys.readouterr().err == "relocate: interrupted\n"
