@@ -5,8 +5,8 @@
     filled     h h h | S S x S x | g g        x: from the reserve that was taken with the promise
 
 The scheduler reads the same rows and nodes as the pass, in a stream that does not wait for the pass's: what both see is
-changed in the scheduler's stream, and the pass's waits for that. Old tensors live as long as the request, since queued work
-may still read them.
+changed in the scheduler's stream, and the pass's waits for that. The promise's own row is read by the pass alone: old ones live
+as long as the request, since queued work may still read them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ class ExclusiveRows:
 
     Args:
         nodes: the promise's chunk nodes whose slots are all their source's, ascending by `start`.
-        reserve: slots that critical tokens may take, counted in `cache.num_reserved`.
+        reserve: slots that critical tokens may take; counted in `cache.num_reserved` from now on.
     """
 
     def __init__(self, cache: SharingRadixCache, nodes: Sequence[TreeNode], reserve: Tensor) -> None:
         self.cache, self.nodes, self.reserve = cache, nodes, reserve
+        cache.num_reserved += len(reserve)
         self.reqs: Sequence[Req] = ()
         """The batch: whoever matched these nodes while they were promised has their slots in his row."""
         self._device = torch.get_device_module(cache.device)
         self._stream = self._device.current_stream()
-        self._alive: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        """Those that `own` has replaced: probes queued in the pass's stream may still read them."""
 
     @property
     def num_shared(self) -> int:
@@ -62,14 +64,16 @@ class ExclusiveRows:
             (the row with the new slots, the positions that got none).
         """
         wanted = np.asarray(positions, dtype=np.int64)
-        shared = [(node, self._shared_at(node, wanted)) for node in self.nodes]
+        shared = [(node, offsets) for node in self.nodes if len(offsets := self._shared_at(node, wanted))]
+        if not shared:
+            return row, []
         missing = sum(len(offsets) for _, offsets in shared) - len(self.reserve)
         refused: list[int] = []
-        changed = []
+        changed: set[TreeNode] = set()
         with self._scheduling():
             if evicts and missing > 0:
                 self._reserve_more(missing)
-            self._alive.append(row)
+            self._rows.append(row)
             row = row.clone()
             for node, offsets in shared:
                 granted, left = offsets[: len(self.reserve)], offsets[len(self.reserve) :]
@@ -77,10 +81,9 @@ class ExclusiveRows:
                 if not len(granted):
                     continue
                 slots, self.reserve = self.reserve[: len(granted)], self.reserve[len(granted) :]
-                self._alive += [node.value, slots]
                 self.cache.unshare(node, granted, slots)
                 row[node.start : node.start + len(node.key)] = node.value
-                changed.append(node)
+                changed.add(node)
             self._rewrite(changed)
         return row, refused
 
@@ -120,18 +123,15 @@ class ExclusiveRows:
         self.cache.num_reserved += len(slots)
         self.reserve = torch.cat([self.reserve, slots])
 
-    def _rewrite(self, changed: Sequence[TreeNode]) -> None:
+    def _rewrite(self, changed: set[TreeNode]) -> None:
         """Rows of the batch's requests that stand on nodes with other slots now."""
+        if not changed:
+            return
         for req in self.reqs:
-            node, spans = req.last_node, []
+            node = req.last_node
             while node is not None:
                 if node in changed:
-                    spans.append((slice(node.start, node.start + len(node.key)), node.value))
+                    span = slice(node.start, node.start + len(node.key))
+                    req.prefix_indices[span] = node.value
+                    self.cache.req_to_token_pool.write((req.kv.req_pool_idx, span), node.value.to(torch.int32))
                 node = node.parent
-            if not spans:
-                continue
-            self._alive.append(req.prefix_indices)
-            req.prefix_indices = req.prefix_indices.clone()
-            for span, slots in spans:
-                req.prefix_indices[span] = slots
-                self.cache.req_to_token_pool.write((req.kv.req_pool_idx, span), slots.to(torch.int32))

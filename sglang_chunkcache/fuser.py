@@ -168,17 +168,9 @@ class Fuser:
                 self.cache.dec_lock_ref(each)
             return self._decline(outcome, "no_room", node)
         row = torch.cat([req.prefix_indices, *_rows(plan, slots[:num_own], shared)])
-        # As chunked: the request has not used these nodes yet, so nothing is a hit.
-        _, path = self.cache.insert_segments(key, row, req.priority or 0, True, are_filled=False)
+        last, sharing = self._hang(key, row, plan, shared, req.priority or 0)
+        exclusive = ExclusiveRows(self.cache, sharing, slots[num_own:]) if shared else None
         self.cache.dec_lock_ref(node)
-        chunks = [each for each in path if each.chunk is not None]
-        moved = {piece.span for piece in plan.pieces if piece.source is not None}
-        for piece in plan.pieces:
-            if piece.span is not None:
-                chunks[piece.span].is_moved = piece.span in moved
-        self.cache.num_reserved += reserve
-        for span, source in shared.items():
-            self.cache.share(source, chunks[span])
         req.chunkcache_fused = fused
         outcome.move = Move(
             plan=plan,
@@ -188,13 +180,14 @@ class Fuser:
             question_ids=req.origin_input_ids[spans.spans[-1].end :],
             question_start=spans.spans[-1].end,
             row_index=lambda: req.kv.req_pool_idx,
-            exclusive=ExclusiveRows(self.cache, [chunks[span] for span in shared], slots[num_own:]) if shared else None,
+            shared=frozenset(shared),
+            exclusive=exclusive,
         )
         for piece in plan.pieces:
             if isinstance(piece.source, HostCopy):
                 self.store.use(piece.source.variant, piece.cfo)
-        self._pending.append(_Pending(outcome.move, sources, path[-1]))
-        return row[plan.start :], path[-1]
+        self._pending.append(_Pending(outcome.move, sources, last))
+        return row[plan.start :], last
 
     def before(self, batch: ScheduleBatch) -> None:
         """Fill what was promised to this batch's requests."""
@@ -371,6 +364,20 @@ class Fuser:
             self.cache.evict(EvictParams(num_tokens=missing))
         slots: torch.Tensor | None = allocator.alloc(num_tokens)
         return slots
+
+    def _hang(
+        self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, shared: Mapping[int, TreeNode], priority: int
+    ) -> tuple[TreeNode, list[TreeNode]]:
+        """Nodes for the region, yet to be filled: (the last one, those that share their source's slots)."""
+        # As chunked: the request has not used these nodes yet, so nothing is a hit.
+        _, path = self.cache.insert_segments(key, row, priority, True, are_filled=False)
+        chunks = [node for node in path if node.chunk is not None]
+        for piece in plan.pieces:
+            if piece.span is not None:
+                chunks[piece.span].is_moved = piece.source is not None
+        for span, source in shared.items():
+            self.cache.share(source, chunks[span])
+        return path[-1], [chunks[span] for span in shared]
 
 
 def _rows(plan: ReusePlan, slots: torch.Tensor, shared: Mapping[int, TreeNode]) -> list[torch.Tensor]:

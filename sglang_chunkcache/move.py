@@ -30,8 +30,10 @@ class Move:
     question_start: int
     row_index: Callable[[], int]
     """The request's row in `req_to_token`, once it has one."""
+    shared: frozenset[int] = frozenset()
+    """Span indices of the pieces that were promised with their source's slots."""
     exclusive: ExclusiveRows | None = None
-    """Where pieces that stay at their position have the source's slots; None: all are copied."""
+    """Theirs; None: all are copied."""
     recomputed_len: int = 0
     shared_len: int = 0
     """Tokens whose slots are the source's, in the end."""
@@ -48,7 +50,7 @@ class Move:
     @property
     def copied(self) -> list[Piece]:
         """The moved pieces that have slots of their own."""
-        return [piece for piece in self.moved if self.exclusive is None or not piece.stays]
+        return [piece for piece in self.moved if piece.span not in self.shared]
 
     def claim(self, positions: list[int]) -> list[int]:
         """Make `positions` (ascending) the request's own to write; those for which there is no slot are left out."""

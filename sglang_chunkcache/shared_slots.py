@@ -91,6 +91,11 @@ class SharedSlots:
         is_sole: NDArray[np.bool_] = ~holding.offsets | (holding.group.owners == 1)
         return is_sole
 
+    @staticmethod
+    def is_locked_elsewhere(holding: Holding) -> bool:
+        """Whether each slot of an unlocked node stays protected without it."""
+        return bool(holding.offsets.all() and (holding.group.locks > 0).all())
+
     def leave(self, holding: Holding) -> None:
         """The node leaves the tree, or holds nothing of the group any more."""
         self._change(holding.group, holding.offsets, -1, -int(holding.is_locked))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -106,22 +106,26 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
     def evict(self, params: EvictParams) -> EvictResult:
         """As SGLang's, until as many slots are free: a slot that another node still holds is none.
 
-        A leaf that would free nothing is the last to go: its chunk would be lost for nothing.
+        A leaf whose slots are all locked through other nodes is the last to go: it frees nothing.
         """
         if not self.shared.num_holdings:
             return super().evict(params)
         started = time.perf_counter()
-        heap = [self._entry(node) for node in self.evictable_leaves]
+        heap = [(False, self.eviction_strategy.get_priority(node), node) for node in self.evictable_leaves]
         heapq.heapify(heap)
         num_evicted = 0
         while num_evicted < params.num_tokens and heap:
-            *_, node = heapq.heappop(heap)
+            is_late, priority, node = heapq.heappop(heap)
+            holding = holding_of(node)
+            if not is_late and holding is not None and self.shared.is_locked_elsewhere(holding):
+                heapq.heappush(heap, (True, priority, node))
+                continue
             slots = self._freed_with(node)
             self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
             num_evicted += len(slots)
             self._delete_leaf(node)
             if len(node.parent.children) == 0 and node.parent.lock_ref == 0:
-                heapq.heappush(heap, self._entry(node.parent))
+                heapq.heappush(heap, (False, self.eviction_strategy.get_priority(node.parent), node.parent))
             self.kv_events.record_remove(node)
         self.update_eviction_metrics(num_evicted, started)
         return EvictResult(num_tokens_evicted=num_evicted)
@@ -133,15 +137,6 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
     def protected_size(self) -> int:
         """Slots in the tree that a lock holds, and reserved ones."""
         return self.protected_size_ - self.shared.surplus_protected + self.num_reserved  # type: ignore[no-any-return]
-
-    def total_size(self) -> int:
-        """Slots in the tree."""
-        return super().total_size() - self.shared.num_shared  # type: ignore[no-any-return]
-
-    def all_values_flatten(self) -> torch.Tensor:
-        """The tree's slots, each once."""
-        values: torch.Tensor = super().all_values_flatten()
-        return torch.unique(values) if self.shared.num_holdings else values
 
     def reset(self) -> None:
         """Empty tree."""
@@ -161,11 +156,6 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
             if (holding := holding_of(node)) is not None:
                 self.shared.set_locked(holding, node.lock_ref > 0)
             node = node.parent
-
-    def _entry(self, node: TreeNode) -> tuple[bool, Any, TreeNode]:
-        holding = holding_of(node)
-        frees_nothing = holding is not None and not self.shared.sole(holding).any()
-        return frees_nothing, self.eviction_strategy.get_priority(node), node
 
     def _freed_with(self, node: TreeNode) -> torch.Tensor:
         slots: torch.Tensor = node.value

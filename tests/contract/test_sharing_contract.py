@@ -85,3 +85,8 @@ def test_allocator_frees_and_gives_in_the_current_stream() -> None:
     """Its list of free slots is a tensor: both must happen in the scheduler's stream."""
     assert "self.free_pages = torch.cat((self.free_pages, free_index))" in source(TokenToKVPoolAllocator.free)
     assert "select_index = self.free_pages[:need_size]" in source(TokenToKVPoolAllocator.alloc)
+
+
+def test_a_match_is_a_tensor_of_its_own() -> None:
+    """A request's `prefix_indices` are rewritten in place: were they a node's value, the tree would change with them."""
+    assert "value = torch.cat(value)" in source(RadixCache.match_prefix)

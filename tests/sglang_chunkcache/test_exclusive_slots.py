@@ -3,6 +3,7 @@
     owner    head | A | B | question     computed exactly, and still answering
     one      head | D | B | question     B's rows are the owner's; critical tokens have slots of their own
     two      head | E | B | question     the same, other tokens
+    three    head | F | B | question     the same, all tokens: against an ordinary prefill of the whole prompt
 
 All through cache, fuser and fusion pass as the server has them; only SGLang's scheduler is tests/reference/scheduler.py.
 """
@@ -24,6 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from torch import Tensor
 
 from sglang_chunkcache import fusion_pass
+from sglang_chunkcache.attention import sparse_backend
 from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache
 from sglang_chunkcache.chunk_store import ChunkStore
 from sglang_chunkcache.fuser import Fuser
@@ -33,25 +35,28 @@ from sglang_chunkcache.request_spans import ANSWER_KEY, ReuseRequest
 from tests.reference.fused_scheduler import ROOMY
 from tests.reference.scheduler import FakeReq, Scheduler, config, marked
 from tests.runners import POOL_SLOTS, kv_of, make_runner, write_model
+from tests.sglang_chunkcache.test_recompute import make_attention
 
 pytestmark = pytest.mark.engine
 
 TOLERANCES = {"float32": 5e-5, "bfloat16": 1e-1}
 """As in test_fusion_pass.py."""
 _GENERATOR = torch.Generator().manual_seed(11)
-LENS = {"head": 5, "A": 14, "D": 14, "E": 14, "B": 24, "question": 6}
+LENS = {"head": 5, "A": 14, "D": 14, "E": 14, "B": 24, "question": 6, "F": 14}
 TOKENS = {name: torch.randint(0, 128, (n,), generator=_GENERATOR).tolist() for name, n in LENS.items()}
 B_START = LENS["head"] + LENS["A"]
 PROMPT_LEN = B_START + LENS["B"] + LENS["question"]
 ANSWER = (17, 93, 4, 55)
 ONE = ReuseRequest("random", 0.4, "one")
 TWO = ReuseRequest("query", 0.4, "two")
+THREE = ReuseRequest("query", 1.0, "three")
 
 
 class EngineScheduler(Scheduler):
     """`Scheduler` over a runner's own pools, whose batches go through its model."""
 
-    def __init__(self, runner: Any, **knobs: Any) -> None:
+    def __init__(self, runner: Any, attention: str = "masked", **knobs: Any) -> None:
+        """`attention`: of the pass, as in test_recompute.py."""
         self.runner = runner
         self.capacity, self.force_miss, self.prefill_budget, self.is_chunked = POOL_SLOTS, False, None, True
         self.batch: list[tuple[FakeReq, int]] = []
@@ -64,7 +69,10 @@ class EngineScheduler(Scheduler):
         self.cache = ChunkRadixCache(CacheInitParams(False, self.rows, self.allocator, 1), settings)
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         store = ChunkStore(max_bytes=1 << 30, max_chunks=10, max_variants=1)
-        self.fuser = Fuser(self.cache, FusionPass(runner, table, settings), store, ROOMY, extend_reserve=256)
+        choice = None
+        if attention != "masked":
+            choice = make_attention(runner, attention), sparse_backend.described("sparse", "a test", attention)
+        self.fuser = Fuser(self.cache, FusionPass(runner, table, settings, choice), store, ROOMY, extend_reserve=256)
         self.cache.fuser = self.fuser
         self.logits: dict[FakeReq, list[Tensor]] = {}
         """Request -> the last token's logits of each of its forwards."""
@@ -160,44 +168,46 @@ def alone(runner: Any, first: str, reuse: ReuseRequest | None) -> tuple[Tensor, 
     return scheduler.kv(scheduler.slots(req, 0, req.filled)), scheduler.logits[req]
 
 
-def test_two_requests_recompute_different_tokens_of_one_chunk(runner: Any) -> None:
-    """In one batch, beside the owner of the shared slots; then all three decode together. KV and logits are those of requests
-    with copies of their own, and the shared slots keep every bit."""
-    expected = [alone(runner, *each) for each in (("A", None), ("D", ONE), ("E", TWO))]
-    scheduler = EngineScheduler(runner)
-    owner, one, two = make_request("A", None), make_request("D", ONE), make_request("E", TWO)
+@pytest.mark.parametrize("attention", ["masked", "reference"])
+def test_requests_recompute_different_tokens_of_one_chunk(runner: Any, attention: str) -> None:
+    """In one batch, beside the owner of the shared slots; then all decode together. KV and logits are those of requests with
+    copies of their own, those of the last one an ordinary prefill's, and the shared slots keep every bit."""
+    expected = [alone(runner, *each) for each in (("A", None), ("D", ONE), ("E", TWO), ("F", None))]
+    scheduler = EngineScheduler(runner, attention)
+    owner, one, two, three = (make_request(*each) for each in (("A", None), ("D", ONE), ("E", TWO), ("F", THREE)))
     scheduler.admit(owner, 1000)
     scheduler.sample(owner, ANSWER[0])
     source = scheduler.slots(owner, B_START, B_START + LENS["B"])
     before = scheduler.kv(source)
-    for req in (one, two):
+    for req in (one, two, three):
         assert scheduler.add(req, 1000) == B_START + LENS["B"]
-    scheduler.step([owner], ANSWER[1])  # the very batch that fills the other two
-    scheduler.check([owner, one, two])
-    rows = [scheduler.slots(req, B_START, B_START + LENS["B"]) for req in (one, two)]
+    scheduler.step([owner], ANSWER[1])  # the very batch that fills the others
+    scheduler.check([owner, one, two, three])
+    rows = [scheduler.slots(req, B_START, B_START + LENS["B"]) for req in (one, two, three)]
     recomputed = [
         {i for i, (mine, theirs) in enumerate(zip(row, source, strict=True)) if mine != theirs} for row in rows
     ]
     assert recomputed[0] != recomputed[1]
-    assert {len(each) for each in recomputed} == {10}  # 0.4 of 24
+    assert [len(each) for each in recomputed] == [10, 10, 24]  # 0.4 of 24, and all
     assert torch.equal(scheduler.kv(source), before)
-    for req in (one, two):
+    for req in (one, two, three):
         scheduler.sample(req, ANSWER[0])
-    scheduler.step([one, two], ANSWER[1])
+    scheduler.step([one, two, three], ANSWER[1])
     for token in ANSWER[2:]:
-        scheduler.step([owner, one, two], token)
-        scheduler.check([owner, one, two])
+        scheduler.step([owner, one, two, three], token)
+        scheduler.check([owner, one, two, three])
     assert torch.equal(scheduler.kv(source), before)
-    for req, (kv, logits) in zip((owner, one, two), expected, strict=True):
+    for req, (kv, logits) in zip((owner, one, two, three), expected, strict=True):
         got = scheduler.kv(scheduler.slots(req, 0, req.filled))
         torch.testing.assert_close(got, kv, rtol=0, atol=runner.tolerance)
         torch.testing.assert_close(
             torch.stack(scheduler.logits[req]), torch.stack(logits), rtol=0, atol=runner.tolerance
         )
-    for req in (one, two):
-        assert report(req)["shared"] == LENS["B"] - 10
-        assert report(req)["recomputed"] == 10
+    for req, num in zip((one, two, three), (10, 10, 24), strict=True):
+        assert (report(req)["shared"], report(req)["recomputed"]) == (LENS["B"] - num, num)
     stats = scheduler.cache.stats()
+    assert stats["moves"]["attention"]["kernel"] == (None if attention == "masked" else attention)
+    assert stats["moves"]["attention"]["fallbacks"] == 0
     assert stats["shared"]["tokens"] == 2 * (LENS["B"] - 10)
     assert stats["shared"]["bytes"] == stats["shared"]["tokens"] * before[:, :, 0].nbytes
     assert "moved_device" not in stats["moves"]["tokens"]

@@ -592,8 +592,8 @@ def test_source_outlives_those_who_share_it() -> None:
     scheduler.check()
 
 
-def test_what_frees_nothing_is_evicted_last() -> None:
-    """A source whose slots a running request holds is worth keeping, old as it is: no slot would be free without it."""
+def test_source_whose_slots_a_running_request_holds_is_evicted_last() -> None:
+    """Old as it is, it is worth keeping: no slot would be free without it."""
     scheduler = make_scheduler(eviction="lru")
     scheduler.serve(rag(A, B, tail=[30]), answer=[50])
     req = fused(D, B)
@@ -602,6 +602,22 @@ def test_what_frees_nothing_is_evicted_last() -> None:
     scheduler.evict(1 + 10)  # the first request's question, and the plain one
     assert node_of(scheduler, HEAD, A, B) is not None
     scheduler.check([req])
+
+
+@pytest.mark.parametrize("exclusive_slots", ["on", "off"])
+@pytest.mark.parametrize("eviction", ["lru", "reused"])
+def test_cold_chunks_leave_before_hot_ones(eviction: str, exclusive_slots: str) -> None:
+    """Also where two that nobody asks for any more share slots: alone neither frees them, and what is left of the pool would
+    be theirs and their prefixes' for good."""
+    scheduler = make_scheduler(100, eviction=eviction, exclusive_slots=exclusive_slots, window_requests=3)
+    scheduler.serve(rag(A, B))
+    scheduler.serve(fused(D, B))
+    for token in range(100, 110):
+        scheduler.serve(rag(C, tail=[token]))
+    while node_of(scheduler, HEAD, A) or node_of(scheduler, HEAD, D):
+        assert scheduler.evict(1)
+        assert node_of(scheduler, HEAD, C) is not None
+    scheduler.check()
 
 
 def test_room_for_critical_tokens_is_reserved() -> None:

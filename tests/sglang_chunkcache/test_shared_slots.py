@@ -94,6 +94,14 @@ class SharedSlotsMachine(RuleBasedStateMachine):
     def books_agree_with_the_nodes(self) -> None:
         assert violations([(node.holding, node.is_locked, node.slots) for node in self.nodes]) == []
 
+    @invariant()
+    def what_others_lock_is_known(self) -> None:
+        locked = [set(node.slots) for node in self.nodes if node.is_locked]
+        for node in self.nodes:
+            if not node.is_locked:
+                expected = all(any(slot in slots for slots in locked) for slot in node.slots)
+                assert self.books.is_locked_elsewhere(node.holding) == expected
+
     def num_holders(self, slot: int) -> int:
         return sum(slot in node.slots for node in self.nodes)
 
