@@ -48,12 +48,14 @@ for step in ${STEPS:-gate bench}; do
     case $step in
         gate)
             echo "gpu_reuse: the gate" >&2
-            "$python" -m sglang_chunkcache.check --model-path "$work/gate_model" "${server[@]}" 2>"$out/gate.log" | tee "$out/gate.txt"
+            "$python" -m sglang_chunkcache.check --model-path "$work/gate_model" "${server[@]}" 2>"$out/gate.log" | tee "$out/gate.part"
+            mv "$out/gate.part" "$out/gate.txt"
             ;;
         bench)
             echo "gpu_reuse: time to first token" >&2
             "$python" -m eval.bench.reuse --model-path "$work/model" --stock --logs "$out" "${bench[@]}" "${options[@]}" \
-                -- --load-format dummy "${server[@]}" 2>"$out/bench.log" | tee "$out/bench.txt"
+                -- --load-format dummy "${server[@]}" 2>"$out/bench.log" | tee "$out/bench.part"
+            mv "$out/bench.part" "$out/bench.txt"
             sed -n 's/^record: //p' "$out/bench.txt" | while read -r record; do cp -r "$record" "$out/"; done
             ;;
         *)
