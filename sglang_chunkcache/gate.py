@@ -50,7 +50,6 @@ QUANTILE = 0.75
 CLUSTERS, SINGLES = (0, 1, 2, 3), (7, 10, 13)
 """Which of every 16 tokens are run once more, as two requests of one pass."""
 
-
 VOCAB_ROWS = 16_384
 """Of the output matrix that are in float32 at a time: all of them are 2 GB in a Llama-3-8B."""
 

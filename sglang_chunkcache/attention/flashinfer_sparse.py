@@ -23,6 +23,7 @@ from torch import Tensor
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.sparse_layout import Launch, SparseLayout, page_indices, plan_sparse
 from sglang_chunkcache.attention.variants import Backend, jit_args, unsupported_shape
+from sglang_chunkcache.upload import upload
 
 Kind = Literal["causal", "full", "limited"]
 
@@ -147,7 +148,7 @@ class FlashInferSparse:
         )
         launches = layout.launches if self._capacity is None else self._pad(layout.launches, self._capacity)
         num_pages = [request.kv_pages.numel() for request in requests]
-        pages = [request.kv_pages.to(self._device, non_blocking=True).int() for request in requests]
+        pages = [upload(request.kv_pages, self._device).int() for request in requests]
         # The end, too: padding reads where request 0 begins even if there is none.
         starts = torch.tensor([0, *num_pages]).cumsum(0)
         whole = torch.cat(pages) if pages else torch.empty(0, dtype=torch.int32, device=self._device)
