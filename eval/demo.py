@@ -32,7 +32,7 @@ from typing import Any
 from eval.errors import CommandError
 from eval.http import post
 from eval.task import Request, TextChunk
-from sglang_chunkcache.bundled_model.world import Passage, Question, World
+from eval.world.world import Passage, Question, World
 
 TOPIC_SIZE = 5
 """Passages that are retrieved together; all of the same kind, so that the kind alone never tells the answer."""

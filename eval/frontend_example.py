@@ -17,7 +17,7 @@ from typing import Any
 
 import sglang as sgl
 
-from sglang_chunkcache.bundled_model.world import Passage, Question, World
+from eval.world.world import Passage, Question, World
 from sglang_chunkcache.lang import ChunkCacheEndpoint, chunks
 
 OPEN, CLOSE = "<|bos|><|user|>\n", "<|end|>\n<|assistant|>\n"

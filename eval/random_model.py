@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.task import add_task_options, load_texts
-from sglang_chunkcache.torchvision_shim import define_torchvision_ops
+from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + eos_token + '\\n' }}{% endfor %}"

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from sglang_chunkcache import config
+from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 from sglang_chunkcache.plugin import BACKEND
-from sglang_chunkcache.torchvision_shim import define_torchvision_ops
 
 define_torchvision_ops()  # SGLang's processes import this module again before anything of SGLang
 
@@ -138,7 +138,7 @@ def _check_attention(settings: config.ChunkCacheConfig) -> None:
 
 def _open_index(settings: config.ChunkCacheConfig, fail: Callable[[str], NoReturn]) -> Any:
     from retrieval.errors import RetrievalError
-    from sglang_chunkcache.rag_search import open_retriever
+    from sglang_chunkcache.front.search import open_retriever
 
     try:
         return open_retriever(settings)
@@ -155,7 +155,7 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
         if stock:
             launch_server(server_args)
         else:
-            from sglang_chunkcache.endpoints import check_ranks, search_with
+            from sglang_chunkcache.front.routes import check_ranks, search_with
 
             if retriever is not None:
                 search_with(retriever)

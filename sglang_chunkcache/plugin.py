@@ -26,7 +26,7 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_chunkcache.cpu_platform import activate
+    from sglang_chunkcache.cpu.platform import activate
     from sglang_chunkcache.hooks import register_hooks
 
     register_radix_cache_backend(BACKEND, create_cache)
@@ -36,14 +36,14 @@ def register() -> None:
     settings = config.from_env()
     register_hooks(reuse=settings.reuse if settings else "exact")
     if settings is not None and multiprocessing.parent_process() is None:
-        from sglang_chunkcache.endpoints import install
+        from sglang_chunkcache.front.routes import install
 
         install(settings)
 
 
 def create_cpu_attention(runner: Any) -> Any:
     """SGLang's CPU attention without its padding. Imported late: the registry calls this when the model is there."""
-    from sglang_chunkcache.attention.cpu_backend import create
+    from sglang_chunkcache.cpu.attention import create
 
     return create(runner)
 
@@ -55,8 +55,8 @@ def create_cache(ctx: Any) -> Any:
         RuntimeError: the server was not started by our launcher, or a hook is not in. Stops the start.
         ValueError: the model or a flag is not supported; names it.
     """
-    from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache
     from sglang_chunkcache.hooks import missing_hooks
+    from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 
     settings = config.from_env()
     if settings is None:
@@ -80,13 +80,13 @@ def create_fuser(cache: Any, ctx: Any, settings: config.ChunkCacheConfig) -> Any
     Raises:
         ValueError: the model or a flag does not suit it, or the gate found it wrong; names what, with the figures.
     """
-    from sglang_chunkcache.chunk_store import ChunkStore
-    from sglang_chunkcache.fuser import Fuser
-    from sglang_chunkcache.fusion_pass import FusionPass
-    from sglang_chunkcache.gate import gated_attention
-    from sglang_chunkcache.model_support import unsupported
-    from sglang_chunkcache.relocate import RotaryTable
-    from sglang_chunkcache.reuse_plan import Limits
+    from sglang_chunkcache.fusion.fill import FusionPass
+    from sglang_chunkcache.fusion.gate import gated_attention
+    from sglang_chunkcache.fusion.model_support import unsupported
+    from sglang_chunkcache.fusion.plan import Limits
+    from sglang_chunkcache.fusion.promise import Fuser
+    from sglang_chunkcache.fusion.relocate import RotaryTable
+    from sglang_chunkcache.fusion.store import ChunkStore
 
     runner = ctx.tp_worker.model_runner
     if reasons := unsupported(runner, ctx.server_args):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 if find_spec("torch") is not None:
-    from sglang_chunkcache.torchvision_shim import define_torchvision_ops
+    from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
     define_torchvision_ops()  # before anything of SGLang or transformers is imported
 

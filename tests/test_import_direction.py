@@ -60,10 +60,10 @@ def test_eval_uses_public_names_only() -> None:
         "sglang_chunkcache.ChunkCacheConfig",
         "sglang_chunkcache.__version__",
         "sglang_chunkcache.attention.",  # operators on tensors: eval/bench/attention.py times them
-        "sglang_chunkcache.relocate",  # likewise, eval/bench/relocate.py
+        "sglang_chunkcache.fusion.relocate",  # likewise, eval/bench/relocate.py
         "sglang_chunkcache.bundled_model",
         "sglang_chunkcache.lang.",
-        "sglang_chunkcache.torchvision_shim.define_torchvision_ops",  # before transformers, where torch is a CPU build
+        "sglang_chunkcache.cpu.torchvision_shim.define_torchvision_ops",  # before transformers, where torch is a CPU build
     )
     inside = [
         name
@@ -99,8 +99,8 @@ def test_only_plugin_and_hooks_write_into_sglang() -> None:
         ("sglang_chunkcache", ("torch", "sglang", "transformers", "numpy", "prometheus_client")),
         ("radix_ext", ("torch", "sglang", "numpy")),
         ("retrieval", ("torch", "numpy", "faiss", "tantivy", "sklearn")),
-        ("sglang_chunkcache.rag_search", ("numpy", "faiss", "tantivy", "torch", "retrieval.retriever")),
-        ("sglang_chunkcache.service", ("torch", "sglang", "transformers", "prometheus_client")),
+        ("sglang_chunkcache.front.search", ("numpy", "faiss", "tantivy", "torch", "retrieval.retriever")),
+        ("sglang_chunkcache.front.service", ("torch", "sglang", "transformers", "prometheus_client")),
         ("sglang_chunkcache.plugin", ("torch", "sglang")),
     ],
 )

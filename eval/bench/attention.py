@@ -43,7 +43,7 @@ from eval.errors import CommandError
 from eval.record import RESULTS, make_record, write_record
 from eval.run import Run, read_record
 from sglang_chunkcache.attention.base import HeadShape
-from sglang_chunkcache.attention.variants import unsupported_shape
+from sglang_chunkcache.attention.flashinfer_cuda import unsupported_shape
 
 FULL: dict[str, Any] = {
     "contexts": [8192, 16_384, 32_768],

@@ -24,8 +24,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
-from sglang_chunkcache.attention.flashinfer_sparse import KERNELS, FlashInferSparse
-from sglang_chunkcache.attention.layout import BLOCK_ROWS
+from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
+from sglang_chunkcache.attention.masked_layout import BLOCK_ROWS
 from sglang_chunkcache.attention.reference import ReferenceAttention
 
 MAX_INDEX_BYTES = 4 << 30

@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
-from sglang_chunkcache.attention.flashinfer_sparse import KERNELS, tile_rows
+from sglang_chunkcache.attention.flashinfer import KERNELS, tile_rows
+from sglang_chunkcache.attention.flashinfer_cuda import unsupported_shape
 from sglang_chunkcache.attention.sparse_layout import plan_sparse
-from sglang_chunkcache.attention.variants import unsupported_shape
 
 REPEATS = 5
 

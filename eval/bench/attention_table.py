@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from eval.bench.attention_figures import BASELINES, DENSE
-from sglang_chunkcache.attention.flashinfer_sparse import KERNELS
+from sglang_chunkcache.attention.flashinfer import KERNELS
 
 NO_GPU = "Measured on a CPU: none of this is a GPU figure, and the GPU figures are missing."
 PLANNED = ("dense_fa2", "virtual_fa2", "custom_mask")

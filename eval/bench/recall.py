@@ -168,7 +168,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
 def _encoder(path: str | None) -> Encoder | None:
     if path is None:
         return None
-    from sglang_chunkcache.torchvision_shim import define_torchvision_ops
+    from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
     define_torchvision_ops()
     from retrieval.sentence_encoder import SentenceEncoder

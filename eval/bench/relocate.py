@@ -39,7 +39,7 @@ from torch import Tensor
 from eval.errors import CommandError
 from eval.intervals import bootstrap
 from eval.record import RESULTS, make_record, write_record
-from sglang_chunkcache.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 
 SEED = 0
 ROPE_BASE = 500_000.0
@@ -176,7 +176,7 @@ class Bench:
             part.copy_(host, non_blocking=True)
 
     def _move_tuned(self, tile_bytes: int, warps: int) -> None:
-        from sglang_chunkcache import relocate_kernel
+        from sglang_chunkcache.fusion import relocate_kernel
 
         with _set(relocate_kernel, TILE_BYTES=tile_bytes, OPTIONS=relocate_kernel.OPTIONS | {"num_warps": warps}):
             self.move(use_kernel=True)

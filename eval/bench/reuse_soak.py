@@ -155,7 +155,7 @@ def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: i
 
 def make_tasks(num_requests: int, seed: int) -> list[Task]:
     """At least `num_requests` requests about a small world, so that chunks come back in ever other places."""
-    from sglang_chunkcache.bundled_model.world import World, order_questions
+    from eval.world.world import World, order_questions
 
     world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
     asked = [question for question in world.questions if question.hop == 1]

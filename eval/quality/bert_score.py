@@ -37,7 +37,7 @@ class BertScore:
     def __init__(self, folder: Path, *, layer: int | None = None) -> None:
         if not (folder / "config.json").exists():
             raise CommandError(f"--bert-encoder: {folder} is no folder of an encoder: it has no config.json")
-        from sglang_chunkcache.torchvision_shim import define_torchvision_ops
+        from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
         define_torchvision_ops()
         from transformers import AutoModel, AutoTokenizer

@@ -42,7 +42,7 @@ class Case:
 
 def world_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Questions about worlds that training never draws, as many for each kind and number of chunks."""
-    from sglang_chunkcache.bundled_model.world import World, linked_questions, order_questions
+    from eval.world.world import World, linked_questions, order_questions
 
     for kind in args.kinds:
         world = World(args.seed | UNSEEN, links=kind == "linked")

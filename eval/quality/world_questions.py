@@ -15,7 +15,7 @@ from eval.quality.ratio_cases import UNSEEN
 from eval.task import SEARCHED_K, Request, TextChunk
 
 if TYPE_CHECKING:
-    from sglang_chunkcache.bundled_model.world import Passage, Question
+    from eval.world.world import Passage, Question
 
 TURNS = 5
 """Of a conversation."""
@@ -32,7 +32,7 @@ def add_hop_option(parser: argparse.ArgumentParser) -> None:
 
 def two_hop_requests(args: argparse.Namespace) -> list[Request]:
     """Questions of two hops with their passages and distractors of the same kinds. Raises CommandError for unfit options."""
-    from sglang_chunkcache.bundled_model.world import World
+    from eval.world.world import World
 
     k = _checked_k(args)
     world, rng = World(args.seed | UNSEEN), random.Random(f"{args.seed} two-hop")
@@ -49,7 +49,7 @@ def world_conversations(args: argparse.Namespace) -> list[Request]:
     Raises:
         CommandError: unfit options.
     """
-    from sglang_chunkcache.bundled_model.world import World
+    from eval.world.world import World
 
     k = _checked_k(args)
     requests: list[Request] = []

@@ -1,6 +1,6 @@
 """`world`: the bundled model's generated world, which it can answer. Nothing to download.
 
-Source: `sglang_chunkcache.bundled_model.world`, drawn from the seed. Licence: this project's (Apache-2.0).
+Source: `eval.world.world`, drawn from the seed. Licence: this project's (Apache-2.0).
 A request's chunks are the passage with the answer and distractors of the same kind; popular passages are asked about more often:
 
     Which product does Dravex make?      The company Dravex makes clocks. In 1987 Dravex hired Anna. ... (4 more)
@@ -21,7 +21,7 @@ def load(source: Source) -> TaskData:
     """Raises CommandError for data that is named, or for more chunks than there are passages of a kind."""
     if source.data is not None or source.hub is not None:
         raise CommandError("task world is generated: it takes neither --data nor --hub")
-    from sglang_chunkcache.bundled_model.world import World
+    from eval.world.world import World
 
     k = source.k or SEARCHED_K
     try:
@@ -34,7 +34,7 @@ def load(source: Source) -> TaskData:
 
 def world_requests(limit: int, seed: int, *, num_passages: int = NUM_PASSAGES, num_chunks: int = 4) -> list[Request]:
     """One-hop questions about a generated world, popular entities more often; the model can answer them."""
-    from sglang_chunkcache.bundled_model.world import World
+    from eval.world.world import World
 
     world, rng = World(seed, num_passages), random.Random(seed)
     by_gold: dict[str, list[Any]] = {}

@@ -1,1 +1,1 @@
-"""Attention of the pre-extend passes: `layout` says who may see what, `masked` computes it with torch alone."""
+"""Attention of the pre-extend passes: `masked_layout` says who may see what, `masked` computes it with torch alone."""

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_chunkcache.attention.layout import Block, PassLayout, SequenceLayout
+from sglang_chunkcache.attention.masked_layout import Block, PassLayout, SequenceLayout
 
 MASK_BYTES = 64 << 20
 """Masks are kept from layer to layer up to this size, all together; a larger pass builds them in each layer."""

@@ -14,10 +14,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from sglang_chunkcache.attention import variants
+from sglang_chunkcache.attention import flashinfer_cuda as variants
 from sglang_chunkcache.attention.base import HeadShape, SparseAttention
-from sglang_chunkcache.attention.flashinfer_sparse import FlashInferSparse
-from sglang_chunkcache.attention.kernel_choice import choose
+from sglang_chunkcache.attention.choice import choose
+from sglang_chunkcache.attention.flashinfer import FlashInferSparse
 from sglang_chunkcache.attention.masked import checked_heads
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import SparseRequest
-from sglang_chunkcache.upload import upload
+from sglang_chunkcache.attention.upload import upload
 
 Ints = NDArray[np.int64]
 Kind = Literal["causal", "full", "limited"]

@@ -1,6 +1,6 @@
 """Every name of FlashInfer that we touch, and the model that stands in for it. Red here after an upgrade says what to read.
 
-The kernels' insides that sglang_chunkcache/attention/variants.py relies on are pinned by compiling (test_variants.py).
+The kernels' insides that sglang_chunkcache/attention/flashinfer_cuda.py relies on are pinned by compiling (test_variants.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytest.importorskip("flashinfer")
 import flashinfer as real
 import torch
 
-from sglang_chunkcache.attention import variants
+from sglang_chunkcache.attention import flashinfer_cuda as variants
 from sglang_chunkcache.attention.base import HeadShape
 from tests.reference import flashinfer as model
 

@@ -56,8 +56,8 @@ def uninstall() -> None:
 
 
 def _install_sabotage(switch: Path) -> None:
-    from sglang_chunkcache import fusion_pass
-    from sglang_chunkcache.relocate import copy_moved
+    from sglang_chunkcache.fusion import fill as fusion_pass
+    from sglang_chunkcache.fusion.relocate import copy_moved
 
     def copy_unless_sabotaged(*args: Any, **kwargs: Any) -> None:
         if not switch.exists():

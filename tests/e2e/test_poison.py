@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from sglang_chunkcache.recompute import run_virtual
+from sglang_chunkcache.fusion.recompute import run_virtual
 from tests.e2e import poisoned_server
 from tests.runners import POOL_SLOTS, logits_of, make_row, make_runner, write_model
 

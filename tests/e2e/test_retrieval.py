@@ -24,8 +24,8 @@ pytest.importorskip("tantivy")
 
 from eval.http import get, post
 from eval.server import Server
+from eval.world.world import Question, World
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.bundled_model.world import Question, World
 from tests.e2e.conftest import STRICT, TIGHT
 from tests.e2e.test_bad_input import IMAGE, send
 

@@ -23,7 +23,7 @@ from eval.bench import reuse_soak
 from eval.bench.exactness import STRICT, answer_of, prompt_ids
 from eval.http import get, post
 from eval.server import Server
-from sglang_chunkcache.bundled_model.world import Passage, Question, World, order_questions
+from eval.world.world import Passage, Question, World, order_questions
 from sglang_chunkcache.client import Client, settle
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ from eval.http import get, post
 from eval.server import Server
 from eval.tasks.world import world_requests
 from radix_ext import ChunkId, Span
-from sglang_chunkcache.request_spans import Acknowledgement, pack
+from sglang_chunkcache.wire.spans import Acknowledgement, pack
 
 pytestmark = pytest.mark.engine
 

@@ -77,7 +77,7 @@ def test_ours_is_our_defaults() -> None:
 @pytest.mark.parametrize("arm", [arm for arm in ARMS.values() if arm.route == "rag"], ids=lambda arm: arm.name)
 def test_bodies_are_valid(arm: Arm) -> None:
     """A body that the arm's own server would refuse fails every request of a run."""
-    bodies = pytest.importorskip("sglang_chunkcache.bodies")
+    bodies = pytest.importorskip("sglang_chunkcache.front.bodies")
     settings, _ = parse_launcher(list(arm.flags))
     fields = bodies.parse(bodies.RagFields, {**request_body(arm, {"reuse": {"ratio": 0.5}}), "chunks": [{"text": "a"}]})
     wish = fields.reuse_request(settings)

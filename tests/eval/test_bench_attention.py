@@ -24,7 +24,7 @@ from eval.bench.attention_plans import plan_figures
 from eval.bench.attention_table import NO_GPU, render
 from eval.bench.attention_timing import Settings, check_arms, measure_cell
 from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
-from sglang_chunkcache.attention.flashinfer_sparse import KERNELS, FlashInferSparse
+from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.reference import ReferenceAttention
 from tests.reference import flashinfer
 

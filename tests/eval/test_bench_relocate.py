@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 
 from eval.bench.relocate import SHAPES, Arm, Bench, main, measure, summarize
-from sglang_chunkcache import relocate_kernel
+from sglang_chunkcache.fusion import relocate_kernel
 
 SMALL = ["--device", "cpu", "--shapes", "small", "--tokens", "8", "--rounds", "3"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval.demo import NUM_CHUNKS, NUM_TURNS, Answer, Asked, PlainCache, traffic, write_corpus
 from eval.task import Request
-from sglang_chunkcache.bundled_model.world import World
+from eval.world.world import World
 
 
 def test_traffic_is_the_same_for_the_same_seed() -> None:

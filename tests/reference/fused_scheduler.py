@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_chunkcache.chunk_key import ChunkKey
-from sglang_chunkcache.chunk_store import ChunkScores, ChunkStore, HostBlob
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.fuser import Fuser
-from sglang_chunkcache.fusion_pass import Capture
-from sglang_chunkcache.move import Move
-from sglang_chunkcache.reuse_plan import Limits, Piece
-from sglang_chunkcache.sources import DeviceCopy, HostCopy
+from sglang_chunkcache.fusion.fill import Capture
+from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.plan import Limits, Piece
+from sglang_chunkcache.fusion.promise import Fuser
+from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
+from sglang_chunkcache.fusion.store import ChunkScores, ChunkStore, HostBlob
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from tests.reference.scheduler import FakeReq, Scheduler
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)

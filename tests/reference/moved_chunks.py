@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 
 from radix_ext import ChunkId
-from sglang_chunkcache.chunk_store import ChunkScores
-from sglang_chunkcache.request_spans import ReuseRequest
-from sglang_chunkcache.selectors.base import Evidence, MovedChunk, Selection
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection
+from sglang_chunkcache.fusion.store import ChunkScores
+from sglang_chunkcache.wire.spans import ReuseRequest
 
 
 def ids(names: str) -> tuple[ChunkId, ...]:

@@ -1,6 +1,6 @@
 """RoPE from its definition: one pair, one complex number, one multiplication at a time, in double precision.
 
-The reference of `sglang_chunkcache/relocate.py`. Shares nothing with SGLang's tables.
+The reference of `sglang_chunkcache/fusion/relocate.py`. Shares nothing with SGLang's tables.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sglang_chunkcache.chunk_radix_cache import ChunkRadixCache
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.request_spans import Acknowledgement, ReuseRequest, pack
+from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+from sglang_chunkcache.wire.spans import Acknowledgement, ReuseRequest, pack
 
 SECRET = "s3cret"
 MAX_CONTEXT = 128

@@ -15,7 +15,8 @@ pytest.importorskip("torch")
 pytest.importorskip("fastapi")
 
 from retrieval.errors import CorruptIndexError
-from sglang_chunkcache import config, launch_server, rag_search
+from sglang_chunkcache import config, launch_server
+from sglang_chunkcache.front import search as rag_search
 from sglang_chunkcache.launch_server import CPU_FLAGS, refusals, server_flags
 from sglang_chunkcache.plugin import BACKEND
 
@@ -198,7 +199,7 @@ def test_main_bad_index_exits_with_2(
 def test_without_an_index_nothing_of_retrieval_is_loaded() -> None:
     """faiss is no dependency of a server that does not search; SGLang's processes import the launcher as well."""
     code = (
-        "import sys; from sglang_chunkcache import launch_server, rag_search;"
+        "import sys; from sglang_chunkcache import launch_server; from sglang_chunkcache.front import search;"
         "sys.exit(any(name in sys.modules for name in ('faiss', 'tantivy', 'retrieval.retriever')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
-from sglang_chunkcache.attention.flashinfer_sparse import KERNELS, Capacity, FlashInferSparse
-from sglang_chunkcache.attention.kernel_choice import choose
+from sglang_chunkcache.attention.choice import choose
+from sglang_chunkcache.attention.flashinfer import KERNELS, Capacity, FlashInferSparse
+from sglang_chunkcache.attention.flashinfer_cuda import jit_args, unsupported
 from sglang_chunkcache.attention.reference import attend
-from sglang_chunkcache.attention.variants import jit_args, unsupported
 from tests.reference import flashinfer as model
 from tests.sglang_chunkcache.attention.strategies import Case
 from tests.sglang_chunkcache.attention.tolerances import assert_near

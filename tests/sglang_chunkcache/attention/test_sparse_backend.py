@@ -13,8 +13,9 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType
 from torch import Tensor
 
-from sglang_chunkcache.attention import sparse_backend, variants
-from sglang_chunkcache.attention.kernel_choice import Choice
+from sglang_chunkcache.attention import flashinfer_cuda as variants
+from sglang_chunkcache.attention import sparse_backend
+from sglang_chunkcache.attention.choice import Choice
 from sglang_chunkcache.attention.sparse_backend import SparseBackend, create
 
 

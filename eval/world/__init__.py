@@ -1,0 +1,1 @@
+"""The bundled model: its world, its tokenizer, its training and its evaluation."""

@@ -1,0 +1,52 @@
+"""The real SGLang engine on a machine without GPU and without `sgl_kernel`.
+
+SGLang finds `activate` by the entry point group `sglang.srt.platforms`; it declines wherever CUDA is available, so an
+installed package changes nothing on a GPU machine. The platform names torch's own attention, which `plugin.py` registers
+without SGLang's padding (attention/cpu_backend.py), and SGLang's generic KV pool; everything else (scheduler, radix cache,
+HTTP server) is SGLang's, unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
+
+define_torchvision_ops()
+
+from sglang.srt.platforms.cpu import CpuSRTPlatform  # noqa: E402
+from sglang.srt.platforms.device_mixin import PlatformEnum  # noqa: E402
+
+
+def activate() -> str | None:
+    """Name of the platform class for SGLang to load, or None where CUDA is available."""
+    return None if torch.cuda.is_available() else f"{__name__}.CpuNativePlatform"
+
+
+class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]
+    """SGLang's CPU platform with kernels from torch alone."""
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool  # type: ignore[no-any-return]
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+
+        class SlotAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
+            """SGLang passes a page size, which the slot allocator does not take (it is always 1 here)."""
+
+            def __init__(
+                self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
+            ) -> None:
+                super().__init__(size, dtype, device, kvcache, need_sort)
+
+        return SlotAllocator

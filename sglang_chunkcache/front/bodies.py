@@ -1,0 +1,169 @@
+"""What clients may send: the fields of every body with their limits, and one way to say what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
+from sglang_chunkcache.front.fusion_options import fused_request
+from sglang_chunkcache.front.prompt import PromptError
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+Model = TypeVar("Model", bound=BaseModel)
+
+MAX_ID_CHARS = 256
+"""Conversation ids and chunk labels; they are kept, so they are bounded."""
+
+MAX_TURNS = 100
+"""User messages that make a query; a query's characters are limited further."""
+MAX_NPROBE = 1_000_000
+"""More clusters than any index has."""
+MAX_MESSAGES = 10_000
+"""Of `/rag/v1/retrieve`, where no context bounds them."""
+
+SearchMode = Literal["dense", "bm25", "fusion"]
+Order = Literal["retriever", "frequency", "tree"]
+
+
+class ChunkIn(BaseModel):
+    """A retrieved chunk. `id` is only shown back."""
+
+    model_config = ConfigDict(extra="ignore")
+    text: str = Field(min_length=1)
+    id: str | int | None = None
+
+
+class ReuseIn(BaseModel):
+    """What a request may ask of any-position reuse; what is left out is the server's default."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    mode: Literal["exact", "fused"]
+    selector: str | None = None
+    ratio: float | None = Field(default=None, ge=0, le=1, strict=True)
+    alpha: float | None = Field(default=None, ge=0, strict=True)
+    focus: bool | None = Field(default=None, strict=True)
+    without: list[Literal["beta", "cci"]] = Field(default=[], max_length=2)
+
+    @field_validator("selector")
+    @classmethod
+    def _is_known(cls, name: str | None) -> str | None:
+        if name is not None and name not in SELECTORS:
+            raise ValueError(f"must be one of {', '.join(SELECTORS)}")
+        return name
+
+    def to_request(self, config: ChunkCacheConfig) -> ReuseRequest | None:
+        """For the service; None for exact reuse. Raises PromptError where the server does not move KV."""
+        if self.mode == "exact":
+            return None
+        named = {"selector": self.selector, "ratio": self.ratio, "alpha": self.alpha, "focus": self.focus}
+        return fused_request(config, **named, without=self.without)  # type: ignore[arg-type]
+
+
+def _named_mode(value: Any) -> Any:
+    """`"fused"` is short for `{"mode": "fused"}`."""
+    if value is not None and not isinstance(value, str | dict | ReuseIn):
+        raise ValueError("expected 'exact', 'fused' or an object with a mode")
+    return {"mode": value} if isinstance(value, str) else value
+
+
+class ReuseFields(BaseModel):
+    """How a RAG request's chunks may be ordered and reused; absent or null: as the server does."""
+
+    order: Order | None = None
+    reuse: Annotated[ReuseIn | None, BeforeValidator(_named_mode)] = None
+
+    def reuse_request(self, config: ChunkCacheConfig) -> ReuseRequest | None:
+        """See `ReuseIn.to_request`."""
+        return self.reuse.to_request(config) if self.reuse else None
+
+
+class RetrieveIn(BaseModel):
+    """What a request may ask of the server's index; what is left out is the server's default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    k: int | None = Field(default=None, ge=1)
+    query: str | None = None
+    turns: int | None = Field(default=None, ge=1, le=MAX_TURNS)
+    mode: SearchMode | None = None
+    nprobe: int | None = Field(default=None, ge=1, le=MAX_NPROBE)
+
+
+class RetrieveBody(RetrieveIn):
+    """Body of `/rag/v1/retrieve`."""
+
+    messages: list[dict[str, Any]] = Field(default=[], max_length=MAX_MESSAGES)
+    text: bool = True
+
+
+def _none_or_list(value: Any) -> Any:
+    """null is as good as nothing."""
+    return [] if value is None else value
+
+
+def _true_or_object(value: Any) -> Any:
+    """`true` is short for `{}`, `false` for null."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
+class RagFields(ReuseFields):
+    """What a RAG chat request has beside OpenAI's fields."""
+
+    chunks: Annotated[list[ChunkIn], BeforeValidator(_none_or_list)] = []
+    retrieve: Annotated[RetrieveIn | None, BeforeValidator(_true_or_object)] = None
+    conversation_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
+
+
+class ChunkArea(BaseModel):
+    """Chunks inside `/rag/v1/generate`'s parts."""
+
+    model_config = ConfigDict(extra="forbid")
+    chunks: list[ChunkIn]
+
+
+class GenerateIn(ReuseFields):
+    """Body of `/rag/v1/generate`."""
+
+    model_config = ConfigDict(extra="forbid")
+    parts: list[str | ChunkArea] = Field(min_length=1, max_length=10_000)
+    sampling_params: dict[str, Any] = {}
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class SystemMessage(BaseModel):
+    """What may stand in front of a chunk that is preprocessed."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "developer"]
+    content: str
+
+
+class PreprocessIn(BaseModel):
+    """Body of `/chunkcache/preprocess`."""
+
+    model_config = ConfigDict(extra="forbid")
+    chunk: ChunkIn
+    neighbors: list[ChunkIn] = []
+    messages: list[SystemMessage] = []
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+def parse(model: type[Model], body: dict[str, Any]) -> Model:
+    """The body as `model`. Raises PromptError naming the fields that are wrong."""
+    try:
+        return model.model_validate(body)
+    except (ValidationError, RequestValidationError) as error:
+        raise PromptError("; ".join(_field_error(item) for item in error.errors()[:5])) from None
+
+
+def _field_error(error: Any) -> str:
+    return f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}"

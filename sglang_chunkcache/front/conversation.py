@@ -1,0 +1,120 @@
+"""What of a conversation goes into a turn's prompt when not everything fits, and which chunks it has shown already.
+
+    all that fits  ->  the newest stored turns behind the head  ->  messages alone, the oldest exchanges left out
+
+Counts tokens, tokenises what is new, and decides; the stored turns themselves are `radix_ext.ConversationMap`'s.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from radix_ext import Turn, keep_recent, shown
+from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces
+
+
+@dataclass(frozen=True, slots=True)
+class PromptContext:
+    """What shapes a chat prompt beside its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
+    old exchanges may be left out, which only a conversation has asked for."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    template_kwargs: Mapping[str, Any] | None
+    reserve: int
+    may_shorten: bool
+
+
+class TurnFitter:
+    """Fits turns into a context of `context_len` tokens; `dedup` as in the configuration."""
+
+    def __init__(self, assembler: PromptAssembler, *, context_len: int, dedup: str) -> None:
+        self._assembler, self._context_len, self._dedup = assembler, context_len, dedup
+
+    def fit(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        agreed: tuple[Turn, ...],
+        chunks: Sequence[TokenizedChunk],
+        context: PromptContext,
+    ) -> tuple[tuple[Turn, ...], TurnPieces, list[TokenizedChunk], int]:
+        """(turns to keep, the new turn's pieces, its chunks that are not seen, exchanges that had to leave).
+
+        All that fits stays. Otherwise the oldest turns leave until half of the context is free, so that the prefix breaks
+        once and not every turn; CRAFT 4.3 says why that is safe.
+        """
+        kept = self._unseen(chunks, agreed, agreed)
+        pieces = self._pieces(messages, agreed, kept, context)
+        new_len = _num_tokens(pieces, kept)
+        if sum(turn.num_tokens for turn in agreed) + new_len + context.reserve <= self._context_len:
+            return agreed, pieces, kept, 0
+        if agreed:
+            head = array(
+                "i", self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
+            )
+            needed = _num_tokens(pieces, chunks) + context.reserve  # what departs may have to be sent again
+            budget = min(self._context_len // 2, self._context_len - needed) - len(head)
+            turns = keep_recent(agreed, max(0, budget))
+            if turns:
+                kept = self._unseen(chunks, turns, agreed)
+                turns = (replace(turns[0], lead_ids=head), *turns[1:])
+                return turns, self._pieces(messages, agreed, kept, context), kept, len(agreed) - len(turns)
+        if not context.may_shorten:
+            return (), pieces, kept, 0
+        kept = self._unseen(chunks, (), agreed)
+        pieces, num_departed = self._shorten(messages, kept, context)
+        return (), pieces, kept, num_departed
+
+    def _shorten(
+        self, messages: Sequence[Mapping[str, Any]], kept: Sequence[TokenizedChunk], context: PromptContext
+    ) -> tuple[TurnPieces, int]:
+        """The pieces of a prompt from messages alone, the oldest exchanges left out until half of the context is free."""
+        opening = next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), 0)
+        starts = [i for i, m in enumerate(messages) if i >= opening and m.get("role") == "user"] or [opening]
+
+        def pieces_from(number: int) -> TurnPieces:
+            return self._pieces([*messages[:opening], *messages[starts[number] :]], (), kept, context)
+
+        low, high = 0, len(starts) - 1  # the fewest exchanges to leave out; lengths fall, so search by halves
+        while low < high:
+            middle = (low + high) // 2
+            if _num_tokens(pieces_from(middle), kept) + context.reserve <= self._context_len // 2:
+                high = middle
+            else:
+                low = middle + 1
+        return pieces_from(low), low
+
+    def _pieces(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        agreed: Sequence[Turn],
+        kept: Sequence[TokenizedChunk],
+        context: PromptContext,
+    ) -> TurnPieces:
+        pieces = self._assembler.turn(
+            messages,
+            num_agreed=agreed[-1].num_messages - 1 if agreed else 0,  # the settings come first in the hashes
+            has_chunks=bool(kept),
+            tools=context.tools,
+            template_kwargs=context.template_kwargs,
+        )
+        if agreed and pieces.lead and agreed[-1].body_ids[-1] == pieces.lead[0]:
+            # The answer ended with the token that the template puts behind it: once is enough.
+            pieces = replace(pieces, lead=pieces.lead[1:])
+        return pieces
+
+    def _unseen(
+        self, chunks: Sequence[TokenizedChunk], turns: Sequence[Turn], agreed: Sequence[Turn]
+    ) -> list[TokenizedChunk]:
+        """The chunks that the conversation has not shown yet, given the turns that stay."""
+        if self._dedup == "off":
+            return list(chunks)
+        seen = shown(agreed, "paper") if self._dedup == "paper" else shown(turns, "kept")
+        return [chunk for chunk in chunks if chunk.chunk.id not in seen]
+
+
+def _num_tokens(pieces: TurnPieces, chunks: Sequence[TokenizedChunk]) -> int:
+    chunk_len = sum(chunk.chunk.num_tokens for chunk in chunks)
+    return len(pieces.lead) + len(pieces.intro) + len(pieces.outro) + chunk_len

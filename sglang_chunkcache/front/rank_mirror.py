@@ -1,0 +1,62 @@
+"""The front's view of one rank: applies the rank's event log to the global tree, in order and each event once.
+
+Answers may arrive late or not at all; since each carries everything unread, only sequence numbers matter. A new epoch or
+a gap drops what the tree says about this rank, and the tree fills again from what enters the rank's cache from then on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Tier
+from sglang_chunkcache.wire.events import Batch, Event, Evicted, Inserted
+from sglang_chunkcache.wire.spans import Acknowledgement
+
+
+class RankMirror:
+    """One rank's part of the tree."""
+
+    def __init__(self, tree: ChunkPrefixTree, rank: int) -> None:
+        self._tree, self._rank = tree, rank
+        self._epoch, self._seq = 0, 0
+        self._past: deque[int] = deque(maxlen=64)
+        self.num_restarts = self.num_gaps = 0
+
+    @property
+    def acknowledgement(self) -> Acknowledgement:
+        """What the next request to this rank tells it."""
+        return Acknowledgement(self._epoch, self._seq)
+
+    def apply(self, batch: Batch) -> None:
+        """Apply the events that are new. Late batches, of this epoch or an older one, change nothing."""
+        if batch.epoch in self._past:
+            return
+        if batch.epoch != self._epoch:
+            self.restart(batch.epoch)
+        if batch.start > self._seq:
+            self._tree.drop_rank(self._rank)
+            self._seq = batch.start
+            self.num_gaps += 1
+        for event in batch.events[self._seq - batch.start :]:
+            self._apply_one(event)
+            self._seq += 1
+
+    def restart(self, epoch: int) -> None:
+        """The rank's cache was flushed or the rank restarted: it holds nothing. An epoch that is over does not come back."""
+        if epoch in self._past:
+            return
+        self._past.append(self._epoch)
+        self._tree.drop_rank(self._rank)
+        self.num_restarts += bool(self._epoch)
+        self._epoch, self._seq = epoch, 0
+
+    def _apply_one(self, event: Event) -> None:
+        if len(event) == len(Evicted._fields):
+            self._tree.evict(Evicted(*event).chain, rank=self._rank)  # type: ignore[arg-type]
+            return
+        chunk_id, num_tokens, parent, namespace, promoted = Inserted(*event)  # type: ignore[arg-type]
+        chunks, promoted_len = [Chunk(ChunkId(chunk_id), num_tokens)], int(promoted)
+        if parent is None:
+            self._tree.insert(namespace, chunks, rank=self._rank, tier=Tier.DEVICE, promoted_len=promoted_len)
+        else:
+            self._tree.extend(parent, chunks, rank=self._rank, tier=Tier.DEVICE, promoted_len=promoted_len)

@@ -1,0 +1,196 @@
+"""Requests that wait for a search of the index: many coroutines in, one worker thread, a batch at a time.
+
+    event loop                              worker thread                    refresher thread
+    search(): append, await a future   ->   take all that wait, by settings  every refresh_s:
+    _settle(): results to the futures  <-   Retriever.search, together       Retriever.refresh, atomic
+
+While a batch is searched the next one gathers, so batches grow with the load and nobody waits for company. What one finds
+does not depend on who else is searched for. Knows queries and hits; no messages, no HTTP. Nothing here blocks the event loop,
+counts are kept on it alone, and a failing search is its own request's matter: the worker goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from retrieval.errors import CorruptIndexError, RetrievalError
+from sglang_chunkcache.front.metrics import Metrics
+
+if TYPE_CHECKING:
+    from retrieval.retriever import Hit, Mode, Retriever, SearchResult
+
+logger = logging.getLogger(__name__)
+
+
+class QueueFullError(Exception):
+    """So many requests wait already that this one would wait too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one query found, best first. `ms`: how long it was queued, and the phases of its batch of `batch_size` queries."""
+
+    hits: list[Hit]
+    ms: dict[str, float]
+    batch_size: int
+
+
+class _Settings(NamedTuple):
+    """What queries must share to be searched together. k too: a larger one would cost the others, and may break ties anew."""
+
+    k: int
+    mode: Mode
+    nprobe: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    query: str
+    settings: _Settings
+    future: asyncio.Future[Found]
+    since: float
+
+
+class SearchQueue:
+    """Searches of one retriever. Belongs to one event loop; its threads end with `close` or the process.
+
+    Args:
+        max_batch: queries searched together.
+        max_waiting: requests that may wait, beside those being searched.
+        refresh_s: seconds between looks for a newer generation of the index; 0: never.
+    """
+
+    def __init__(
+        self, retriever: Retriever, metrics: Metrics, *, max_batch: int, max_waiting: int, refresh_s: float
+    ) -> None:
+        self._retriever, self._metrics = retriever, metrics
+        self._max_batch, self._max_waiting, self._refresh_s = max_batch, max_waiting, refresh_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: deque[_Waiting] = deque()
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self.num_batches = 0
+        self._threads = [threading.Thread(target=self._work, name="retrieval", daemon=True)]
+        if refresh_s:
+            self._threads.append(threading.Thread(target=self._refresh, name="retrieval-refresh", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    async def search(self, query: str, *, k: int, mode: Mode, nprobe: int) -> Found:
+        """Wait for the query's turn and search. A caller that is cancelled before its turn is not searched for.
+
+        Raises:
+            QueueFullError: `max_waiting` wait already.
+            RetrievalError: the retriever refuses the query.
+            Exception: whatever else its search raised; logged.
+        """
+        self._loop = asyncio.get_running_loop()
+        item = _Waiting(query, _Settings(k, mode, nprobe), self._loop.create_future(), time.perf_counter())
+        with self._changed:
+            has_room = len(self._waiting) < self._max_waiting
+            if has_room:
+                self._waiting.append(item)
+                self._changed.notify()
+        if not has_room:
+            self._metrics.count("searches", "full")
+            raise QueueFullError(f"{self._max_waiting} searches wait already; try again later")
+        try:
+            return await item.future
+        except asyncio.CancelledError:
+            self._metrics.count("searches", "cancelled")
+            raise
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose search has not begun."""
+        return len(self._waiting)
+
+    def close(self) -> None:
+        """End the threads; what waits is not answered any more."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify()
+        for thread in self._threads:
+            thread.join()
+
+    # Private, in order of use
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            groups: defaultdict[_Settings, list[_Waiting]] = defaultdict(list)
+            for item in self._take():
+                groups[item.settings].append(item)
+            for items in groups.values():
+                self._search(items)
+
+    def _take(self) -> list[_Waiting]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed.is_set())
+            taken: list[_Waiting] = []
+            while self._waiting and len(taken) < self._max_batch:
+                item = self._waiting.popleft()
+                if not item.future.cancelled():
+                    taken.append(item)
+            return taken
+
+    def _search(self, items: Sequence[_Waiting]) -> None:
+        """Search for queries of the same settings."""
+        start = time.perf_counter()
+        outcome: SearchResult | Exception
+        try:
+            outcome = self._retriever.search([item.query for item in items], **items[0].settings._asdict())
+        except Exception as error:
+            if len(items) > 1:  # one query's fault is not its neighbours': each alone
+                for item in items:
+                    self._search([item])
+                return
+            if not is_clients_fault(error):
+                logger.exception("retrieval: a search failed")
+            outcome = error
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._settle, items, outcome, start)
+
+    def _settle(self, items: Sequence[_Waiting], outcome: SearchResult | Exception, start: float) -> None:
+        """On the event loop: count, and answer who still waits."""
+        self.num_batches += 1
+        for item in items:
+            self._metrics.observe_search("queued", start - item.since)
+        if isinstance(outcome, Exception):
+            if not items[0].future.done():
+                self._metrics.count("searches", "refused" if is_clients_fault(outcome) else "failed")
+                items[0].future.set_exception(outcome)
+            return
+        for phase, ms in outcome.ms.items():
+            self._metrics.observe_search(phase, ms / 1000)
+        for item, hits in zip(items, outcome.hits, strict=True):
+            if item.future.done():  # cancelled, and counted so
+                continue
+            self._metrics.count("searches", "found" if hits else "empty")
+            queued = {"queued": 1000 * (start - item.since)}
+            item.future.set_result(Found(hits, {**queued, **outcome.ms}, len(items)))
+
+    def _refresh(self) -> None:
+        said = ""
+        while not self._closed.wait(self._refresh_s):
+            try:
+                if self._retriever.refresh():
+                    logger.info("retrieval: now serving generation %s", self._retriever.info()["generation"])
+                said = ""
+            except Exception as error:
+                if said != str(error):  # once, not every few seconds
+                    said = str(error)
+                    logger.warning("retrieval: the index's newer generation is not served: %s", error)
+
+
+def is_clients_fault(error: Exception) -> bool:
+    """Whether a search failed because of what was asked; a damaged index is nobody's who asks."""
+    return isinstance(error, RetrievalError) and not isinstance(error, CorruptIndexError)

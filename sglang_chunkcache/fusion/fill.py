@@ -1,0 +1,348 @@
+"""Fills promised slots: move KV, choose the critical tokens, run them through the model. All requests of a batch together.
+
+    move      every piece with slots of its own: gather, rotate keys to their new positions, scatter
+    choose    what a selector needs to know is measured by read-only passes (probe.py), then the selector decides; critical
+              tokens among slots shared with a source get slots of their own (exclusive_rows.py)
+    compute   one pass over critical tokens and gaps (recompute.py)
+
+Knows slots and positions, no tree: whoever calls holds sources and targets. What goes wrong here is computed through:
+the whole region goes through SGLang's own attention instead, as an ordinary prefill would.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_chunkcache.attention import sparse_backend
+from sglang_chunkcache.attention.base import SparseAttention
+from sglang_chunkcache.attention.upload import upload
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.fusion import selectors
+from sglang_chunkcache.fusion.measure import (
+    DeviationProbe,
+    QuestionProbe,
+    ScoreProbe,
+    deviation_evidence,
+    question_evidence,
+    score_chunks,
+)
+from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.plan import Piece
+from sglang_chunkcache.fusion.recompute import PassSequence, PlanError, run_pass, run_virtual
+from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.selectors import focus
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
+from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
+from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_QUESTION_TOKENS = 256
+"""The last tokens behind the chunks stand for the question: instructions in front of them would drown it."""
+
+RESCUE_PIECE = 512
+"""Tokens at a time when a region is computed after all."""
+
+FOCUS_WINDOW = 3
+"""Layers that must agree on the focused chunks (w of Cache-Craft's algorithm 1, which gives no figure)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """A chunk that stands in the pool, with all before it."""
+
+    token_ids: array[int]
+    """Up to the chunk's end."""
+    slots: Tensor
+    """Like `token_ids`."""
+    start: int
+    prefix: tuple[tuple[int, int], ...]
+    """`[start, end)` of the chunks before it."""
+
+
+class FusionPass:
+    """The tensor side of one rank.
+
+    Args:
+        attention: as `sparse_backend.create` returns it, which is asked where it is None.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        table: RotaryTable,
+        config: ChunkCacheConfig,
+        attention: tuple[SparseAttention | None, dict[str, Any]] | None = None,
+    ) -> None:
+        self.runner, self.table, self.config = runner, table, config
+        self.sparse, self.attention = attention or sparse_backend.create(runner, config.recompute_attention)
+        self.num_unplanned = 0
+        self.pool = runner.token_to_kv_pool
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.num_tokens: Counter[str] = Counter()
+
+    @torch.no_grad()
+    def run(self, moves: Sequence[Move]) -> None:
+        """Fill the slots of every move. Work is queued on the current stream."""
+        before = dict(self.seconds)
+        try:
+            with self._timed("relocate"):
+                self._move(moves)
+            with self._timed("select"):
+                critical = [move.claim(positions) for move, positions in zip(moves, self._choose(moves), strict=True)]
+            with self._timed("recompute"):
+                self._compute(moves, critical)
+        except Exception:
+            logger.exception("chunk cache: moving chunk KV failed, %d prompt(s) are computed instead", len(moves))
+            self._compute_all(moves)
+        for move in moves:
+            move.ms = {
+                phase: 1000 * (self.seconds[phase] - before.get(phase, 0.0))
+                for phase in ("relocate", "select", "recompute")
+            }
+
+    @torch.no_grad()
+    def capture(self, captures: Sequence[Capture]) -> list[tuple[HostBlob, ChunkScores | None]]:
+        """Copies for the store, with scores unless scoring is off."""
+        scores: Sequence[ChunkScores | None] = [None] * len(captures)
+        if self.config.scoring == "on":
+            with self._timed("score"):
+                scores = score_chunks(self.runner, [_score_probe(capture) for capture in captures])
+            self.num_tokens["scored"] += sum(len(c.token_ids) - c.start for c in captures)
+        blobs = []
+        with self._timed("capture"):
+            for capture in captures:
+                slots = capture.slots[capture.start :]
+                positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
+                keys, values = read_blob(self.pool, self.table, slots, positions)
+                blobs.append(HostBlob(keys.cpu(), values.cpu()))
+        return list(zip(blobs, scores, strict=True))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot: keys and values of all layers of this rank."""
+        return sum(buffer[0].nbytes for buffer in (*self.pool.k_buffer, *self.pool.v_buffer))
+
+    def stats(self) -> dict[str, Any]:
+        """Seconds and tokens since the start, by phase; what the pass attends with, and how often it had to do without."""
+        return {
+            "attention": {**self.attention, "fallbacks": self.num_unplanned},
+            "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
+            "tokens": dict(self.num_tokens),
+        }
+
+    # Private, in order of use
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for move in moves:
+            for piece in move.copied:
+                source = piece.source
+                target = move.slots[piece.start : piece.end]
+                positions = torch.arange(piece.start, piece.end, device=target.device)
+                if isinstance(source, DeviceCopy):
+                    start = source.node.start
+                    origin = torch.arange(start, start + piece.end - piece.start, device=target.device)
+                    copies.append((source.node.value, origin, target, positions))
+                elif isinstance(source, HostCopy):
+                    keys, values = source.variant.blob.read()
+                    write_blob(self.pool, self.table, keys, values, target_slots=target, target_positions=positions)
+                else:
+                    raise TypeError(f"no way to move from {source!r}")
+                self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
+        if copies:
+            slots, origins, targets, positions = (torch.cat(column) for column in zip(*copies, strict=True))
+            copy_moved(
+                self.pool,
+                self.table,
+                source_slots=slots,
+                source_positions=origins,
+                target_slots=targets,
+                target_positions=positions,
+            )
+
+    def _choose(self, moves: Sequence[Move]) -> list[list[int]]:
+        """Positions to compute, per move: the selector's critical tokens and all of the gaps."""
+        choosers = [_selector_of(move.reuse) for move in moves]
+        needs = [set(chooser.needs) for chooser in choosers]
+        for move, need in zip(moves, needs, strict=True):
+            if move.reuse.focus and move.reuse.is_choice:
+                need.add(Need.QUESTION)
+        evidence = self._measure(moves, needs)
+        critical = []
+        for move, chooser, seen in zip(moves, choosers, evidence, strict=True):
+            chunks = [_chunk_of(move, piece) for piece in move.moved]
+            selection = chooser.select(chunks, move.reuse, seen)
+            if move.reuse.focus and seen.question_by_layer is not None:
+                window = min(FOCUS_WINDOW, len(seen.question_by_layer))
+                focused, _ = focus.focused_chunks(seen.question_by_layer, window=window)
+                selection = focus.spare_unfocused(selection, focused)
+                move.focused = [int(move.moved[i].span or 0) for i in sorted(focused)]
+            move.fallbacks += selection.fallbacks
+            positions = [chunk.start + int(i) for chunk, o in zip(chunks, selection.offsets, strict=True) for i in o]
+            move.recomputed_len = len(positions)
+            for piece in move.plan.pieces:
+                if piece.source is None:
+                    positions += range(piece.start, piece.end)
+            critical.append(sorted(positions))
+        return critical
+
+    def _measure(self, moves: Sequence[Move], needs: Sequence[set[Need]]) -> list[Evidence]:
+        for move, need in zip(moves, needs, strict=True):
+            if Need.QUESTION in need and not move.question_ids:
+                need.discard(Need.QUESTION)
+        asking = [i for i, need in enumerate(needs) if Need.QUESTION in need]
+        deviating = [i for i, need in enumerate(needs) if Need.DEVIATION in need]
+        questions = question_evidence(self.runner, [_question_probe(moves[i]) for i in asking])
+        deviations = deviation_evidence(self.runner, [_deviation_probe(moves[i]) for i in deviating])
+        by_question = dict(zip(asking, questions, strict=True))
+        by_deviation = dict(zip(deviating, deviations, strict=True))
+        evidence = []
+        for i in range(len(moves)):
+            question, by_layer = by_question.get(i, (None, None))
+            evidence.append(Evidence(question, by_layer, by_deviation.get(i)))
+        return evidence
+
+    def _compute(self, moves: Sequence[Move], critical: Sequence[list[int]]) -> None:
+        work = [(move, positions) for move, positions in zip(moves, critical, strict=True) if positions]
+        self.num_tokens["recomputed"] += sum(move.recomputed_len for move in moves)
+        self.num_tokens["gap"] += sum(move.plan.gap_len for move in moves)
+        if not work:
+            return
+        if self.attention["kind"] == "virtual":
+            for move, positions in work:
+                run_virtual(
+                    self.runner,
+                    req_pool_index=move.row_index(),
+                    runs=_runs(positions),
+                    token_ids=move.token_ids,
+                )
+            return
+        sequences = [_sequence(move, positions) for move, positions in work]
+        try:
+            run_pass(self.runner, sequences, sparse=self.sparse)
+        except PlanError:
+            if not self.num_unplanned:
+                logger.warning("chunk cache: no plan for sparse attention, masked in its place", exc_info=True)
+            self.num_unplanned += 1
+            run_pass(self.runner, sequences)
+
+    def _compute_all(self, moves: Sequence[Move]) -> None:
+        """An ordinary prefill of every promised region, in batch order and in pieces: room may be what was missing.
+
+        What shares slots and gets none of its own stays as moved.
+        """
+        for move in moves:
+            for start, end in _runs(move.claim_all()):
+                run_virtual(
+                    self.runner,
+                    req_pool_index=move.row_index(),
+                    runs=[(at, min(at + RESCUE_PIECE, end)) for at in range(start, end, RESCUE_PIECE)],
+                    token_ids=move.token_ids,
+                    max_sequences=1,
+                )
+            move.fallbacks.append("pass_failed")
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+
+def _selector_of(reuse: ReuseRequest) -> Selector:
+    """The selector asked for; `first` in its place where nothing or everything is taken, which needs no measuring."""
+    return selectors.get(reuse.selector if reuse.is_choice or not reuse.recomputes else "first")
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending positions as half-open intervals."""
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        if runs and runs[-1][1] == position:
+            runs[-1] = (runs[-1][0], position + 1)
+        else:
+            runs.append((position, position + 1))
+    return runs
+
+
+def _ids(token_ids: array[int]) -> Tensor:
+    """[n] int64, without a copy: of 32,000 numbers one takes milliseconds."""
+    return torch.frombuffer(token_ids, dtype=torch.int64)
+
+
+def _sequence(move: Move, critical: Sequence[int]) -> PassSequence:
+    positions = torch.tensor(critical, dtype=torch.int64)
+    end = critical[-1] + 1
+    return PassSequence(
+        token_ids=_ids(move.token_ids)[positions],
+        positions=positions,
+        kv_slots=move.slots[:end],
+        kv_positions=torch.arange(end),
+        out_slots=move.slots[upload(positions, move.slots.device)],
+    )
+
+
+def _filled(move: Move) -> Tensor:
+    """[plan.end] bool, CPU: positions that hold KV before the pass, that is, all but the gaps."""
+    filled = torch.ones(move.plan.end, dtype=torch.bool)
+    for piece in move.plan.pieces:
+        if piece.source is None:
+            filled[piece.start : piece.end] = False
+    return filled
+
+
+def _chunk_of(move: Move, piece: Piece) -> MovedChunk:
+    source = piece.source
+    assert source is not None
+    assert piece.chunk is not None
+    return MovedChunk(
+        chunk=piece.chunk,
+        start=piece.start,
+        num_tokens=piece.end - piece.start,
+        prefix_old=source.prefix,
+        prefix_new=piece.prefix,
+        scores=source.scores,
+    )
+
+
+def _spans(move: Move) -> tuple[tuple[int, int], ...]:
+    return tuple((piece.start, piece.end) for piece in move.moved)
+
+
+def _question_probe(move: Move) -> QuestionProbe:
+    num_skipped = max(0, len(move.question_ids) - MAX_QUESTION_TOKENS)
+    ids = torch.tensor(move.question_ids[num_skipped:], dtype=torch.int64)
+    start = move.question_start + num_skipped
+    visible = _filled(move).nonzero().flatten()
+    return QuestionProbe(
+        token_ids=ids,
+        positions=torch.arange(start, start + len(ids)),
+        kv_slots=move.slots[upload(visible, move.slots.device)],
+        kv_positions=visible,
+        chunks=_spans(move),
+        end=move.plan.end,
+    )
+
+
+def _deviation_probe(move: Move) -> DeviationProbe:
+    ids = _ids(move.token_ids)
+    return DeviationProbe(token_ids=ids[move.plan.start :], slots=move.slots, chunks=_spans(move))
+
+
+def _score_probe(capture: Capture) -> ScoreProbe:
+    ids = _ids(capture.token_ids)
+    return ScoreProbe(token_ids=ids[capture.start :], slots=capture.slots, prefix=capture.prefix)

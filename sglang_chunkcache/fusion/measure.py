@@ -1,0 +1,281 @@
+"""Evidence for selectors, measured by passes that write nothing: the pool's bytes are the same before and after.
+
+    question    the question over moved KV           -> who it looks at           all layers but the last's end
+    deviation   the promised region, computed afresh -> whose KV is off           two layers
+    scores      a chunk over its own KV              -> what it was built upon    once per variant
+
+Attention weights are summed piece by piece, in float32; no matrix of queries by keys outlives its piece. Under tensor
+parallelism a rank holds some of the heads, so sums are added over the ranks: all decide on the same numbers. Results lie on
+the CPU, which is this module's only synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_chunkcache.attention.masked import Observer, SequenceAttention, StopPass
+from sglang_chunkcache.attention.masked_layout import PassSequence
+from sglang_chunkcache.fusion.recompute import run_pass
+from sglang_chunkcache.fusion.store import ChunkScores
+
+DEVIATION_LAYER = 1
+"""K/V of the second layer is the first that depends on other tokens (CacheBlend compares there; FusionRAG eq. 7)."""
+
+
+@dataclass(frozen=True)
+class QuestionProbe:
+    """A request's question over the KV in front of it.
+
+    token_ids, positions: [n] int64, the question's, positions ascending. kv_slots, kv_positions: [m] int64, the KV it may
+    look at: the exact prefix and what was moved, without gaps. chunks: `[start, end)` of each moved chunk, ascending. end:
+    length of the promised region; chunks end within it.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+    kv_positions: Tensor
+    chunks: tuple[tuple[int, int], ...]
+    end: int
+
+    def __post_init__(self) -> None:
+        _check_spans(self.chunks, 0, self.end)
+
+
+@dataclass(frozen=True)
+class DeviationProbe:
+    """The promised region `[start, start + n)` of a request: everything behind its exact prefix.
+
+    token_ids: [n] int64, gaps included. slots: [start + n] int64, the pool's slots of all positions from 0; those of gaps are
+    not read. chunks: `[start, end)` of each moved chunk, ascending, in the region.
+    """
+
+    token_ids: Tensor
+    slots: Tensor
+    chunks: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        _check_spans(self.chunks, self.start, self.end)
+
+    @property
+    def start(self) -> int:
+        """Length of the exact prefix."""
+        return self.end - len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Length of the promised region, the exact prefix included."""
+        return len(self.slots)
+
+
+@dataclass(frozen=True)
+class ScoreProbe:
+    """A chunk at `[start, start + n)` whose KV was computed in that very place.
+
+    token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
+    `[start, end)` of each chunk that stands before it, ascending, the head excluded.
+    """
+
+    token_ids: Tensor
+    slots: Tensor
+    prefix: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        _check_spans(self.prefix, 0, self.start)
+
+    @property
+    def start(self) -> int:
+        """The chunk's first position."""
+        return len(self.slots) - len(self.token_ids)
+
+
+def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tuple[Tensor, Tensor]]:
+    """What the questions attend to, all in one pass. Softmax over everything a question token sees, itself included.
+
+    Returns per request, float32, CPU:
+        [end]: mass on each prompt position in the last layer, summed over question tokens and heads; 0 where no moved token
+        stands (FusionRAG 3.2).
+        [num_layers, num_chunks]: mass on each moved chunk, summed over question tokens, heads and the chunk's tokens
+        (Cache-Craft eq. 15's summand, alg. 1).
+    Raises:
+        ValueError: spans out of order or outside [0, end); sequences as in `run_pass`.
+    """
+    if not requests:
+        return []
+    observer = _QuestionObserver(runner, requests)
+    run_pass(
+        runner,
+        [PassSequence(r.token_ids, r.positions, r.kv_slots, r.kv_positions) for r in requests],
+        observer=observer,
+    )
+    sums = _sum_over_ranks(runner, observer.last + observer.by_layer)
+    return list(zip(sums[: len(requests)], sums[len(requests) :], strict=True))
+
+
+def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[Tensor]:
+    """How far moved KV is from what a fresh prefill of the promised region gives, at the second layer.
+
+    The whole region runs through the first layer and the second's projections over the exact prefix; a model of one layer is
+    compared there.
+
+    Returns per request, [end] float32, CPU: squared difference of K plus that of V, summed over heads and dimensions; 0 where
+    no moved token stands (CacheBlend; FusionRAG eq. 7, 8).
+    Raises:
+        ValueError: spans out of order or outside the region; sequences as in `run_pass`.
+    """
+    if not requests:
+        return []
+    sequences = [
+        PassSequence(
+            token_ids=r.token_ids,
+            positions=torch.arange(r.start, r.end),
+            kv_slots=r.slots[: r.start],
+            kv_positions=torch.arange(r.start),
+        )
+        for r in requests
+    ]
+    observer = _DeviationObserver(runner, requests)
+    run_pass(runner, sequences, observer=observer)
+    return _sum_over_ranks(runner, observer.deviation)
+
+
+def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[ChunkScores]:
+    """How much each chunk's tokens attended to the chunks before it and to each other (Cache-Craft eq. 3, 4, 14).
+
+    The chunks' tokens run again over the KV in the pool, theirs included. Means over layers and heads.
+
+    Raises:
+        ValueError: spans out of order or not in front of the chunk; sequences as in `run_pass`.
+    """
+    if not chunks:
+        return []
+    sequences = [
+        PassSequence(
+            token_ids=c.token_ids,
+            positions=torch.arange(c.start, len(c.slots)),
+            kv_slots=c.slots,
+            kv_positions=torch.arange(len(c.slots)),
+            own=False,
+        )
+        for c in chunks
+    ]
+    observer = _ScoreObserver(runner, chunks)
+    run_pass(runner, sequences, observer=observer)
+    sums = _sum_over_ranks(runner, observer.on_prefix + observer.received)
+    scores = []
+    for chunk, on_prefix, received in zip(chunks, sums[: len(chunks)], sums[len(chunks) :], strict=True):
+        scores.append(
+            ChunkScores(
+                inter=tuple(on_prefix.sum(0).tolist()),
+                prefix_lens=tuple(end - start for start, end in chunk.prefix),
+                intra=float(received.sum()),
+                context=on_prefix.sum(1),
+                received=received,
+            )
+        )
+    return scores
+
+
+class _QuestionObserver(Observer):
+    def __init__(self, runner: Any, requests: Sequence[QuestionProbe]) -> None:
+        self._last_layer = runner.token_to_kv_pool.layer_num - 1
+        device = runner.device
+        self._inside, self._owners = [], []
+        for request in requests:
+            keys, _ = torch.cat([request.kv_positions.cpu(), request.positions.cpu()]).sort()
+            inside = keys[keys < request.end]
+            self._inside.append(inside.to(device))
+            self._owners.append(_owners(request.chunks, request.end)[inside].to(device))
+        self.last = [torch.zeros(r.end, device=device) for r in requests]
+        self.by_layer = [torch.zeros(self._last_layer + 1, len(r.chunks), device=device) for r in requests]
+
+    def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
+        inside, owners = self._inside[sequence], self._owners[sequence]
+        mass = torch.zeros(len(inside), device=inside.device)
+        for _, _, weights in attention.weights():
+            mass += weights.sum((0, 1))[: len(inside)]
+        self.by_layer[sequence][layer_id] = mass @ owners
+        if layer_id == self._last_layer:
+            self.last[sequence][inside] = mass * owners.sum(1)
+            if sequence == len(self.last) - 1:
+                raise StopPass
+
+
+class _DeviationObserver(Observer):
+    def __init__(self, runner: Any, requests: Sequence[DeviationProbe]) -> None:
+        self._pool = runner.token_to_kv_pool
+        self._layer = min(DEVIATION_LAYER, self._pool.layer_num - 1)
+        self._requests = requests
+        self.deviation = [torch.zeros(r.end, device=runner.device) for r in requests]
+
+    def on_kv(self, layer_id: int, keys: Tensor, values: Tensor) -> None:
+        if layer_id < self._layer:
+            return
+        row = 0
+        for request, deviation in zip(self._requests, self.deviation, strict=True):
+            moved = torch.cat([torch.arange(start, end) for start, end in request.chunks] or [torch.arange(0)])
+            moved = moved.to(keys.device)
+            slots = request.slots.to(keys.device)[moved]
+            for fresh, cached in (
+                (keys, self._pool.get_key_buffer(layer_id)),
+                (values, self._pool.get_value_buffer(layer_id)),
+            ):
+                difference = fresh[row + moved - request.start].float() - cached[slots].float()
+                deviation[moved] += difference.square().sum((1, 2))
+            row += len(request.token_ids)
+        raise StopPass
+
+
+class _ScoreObserver(Observer):
+    def __init__(self, runner: Any, chunks: Sequence[ScoreProbe]) -> None:
+        self._last_layer = runner.token_to_kv_pool.layer_num - 1
+        self._num_ranks = runner.tp_group.world_size
+        self._chunks = chunks
+        device = runner.device
+        self._owners = [_owners(c.prefix, c.start).to(device) for c in chunks]
+        self.on_prefix = [torch.zeros(len(c.token_ids), len(c.prefix), device=device) for c in chunks]
+        self.received = [torch.zeros(len(c.token_ids), device=device) for c in chunks]
+
+    def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
+        start = self._chunks[sequence].start
+        num_weights = attention.queries.shape[1] * self._num_ranks * (self._last_layer + 1)
+        for first, last, weights in attention.weights():
+            mean = weights.sum(0) / num_weights
+            self.on_prefix[sequence][first:last] += mean[:, :start] @ self._owners[sequence]
+            own = mean[:, start:]
+            own.diagonal(first).zero_()
+            self.received[sequence] += own.sum(0)
+        if layer_id == self._last_layer and sequence == len(self._chunks) - 1:
+            raise StopPass
+
+
+def _owners(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
+    """[length, num_spans] float32: 1 where a position lies in a span. Sums by span are products with it, in fixed order."""
+    owners = torch.zeros(length, len(spans))
+    for index, (start, end) in enumerate(spans):
+        owners[start:end, index] = 1
+    return owners
+
+
+def _sum_over_ranks(runner: Any, sums: list[Tensor]) -> list[Tensor]:
+    """The tensors added over the tensor-parallel ranks, equal to the last bit on all of them; on the CPU."""
+    flat = torch.cat([part.flatten() for part in sums])
+    group = runner.tp_group
+    if group.world_size > 1:
+        # An all-reduce may round differently on different ranks, and a tie broken differently stops the server.
+        flat = group.broadcast(group.all_reduce(flat), src=0)
+    parts = torch.split(flat.cpu(), [part.numel() for part in sums])
+    return [part.reshape(shaped.shape) for part, shaped in zip(parts, sums, strict=True)]
+
+
+def _check_spans(spans: Sequence[tuple[int, int]], start: int, end: int) -> None:
+    at = start
+    for span in spans:
+        if not at <= span[0] < span[1] <= end:
+            raise ValueError(f"span [{span[0]}, {span[1]}): expected one in [{at}, {end}), behind the one before")
+        at = span[1]

@@ -1,0 +1,158 @@
+"""Why a server cannot move KV: asked once, when the cache is built, so that it is refused by name and not found out later.
+
+Moving needs plain keys, rotated by one table, in rows of their own. Recomputing needs attention that is softmax(q k) v over
+all earlier tokens and nothing else, in a model that runs on one rank without other passes beside it. Whatever is not known to
+be so is refused. What a class does inside its `forward` is not seen here: the start-up gate (`check.py`) computes it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sglang_chunkcache.fusion.relocate import DTYPES, ROTARY_CLASSES
+
+POOL_CLASS = "MHATokenToKVPool"
+ATTENTION_CLASS = "RadixAttention"
+
+
+def unsupported(model_runner: Any, server_args: Any) -> list[str]:
+    """Every reason, named by flag or property, why fused mode cannot be; empty if it can.
+
+    Args:
+        model_runner: SGLang's ModelRunner with model and pools made; only read.
+        server_args: SGLang's ServerArgs as given; what SGLang resolves later is read from the runner.
+    """
+    return [*_flags(server_args), *_runner(model_runner), *_pool(model_runner.token_to_kv_pool), *_model(model_runner)]
+
+
+def _flags(args: Any) -> Iterator[str]:
+    """What the server was started with."""
+    checks = {
+        "--enable-lora": args.enable_lora or args.lora_paths,
+        "--speculative-algorithm": args.speculative_algorithm,
+        "--enable-dp-attention": args.enable_dp_attention,
+        "--disaggregation-mode": args.disaggregation_mode not in (None, "null"),
+        "--dllm-algorithm": args.dllm_algorithm,
+        "--enable-two-batch-overlap": args.enable_two_batch_overlap,
+        "--enable-pdmux": args.enable_pdmux,
+        "--enable-deterministic-inference": args.enable_deterministic_inference,
+        "--rl-on-policy-target": args.rl_on_policy_target,
+        # Not known to break; batches of prefill and decode in one have not been run.
+        "--enable-mixed-chunk": args.enable_mixed_chunk,
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--enable-lmcache": args.enable_lmcache,
+        "--enable-flexkv": args.enable_flexkv,
+        "--enable-hisparse": args.enable_hisparse,
+        "--enable-unified-memory": args.enable_unified_memory,
+        "--enable-streaming-session": args.enable_streaming_session,
+        "--is-embedding": args.is_embedding,
+        "--quantization-param-path (scales of quantised KV)": args.quantization_param_path,
+    }
+    yield from (name for name, refused in checks.items() if refused)
+
+
+def _runner(runner: Any) -> Iterator[str]:
+    """What SGLang has made of flags and model."""
+    config = runner.model_config
+    for name, size in (
+        ("page size", runner.page_size),
+        ("tensor parallel size", runner.tp_size),
+        ("pipeline parallel size", runner.pp_size),
+        ("attention data parallel size", runner.attn_dp_size),
+        ("attention context parallel size", runner.attn_cp_size),
+        ("decode context parallel size", runner.attn_dcp_size),
+    ):
+        if size > 1:
+            yield f"{name} {size}, not 1"
+    checks = {
+        "speculative decoding": not runner.spec_algorithm.is_none(),
+        "LoRA": runner.lora_manager is not None,
+        "MLA": runner.use_mla_backend,
+        "sliding-window layers (hybrid SWA)": runner.is_hybrid_swa,
+        "attention in chunks (attention_chunk_size)": config.attention_chunk_size,
+        "an encoder-decoder model": config.is_encoder_decoder,
+        "a multimodal model": config.is_multimodal,
+        "an embedding model": not config.is_generation,
+        "n-gram embeddings (a token's keys depend on its neighbours)": config.use_ngram_embedding,
+    }
+    yield from (name for name, refused in checks.items() if refused)
+
+
+def _pool(pool: Any) -> Iterator[str]:
+    if type(pool).__name__ != POOL_CLASS:
+        yield f"KV pool {type(pool).__name__}, not {POOL_CLASS}"
+        return
+    if pool.dtype not in DTYPES:
+        yield f"--kv-cache-dtype {pool.dtype}"
+    if pool.is_quantized_kv_cache:
+        yield f"quantised KV ({pool.quant_method.name})"
+    if pool.kv_cache_layout != "nhd":
+        yield f"KV layout {pool.kv_cache_layout}, not nhd"
+    if pool.layer_transfer_counter is not None:
+        yield "KV loaded layer by layer"
+
+
+def _model(runner: Any) -> Iterator[str]:
+    model, pool = runner.model, runner.token_to_kv_pool
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not layers:
+        yield f"{type(model).__name__} has no model.layers"
+        return
+    # Such a model writes K/V at the batch's slots, which in our passes are nobody's; what of it is known is the import.
+    is_fused = hasattr(sys.modules.get(type(model).__module__), "enable_fused_set_kv_buffer")
+    if is_fused and torch.device(pool.device).type == "cuda" and pool.dtype == torch.bfloat16:
+        yield f"K/V written by the rotary kernel ({type(model).__name__})"
+    num_layers = getattr(pool, "layer_num", None)
+    if len(layers) != num_layers:
+        yield f"{len(layers)} layers in the model, {num_layers} in the KV pool"
+    first_at: dict[str, int] = {}
+    first_rotary = getattr(getattr(layers[0], "self_attn", None), "rotary_emb", None)
+    for index, layer in enumerate(layers):
+        attention = getattr(layer, "self_attn", None)
+        for reason in (*_rotary(attention, first_rotary), *_attention(attention, index)):
+            first_at.setdefault(reason, index)
+    yield from (f"{reason} (layer {index})" for reason, index in first_at.items())
+
+
+def _rotary(attention: Any, first: Any) -> Iterator[str]:
+    rotary = getattr(attention, "rotary_emb", None)
+    if rotary is None:
+        yield "no self_attn.rotary_emb"
+        return
+    if type(rotary).__name__ not in ROTARY_CLASSES:
+        yield f"rotary embedding {type(rotary).__name__}"
+    elif rotary is not first and first is not None:
+        yield "another rotary embedding than layer 0"
+    head_dim = getattr(getattr(attention, "attn", None), "head_dim", None)
+    if head_dim is not None and getattr(rotary, "head_size", head_dim) != head_dim:
+        yield f"rotary head size {rotary.head_size}, attention {head_dim}"
+
+
+def _attention(attention: Any, index: int) -> Iterator[str]:
+    """What our masked attention would leave out."""
+    radix: Any = getattr(attention, "attn", None)
+    if type(radix).__name__ != ATTENTION_CLASS:
+        yield f"self_attn.attn is {type(radix).__name__}, not {ATTENTION_CLASS}"
+        return
+    if radix.layer_id != index:
+        yield "layers are not numbered from 0"
+    if radix.sliding_window_size > -1:
+        yield f"sliding window {radix.sliding_window_size}"
+    if radix.logit_cap:
+        yield f"attention logit cap {radix.logit_cap}"
+    if radix.is_cross_attention or radix.attn_type.value != "decoder":
+        yield "attention that is not a decoder's own"
+    if radix.use_irope:
+        yield "iRoPE (attention in chunks)"
+    if radix.pos_encoding_mode != "NONE":
+        yield f"positions inside attention ({radix.pos_encoding_mode})"
+    if radix.xai_temperature_len > 0:
+        yield f"attention temperature by length ({radix.xai_temperature_len})"
+    if any(scale not in (None, 1.0) for scale in (radix.k_scale_float, radix.v_scale_float)):
+        yield f"scaled KV (k {radix.k_scale_float}, v {radix.v_scale_float})"
+    if sinks := [name for name, _ in attention.named_parameters() if "sink" in name]:
+        yield f"attention sinks ({sinks[0]})"

@@ -1,0 +1,75 @@
+"""One request's promised region, on its way from the promise to the report: what fuser.py asks for and fusion_pass.py fills."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sglang_chunkcache.fusion.plan import Piece, ReusePlan
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+if TYPE_CHECKING:
+    from sglang_chunkcache.fusion.own_slots import ExclusiveRows
+
+
+@dataclass(eq=False)
+class Move:
+    """One request's promised region, and afterwards what became of it."""
+
+    plan: ReusePlan
+    reuse: ReuseRequest
+    slots: Tensor
+    """[plan.end] int64: the slots of the whole prompt up to there."""
+    token_ids: array[int]
+    """[plan.end]"""
+    question_ids: array[int]
+    question_start: int
+    row_index: Callable[[], int]
+    """The request's row in `req_to_token`, once it has one."""
+    shared: frozenset[int] = frozenset()
+    """Span indices of the pieces that were promised with their source's slots."""
+    exclusive: ExclusiveRows | None = None
+    """Theirs; None: all are copied."""
+    recomputed_len: int = 0
+    shared_len: int = 0
+    """Tokens whose slots are the source's, in the end."""
+    focused: list[int] | None = None
+    """Span indices of the chunks the question looks at; None: not asked for."""
+    fallbacks: list[str] = field(default_factory=list)
+    ms: dict[str, float] = field(default_factory=dict)
+    """Phase -> milliseconds of the whole batch, as the host sees them (queued work on a GPU is not waited for)."""
+
+    @property
+    def moved(self) -> list[Piece]:
+        return [piece for piece in self.plan.pieces if piece.source is not None]
+
+    @property
+    def copied(self) -> list[Piece]:
+        """The moved pieces that have slots of their own."""
+        return [piece for piece in self.moved if piece.span not in self.shared]
+
+    def claim(self, positions: list[int]) -> list[int]:
+        """Make `positions` (ascending) the request's own to write; those for which there is no slot are left out."""
+        writable = self._claim(positions, evicts=False)
+        if len(writable) < len(positions):
+            self.recomputed_len -= len(positions) - len(writable)
+            self.fallbacks.append("no_own_slots")
+        return writable
+
+    def claim_all(self) -> list[int]:
+        """As `claim`, of the whole region, evicting for it. What is left out holds its moved KV, which is whole."""
+        positions = list(range(self.plan.start, self.plan.end))
+        writable = self._claim(positions, evicts=True)
+        self.recomputed_len = self.plan.moved_len - (len(positions) - len(writable))
+        return writable
+
+    def _claim(self, positions: list[int], *, evicts: bool) -> list[int]:
+        if self.exclusive is None:
+            return positions
+        self.slots, refused = self.exclusive.own(self.slots, positions, evicts=evicts)
+        left = set(refused)
+        return [position for position in positions if position not in left]

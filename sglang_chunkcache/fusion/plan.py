@@ -1,0 +1,254 @@
+"""Which chunk of a prompt is moved from where: the plan behind a promise. Pure: no tensors, no tree, nothing allocated.
+
+    prompt    head | A | B | C | D | question        A is the exact prefix
+    pieces             gap  C   -                    B cached nowhere, C found: [B, C] is promised, D and the rest prefilled
+
+Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute pass, so that a hit behind it
+still counts; it is only promised where a hit follows. Chunks are moved whole or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from radix_ext import ChunkId, Span
+from sglang_chunkcache.fusion.selectors import context
+from sglang_chunkcache.fusion.selectors.set import admissible
+from sglang_chunkcache.fusion.store import ChunkScores
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+
+class Candidate(Protocol):
+    """One place where a chunk's KV stands, computed behind `prefix`."""
+
+    @property
+    def where(self) -> str:
+        """The tier."""
+        ...
+
+    @property
+    def start(self) -> int | None:
+        """The position of its first token there; None: un-rotated, at no position."""
+        ...
+
+    @property
+    def prefix(self) -> tuple[ChunkId, ...]:
+        """The chunks before it there, in order."""
+        ...
+
+    @property
+    def scores(self) -> ChunkScores | None:
+        """What was measured of it."""
+        ...
+
+    @property
+    def preprocessed(self) -> bool:
+        """Computed ahead of requests behind similar chunks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`[start, end)` of the prompt; `source` None is a gap."""
+
+    start: int
+    end: int
+    span: int | None
+    """Index of the span it is; None for text between chunks."""
+    source: Candidate | None
+    chunk: ChunkId | None = None
+    prefix: tuple[ChunkId, ...] = ()
+    """Chunks that stand before it in this prompt."""
+    overlap: int = 0
+    """Chunks that stood before the source as well."""
+    cfo: float | None = None
+    """Cache-Craft's fix overhead with alpha 1, where the source is scored."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is moved to the very position its source stands at: its KV is the source's, un-rotated."""
+        return self.source is not None and self.source.start == self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """What one request has moved. Empty `pieces`: nothing, for the reasons in `fallbacks`."""
+
+    pieces: tuple[Piece, ...]
+    fallbacks: tuple[str, ...] = ()
+    recomputed_len: int = 0
+    """Moved tokens that the selector will take, estimated."""
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+    @property
+    def fused_from(self) -> int:
+        """Where KV stops being exact: the first moved chunk."""
+        return next(piece.start for piece in self.pieces if piece.source is not None)
+
+    @property
+    def moved_len(self) -> int:
+        return sum(piece.end - piece.start for piece in self.pieces if piece.source is not None)
+
+    @property
+    def num_pass_tokens(self) -> int:
+        """Tokens that go through the model before the extend, as far as the plan can tell."""
+        return self.gap_len + self.recomputed_len
+
+    @property
+    def gap_len(self) -> int:
+        return self.end - self.start - self.moved_len
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one plan, in tokens (config.py)."""
+
+    max_pass_tokens: int
+    max_gap_tokens: int
+    min_saved_tokens: int
+
+
+def make_plan(
+    spans: Sequence[Span],
+    *,
+    start: int,
+    limit: int,
+    candidates: Callable[[ChunkId], Sequence[Candidate]],
+    reuse: ReuseRequest,
+    limits: Limits,
+) -> ReusePlan:
+    """Plan the region behind the cached prefix `[0, start)`, no further than `limit`.
+
+    `candidates` is asked once per chunk; an empty answer makes the chunk a gap.
+    """
+    chosen = _choose(spans, start, limit, candidates, reuse)
+    if not chosen:
+        return ReusePlan((), ("no_source",) if any(s.start >= start and s.end <= limit for s in spans) else ())
+    pieces: list[Piece] = []
+    waiting: list[Piece] = []  # gaps, until a hit behind them makes them worth it
+    fallbacks: list[str] = []
+    position, moved_len, gap_len, recomputed_len, by_alpha = start, 0, 0, 0, 0
+    for index, span in enumerate(spans):
+        if span.start < start or span.end > limit:
+            continue
+        if position < span.start:
+            waiting.append(Piece(position, span.start, None, None))
+        position = span.end
+        piece = chosen.get(index)
+        if piece is None:
+            waiting.append(Piece(span.start, span.end, index, None))
+            continue
+        gaps = gap_len + sum(gap.end - gap.start for gap in waiting)
+        moved = moved_len + piece.end - piece.start
+        if gaps > limits.max_gap_tokens:
+            fallbacks.append("gap_too_long")
+            break
+        by_alpha += _num_by_alpha(piece, reuse)
+        recomputed = by_alpha if _goes_by_alpha(reuse) else math.ceil(reuse.ratio * moved) if reuse.recomputes else 0
+        measured = piece.end - start if reuse.selector == "deviation" and reuse.is_choice else 0  # the whole region
+        if max(gaps + recomputed, measured) > limits.max_pass_tokens:
+            fallbacks.append("pass_budget")
+            break
+        pieces += [*waiting, piece]
+        waiting, moved_len, gap_len, recomputed_len = [], moved, gaps, recomputed
+    if pieces and moved_len - recomputed_len < limits.min_saved_tokens:
+        return ReusePlan((), (*fallbacks, "not_worth_it"))
+    return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len)
+
+
+def max_critical(pieces: Sequence[Piece], plan: ReusePlan, reuse: ReuseRequest) -> int:
+    """How many tokens of these moved pieces of the plan its selector may take, at most."""
+    if not reuse.recomputes or (reuse.alpha is None and reuse.ratio == 0):
+        return 0
+    num_tokens = sum(piece.end - piece.start for piece in pieces)
+    if _goes_by_alpha(reuse):
+        # CFO is at least a token's worth, and what a request leaves out of it (`without`) only makes it grow.
+        known = [replace(piece, cfo=1.0) if reuse.without and piece.cfo is not None else piece for piece in pieces]
+        return min(num_tokens, sum(max(1, _num_by_alpha(piece, reuse)) for piece in known))
+    num_moved = sum(piece.source is not None for piece in plan.pieces)  # rounded up for each at most
+    return min(num_tokens, math.ceil(reuse.ratio * plan.moved_len) + num_moved)
+
+
+def _goes_by_alpha(reuse: ReuseRequest) -> bool:
+    return reuse.selector == "context" and reuse.alpha is not None
+
+
+def _num_by_alpha(piece: Piece, reuse: ReuseRequest) -> int:
+    """Tokens of a moved chunk that `context` takes at the request's alpha; by the ratio where its source is not scored."""
+    share = reuse.ratio if piece.cfo is None else min(1.0, (reuse.alpha or 0.0) * piece.cfo)
+    return math.ceil(share * (piece.end - piece.start))
+
+
+def _choose(
+    spans: Sequence[Span],
+    start: int,
+    limit: int,
+    candidates: Callable[[ChunkId], Sequence[Candidate]],
+    reuse: ReuseRequest,
+) -> dict[int, Piece]:
+    """Span index -> the piece that moves it from its best source."""
+    ids = [span.chunk for span in spans]
+    offered = {  # among equals the first is taken: one that need not be rotated
+        index: tuple(sorted(candidates(span.chunk), key=lambda option: option.start != span.start))
+        for index, span in enumerate(spans)
+        if span.end <= limit and index not in reuse.fresh and (span.start >= start or reuse.selector == "set")
+    }
+    if reuse.selector == "set":
+        offered = _of_one_set(ids, offered)
+    chosen = {}
+    for index, options in offered.items():
+        span, before = spans[index], tuple(ids[:index])
+        if span.start < start or not options:
+            continue
+        known = frozenset(before)
+        best = options[_best(options, before, known, reuse)]
+        chosen[index] = Piece(
+            span.start,
+            span.end,
+            index,
+            best,
+            span.chunk,
+            before,
+            overlap=len(known.intersection(best.prefix)),
+            cfo=None
+            if best.scores is None
+            else context.cfo(1.0, context.fix_overhead(best.prefix, best.scores, before), span.end - span.start),
+        )
+    return chosen
+
+
+def _best(
+    options: Sequence[Candidate], before: tuple[ChunkId, ...], known: frozenset[ChunkId], reuse: ReuseRequest
+) -> int:
+    """Index of the source to move: Cache-Craft takes the lowest CFO. Elsewhere the one that has seen most of what stands
+    before the chunk now, preprocessed ones first: FusionRAG's whole point is to use those."""
+    if reuse.selector == "context":
+        variants = [(option.prefix, option.scores) for option in options]
+        return context.best_variant(variants, before, without=reuse.without)
+
+    def merit(index: int) -> tuple[bool, int, bool, int]:
+        option = options[index]
+        overlap = len(known.intersection(option.prefix))
+        return option.preprocessed, overlap, option.where == "device", -len(option.prefix)
+
+    return max(range(len(options)), key=merit)
+
+
+def _of_one_set(ids: Sequence[ChunkId], offered: dict[int, tuple[Candidate, ...]]) -> dict[int, tuple[Candidate, ...]]:
+    """Only sources of the longest leading run of chunks that is, as a set, one cached chain (SET-CACHE)."""
+    prefixes = [tuple(option.prefix for option in offered.get(index, ())) for index in range(len(ids))]
+    chain = admissible(ids, prefixes)
+    return {
+        index: tuple(option for option in offered.get(index, ()) if option.prefix == prefix)[:1]
+        for index, prefix in enumerate(chain)
+    }

@@ -1,0 +1,97 @@
+"""What every selector sees and answers: which tokens of the moved chunks are critical, that is, recomputed.
+
+Selectors are pure: the same arguments give the same tokens on every tensor-parallel rank. They know no slots, no model and
+no neighbours in the batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from torch import Tensor
+
+from radix_ext import ChunkId
+from sglang_chunkcache.fusion.store import ChunkScores
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+
+class Need(Enum):
+    """What has to be measured on the request before a selector can choose; each costs a pass."""
+
+    QUESTION = "question"
+    DEVIATION = "deviation"
+
+
+@dataclass(frozen=True, eq=False)
+class MovedChunk:
+    """One relocated chunk, whole.
+
+    Raises:
+        ValueError: the scores are those of another chunk or prefix.
+    """
+
+    chunk: ChunkId
+    start: int
+    """Its first token's position in the prompt."""
+    num_tokens: int
+    prefix_old: tuple[ChunkId, ...]
+    """The chunks its KV was computed behind, in order."""
+    prefix_new: tuple[ChunkId, ...]
+    """The chunks before it in this prompt, in order."""
+    scores: ChunkScores | None
+    """None: its variant was never scored."""
+
+    def __post_init__(self) -> None:
+        if self.scores is None:
+            return
+        if len(self.scores.context) != self.num_tokens:
+            raise ValueError(f"scores must be of {self.num_tokens} tokens but are of {len(self.scores.context)}")
+        if len(self.scores.inter) != len(self.prefix_old):
+            raise ValueError(f"scores must know {len(self.prefix_old)} prefix chunks but know {len(self.scores.inter)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What was measured on this request, float32. None: not asked for, or not to be had."""
+
+    question: Tensor | None = None
+    """[end] by prompt position: attention mass from the question in the last layer, summed over its tokens and heads; 0
+    where no moved token stands (FusionRAG 3.2)."""
+    question_by_layer: Tensor | None = None
+    """[num_layers, num_chunks]: mass from the question on each moved chunk (Cache-Craft algorithm 1)."""
+    deviation: Tensor | None = None
+    """[end] by prompt position: squared KV deviation at the second layer (CacheBlend; FusionRAG eq. 7)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The critical tokens, one entry a chunk, in the chunks' order."""
+
+    offsets: tuple[Tensor, ...]
+    """Each [num_critical] int64 on the CPU, ascending, unique: offsets from the chunk's first token."""
+    cfo: tuple[float | None, ...]
+    """Cache-Craft's recompute share where it was worked out, else None."""
+    fallbacks: tuple[str, ...] = ()
+    """Why tokens were chosen otherwise than asked, each reason once."""
+
+
+class Selector(ABC):
+    """Chooses the critical tokens of one request's moved chunks."""
+
+    name: ClassVar[str]
+    """As in `config.SELECTORS`; also the file's name."""
+    needs: ClassVar[frozenset[Need]] = frozenset()
+
+    @abstractmethod
+    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+        """Choose for all chunks of the request together; `chunks` may be empty.
+
+        Ratio 0 chooses nothing and ratio 1 everything, except where a selector's docstring says otherwise.
+
+        Raises:
+            ValueError: evidence that does not reach over all chunks.
+        """

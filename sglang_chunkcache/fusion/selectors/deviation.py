@@ -1,0 +1,27 @@
+"""The tokens whose moved KV is furthest from freshly computed KV at the second layer (CacheBlend; FusionRAG eq. 7 and 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sglang_chunkcache.fusion.selectors import first
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selection, Selector
+from sglang_chunkcache.fusion.selectors.top_k import jointly_highest
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+
+class LargestDeviation(Selector):
+    """ceil(ratio * all moved tokens) with the highest `Evidence.deviation`: what deviates early deviates on."""
+
+    name = "deviation"
+    needs = frozenset({Need.DEVIATION})
+
+    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+        """Without evidence: as `first`, fallback "no_deviation"."""
+        if evidence.deviation is None:
+            return replace(first.SELECTOR.select(chunks, request, evidence), fallbacks=("no_deviation",))
+        return Selection(jointly_highest(evidence.deviation, chunks, request.ratio), (None,) * len(chunks))
+
+
+SELECTOR = LargestDeviation()

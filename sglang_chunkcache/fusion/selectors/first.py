@@ -1,0 +1,23 @@
+"""The first tokens of each chunk (EPIC's LegoLink): computed without a prefix they act as attention sinks, and should not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
+from sglang_chunkcache.fusion.selectors.top_k import leading
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+
+class FirstTokens(Selector):
+    """ceil(ratio * n) leading tokens of each chunk."""
+
+    name = "first"
+
+    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+        """Also what the others fall back to, chunk by chunk, where they lack what they choose by."""
+        offsets = tuple(leading(request.ratio, chunk.num_tokens) for chunk in chunks)
+        return Selection(offsets, (None,) * len(chunks))
+
+
+SELECTOR = FirstTokens()

@@ -1,0 +1,23 @@
+"""Full reuse: nothing is recomputed, whatever the ratio (Cache-Craft's FULL-CACHE, FusionRAG's Full Reuse)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+
+class NoTokens(Selector):
+    """The baseline, and the lower end of every ratio curve."""
+
+    name = "none"
+
+    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+        """Nothing, at ratio 1 too."""
+        return Selection(tuple(torch.arange(0) for _ in chunks), (None,) * len(chunks))
+
+
+SELECTOR = NoTokens()

@@ -1,0 +1,27 @@
+"""The tokens the question attends to most, over all chunks together (FusionRAG 3.2, query-guided selection)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sglang_chunkcache.fusion.selectors import first
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selection, Selector
+from sglang_chunkcache.fusion.selectors.top_k import jointly_highest
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+
+class QueryGuided(Selector):
+    """ceil(ratio * all moved tokens) with the highest `Evidence.question`, so chunks that answer the question get more."""
+
+    name = "query"
+    needs = frozenset({Need.QUESTION})
+
+    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+        """Without evidence: as `first`, fallback "no_question"."""
+        if evidence.question is None:
+            return replace(first.SELECTOR.select(chunks, request, evidence), fallbacks=("no_question",))
+        return Selection(jointly_highest(evidence.question, chunks, request.ratio), (None,) * len(chunks))
+
+
+SELECTOR = QueryGuided()

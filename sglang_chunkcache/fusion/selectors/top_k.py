@@ -1,0 +1,60 @@
+"""How many tokens a ratio means, and which are the highest. Ties go to the earlier token, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from sglang_chunkcache.fusion.selectors.base import MovedChunk
+
+ROUNDING = 1e-9
+"""0.07 * 100 is 7.000000000000001 in floating point and still means 7 tokens."""
+
+
+def num_critical(ratio: float, num_tokens: int) -> int:
+    """ceil(ratio * num_tokens), at most `num_tokens`; 0 for ratio 0."""
+    return min(num_tokens, ceil(ratio * num_tokens - ROUNDING))
+
+
+def leading(ratio: float, num_tokens: int) -> Tensor:
+    """Offsets of the first `num_critical` tokens, int64."""
+    return torch.arange(num_critical(ratio, num_tokens))
+
+
+def highest(scores: Tensor, k: int) -> Tensor:
+    """Indices of the `k` highest scores, ascending.
+
+    Args:
+        scores: [n] float, any device. NaN counts as the highest: what cannot be judged is recomputed.
+        k: 0 to n.
+    Returns:
+        [k] int64, CPU.
+    """
+    # A stable sort, not topk: topk breaks ties differently from device to device.
+    return scores.cpu().sort(descending=True, stable=True).indices[:k].sort().values
+
+
+def jointly_highest(scores: Tensor, chunks: Sequence[MovedChunk], ratio: float) -> tuple[Tensor, ...]:
+    """The highest tokens of all chunks together, so that a chunk that matters more gets more (FusionRAG 3.2).
+
+    Args:
+        scores: [end] float by prompt position.
+        chunks: disjoint, in any order; ties go to the chunk named first.
+        ratio: share of the tokens of all chunks together.
+    Returns:
+        Offsets per chunk, as `Selection.offsets`.
+    Raises:
+        ValueError: the scores end before a chunk does.
+    """
+    end = max((chunk.start + chunk.num_tokens for chunk in chunks), default=0)
+    if scores.dim() != 1 or len(scores) < end:
+        raise ValueError(f"evidence must be [{end}] or longer but is {tuple(scores.shape)}")
+    if not chunks:
+        return ()
+    moved = torch.cat([scores[chunk.start : chunk.start + chunk.num_tokens] for chunk in chunks])
+    chosen = torch.zeros(len(moved), dtype=torch.bool)
+    chosen[highest(moved, num_critical(ratio, len(moved)))] = True
+    return tuple(part.nonzero()[:, 0] for part in torch.split(chosen, [chunk.num_tokens for chunk in chunks]))

@@ -1,0 +1,1 @@
+"""Exact reuse in the scheduler process: SGLang's radix tree with one node per chunk."""

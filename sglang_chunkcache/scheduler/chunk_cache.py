@@ -1,0 +1,431 @@
+"""The scheduler's tree: SGLang's `RadixCache` with one node per chunk. It owns KV slots; it decides no order.
+
+    root ── head tokens ── C1 ── C2 ── question ── answer          chunk nodes: `chunk`, `chain`, `promoted`
+                            └─── C3 ── question                    token nodes: as in SGLang
+
+Requests without spans pass through untouched, so plain traffic sees stock SGLang. For the front's requests the key that
+SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay SGLang's.
+
+Requests that opted into moved KV (`--reuse fused`) get more promised than is cached: `match_prefix` plans, `init_load_back`
+allocates and hangs empty nodes under fused keys, and `fuser` fills them before the batch runs. A moved chunk that keeps its
+source's position holds the source's slots (sharing_radix_cache.py).
+
+Invariants beside SGLang's own: a node of ours is one segment of its key (a chunk or tokens between chunks); no inserted
+key ends inside a chunk, or two chunks that begin alike would give one slot two owners; a key is never cut shorter than
+what the tree already owns of the request (`cache_protected_len`), or the caller would free the tree's slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    InitLoadBackParams,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.evict_policy import EvictionStrategy
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+
+from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
+from sglang_chunkcache.scheduler.copies import ChunkCopies
+from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger, chain_id_of
+from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
+from sglang_chunkcache.wire.events import EventLog, Evicted, Inserted
+from sglang_chunkcache.wire.spans import ANSWER_KEY, RequestSpans, unpack
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from sglang_chunkcache.fusion.promise import Fuser
+
+logger = logging.getLogger(__name__)
+
+MAX_UNREAD_EVENTS = 65_536
+"""Events kept for the front; a rank that is not asked for longer has its mirror rebuilt. About 150 bytes each."""
+
+_UNREAD = object()
+
+
+class ChunkRadixCache(SharingRadixCache):
+    """Radix cache with chunk-keyed nodes for the front's requests (CRAFT 4.1's GPU-local chunk-prefix tree)."""
+
+    def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
+        """Build the cache of one rank.
+
+        Raises:
+            ValueError: page size above 1, or speculative decoding, named in the message.
+        """
+        if params.page_size != 1:
+            raise ValueError(f"the chunk cache needs --page-size 1, got {params.page_size}")
+        if params.is_eagle:
+            raise ValueError("the chunk cache does not support speculative decoding (--speculative-algorithm)")
+        self.config = config
+        self.log = EventLog(MAX_UNREAD_EVENTS)
+        self.fallbacks: Counter[str] = Counter()
+        self.num_inserted_chunks = self.num_evicted_chunks = 0
+        self.match_seconds = self.insert_seconds = 0.0
+        self.fuser: Fuser | None = None
+        self.copies = ChunkCopies()
+        self._clock = 0
+        self._clear_counts()
+        super().__init__(params)
+        self.eviction_strategy: EvictionStrategy
+        if config.eviction == "promoted":
+            self.eviction_strategy = PromotedFirst(self.eviction_strategy)
+        elif config.eviction == "reused":
+            self.eviction_strategy = ReusedLonger(self.eviction_strategy, config.window_requests)
+
+    # SGLang's calls, in a request's order
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called again and again."""
+        spans = self._spans_of(params.req)
+        start = time.perf_counter()
+        if spans is not None and not self.disable:
+            key = self._key(params.req, params.key.token_ids, spans, len(params.key))
+            params = dataclasses.replace(params, key=key)
+        result = super().match_prefix(params)
+        if spans is not None and isinstance(params.key, ChunkKey):
+            params.req.chunkcache_fused = None
+            if spans.reuse is not None and self.fuser is not None:
+                result = self.fuser.match(params.req, params.key, spans, result)
+        self._touch(result.last_device_node)
+        if spans is not None:
+            self.match_seconds += time.perf_counter() - start
+        return result
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode] | None:
+        """Keep what `match_prefix` promised: slots for all of it, or an empty tensor (declined), or None (next batch)."""
+        assert self.fuser is not None, "only a fuser promises"
+        return self.fuser.commit(params.req, params.best_match_node)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
+        if self.disable or not isinstance(params.key, ChunkKey):
+            result = super().insert(params)
+            self._touch(result.last_device_node)
+            return result
+        value = params.value if params.value is not None else torch.tensor(params.key.token_ids, dtype=torch.int64)
+        matched, path = self.insert_segments(params.key, value, params.priority, params.chunked)
+        return InsertResult(prefix_len=matched, last_device_node=path[-1] if path else self.root_node)
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        super().cache_unfinished_req(req, chunked=chunked)
+        if not chunked:
+            self._report(req)
+
+    def insert_req(self, req: Req, *, up_to: int) -> None:
+        super().insert_req(req, up_to=up_to)
+        self._report(req)  # a request that ends on its first token never gets to cache_unfinished_req
+
+    def reset(self) -> None:
+        """Empty tree, new epoch: the front drops this rank's mirror with the next answer."""
+        super().reset()
+        self.log.restart()
+        self._clear_counts()
+        self.copies.clear()
+        if self.fuser is not None:
+            self.fuser.reset()
+
+    # What we add
+
+    def insert_segments(
+        self,
+        key: ChunkKey,
+        values: torch.Tensor,
+        priority: int | None,
+        chunked: bool,
+        borders: tuple[int, ...] = (),
+        *,
+        are_filled: bool = True,
+    ) -> tuple[int, list[TreeNode]]:
+        """Insert `key`, one node per segment; returns (tokens already there, the last node of every segment).
+
+        `are_filled` False: the slots of new nodes are yet to be written, so they are no source for others.
+        """
+        node, matched, path = self.root_node, 0, []
+        before: list[ChunkId] = []
+        for start, end, chunk in key.segments(*borders):
+            found, node = self._insert_helper(node, key[start:end], values[start:end], priority, chunked)
+            if matched == start:
+                matched += found
+            node.chunk = chunk
+            if found < end - start:  # a new node
+                node.is_filled = False
+                if chunk is not None:
+                    node.start, node.prefix, node.is_moved, node.scores = start, tuple(before), False, None
+            if are_filled and not node.is_filled:
+                self.fill(node)
+            if chunk is not None:
+                before.append(chunk)
+            path.append(node)
+        self._touch(node)
+        return matched, path
+
+    def fill(self, node: TreeNode) -> None:
+        """The node's slots hold its KV. A chunk's computed KV (not moved) may serve as a source from now on."""
+        node.is_filled = True
+        if self._is_copy(node):
+            self.copies.add(node)
+
+    def stats(self) -> dict[str, int | float | dict[str, int]]:
+        """Counts for `/chunkcache/stats`: tokens unless they say chunks, nodes or seconds. No chunk is named."""
+        allocator = self.token_to_kv_pool_allocator
+        return {
+            "epoch": self.log.epoch,
+            "seq": self.log.seq,
+            "digest": self._digest,
+            "chunk_nodes": self._num_chunk_nodes,
+            "chunk_tokens": self._num_chunk_tokens,
+            "promoted_nodes": self._num_promoted,
+            "inserted_chunks": self.num_inserted_chunks,
+            "evicted_chunks": self.num_evicted_chunks,
+            "duplicate_tokens": self._duplicate_tokens(),
+            "match_seconds": round(self.match_seconds, 6),
+            "insert_seconds": round(self.insert_seconds, 6),
+            "free": allocator.available_size() if allocator else 0,
+            "evictable": self.evictable_size(),
+            "protected": self.protected_size(),
+            "fallbacks": dict(self.fallbacks),
+            **(self.fuser.stats() if self.fuser is not None else {}),
+        }
+
+    def explain(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What a request would find, as `fuser.report` shows it, without running it.
+
+        Args:
+            asked: `input_ids`, `custom_params`, `extra_key`, `cache_salt`, as SGLang would get them.
+        """
+        ids = array("q", asked["input_ids"])
+        req: Any = SimpleNamespace(
+            origin_input_ids=ids,
+            extra_key=asked["extra_key"],
+            cache_salt=asked["cache_salt"],
+            sampling_params=SimpleNamespace(custom_params=asked["custom_params"]),
+        )
+        key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
+        exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
+        if self.fuser is None or not hasattr(req, "chunkcache_outcome"):
+            return {"exact": exact, "fused_hit": 0, "end": exact, "sources": [], "fallbacks": []}
+        return self.fuser.explain(req.chunkcache_outcome)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
+        violations = self.sharing_violations(self._nodes())
+        chunks = digest = tokens = promoted = 0
+        for node in self._nodes():
+            if len(node.key) != len(node.value):
+                violations.append(f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots")
+            if isinstance(node.key, ChunkKey) and len(list(node.key.segments())) != 1:
+                violations.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
+            if (chain := chain_id_of(node)) is not None:
+                chunks, digest, tokens = chunks + 1, digest ^ chain, tokens + len(node.key)
+                promoted += node.promoted
+            if self.copies.holds(node) != self._is_copy(node):
+                violations.append(f"node {node.id}: findable as a source is {self.copies.holds(node)}")
+        if len(self.copies) != sum(self._is_copy(node) for node in self._nodes()):
+            violations.append(f"{len(self.copies)} sources are booked, the tree has another number")
+        counted = (chunks, digest, tokens, promoted)
+        booked = (self._num_chunk_nodes, self._digest, self._num_chunk_tokens, self._num_promoted)
+        if counted != booked:
+            violations.append(f"chunk nodes, digest, tokens, promoted are {counted} but were booked as {booked}")
+        if violations:
+            raise IntegrityError(violations)
+
+    # Overridden internals of SGLang's cache (pinned by tests/contract)
+
+    def _insert_cache(
+        self,
+        req: Req,
+        token_ids: array[int],
+        *,
+        chunked: bool = False,
+        key_limit: int | None = None,
+        split_prompt: bool = False,
+    ) -> tuple[Any, torch.Tensor, int]:
+        """SGLang builds a plain key of the request here; ours is chunk-keyed, and ends at a whole chunk."""
+        spans = self._spans_of(req)
+        if not hasattr(req, "chunkcache_inserted"):
+            self._clock += 1  # once a request
+        if spans is None:
+            req.chunkcache_inserted = True
+            return super()._insert_cache(  # type: ignore[no-any-return]
+                req, token_ids, chunked=chunked, key_limit=key_limit, split_prompt=split_prompt
+            )
+        start = time.perf_counter()
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(token_ids)]
+        owned = req.kv.cache_protected_len
+        up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
+        if self.config.admission == "promoted":
+            up_to = spans.promoted_end(up_to)
+        key = self._key(req, token_ids, spans, max(up_to, owned), getattr(req, "chunkcache_fused", None))
+        borders = (len(req.origin_input_ids),) if split_prompt else ()
+        values = row[: len(key)].to(dtype=torch.int64, copy=True)
+        matched, path = self.insert_segments(key, values, req.priority or 0, chunked, borders)
+        # A conversation's own later turns are no sign that others will ask for its chunks: counted, they would keep
+        # finished conversations in the pool while the running ones' histories leave.
+        self._mark(path, spans, counts_hits=not hasattr(req, "chunkcache_inserted") and not spans.is_later_turn)
+        req.chunkcache_inserted = True
+        if self.fuser is not None and not chunked:
+            self.fuser.keep(path, spans)
+        self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
+        self.insert_seconds += time.perf_counter() - start
+        return key, row, matched
+
+    def _split_node(self, key: Any, child: TreeNode, split_len: int) -> TreeNode:
+        node = super()._split_node(key, child, split_len)
+        node.is_filled = getattr(child, "is_filled", True)
+        node.used = child.used = self._clock  # SGLang splits a node that is being used, and counts both halves as used
+        return node
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        self.copies.drop(node)
+        if (chain := chain_id_of(node)) is not None:
+            self._count(chain, -len(node.key))
+            self._num_promoted -= node.promoted
+            self.num_evicted_chunks += 1
+            self.log.append(Evicted(chain))
+
+    # Private, in order of use
+
+    def _spans_of(self, req: Req | None) -> RequestSpans | None:
+        """The request's spans, read once; None for plain requests."""
+        if req is None:
+            return None
+        spans: Any = getattr(req, "chunkcache_spans", _UNREAD)
+        if spans is _UNREAD:
+            try:
+                spans = unpack(
+                    req.sampling_params.custom_params,
+                    req.origin_input_ids,
+                    prompt_len=len(req.origin_input_ids),
+                    secret=self.config.secret,
+                )
+            except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+                self._fall_back("bad_spans", error)
+                spans = None
+            req.chunkcache_spans = spans
+        return spans  # type: ignore[no-any-return]
+
+    def _key(
+        self, req: Req, token_ids: array[int], spans: RequestSpans, up_to: int, fused: Fused | None = None
+    ) -> ChunkKey:
+        return ChunkKey.cut(
+            token_ids, spans.spans, up_to, extra_key=req.extra_key, cache_salt=req.cache_salt, fused=fused
+        )
+
+    def _mark(self, path: list[TreeNode], spans: RequestSpans, *, counts_hits: bool) -> None:
+        """Give the nodes of the first chunk area their place in the global tree and this request's promotion marks.
+
+        `counts_hits`: every chunk that was there before counts one.
+        """
+        exact = itertools.takewhile(lambda node: node.key.fused is None, path)
+        parent, area = None, [node for node in exact if node.chunk is not None][: spans.area_len]
+        for index, node in enumerate(area):
+            promoted = index < spans.promoted_len
+            if chain_id_of(node) is None:
+                node.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, node.chunk)
+                node.promoted = False
+                self._count(node.chain, len(node.key))
+                self.num_inserted_chunks += 1
+                self.log.append(Inserted(node.chunk, len(node.key), parent, spans.namespace, promoted))
+                node.hits = 0
+            elif counts_hits:
+                node.hits += 1
+            self._num_promoted += promoted - node.promoted
+            node.promoted, parent = promoted, node.chain
+
+    def _touch(self, node: TreeNode | None) -> None:
+        """This node and all above it were used by the request of this moment."""
+        while node is not None:
+            node.used = self._clock
+            node = node.parent
+
+    def _report(self, req: Req) -> None:
+        """Attach the unread events to the request's first token, once."""
+        spans = self._spans_of(req)
+        if spans is None or self.disable or getattr(req, "chunkcache_reported", False):
+            return
+        req.chunkcache_reported = True
+        moved = self.fuser.report(req) if self.fuser is not None and spans.reuse is not None else None
+        entry = (tuple(self.log.unread(spans.ack)), moved)
+        req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [entry]}
+
+    def _fall_back(self, reason: str, error: Exception) -> None:
+        if not self.fallbacks[reason]:
+            logger.warning(
+                "chunk cache: %s, the request is computed as plain text (further ones are counted): %s", reason, error
+            )
+        self.fallbacks[reason] += 1
+
+    def _count(self, chain: ChainId, num_tokens: int) -> None:
+        self._digest ^= chain
+        self._num_chunk_nodes += 1 if num_tokens > 0 else -1
+        self._num_chunk_tokens += num_tokens
+
+    def _clear_counts(self) -> None:
+        self._digest = self._num_chunk_nodes = self._num_chunk_tokens = self._num_promoted = 0
+
+    @staticmethod
+    def _is_copy(node: TreeNode) -> bool:
+        """Whether the node is a chunk whose KV was computed where it stands."""
+        return getattr(node, "chunk", None) is not None and node.is_filled and not node.is_moved
+
+    def _nodes(self) -> Iterator[TreeNode]:
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def _duplicate_tokens(self) -> int:
+        """Tokens of chunk-keyed paths that the plain part of the tree holds too: the price of keeping them apart.
+
+        Walks both parts side by side, as far as they agree; splits nothing and touches no clock.
+        """
+        total = 0
+        keyed = (child for child in self.root_node.children.values() if isinstance(child.key, ChunkKey))
+        stack = [(child, self.root_node, 0) for child in keyed if child.key.fused is None]
+        while stack:
+            node, plain, offset = stack.pop()
+            shared, plain, offset = _follow(plain, offset, node.key)
+            total += shared
+            if shared == len(node.key):
+                exact = (child for child in node.children.values() if child.key.fused is None)
+                stack.extend((child, plain, offset) for child in exact)
+        return total
+
+
+def _follow(plain: TreeNode, offset: int, key: ChunkKey) -> tuple[int, TreeNode, int]:
+    """(tokens of `key` found from `offset` in the plain node on, where that ends: node and offset)."""
+    tokens, found = key.token_ids, 0
+    while found < len(tokens):
+        if offset == len(plain.key):
+            first = RadixKey(tokens[found : found + 1], key.extra_key, cache_salt=key.cache_salt)
+            child = plain.children.get(first.child_key())
+            if child is None or isinstance(child.key, ChunkKey):
+                break
+            plain, offset = child, 0
+        theirs = plain.key.token_ids[offset : offset + len(tokens) - found]
+        mine = tokens[found : found + len(theirs)]
+        same = next((i for i, (x, y) in enumerate(zip(mine, theirs, strict=True)) if x != y), len(mine))
+        found, offset = found + same, offset + same
+        if same < len(mine):
+            break
+    return found, plain, offset

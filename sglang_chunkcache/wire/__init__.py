@@ -1,0 +1,1 @@
+"""What crosses the border between the front process and a scheduler. Imports neither side."""

@@ -1,0 +1,215 @@
+"""The bundled model: a consistent world, a tokenizer that loses nothing, and answers that come from the passages.
+
+python -m pytest tests/eval/world/test_bundled_model.py
+"""
+
+import random
+from typing import Any
+
+import pytest
+
+from eval.world.world import World, linked_questions, order_questions, sample_conversation
+from sglang_chunkcache.bundled_model import model_dir
+
+MAX_BYTES = 6_000_000  # of everything that git carries
+MIN_ACCURACY = 0.95  # of 40 questions; the shipped weights reach 1.0 on 200, less a margin for other CPUs
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """The tokenizer as stock transformers loads it."""
+    pytest.importorskip("torch")
+    from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
+
+    define_torchvision_ops()
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(model_dir())
+
+
+def test_world_same_seed_is_same_world() -> None:
+    """Records name a seed; it must stay enough to rebuild corpus and questions."""
+    assert World(7).passages == World(7).passages
+    assert World(7).questions == World(7).questions
+    assert World(7).passages != World(8).passages
+
+
+def test_world_every_entity_has_one_passage() -> None:
+    """A fact told twice, or differently, would make answers ambiguous."""
+    world = World(0)
+    assert len(world.passages) == 200
+    assert len({passage.title for passage in world.passages}) == 200
+    assert [world.passage(passage.id) for passage in world.passages] == world.passages
+
+
+def test_world_questions_are_answerable_from_gold_passages() -> None:
+    """Each sentence of an answer is told, up to its opening words, by the gold passage of its hop."""
+    world = World(3)
+    assert {question.hop for question in world.questions} == {1, 2}
+    for question in world.questions:
+        sentences = question.answers[0].removesuffix(".").split(". ")
+        assert len(sentences) == len(question.gold_passage_ids) == question.hop
+        for sentence, passage_id in zip(sentences, question.gold_passage_ids, strict=True):
+            words = sentence.split()
+            assert words[2] == world.passage(passage_id).title
+            assert f"{' '.join(words[2:])}." in world.passage(passage_id).text
+        assert question.answers[0].endswith(f" {question.answers[1]}.")
+
+
+def test_world_context_has_rivals_of_each_gold_kind() -> None:
+    """With one entity of a kind in the context the kind alone would tell the answer."""
+    world, rng = World(1), random.Random(0)
+    for question in rng.sample(world.questions, 100):
+        passages = world.context(question, 4, rng)
+        titles = {passage.id: passage.text.split()[1] for passage in passages}
+        assert len(titles) == 4
+        for passage_id in question.gold_passage_ids:
+            assert list(titles.values()).count(titles[passage_id]) >= 2
+
+
+@pytest.mark.parametrize(("num_passages", "num_kinds"), [(1, 1), (201, 3), (3, 2), (10, 4), (100, 1)])
+def test_world_refuses_sizes_it_cannot_fill(num_passages: int, num_kinds: int) -> None:
+    """A world that silently came out smaller would change every figure."""
+    with pytest.raises(ValueError, match="num_"):
+        World(0, num_passages, num_kinds)
+
+
+def test_world_context_refuses_too_few_or_too_many_passages() -> None:
+    """Dropping a gold passage would make the question unanswerable."""
+    world = World(0, 6, 3)
+    two_hop = next(question for question in world.questions if question.hop == 2)
+    with pytest.raises(ValueError, match="at least 2"):
+        world.context(two_hop, 1, random.Random(0))
+    with pytest.raises(ValueError, match="is left"):
+        world.context(two_hop, 7, random.Random(0))
+
+
+def test_order_questions_name_the_passage_at_the_place() -> None:
+    """They are the ones that notice keys cached for the wrong positions."""
+    passages = World(0).passages[:3]
+    first, last, after, _ = order_questions(passages)
+    assert first.answers[1] == passages[0].title
+    assert last.answers[1] == passages[2].title
+    assert after.question == f"Which passage comes after {passages[0].title}?"
+    assert after.answers[1] == passages[1].title
+
+
+def test_world_links_add_one_sentence_and_change_nothing_else() -> None:
+    """Records made without links must stay comparable with those made with them."""
+    plain, linked = World(5), World(5, links=True)
+    assert linked.questions == plain.questions
+    for before, after in zip(plain.passages, linked.passages, strict=True):
+        told, more = before.text.split(". "), after.text.split(". ")
+        assert len(more) == len(told) + 1
+        assert after.text.startswith(told[0])
+        assert {each.removesuffix(".") for each in told} < {each.removesuffix(".") for each in more}
+
+
+def test_world_links_need_two_kinds() -> None:
+    """Among a single kind "the company" would always be the passage's own."""
+    with pytest.raises(ValueError, match="at least 2"):
+        World(0, 4, 1, links=True)
+
+
+def test_linked_questions_follow_the_order() -> None:
+    """The same passages in another order tell other facts: this is what a cache can get wrong."""
+    passages = World(0, links=True).linked_context(4, random.Random(0))
+    named, value = passages[0].title, passages[1].text.split(" the ")[1].split(".")[0].split()[-1]
+    kind = passages[0].text.split()[1]
+    here = {question.question: question.answers for question in linked_questions(passages)}
+    moved = {q.question: q.answers for q in linked_questions([passages[2], passages[1], passages[0], passages[3]])}
+    asked = next(question for question in here if question.split()[4:6] == [kind, named])
+    assert here[asked][1] == value
+    assert moved[asked][1] != value
+    assert here[asked][0].split()[2] == named
+
+
+def test_linked_questions_skip_what_is_told_twice_or_about_nobody() -> None:
+    """Two values for one question, or none, would have no right answer."""
+    first, second, _, fourth = World(0, links=True).linked_context(4, random.Random(0))
+    kind = first.text.split()[1]
+
+    def asked(*passages: Any) -> list[str]:
+        return [q.question for q in linked_questions(passages) if q.question.split()[4] == kind]
+
+    assert len(asked(first, second)) == 1
+    assert asked(first, second, fourth) == []
+    assert asked(second, first) == []
+
+
+def test_linked_context_refuses_what_the_world_lacks() -> None:
+    """A context that silently came out shorter would change the guess."""
+    with pytest.raises(ValueError, match="links"):
+        World(0).linked_context(4, random.Random(0))
+    with pytest.raises(ValueError, match="num_passages"):
+        World(0, 8, 2, links=True).linked_context(100, random.Random(0))
+
+
+def test_conversation_shows_gold_passages_before_asking() -> None:
+    """Training on questions without their facts would teach guessing."""
+    for seed in range(50):
+        turns = sample_conversation(random.Random(seed), 4, 6, share_linked=0.5)
+        shown: set[str] = set()
+        for turn in turns:
+            shown.update(passage.id for passage in turn.passages)
+            assert shown.issuperset(turn.question.gold_passage_ids)
+        assert len({turn.question.question for turn in turns}) == len(turns)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The company Dravex makes clocks.", " two  spaces , and it 's", "tabs\t\n\n\r\n", "Grüße, 漢字 🙂 <x> \x00", ""],
+)
+def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
+    """The server tokenises users' chunks: what it shows the model must be what they wrote."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_tokenizer_words_are_single_tokens(tokenizer: Any) -> None:
+    """A name cut in two would need another mechanism than the one the model has."""
+    from eval.world.world import words
+
+    assert [word for word in words() if len(tokenizer.encode(f" {word}", add_special_tokens=False)) != 1] == []
+
+
+def test_chat_template_equals_the_pieces(tokenizer: Any) -> None:
+    """A client that lets the template format its messages must reach the same tokens as the service."""
+    from eval.world.tokenizer import turn_pieces
+
+    head, passages, tail = turn_pieces(["A.", "B."], "C?", opens=True, system="S")
+    next_head, _, next_tail = turn_pieces([], "E?", opens=False)
+    pieces = [head, *passages, tail, "D.<|end|>", next_head, next_tail]
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "A.\n\nB.\n\nC?"},
+        {"role": "assistant", "content": "D."},
+        {"role": "user", "content": "E?"},
+    ]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "".join(pieces)
+    assert text.endswith("E?<|end|>\n<|assistant|>\n")
+    assert tokenizer.apply_chat_template(messages[:3], tokenize=False).endswith("D.<|end|>")
+    assert tokenizer.eos_token == "<|end|>"
+
+
+def test_files_stay_small() -> None:
+    """They are in git: everyone who clones pays for them."""
+    files = [path for path in model_dir().iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("hop", [1, -1])
+def test_model_answers_from_four_passages(tokenizer: Any, hop: int) -> None:
+    """The point of the model: with a broken cache its answers would be wrong, so they must be right without one."""
+    import torch
+
+    from eval.world.evaluate import evaluate, load
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two threads that wait for each other are slower than one
+    model, loaded_tokenizer = load(model_dir())
+    score, asked = evaluate(model, loaded_tokenizer, hop=hop, num_chunks=4, num_questions=40, seed=1)
+    torch.set_num_threads(threads)
+    wrong = [(each.question.question, each.answer) for each in asked if not each.right]
+    assert score.exact_match >= MIN_ACCURACY, wrong

@@ -1,0 +1,126 @@
+"""The fastest kernel that is right is taken; one that does not compile or is wrong is named. FlashInfer is its model here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from sglang_chunkcache.attention import choice as kernel_choice
+from sglang_chunkcache.attention.base import HeadShape
+from sglang_chunkcache.attention.choice import Choice, Timer, choose
+from sglang_chunkcache.attention.flashinfer import KERNELS
+from tests.reference import flashinfer
+
+CPU = torch.device("cpu")
+SHAPE = HeadShape(num_qo_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+
+
+def choose_with(modules: Any, timer: Timer = lambda _: 1.0, **kwargs: Any) -> Choice:
+    return choose(kwargs.pop("shape", SHAPE), device=CPU, scale=0.125, modules=modules, timer=timer, **kwargs)
+
+
+def changed(change: Callable[[Any], None]) -> Any:
+    """The model with `change` done to every wrapper that is made."""
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(*args, **kwargs)
+        change(wrapper)
+        return wrapper
+
+    return SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=create, merge_state_in_place=flashinfer.merge_state_in_place
+    )
+
+
+def shift_limits(wrapper: Any, by: int) -> None:
+    original = wrapper._attend
+    wrapper._attend = lambda q, keys, values, limits, scale: original(
+        q, keys, values, None if limits is None else limits + by, scale
+    )
+
+
+def fail_for(*backends: str) -> Callable[[Any], None]:
+    def fail(wrapper: Any) -> None:
+        if wrapper.backend in backends:
+            raise RuntimeError("Ninja build failed.\n40 lines of nvcc")
+
+    return fail
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_fastest_is_taken(page_size: int) -> None:
+    """The timer is handed a pass that runs, and its number decides."""
+    times = iter([3.0, 1.0, 2.0])
+
+    def timer(run: Callable[[], Any]) -> float:
+        out = run()
+        assert bool(out.isfinite().all())
+        assert 0.14 < len(out) / kernel_choice.TIMED_KEYS < 0.16
+        return next(times)
+
+    choice = choose_with(flashinfer, timer, page_size=page_size)
+    assert choice == Choice("fa3", {"fa2": 3.0, "fa3": 1.0, "fa3_two_part": 2.0}, {})
+
+
+def test_one_that_does_not_compile_is_left_out() -> None:
+    """FA3's headers may miss a library that FA2's do not need: FA2 serves then."""
+    choice = choose_with(changed(fail_for("fa3")))
+    assert choice.kernel == "fa2"
+    assert set(choice.ms) == {"fa2"}
+    assert choice.failed == dict.fromkeys(KERNELS[1:], "RuntimeError: Ninja build failed.")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by", [-1, 1])
+def test_one_that_is_wrong_by_a_key_is_left_out(by: int, dtype: torch.dtype) -> None:
+    """The check has to see the smallest mistake there is, above rounding; the wrong ones are not even timed."""
+    shape = HeadShape(2, 1, 64, dtype)
+    choice = choose_with(changed(lambda wrapper: shift_limits(wrapper, by)), shape=shape)
+    assert choice.kernel is None
+    assert choice.ms == {}
+    assert set(choice.failed) == set(KERNELS)
+    assert all(reason.startswith("wrong: off by ") for reason in choice.failed.values())
+
+
+def test_one_that_is_wrong_on_runs_is_left_out() -> None:
+    """The checked pass has a run too: its kernel is another one, FlashInfer's own."""
+
+    def forget_causal(wrapper: Any) -> None:
+        original = wrapper.plan
+        wrapper.plan = lambda *args, **kwargs: original(*args, **{**kwargs, "causal": False})
+
+    assert set(choose_with(changed(forget_causal)).failed) == set(KERNELS)
+
+
+def test_a_forgotten_merge_is_left_out() -> None:
+    """Then a row has attended to the last few keys alone."""
+    modules = changed(lambda _: None)
+    modules.merge_state_in_place = lambda *_: None
+    choice = choose_with(modules)
+    assert set(choice.failed) == {"fa3_two_part"}
+
+
+def test_nan_is_wrong() -> None:
+    """No comparison with NaN holds, so the check has to ask for what holds."""
+    modules = changed(lambda wrapper: setattr(wrapper, "_attend", lambda q, *_: (q * torch.nan, q[..., 0])))
+    assert choose_with(modules).kernel is None
+
+
+def test_nothing_left_says_why() -> None:
+    """The server then falls back to the masked pass and logs the reasons."""
+    choice = choose_with(changed(fail_for("fa2", "fa3")))
+    assert choice.kernel is None
+    assert set(choice.failed) == set(KERNELS)
+
+
+def test_a_machine_without_cuda_is_not_tried() -> None:
+    """Nothing is imported or compiled for it."""
+    choice = choose(SHAPE, device=CPU, scale=0.125)
+    assert choice == Choice(None, {}, dict.fromkeys(KERNELS, "the kernels need CUDA, not cpu"))

@@ -1,0 +1,279 @@
+"""A pass on FlashInfer equals the reference, whatever the kernel; FlashInfer itself is tests/reference/flashinfer.py here.
+
+test_flashinfer_gpu.py holds that model against the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from sglang_chunkcache.attention.base import HeadShape, SparseRequest
+from sglang_chunkcache.attention.flashinfer import KERNELS, Capacity, FlashInferSparse, tile_rows
+from sglang_chunkcache.attention.reference import attend
+from tests.reference import flashinfer
+from tests.sglang_chunkcache.attention.strategies import Case, cases
+from tests.sglang_chunkcache.attention.tolerances import assert_near
+
+CPU = torch.device("cpu")
+HALF = (torch.float16, torch.bfloat16)
+SHAPE = HeadShape(num_qo_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+SCALE = 0.125
+NUM_PAGES = 600
+ROOM = Capacity(rows=700, entries=24, indices=8000)
+
+every_kernel = pytest.mark.parametrize("kernel", KERNELS)
+any_pass = cases(dtypes=HALF, head_dims=(64, 128), max_keys=160, max_requests=3)
+
+
+def make(kernel: str = "fa2", shape: HeadShape = SHAPE, **kwargs: Any) -> FlashInferSparse:
+    arguments: dict[str, Any] = {"device": CPU, "scale": SCALE, "modules": flashinfer, **kwargs}
+    return FlashInferSparse(shape, kernel=kernel, **arguments)
+
+
+def run(attention: FlashInferSparse, case: Case, capacity: Capacity | None = None) -> Tensor:
+    """The pass's result in the requests' order."""
+    order = attention.plan(case.requests)
+    queries = case.queries if order is None else case.queries[order]
+    num_rows = len(queries)
+    if capacity:
+        queries = torch.cat([queries, queries.new_full((capacity.rows - num_rows, *queries.shape[1:]), torch.nan)])
+    got = attention.run(queries, case.keys, case.values)
+    assert got.shape == queries.shape
+    assert got.dtype == queries.dtype
+    out = torch.full_like(got[:num_rows], torch.nan)
+    out[slice(None) if order is None else order] = got[:num_rows]
+    return out
+
+
+def expected(case: Case) -> Tensor:
+    return attend(case.queries, case.keys, case.values, case.requests, page_size=case.page_size, scale=case.scale)[0]
+
+
+def make_case(position_lists: Sequence[Sequence[int]], num_keys: int = 500, seed: int = 0) -> Case:
+    """Requests of `SHAPE` over pages of a pool of one slot each, all their own."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randperm(NUM_PAGES, generator=generator)[:num_keys]
+    requests = [
+        SparseRequest(torch.tensor(positions, dtype=torch.int64), pages, num_keys) for positions in position_lists
+    ]
+    num_rows = sum(map(len, position_lists))
+    queries = torch.randn(num_rows, SHAPE.num_qo_heads, SHAPE.head_dim, generator=generator)
+    keys, values = torch.randn(2, NUM_PAGES, 1, SHAPE.num_kv_heads, SHAPE.head_dim, generator=generator)
+    return Case(requests, 1, SHAPE, SCALE, *(tensor.to(SHAPE.dtype) for tensor in (queries, keys, values)))
+
+
+MIXED = make_case([[3, 9, *range(20, 240), *range(241, 499, 7)], [3, 9, 200, 480]])
+"""A run of 220 between scattered ones."""
+
+
+def spied(log: list[str]) -> Any:
+    """The model, writing down what is made, planned, run and merged."""
+
+    class Wrapper(flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.name = f"{self.backend}{' variant' if 'jit_args' in kwargs else ''}"
+            log.append(f"made {self.name}")
+
+        def plan(self, *args: Any, **kwargs: Any) -> None:
+            super().plan(*args, **kwargs)
+            log.append(f"planned {self.name}{' causal' if kwargs['causal'] else ''}")
+
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            log.append(f"ran {self.name}{' with lse' if kwargs.get('return_lse') else ''}")
+            return super().run(*args, **kwargs)
+
+    def merge(*args: Tensor) -> None:
+        log.append("merged")
+        flashinfer.merge_state_in_place(*args)
+
+    return SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper, merge_state_in_place=merge)
+
+
+@every_kernel
+@settings(deadline=None, max_examples=60)
+@given(case=any_pass)
+def test_every_pass_equals_the_reference(kernel: str, case: Case) -> None:
+    """Positions empty to all, groups of 1 to 8, pages of 1 and 16 that requests share, keys with gaps."""
+    attention = make(kernel, case.shape, scale=case.scale, page_size=case.page_size)
+    assert_near(run(attention, case), expected(case), case.shape.dtype)
+
+
+@every_kernel
+@settings(deadline=None, max_examples=40)
+@given(case=any_pass)
+def test_every_pass_equals_the_reference_with_fixed_buffers(kernel: str, case: Case) -> None:
+    """Padding of rows, entries and indices changes nothing."""
+    room = Capacity(rows=500, entries=30, indices=5000)
+    attention = make(kernel, case.shape, scale=case.scale, page_size=case.page_size, capacity=room)
+    assert_near(run(attention, case, room), expected(case), case.shape.dtype)
+
+
+@every_kernel
+@pytest.mark.parametrize("capacity", [None, ROOM])
+def test_replanned_for_smaller_and_larger_passes(kernel: str, capacity: Capacity | None) -> None:
+    """Nothing of the pass before is left."""
+    attention = make(kernel, capacity=capacity)
+    every_other = range(0, 300, 2)
+    passes: list[list[Sequence[int]]] = [[[7]], [range(5, 400)], [[3, 5], every_other], [[]], [[250], range(9)], []]
+    for seed, lists in enumerate(passes):
+        case = make_case(lists, seed=seed)
+        assert_near(run(attention, case, capacity), expected(case), SHAPE.dtype)
+
+
+@every_kernel
+def test_one_plan_serves_every_layer(kernel: str) -> None:
+    """Layers differ in queries, keys and values; a second run changes nothing of the first one's result."""
+    attention = make(kernel)
+    order = attention.plan(MIXED.requests)
+    assert order is not None
+    layers = [make_case([request.positions.tolist() for request in MIXED.requests], seed=seed) for seed in (1, 2)]
+    layers = [replace(layer, requests=MIXED.requests) for layer in layers]
+    got = [attention.run(layer.queries[order], layer.keys, layer.values) for layer in layers]
+    for layer, out in zip(layers, got, strict=True):
+        assert_near(out, expected(layer)[order], SHAPE.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "limited", "rest"), [("fa2", "fa2", "fa2"), ("fa3", "fa3", "fa3"), ("fa3_two_part", "fa2", "fa3")]
+)
+def test_only_the_launches_that_are_needed(kernel: str, limited: str, rest: str) -> None:
+    """A pass of runs alone costs one launch a layer; in two parts, tiles that share no whole page neither merge nor split."""
+    log: list[str] = []
+    attention = make(kernel, modules=spied(log))
+    run(attention, make_case([list(range(100, 100 + 384))]))
+    assert log == [f"made {rest}", f"planned {rest} causal", f"ran {rest}"]
+    log.clear()
+    run(attention, make_case([[0, 4, 9]]))
+    assert log == [f"made {limited} variant", f"planned {limited} variant", f"ran {limited} variant"]
+
+
+def test_two_parts_are_merged() -> None:
+    """The keys that a whole tile sees go to a kernel without limits."""
+    log: list[str] = []
+    run(make("fa3_two_part", modules=spied(log)), make_case([[300, 310, 320]]))
+    assert [line for line in log if line.startswith(("ran", "merged"))] == [
+        "ran fa3 with lse",
+        "ran fa2 variant with lse",
+        "merged",
+    ]
+
+
+@every_kernel
+@pytest.mark.parametrize("capacity", [None, ROOM])
+def test_warm_up_leaves_nothing_to_compile(kernel: str, capacity: Capacity | None) -> None:
+    """A request must not wait minutes for a module: wrappers are made, planned, run and merged before."""
+    log: list[str] = []
+    attention = make(kernel, modules=spied(log), capacity=capacity)
+    attention.warm_up()
+    warmed = set(log)
+    log.clear()
+    run(attention, MIXED, capacity)
+    assert log
+    assert set(log) <= warmed
+
+
+@every_kernel
+def test_addresses_stay_with_fixed_buffers(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph holds addresses: whatever `run` hands to a kernel lies where it lay."""
+    seen: list[list[int]] = []
+    original = flashinfer.BatchPrefillWithPagedKVCacheWrapper.run
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handed = [*self._arrays, *filter(torch.is_tensor, [self._mask, *args[2:]])]
+        seen[-1] += [tensor.data_ptr() for tensor in handed] + [args[0].data_ptr() - queries.data_ptr()]
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "run", watched)
+    attention = make(kernel, capacity=ROOM)
+    queries = torch.zeros(ROOM.rows, SHAPE.num_qo_heads, SHAPE.head_dim, dtype=SHAPE.dtype)
+    for case in (MIXED, make_case([[1]]), make_case([]), make_case([list(range(250, 480, 3))])):
+        seen.append([])
+        attention.plan(case.requests)
+        attention.run(queries, case.keys, case.values)
+    assert seen[0]
+    assert seen == [seen[0]] * 4
+
+
+@every_kernel
+def test_a_pass_may_fill_the_entries(kernel: str) -> None:
+    """The padding's own entries do not count against the capacity."""
+    case, room = make_case([[0, 4], [300, 310]]), Capacity(rows=9, entries=2, indices=400)
+    assert_near(run(make(kernel, capacity=room), case, room), expected(case), SHAPE.dtype)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "what"),
+    [(ROOM._replace(rows=20), "rows"), (ROOM._replace(entries=1), "entries"), (ROOM._replace(indices=99), "indices")],
+)
+def test_plan_refuses_a_pass_beyond_the_capacity(capacity: Capacity, what: str) -> None:
+    """Written past a buffer's end, it would be another tensor's memory."""
+    with pytest.raises(ValueError, match=f"the pass needs .* {what}, the capacity is"):
+        make("fa2", capacity=capacity).plan(MIXED.requests)
+
+
+def test_an_unforced_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FA2 asks the variant on an entry's last tile only unless it believes in a mask: these tests would show that."""
+    monkeypatch.setattr(FlashInferSparse, "_masks", lambda *_: False)
+    with pytest.raises(AssertionError):
+        assert_near(run(make("fa2"), MIXED), expected(MIXED), SHAPE.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "group_size", "rows"),
+    [
+        ("fa2", 128, 1, 128),
+        ("fa2", 128, 7, 18),
+        ("fa2", 64, 8, 16),
+        ("fa3", 128, 8, 128),
+        ("fa3", 64, 1, 192),
+        ("fa3_two_part", 64, 4, 192),
+    ],
+)
+def test_tiles_are_as_high_as_the_kernels_blocks(kernel: str, head_dim: int, group_size: int, rows: int) -> None:
+    """A tile beyond a block reads its keys twice, one below leaves rows of the block empty."""
+    assert tile_rows(HeadShape(2 * group_size, 2, head_dim, torch.bfloat16), kernel) == rows
+
+
+def test_keys_of_a_pool_without_pages() -> None:
+    """SGLang's pool is [slots, heads, dim] at page size 1."""
+    flat = replace(MIXED, keys=MIXED.keys[:, 0], values=MIXED.values[:, 0])
+    assert_near(run(make(), flat), expected(MIXED), SHAPE.dtype)
+
+
+def test_run_refuses_what_was_not_planned() -> None:
+    """Rows without a plan would keep whatever the memory held."""
+    attention = make()
+    with pytest.raises(RuntimeError, match="plan comes before run"):
+        attention.run(MIXED.queries, MIXED.keys, MIXED.values)
+    attention.plan(MIXED.requests)
+    with pytest.raises(ValueError, match=f"expected {len(MIXED.queries)} rows as planned, got 5"):
+        attention.run(MIXED.queries[:5], MIXED.keys, MIXED.values)
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "what"),
+    [
+        (HeadShape(4, 2, 80, torch.float16), {}, "head_dim 80"),
+        (HeadShape(4, 2, 64, torch.float32), {}, "torch.float32"),
+        (HeadShape(18, 2, 64, torch.float16), {}, "18 query heads for 2 KV heads"),
+        (SHAPE, {"page_size": 0}, "page size 0"),
+        (SHAPE, {"kernel": "fa4"}, "fa4"),
+        (SHAPE, {"scale": 1e-3}, "0.001"),
+    ],
+)
+def test_constructor_refuses(shape: HeadShape, arguments: dict[str, Any], what: str) -> None:
+    """Refused with the reason rather than computed wrongly."""
+    with pytest.raises(ValueError, match=what):
+        make(**{"shape": shape, **arguments})

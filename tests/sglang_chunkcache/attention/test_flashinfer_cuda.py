@@ -1,0 +1,203 @@
+"""Our CUDA variants: what they answer, on the host with g++; that they fit FlashInfer's kernels, with nvcc.
+
+`pytest -m nvcc tests/sglang_chunkcache/attention/test_flashinfer_cuda.py`: 2 to 4 minutes, no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from sglang_chunkcache.attention.base import HeadShape
+from sglang_chunkcache.attention.flashinfer_cuda import SOURCES, Backend, jit_args, unsupported, unsupported_shape
+
+ROOT = Path(__file__).parents[3]
+CUDA = torch.device("cuda")
+SHAPE = HeadShape(8, 2, 128, torch.bfloat16)
+
+Q_INDPTR = [0, 3, 3, 8]
+KV_LENS = [10, 4, 70]
+LIMITS = [1, 5, 10, 1, 64, 65, 69, 70]
+
+HARNESS = """
+#include <sys/mman.h>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <tuple>
+#define __device__
+#define __host__
+namespace math { constexpr float log2e = 1.5f, inf = 5e4f; }
+struct AttentionVariantBase {};
+template <int ROWS, bool WITH_SCALE> struct OnlineSoftmax { explicit OnlineSoftmax(float) {} };
+#define REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, ...) \\
+  template <typename Params> bool LogitsMask(const Params& params, uint32_t batch_idx, uint32_t qo_idx, \\
+      uint32_t kv_idx, uint32_t qo_head_idx, uint32_t kv_head_idx) { __VA_ARGS__ }
+#define REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, ...) \\
+  template <typename Params, typename T> T LogitsTransform(const Params& params, T logits, uint32_t batch_idx, \\
+      uint32_t qo_idx, uint32_t kv_idx, uint32_t qo_head_idx, uint32_t kv_head_idx) { __VA_ARGS__ }
+namespace fa2 { %(fa2)s }
+namespace fa3 { %(fa3)s }
+
+const int32_t q_indptr[] = {%(q_indptr)s}, kv_lens[] = {%(kv_lens)s}, given[] = {%(limits)s};
+struct Params {
+  const int32_t *q_indptr, *limits;
+  double sm_scale;
+  uint32_t get_qo_len(uint32_t entry) const { return q_indptr[entry + 1] - q_indptr[entry]; }
+  uint32_t get_kv_len(uint32_t entry) const { return kv_lens[entry]; }
+};
+struct MainloopParams { Params additional_params; };
+
+int main() {
+  // The limits end where a page ends, and the next page must not be read.
+  char* pages = (char*)mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  mprotect(pages + 4096, 4096, PROT_NONE);
+  int32_t* limits = (int32_t*)(pages + 4096 - sizeof given);
+  memcpy(limits, given, sizeof given);
+  Params params{q_indptr, limits, 2.0};
+  MainloopParams mainloop{params};
+  for (int entry = 0; entry < (int)(sizeof kv_lens / 4); ++entry) {
+    int qo_len = params.get_qo_len(entry), kv_len = kv_lens[entry];
+    fa2::ChunkcacheLimits two(params, entry, nullptr);
+    fa3::ChunkcacheLimits three(mainloop, std::make_tuple(0, 0, 0, q_indptr[entry], 0, qo_len, kv_len, 0));
+    printf("%%u %%u %%u %%g %%g\\n", two.qo_len, two.kv_len, two.window_left, two.sm_scale_log2, three.sm_scale_log2);
+    for (int row = 0; row < qo_len + %(more)d; ++row)
+      for (int key = 0; key < kv_len + %(more)d; ++key) {
+        float logit = three.LogitsTransform(mainloop, 0.25f, 0, row, key, 0, 0);
+        printf("%%d%%c", two.LogitsMask(params, entry, row, key, 0, 0), logit == 0.25f ? '1' : logit == -5e4f ? '0' : '?');
+      }
+    printf("\\n");
+  }
+}
+"""
+
+MORE = 6
+"""Rows and keys past an entry's end that the kernels ask for too."""
+
+COMPILE = """
+import subprocess, sys, torch
+torch.cuda.get_device_capability = lambda *_: (9, 0)  # asked for flags
+from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
+from sglang_chunkcache.attention.base import HeadShape
+from sglang_chunkcache.attention.flashinfer_cuda import jit_args
+backend, dtype, head_dim, source = sys.argv[1:]
+args = jit_args(HeadShape(8, 2, int(head_dim), getattr(torch, dtype)), backend)
+spec = gen_customize_batch_prefill_module(backend, *args)
+spec.write_ninja()
+target = str(spec.build_dir / f"{spec.name}_{source}.cuda.o")
+sys.exit(subprocess.run(["ninja", "-C", str(spec.build_dir), target]).returncode)
+"""
+
+CURAND = """
+struct curandState_t {};
+__device__ float curand_normal(curandState_t*);
+__device__ double curand_normal_double(curandState_t*);
+__device__ float curand_uniform(curandState_t*);
+__device__ double curand_uniform_double(curandState_t*);
+__device__ void curand_init(unsigned long long, unsigned long long, unsigned long long, curandState_t*);
+"""
+"""A header of CUDA's that CUTLASS includes, for names no kernel of ours uses; toolkits without cuRAND lack it."""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_row_sees_the_first_keys_up_to_its_limit(tmp_path: Path) -> None:
+    """Row by row and key by key, in both variants; rows past an entry's end see nothing and read no limit past the last."""
+    arrays = {"q_indptr": Q_INDPTR, "kv_lens": KV_LENS, "limits": LIMITS}
+    parts = {name: ", ".join(map(str, ints)) for name, ints in arrays.items()}
+    source = HARNESS % {"fa2": SOURCES["fa2"], "fa3": SOURCES["fa3"], "more": MORE, **parts}
+    (tmp_path / "harness.cpp").write_text(source)
+    subprocess.run(["g++", "-std=c++17", "-O1", "harness.cpp", "-o", "harness"], cwd=tmp_path, check=True)
+    done = subprocess.run([tmp_path / "harness"], capture_output=True, text=True, check=True)
+    lines = iter(done.stdout.splitlines())
+    for start, end, kv_len in zip(Q_INDPTR, Q_INDPTR[1:], KV_LENS, strict=False):
+        assert next(lines) == f"{end - start} {kv_len} {kv_len} 3 3"
+        expected = ""
+        for row in range(end - start + MORE):
+            limit = LIMITS[start + row] if start + row < end else 0
+            expected += "11" * limit + "00" * (kv_len + MORE - limit)
+        assert next(lines) == expected
+
+
+@pytest.mark.nvcc
+@pytest.mark.skipif(
+    shutil.which("nvcc") is None or find_spec("flashinfer") is None or shutil.which("ninja") is None,
+    reason="needs nvcc, ninja and FlashInfer",
+)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "head_dim", "source"),
+    [
+        ("fa2", "bfloat16", 128, "batch_prefill_paged_kernel_mask_2"),  # 2: custom mask
+        ("fa2", "float16", 64, "batch_prefill_paged_kernel_mask_2"),
+        ("fa3", "bfloat16", 128, "batch_prefill_paged_sm90_kernel_mask_0"),  # 0: no mask
+    ],
+)
+def test_the_kernel_with_our_variant_compiles(
+    backend: Backend, dtype: str, head_dim: int, source: str, tmp_path: Path
+) -> None:
+    """Of the module's kernels the one that a limited launch uses, for Hopper; a machine without a GPU sees a misfit."""
+    (tmp_path / "curand_kernel.h").write_text(CURAND)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+        "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
+        "CPLUS_INCLUDE_PATH": os.pathsep.join([*filter(None, [os.getenv("CPLUS_INCLUDE_PATH")]), str(tmp_path)]),
+    }
+    command = [sys.executable, "-c", COMPILE, backend, dtype, str(head_dim), source]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert list(tmp_path.rglob(f"*{source}.cuda.o"))
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_modules_of_different_shapes_have_different_names(backend: Backend) -> None:
+    """FlashInfer keeps modules by name, in memory and on disk: the wrong dtype's would be loaded silently."""
+    shapes = [HeadShape(8, 2, dim, dtype) for dim in (64, 128) for dtype in (torch.bfloat16, torch.float16)]
+    assert len({jit_args(shape, backend)[0] for shape in shapes}) == len(shapes)
+    assert jit_args(HeadShape(4, 4, 64, torch.float16), backend) == jit_args(
+        HeadShape(8, 1, 64, torch.float16), backend
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_size", "what"),
+    [
+        (HeadShape(8, 2, 128, torch.float32), 1, "dtype torch.float32"),
+        (HeadShape(8, 2, 128, torch.float8_e4m3fn), 1, "dtype torch.float8_e4m3fn"),
+        (HeadShape(8, 2, 96, torch.bfloat16), 1, "head_dim 96"),
+        (HeadShape(32, 2, 128, torch.bfloat16), 1, "32 query heads for 2 KV heads"),
+        (HeadShape(7, 2, 128, torch.bfloat16), 1, "7 query heads for 2 KV heads"),
+        (SHAPE, 0, "page size 0"),
+    ],
+)
+def test_unsupported_names_the_reason(shape: HeadShape, page_size: int, what: str) -> None:
+    """It stands in the log when the server falls back to the masked pass."""
+    assert what in str(unsupported_shape(shape, page_size=page_size))
+    assert unsupported(shape, page_size=page_size, device=CUDA) == unsupported_shape(shape, page_size=page_size)
+
+
+def test_unsupported_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CUDA, a GPU that is too old, no FlashInfer, another FlashInfer; else none."""
+    pytest.importorskip("flashinfer")
+    module = "sglang_chunkcache.attention.flashinfer_cuda"
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert unsupported(SHAPE, page_size=16, device=CUDA) is None
+    assert unsupported(SHAPE, page_size=1, device=torch.device("cpu")) == "the kernels need CUDA, not cpu"
+    capability = (7, 5)
+    assert "not 7.5" in str(unsupported(SHAPE, page_size=1, device=CUDA))
+    capability = (8, 9)
+    monkeypatch.setattr(f"{module}.version", lambda _: "0.6.15")
+    assert unsupported(SHAPE, page_size=1, device=CUDA) == "flashinfer is 0.6.15, the kernels were written for 0.6.18"
+    monkeypatch.setattr(f"{module}.find_spec", lambda _: None)
+    assert unsupported(SHAPE, page_size=1, device=CUDA) == "flashinfer is not installed"

@@ -1,0 +1,201 @@
+"""Bodies of requests: what is accepted, and that a refusal names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
+from sglang_chunkcache.front.bodies import GenerateIn, PreprocessIn, RagFields, RetrieveBody, RetrieveIn, parse
+from sglang_chunkcache.front.prompt import PromptError
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+FUSED = ChunkCacheConfig(reuse="fused")
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"reuse": None}, {"reuse": "exact"}, {"reuse": {"mode": "exact", "ratio": 1}}], ids=str
+)
+@pytest.mark.parametrize("config", [FUSED, ChunkCacheConfig()], ids=["fused", "exact"])
+def test_exact_reuse(body: dict[str, Any], config: ChunkCacheConfig) -> None:
+    """The default, on every server."""
+    assert parse(RagFields, body).reuse_request(config) is None
+
+
+@pytest.mark.parametrize("reuse", ["fused", {"mode": "fused"}], ids=str)
+def test_fused_reuse_with_defaults(reuse: Any) -> None:
+    """The short form is the object with the mode alone."""
+    fields = parse(RagFields, {"reuse": reuse})
+    assert fields.reuse_request(FUSED) == ReuseRequest("query", 0.15, "")
+    with pytest.raises(PromptError, match="--reuse fused"):
+        fields.reuse_request(ChunkCacheConfig())
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_every_selector_is_accepted(selector: str) -> None:
+    """By the names in config.py."""
+    wish = {"mode": "fused", "selector": selector, "ratio": 1, "alpha": 3, "focus": False, "without": ["beta", "cci"]}
+    expected = ReuseRequest(selector, 1.0, "", 3.0, False, frozenset({"beta", "cci"}))
+    assert parse(RagFields, {"reuse": wish}).reuse_request(FUSED) == expected
+
+
+@pytest.mark.parametrize("order", ["retriever", "frequency", "tree", None])
+def test_order_is_accepted(order: str | None) -> None:
+    """For both endpoints."""
+    assert parse(RagFields, {"order": order}).order == order
+    assert parse(GenerateIn, {"parts": ["a"], "order": order}).order == order
+
+
+BAD_REUSE: list[tuple[Any, str]] = [
+    (5, "reuse"),
+    ([], "reuse"),
+    ({}, "reuse.mode"),
+    ("", "reuse.mode"),
+    ("Fused", "reuse.mode"),
+    ({"mode": None}, "reuse.mode"),
+    ({"mode": "fused", "selector": "best"}, "reuse.selector"),
+    ({"mode": "fused", "selector": 1}, "reuse.selector"),
+    ({"mode": "fused", "ratio": -0.01}, "reuse.ratio"),
+    ({"mode": "fused", "ratio": 1.01}, "reuse.ratio"),
+    ({"mode": "fused", "ratio": float("nan")}, "reuse.ratio"),
+    ({"mode": "fused", "ratio": "0.5"}, "reuse.ratio"),
+    ({"mode": "fused", "ratio": True}, "reuse.ratio"),
+    ({"mode": "fused", "alpha": -1}, "reuse.alpha"),
+    ({"mode": "fused", "alpha": float("inf")}, "reuse.alpha"),
+    ({"mode": "fused", "focus": 1}, "reuse.focus"),
+    ({"mode": "fused", "without": "beta"}, "reuse.without"),
+    ({"mode": "fused", "without": ["gamma"]}, "reuse.without.0"),
+    ({"mode": "fused", "without": ["beta"] * 3}, "reuse.without"),
+    ({"mode": "fused", "recipe": "x"}, "reuse.recipe"),
+    ({"mode": "fused", "fresh": [0]}, "reuse.fresh"),
+    ({"mode": "exact", "ratio": 2}, "reuse.ratio"),
+]
+
+
+@pytest.mark.parametrize(("reuse", "field"), BAD_REUSE, ids=[str(case[0]) for case in BAD_REUSE])
+def test_bad_reuse_names_the_field(reuse: Any, field: str) -> None:
+    """In both bodies, by the same path."""
+    for model, body in ((RagFields, {}), (GenerateIn, {"parts": ["a"]})):
+        with pytest.raises(PromptError) as caught:
+            parse(model, {**body, "reuse": reuse})
+        assert str(caught.value).split(": ")[0] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "chunk"),
+        ({"chunk": "text"}, "chunk"),
+        ({"chunk": {"text": ""}}, "chunk.text"),
+        ({"chunk": {"text": "x"}, "neighbors": {}}, "neighbors"),
+        ({"chunk": {"text": "x"}, "neighbors": [{"id": "a"}]}, "neighbors.0.text"),
+        ({"chunk": {"text": "x"}, "messages": [{"role": "user", "content": "x"}]}, "messages.0.role"),
+        ({"chunk": {"text": "x"}, "messages": [{"role": "system", "content": [{}]}]}, "messages.0.content"),
+        ({"chunk": {"text": "x"}, "extra_key": 5}, "extra_key"),
+        ({"chunk": {"text": "x"}, "cache_salt": 5}, "cache_salt"),
+        ({"chunk": {"text": "x"}, "top_n": 5}, "top_n"),
+    ],
+    ids=str,
+)
+def test_bad_preprocessing_names_the_field(body: dict[str, Any], field: str) -> None:
+    """Only system messages may stand in front."""
+    with pytest.raises(PromptError) as caught:
+        parse(PreprocessIn, body)
+    assert str(caught.value).split(": ")[0] == field
+
+
+def test_preprocessing_of_a_chunk_alone() -> None:
+    """Neighbours and messages may be left out."""
+    body = parse(PreprocessIn, {"chunk": {"text": "x", "id": 7}})
+    assert (body.chunk.text, body.chunk.id, body.neighbors, body.messages) == ("x", 7, [], [])
+
+
+@pytest.mark.parametrize(
+    ("retrieve", "expected"),
+    [
+        (None, None),
+        (False, None),
+        (True, RetrieveIn()),
+        ({}, RetrieveIn()),
+        ({"k": 3, "turns": 2}, RetrieveIn(k=3, turns=2)),
+        ({"query": "q", "mode": "bm25", "nprobe": 1}, RetrieveIn(query="q", mode="bm25", nprobe=1)),
+        ({"k": None, "query": None}, RetrieveIn()),
+    ],
+    ids=str,
+)
+def test_retrieve_is_accepted(retrieve: Any, expected: RetrieveIn | None) -> None:
+    """`true` asks for the server's defaults, `false` for nothing."""
+    assert parse(RagFields, {"retrieve": retrieve}).retrieve == expected
+
+
+BAD_RETRIEVE: list[tuple[Any, str]] = [
+    (5, ""),
+    ("yes", ""),
+    ([], ""),
+    ({"top_k": 5}, "top_k"),
+    ({"k": 0}, "k"),
+    ({"k": -1}, "k"),
+    ({"k": True}, "k"),
+    ({"k": "5"}, "k"),
+    ({"k": 5.0}, "k"),
+    ({"k": 1e30}, "k"),
+    ({"k": float("nan")}, "k"),
+    ({"k": float("inf")}, "k"),
+    ({"k": [5]}, "k"),
+    ({"query": 5}, "query"),
+    ({"query": ["x"]}, "query"),
+    ({"turns": 0}, "turns"),
+    ({"turns": 101}, "turns"),
+    ({"turns": True}, "turns"),
+    ({"mode": "hybrid"}, "mode"),
+    ({"mode": 1}, "mode"),
+    ({"nprobe": 0}, "nprobe"),
+    ({"nprobe": 10**30}, "nprobe"),
+    ({"nprobe": False}, "nprobe"),
+]
+
+
+@pytest.mark.parametrize(("retrieve", "field"), BAD_RETRIEVE, ids=[str(case[0]) for case in BAD_RETRIEVE])
+def test_bad_retrieve_names_the_field(retrieve: Any, field: str) -> None:
+    """In a chat under `retrieve`, in a body of its own without."""
+    with pytest.raises(PromptError) as caught:
+        parse(RagFields, {"retrieve": retrieve})
+    assert str(caught.value).split(": ")[0] == f"retrieve.{field}".rstrip(".")
+    if field:
+        with pytest.raises(PromptError) as caught:
+            parse(RetrieveBody, retrieve)
+        assert str(caught.value).split(": ")[0] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": ["x"]}, "messages.0"),
+        ({"messages": [{}] * 10_001}, "messages"),
+        ({"text": "yes"}, "text"),
+        ({"text": 1}, "text"),
+        ({"chunks": []}, "chunks"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_search_names_the_field(body: dict[str, Any], field: str) -> None:
+    """What a search has beside `retrieve`."""
+    with pytest.raises(PromptError) as caught:
+        parse(RetrieveBody, body)
+    assert str(caught.value).split(": ")[0] == field
+
+
+def test_refusals_are_listed() -> None:
+    """Several mistakes at once, a handful of them named."""
+    with pytest.raises(PromptError, match=r"order: .*; reuse\.mode: .*; chunks: "):
+        parse(RagFields, {"order": "x", "reuse": "y", "chunks": 7})
+
+
+def test_null_chunks_are_none() -> None:
+    """As clients write that serialise every field they have."""
+    assert parse(RagFields, {"chunks": None, "retrieve": True}).chunks == []

@@ -1,0 +1,116 @@
+"""The client's wish with the server's defaults, the recipe, and what is worth keeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from radix_ext import AccessTable, ChunkId, Span
+from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
+from sglang_chunkcache.front.fusion_options import check_fused, fused_request, recipe_of, spans_to_keep
+from sglang_chunkcache.front.prompt import PromptError
+from sglang_chunkcache.wire.spans import ReuseRequest
+
+FUSED = ChunkCacheConfig(reuse="fused", selector="first", recompute_ratio=0.3, store_threshold=2)
+QUESTION = (1, 2, 3)
+
+
+def test_what_is_left_out_is_the_servers() -> None:
+    """Selector and ratio by flag; the rest off."""
+    assert fused_request(FUSED) == ReuseRequest("first", 0.3, "")
+
+
+def test_what_is_given_wins() -> None:
+    """Zeros and False are given, too."""
+    given = fused_request(FUSED, selector="context", ratio=0, alpha=0, focus=False, without=["cci", "beta"])
+    assert given == ReuseRequest("context", 0.0, "", 0.0, False, frozenset({"beta", "cci"}))
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_focus_is_cache_crafts(selector: str) -> None:
+    """It comes with `context` alone, unless asked for."""
+    assert fused_request(FUSED, selector=selector).focus is (selector == "context")
+    assert fused_request(FUSED, selector=selector, focus=True).focus
+
+
+@pytest.mark.parametrize(
+    "refusing", [fused_request, lambda config: check_fused(config, "reuse")], ids=["wish", "check"]
+)
+def test_exact_server_names_the_flag(refusing: Callable[[ChunkCacheConfig], Any]) -> None:
+    """The field that is refused, and what would allow it."""
+    with pytest.raises(PromptError, match=r"^reuse: .*--reuse fused"):
+        refusing(ChunkCacheConfig())
+
+
+# Recipes
+
+
+def test_every_choice_is_in_the_recipe() -> None:
+    """Requests that would make other KV must not share fused nodes."""
+    base = ReuseRequest("context", 0.15, "")
+    others = [
+        replace(base, selector="first"),
+        replace(base, ratio=0.25),
+        replace(base, alpha=0.15),
+        replace(base, focus=True),
+        replace(base, without=frozenset({"beta"})),
+        replace(base, without=frozenset({"beta", "cci"})),
+        replace(base, fresh=frozenset({0})),
+    ]
+    recipes = {recipe_of(reuse, QUESTION) for reuse in [base, *others]}
+    assert len(recipes) == len(others) + 1
+
+
+def test_recipe_is_canonical() -> None:
+    """The order in which a client lists its wishes, or how it writes a number, changes nothing."""
+    one = fused_request(FUSED, ratio=1, alpha=2, without=["beta", "cci"])
+    two = fused_request(FUSED, ratio=1.0, alpha=2.0, without=["cci", "beta", "beta"])
+    assert recipe_of(one, QUESTION) == recipe_of(two, QUESTION)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("focus", [False, True])
+def test_question_counts_where_the_choice_depends_on_it(selector: str, focus: bool) -> None:
+    """`query` and any focus look at the question; the others choose the same tokens for every question."""
+    reuse = ReuseRequest(selector, 0.15, "", focus=focus)
+    differs = recipe_of(reuse, QUESTION) != recipe_of(reuse, (1, 2, 4))
+    assert differs is (selector == "query" or focus)
+
+
+def test_recipe_without_a_question() -> None:
+    """A prompt may end with its last chunk."""
+    assert recipe_of(ReuseRequest("query", 0.15, ""), ()).startswith("query/0.15/")
+
+
+@pytest.mark.parametrize(
+    "reuse", [ReuseRequest("query", 0.15, ""), ReuseRequest("none", 0.15, "")], ids=["query", "none"]
+)
+def test_earlier_recipe_is_kept(reuse: ReuseRequest) -> None:
+    """The history's fused KV hangs below it."""
+    earlier = recipe_of(reuse, QUESTION)
+    assert recipe_of(reuse, (9,), earlier) == earlier
+
+
+def test_earlier_recipe_of_another_policy_is_not_kept() -> None:
+    """Nor one whose policy merely begins alike."""
+    earlier = recipe_of(ReuseRequest("query", 0.15, ""), QUESTION)
+    for other in (ReuseRequest("query", 0.2, ""), ReuseRequest("query", 0.15, "", fresh=frozenset({1}))):
+        assert recipe_of(other, (9,), earlier) == recipe_of(other, (9,))
+        assert recipe_of(ReuseRequest("query", 0.15, ""), (9,), recipe_of(other, (9,))) != recipe_of(other, (9,))
+
+
+# What is kept
+
+
+def test_chunks_asked_for_often_are_kept() -> None:
+    """At the threshold, wherever they stand in the prompt."""
+    table = AccessTable(10)
+    for ids in ("ab", "ac", "a"):
+        table.observe(map(ChunkId, ids))
+    spans = [Span(i, i + 1, ChunkId(name)) for i, name in enumerate("cab")]
+    assert spans_to_keep(FUSED, table, spans) == {1}
+    assert spans_to_keep(replace(FUSED, store_threshold=1), table, spans) == {0, 1, 2}
+    assert spans_to_keep(replace(FUSED, reuse="exact"), table, spans) == frozenset()

@@ -1,0 +1,88 @@
+"""Counters: plain totals always, Prometheus only when asked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sglang_chunkcache.front.metrics import COUNTERS, Metrics
+
+
+def test_counts_add_up_by_label() -> None:
+    """Totals for `/chunkcache/stats`."""
+    metrics = Metrics(prometheus=False)
+    metrics.count("requests", "finished")
+    metrics.count("requests", "finished", 2)
+    metrics.count("chunks", "hit", 5)
+    assert metrics.totals() == {
+        "requests": {"finished": 3},
+        "prompt_tokens": {},
+        "chunks": {"hit": 5},
+        "sources": {},
+        "searches": {},
+        "fallbacks": {},
+    }
+
+
+def test_count_of_zero_leaves_no_label() -> None:
+    """Stats show what happened, not what did not."""
+    metrics = Metrics(prometheus=False)
+    metrics.count("chunks", "hit", 0)
+    assert metrics.totals()["chunks"] == {}
+
+
+def test_unknown_counter_is_an_error() -> None:
+    """A misspelt name must not vanish."""
+    with pytest.raises(KeyError):
+        Metrics(prometheus=False).count("nonsense", "x")
+
+
+def test_order_times_are_summed() -> None:
+    """The mean in the stats comes from these."""
+    metrics = Metrics(prometheus=False)
+    metrics.observe_order(0.5)
+    metrics.observe_order(0.25)
+    assert (metrics.order_seconds, metrics.num_orders) == (0.75, 2)
+
+
+def test_phase_times_are_summed() -> None:
+    """By phase."""
+    metrics = Metrics(prometheus=False)
+    for phase, seconds in (("select", 0.5), ("relocate", 1.0), ("select", 0.25)):
+        metrics.observe_phase(phase, seconds)
+    assert metrics.phase_seconds == {"select": 0.75, "relocate": 1.0}
+
+
+def test_search_times_are_summed() -> None:
+    """Apart from those of reuse, whose phases may be named alike."""
+    metrics = Metrics(prometheus=False)
+    for phase, seconds in (("queued", 0.5), ("encode", 1.0), ("queued", 0.25)):
+        metrics.observe_search(phase, seconds)
+    assert metrics.search_seconds == {"queued": 0.75, "encode": 1.0}
+    assert metrics.phase_seconds == {}
+
+
+def test_prometheus_shows_the_same_counts() -> None:
+    """Counts once, shows twice."""
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+    metrics = Metrics(prometheus=True)
+    metrics.count("prompt_tokens", "exact", 7)
+    metrics.observe_order(1e-5)
+    metrics.observe_phase("select", 0.25)
+    metrics.observe_search("queued", 0.5)
+    assert registry.get_sample_value("chunkcache:retrieval_seconds_sum", {"phase": "queued"}) == 0.5
+    assert registry.get_sample_value("chunkcache:reuse_seconds_sum", {"phase": "select"}) == 0.25
+    assert registry.get_sample_value("chunkcache:prompt_tokens_total", {COUNTERS["prompt_tokens"][0]: "exact"}) == 7
+    assert registry.get_sample_value("chunkcache:order_seconds_count") == 1
+
+
+def test_prometheus_is_not_imported_unasked() -> None:
+    """It decides on its multiprocess mode when imported; SGLang sets that up later."""
+    code = (
+        "import sys; from sglang_chunkcache.front.metrics import Metrics; m = Metrics(prometheus=False);"
+        "m.count('requests', 'x'); m.observe_order(1); m.observe_phase('select', 1);"
+        "Metrics(prometheus=True); sys.exit('prometheus_client' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

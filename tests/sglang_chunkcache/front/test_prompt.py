@@ -1,0 +1,288 @@
+"""Prompt assembly: pieces tokenised apart decode to the very text the chat template renders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from radix_ext import chunk_id
+from sglang_chunkcache.front.prompt import (
+    DEFAULT_TEMPLATE,
+    PromptAssembler,
+    PromptError,
+    TurnPieces,
+    read_template,
+    text_of,
+)
+from tests.reference.tiny_tokenizer import CHAT_TEMPLATE, make_spaced_tokenizer, make_tokenizer
+
+TRIMMING = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADERS = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
+    " + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+ALTERNATING = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0].content %}"
+    "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ system if loop.first else '' }}{{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+TEMPLATES = {"chatml": CHAT_TEMPLATE, "trimming": TRIMMING, "headers": HEADERS, "alternating": ALTERNATING}
+MAKERS = {"byte_level": make_tokenizer, "spaced": make_spaced_tokenizer}
+_tokenizers: dict[str, Any] = {}
+
+
+def tokenizer_of(kind: str, template: str = "chatml") -> Any:
+    tokenizer = _tokenizers.setdefault(kind, MAKERS[kind]())
+    tokenizer.chat_template = TEMPLATES[template]
+    return tokenizer
+
+
+def make_assembler(kind: str = "byte_level", template: str = "chatml", **options: Any) -> PromptAssembler:
+    return PromptAssembler(tokenizer_of(kind, template), **{"separator": "\n\n", **options})
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def render(assembler: PromptAssembler, messages: Sequence[dict[str, Any]]) -> str:
+    return str(assembler._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def text(assembler: PromptAssembler, ids: Sequence[int]) -> str:
+    return assembler.decode(ids).removeprefix(" ")
+
+
+def ids_of(assembler: PromptAssembler, pieces: TurnPieces, chunks: Sequence[str]) -> list[int]:
+    body, _ = pieces.body([assembler.chunk(chunk) for chunk in chunks])
+    return [*pieces.lead, *body]
+
+
+CHUNK_TEXTS = ["Bako ranis.", "zweite Fundstelle: é 中 🙂", "{curly} {{ braces }} <tag>", "two\nlines\n\nand more"]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("num_chunks", [0, 1, 4])
+def test_prompt_decodes_to_the_rendered_template(kind: str, template: str, num_chunks: int) -> None:
+    """The model sees what the same text would show it, wherever the pieces were cut."""
+    assembler = make_assembler(kind, template)
+    chunks = CHUNK_TEXTS[:num_chunks]
+    system = {"role": "system", "content": "Be brief."}
+    pieces = assembler.turn([system, user("Wer? 中")], num_agreed=0, has_chunks=bool(chunks))
+    content = "".join(chunk + "\n\n" for chunk in chunks) + "Wer? 中"
+    assert text(assembler, ids_of(assembler, pieces, chunks)) == render(assembler, [system, user(content)])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_later_turn_continues_the_earlier_one(kind: str, template: str) -> None:
+    """Turn 1, its answer and turn 2's pieces in a row are the whole conversation as rendered."""
+    assembler = make_assembler(kind, template)
+    first, second, answer = user("Who?"), user("And then?"), {"role": "assistant", "content": "Bako."}
+    one = assembler.turn([first], num_agreed=0, has_chunks=True)
+    two = assembler.turn([first, answer, second], num_agreed=2, has_chunks=True)
+    ids = [
+        *ids_of(assembler, one, CHUNK_TEXTS[:1]),
+        *assembler.encode("Bako."),
+        *ids_of(assembler, two, CHUNK_TEXTS[1:2]),
+    ]
+    messages = [user(CHUNK_TEXTS[0] + "\n\nWho?"), answer, user(CHUNK_TEXTS[1] + "\n\nAnd then?")]
+    got, expected = text(assembler, ids), render(assembler, messages)
+    assert got == expected.replace(" Bako.", "Bako.") if template == "alternating" else got == expected
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(list(MAKERS)), st.lists(st.text(min_size=1, max_size=12), max_size=3), st.text(max_size=12))
+def test_any_text_round_trips(kind: str, chunks: list[str], question: str) -> None:
+    """Unicode, control characters, template-like text: nothing changes between chunks."""
+    assembler = make_assembler(kind)
+    pieces = assembler.turn([user(question)], num_agreed=0, has_chunks=bool(chunks))
+    content = "".join(chunk + "\n\n" for chunk in chunks) + question
+    assert text(assembler, ids_of(assembler, pieces, chunks)) == render(assembler, [user(content)])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_chunk_has_the_same_ids_wherever_it_stands(kind: str) -> None:
+    """Identity must not depend on neighbours, or nothing is ever reused."""
+    assembler = make_assembler(kind)
+    pieces = assembler.turn([user("Q")], num_agreed=0, has_chunks=True)
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    for chunks in (CHUNK_TEXTS, CHUNK_TEXTS[::-1]):
+        body, spans = pieces.body([assembler.chunk(chunk) for chunk in chunks])
+        for span, chunk in zip(spans, chunks, strict=True):
+            assert chunk_id(body[span.start : span.end]) == span.chunk
+            seen.setdefault(chunk, set()).add(tuple(body[span.start : span.end]))
+    assert all(len(ids) == 1 for ids in seen.values())
+
+
+def test_spans_touch_and_lie_between_intro_and_outro() -> None:
+    """The chunk area is contiguous: separators belong to the chunks."""
+    assembler = make_assembler(template="chatml")
+    pieces = assembler.turn([user("Q")], num_agreed=0, has_chunks=True)
+    body, spans = pieces.body([assembler.chunk(chunk) for chunk in CHUNK_TEXTS])
+    assert spans[0].start == len(pieces.intro)
+    assert [span.end for span in spans[:-1]] == [span.start for span in spans[1:]]
+    assert spans[-1].end == len(body) - len(pieces.outro)
+
+
+def test_no_chunks_gives_no_spans() -> None:
+    """An empty list is an ordinary prompt."""
+    body, spans = make_assembler().turn([user("Q")], num_agreed=0, has_chunks=False).body([])
+    assert spans == ()
+    assert body.typecode == "i"
+
+
+def test_template_texts_stand_around_chunks_and_question() -> None:
+    """Intro, between and after, as the user's file says."""
+    template = "Use:\n{chunks}Now {question} please."
+    assembler = PromptAssembler(tokenizer_of("byte_level"), template=template, separator="\n")
+    pieces = assembler.turn([user("Q?")], num_agreed=0, has_chunks=True)
+    expected = render(assembler, [user("Use:\nA\nB\nNow Q? please.")])
+    assert text(assembler, ids_of(assembler, pieces, ["A", "B"])) == expected
+
+
+def test_template_texts_are_left_out_without_chunks() -> None:
+    """An intro with nothing following would mislead the model."""
+    assembler = PromptAssembler(tokenizer_of("byte_level"), template="Use:\n{chunks}Now {question}", separator="\n")
+    pieces = assembler.turn([user("Q?")], num_agreed=0, has_chunks=False)
+    assert text(assembler, ids_of(assembler, pieces, [])) == render(assembler, [user("Q?")])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["", "{chunks}", "{question}", "{question}{chunks}", "{chunks}{chunks}{question}", "{chunks}{question}{question}"],
+)
+def test_bad_rag_template_is_refused(template: str) -> None:
+    """Each placeholder once, chunks first."""
+    with pytest.raises(PromptError, match="rag template"):
+        PromptAssembler(tokenizer_of("byte_level"), template=template, separator="")
+
+
+def test_question_that_names_a_placeholder_is_only_text() -> None:
+    """A user may write {chunks}."""
+    assembler = make_assembler()
+    pieces = assembler.turn([user("what is {chunks} and {question}?")], num_agreed=0, has_chunks=True)
+    assert "{chunks} and {question}" in assembler.decode(pieces.outro)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], [{"role": "assistant", "content": "x"}], [user("x"), {"role": "tool", "content": "x"}], [{"content": "x"}]],
+    ids=repr,
+)
+def test_last_message_must_be_the_users(messages: list[dict[str, Any]]) -> None:
+    """There would be no place for the chunks."""
+    with pytest.raises(PromptError, match=r"messages.*'user'"):
+        make_assembler().turn(messages, num_agreed=0, has_chunks=True)
+
+
+def test_text_parts_are_joined() -> None:
+    """OpenAI's list form of a text."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert text_of({"role": "user", "content": parts}, 0) == "a\nb"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "image_url", "image_url": {"url": "x"}}, "text", {"type": "text"}, {"type": "text", "text": 1}],
+    ids=repr,
+)
+def test_part_that_is_no_text_is_refused_by_place(part: Any) -> None:
+    """400 with the message's number."""
+    with pytest.raises(PromptError, match=r"messages\.1\.content"):
+        make_assembler().turn([user("a"), {"role": "user", "content": [part]}], num_agreed=0, has_chunks=False)
+
+
+def test_null_question_is_refused_as_a_prompt_error() -> None:
+    """`content: null` in the last message is the caller's mistake, not a crash."""
+    with pytest.raises(PromptError, match="messages"):
+        make_assembler().turn([{"role": "user", "content": None}], num_agreed=0, has_chunks=True)
+
+
+def test_refusing_chat_template_is_a_prompt_error() -> None:
+    """What the template raises reaches the client as a 400."""
+    with pytest.raises(PromptError, match="roles must alternate"):
+        make_assembler(template="alternating").turn([user("a"), user("b")], num_agreed=0, has_chunks=False)
+
+
+def test_missing_chat_template_is_a_prompt_error() -> None:
+    """With the flag that helps."""
+    assembler = make_assembler()
+    assembler._tokenizer.chat_template = None
+    with pytest.raises(PromptError, match="--chat-template"):
+        assembler.turn([user("a")], num_agreed=0, has_chunks=False)
+
+
+def test_template_that_drops_the_user_is_a_prompt_error() -> None:
+    """Without its place the chunks cannot stand anywhere."""
+    assembler = make_assembler()
+    assembler._tokenizer.chat_template = "nothing"
+    with pytest.raises(PromptError, match="0 times"):
+        assembler.turn([user("a")], num_agreed=0, has_chunks=False)
+
+
+def test_head_is_the_lead_of_a_first_turn() -> None:
+    """What stays when the oldest turns leave is what the conversation began with."""
+    assembler = make_assembler()
+    system = {"role": "system", "content": "Be brief."}
+    first = assembler.turn([system, user("a")], num_agreed=0, has_chunks=False)
+    later = [system, user("a"), {"role": "assistant", "content": "b"}, user("c")]
+    assert assembler.head(later) == first.lead
+
+
+def test_chunk_is_remembered() -> None:
+    """A popular chunk is tokenised once."""
+    assembler = make_assembler()
+    assert assembler.chunk("abc") is assembler.chunk("abc")
+
+
+def test_chunks_with_different_separators_differ() -> None:
+    """The separator is part of the chunk."""
+    one, two = make_assembler(separator="\n"), make_assembler(separator="--")
+    assert one.chunk("a").chunk.id != two.chunk("a").chunk.id
+
+
+def test_read_template(tmp_path: Path) -> None:
+    """A file, or the default; a bad file names the flag."""
+    good, bad = tmp_path / "t", tmp_path / "b"
+    good.write_text("é{chunks}{question}", encoding="utf-8")
+    bad.write_bytes(b"\xff\xfe\xff")
+    assert read_template(None) == DEFAULT_TEMPLATE
+    assert read_template(str(good)) == "é{chunks}{question}"
+    for path in (bad, tmp_path / "none"):
+        with pytest.raises(PromptError, match="--chunkcache-rag-template"):
+            read_template(str(path))
+
+
+class JoiningTokenizer:
+    """Whole text as one token each time: no pieces can be put together."""
+
+    bos_token_id = None
+    chat_template = "x"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [hash(text) % 1000]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "?"
+
+
+def test_tokenizer_whose_pieces_do_not_join_is_refused() -> None:
+    """At start, not in wrong answers."""
+    with pytest.raises(PromptError, match="pieces"):
+        PromptAssembler(JoiningTokenizer(), separator="\n")

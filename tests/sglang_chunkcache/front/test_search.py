@@ -1,0 +1,338 @@
+"""What requests wish of the index: the query, the limits, what clients see, and which fault is whose.
+
+launch/test.sh tests/sglang_chunkcache/front/test_search.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from retrieval.errors import CorruptIndexError, RetrievalError
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.front import search as rag_search
+from sglang_chunkcache.front.bodies import RetrieveIn
+from sglang_chunkcache.front.metrics import Metrics
+from sglang_chunkcache.front.prompt import PromptError
+from sglang_chunkcache.front.request import Passage
+from sglang_chunkcache.front.search import RagSearch, Retrieval, SearchFailedError, open_retriever, query_of
+from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
+
+Find = Callable[..., Retrieval]
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+TALK = [user("first one"), assistant("yes"), user("second"), assistant("no"), user("last two")]
+
+
+async def is_here() -> bool:
+    return False
+
+
+@pytest.fixture
+def make_search() -> Iterator[Callable[..., tuple[RagSearch, FakeRetriever, Find]]]:
+    """(search, its retriever, how to find) for a server of these settings."""
+    made: list[RagSearch] = []
+
+    def make(**knobs: Any) -> tuple[RagSearch, FakeRetriever, Find]:
+        retriever = FakeRetriever()
+        config = ChunkCacheConfig(retrieve_refresh_s=0.0, **knobs)
+        search = RagSearch(retriever, config, Metrics(prometheus=False))  # type: ignore[arg-type]
+        made.append(search)
+
+        def find(messages: Any = TALK, *, is_gone: Any = is_here, **wish: Any) -> Retrieval:
+            asked = RetrieveIn(**wish)
+            return asyncio.run(search.find(asked, messages, field="retrieve.", is_gone=is_gone))
+
+        return search, retriever, find
+
+    yield make
+    for search in made:
+        search.close()
+
+
+# The query
+
+
+@pytest.mark.parametrize(
+    ("turns", "query"),
+    [(None, "last two"), (1, "last two"), (2, "second\nlast two"), (9, "first one\nsecond\nlast two")],
+)
+def test_query_is_the_last_user_messages(turns: int | None, query: str) -> None:
+    """Oldest first; the last question alone unless asked; answers are not searched for."""
+    assert query_of(RetrieveIn(turns=turns), TALK, field="", max_chars=100) == query
+
+
+@pytest.mark.parametrize(
+    ("max_chars", "query"),
+    [(25, "first one\nsecond\nlast two"), (24, "second\nlast two"), (14, "last two"), (3, "two")],
+)
+def test_turns_that_do_not_fit_leave_the_oldest_first(max_chars: int, query: str) -> None:
+    """Then the last question's front: what is asked tends to stand at its end."""
+    assert query_of(RetrieveIn(turns=3), TALK, field="", max_chars=max_chars) == query
+
+
+def test_query_of_text_parts() -> None:
+    """As the prompt joins them."""
+    parts = [{"type": "text", "text": "alpha"}, {"type": "text", "text": "beta"}]
+    assert query_of(RetrieveIn(), [user(parts)], field="", max_chars=100) == "alpha\nbeta"
+
+
+def test_explicit_query_wins() -> None:
+    """Whatever the messages say; it is searched as it is."""
+    assert query_of(RetrieveIn(query=" x\0🙂 "), [], field="", max_chars=100) == " x\0🙂 "
+
+
+@pytest.mark.parametrize(
+    ("wish", "messages", "message"),
+    [
+        ({"query": ""}, TALK, "r.query: is empty"),
+        ({"query": " \n"}, TALK, "r.query: is empty"),
+        ({"query": "x" * 101}, TALK, "r.query: 101 characters, at most 100"),
+        ({"query": "x", "turns": 2}, TALK, "r.turns: not together with r.query"),
+        ({}, [], "messages: no user's text to search for"),
+        ({}, [assistant("x")], "messages: no user's text to search for"),
+        ({"turns": 2}, [user(" "), user("")], "messages: no user's text to search for"),
+        ({}, [user(None)], "messages.0.content: must be text"),
+        ({}, [user(5)], "messages.0.content: must be text"),
+        ({}, [assistant("x"), user([{"type": "image_url"}])], "messages.1.content: only text parts"),
+    ],
+    ids=str,
+)
+def test_no_query_is_refused_by_name(wish: dict[str, Any], messages: Any, message: str) -> None:
+    """The field as the client wrote it."""
+    with pytest.raises(PromptError) as caught:
+        query_of(RetrieveIn(**wish), messages, field="r.", max_chars=100)
+    assert str(caught.value).startswith(message)
+
+
+# The search
+
+
+def test_servers_defaults(make_search: Any) -> None:
+    """The index's own mode, k and nprobe by flags."""
+    _, retriever, find = make_search(retrieve_k=3, retrieve_nprobe=9)
+    assert (find().query, find().mode, find().k) == ("last two", "fusion", 3)
+    assert retriever.batches[0] == (["last two"], 3, "fusion", 9)
+    _, retriever, find = make_search(retrieve_mode="bm25")
+    assert find().mode == "bm25"
+
+
+def test_requests_own_wishes(make_search: Any) -> None:
+    """Beat the flags."""
+    _, retriever, find = make_search()
+    found = find(query="one", k=2, mode="dense", nprobe=4)
+    assert (found.query, found.mode, found.k) == ("one", "dense", 2)
+    assert retriever.batches == [(["one"], 2, "dense", 4)]
+
+
+def test_what_is_found_becomes_chunks(make_search: Any) -> None:
+    """Best first; the text is what encoder and index read too, so the same passage is always the same chunk."""
+    _, _, find = make_search()
+    assert find(query="one").chunks == [
+        Passage("a", "A\nalpha one"),
+        Passage("b", "B\nbeta one"),
+        Passage("c", "C\ngamma one"),
+    ]
+
+
+def test_nothing_found_is_no_error(make_search: Any) -> None:
+    """BM25 knows none of the words: the request goes on without chunks."""
+    _, _, find = make_search()
+    found = find(query="zeta")
+    assert found.chunks == []
+    assert found.answer()["passages"] == []
+
+
+def test_what_the_client_sees(make_search: Any) -> None:
+    """In a chat the passages' ids, with `/rag/v1/retrieve` all of them, texts if wished."""
+    _, _, find = make_search()
+    found = find(query="two")
+    brief = {"id": "d", "score": 1.0, "title": "D"}
+    answer = found.answer()
+    assert answer.pop("ms").keys() == {"queued", "encode", "read"}
+    assert answer == {"query": "two", "mode": "fusion", "k": 5, "passages": [brief], "batch": 1}
+    whole = {**brief, "document": "doc d", "start": 0, "end": 2, "tokens": 2}
+    assert found.listed(with_text=False)["passages"] == [whole]
+    assert found.listed(with_text=True)["passages"] == [{**whole, "text": "D\ndelta two"}]
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"k": 257}, "retrieve.k: 257 asked for, at most 256"),
+        ({"mode": "dense"}, "retrieve.mode: this index offers bm25"),
+        ({"query": "refuse me"}, "retrieve.query: this query cannot be had"),
+    ],
+    ids=str,
+)
+def test_wish_that_cannot_be_had_is_refused_by_name(make_search: Any, wish: dict[str, Any], message: str) -> None:
+    """400: the client's matter."""
+    _, retriever, find = make_search()
+    retriever.modes = ("bm25",)
+    with pytest.raises(PromptError) as caught:
+        find(**wish)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("error", [ValueError("/secret/path"), CorruptIndexError("/secret/path: row 5 is missing")])
+def test_failed_search_is_the_servers_fault(make_search: Any, error: Exception) -> None:
+    """500, and nothing of the reason, which may name the server's files; the next one is served."""
+    _, retriever, find = make_search()
+    retriever.fail["crash"] = error
+    with pytest.raises(SearchFailedError) as caught:
+        find(query="crash")
+    assert caught.value.status == 500
+    assert "secret" not in str(caught.value)
+    assert len(find(query="one").chunks) == 3
+
+
+def test_full_queue_is_503(make_search: Any) -> None:
+    """A client may try again."""
+    search, retriever, _ = make_search(retrieve_queue=1)
+
+    def one() -> Any:
+        return asyncio.ensure_future(search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here))
+
+    async def check() -> None:
+        retriever.hold.clear()
+        tasks = [one()]
+        while not retriever.begun.is_set():
+            await asyncio.sleep(0.001)
+        tasks.append(one())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(SearchFailedError) as caught:
+            await one()
+        assert caught.value.status == 503
+        retriever.hold.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(check())
+
+
+def test_client_that_hangs_up_is_not_searched_for(make_search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The framework does not cancel an endpoint whose client has gone."""
+    monkeypatch.setattr(rag_search, "GONE_POLL_S", 0.001)
+    search, retriever, _ = make_search()
+
+    async def is_gone() -> bool:
+        return True
+
+    async def check() -> None:
+        retriever.hold.clear()
+        running = asyncio.ensure_future(search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here))
+        while not retriever.begun.is_set():
+            await asyncio.sleep(0.001)
+        with pytest.raises(PromptError, match="hung up"):
+            await search.find(RetrieveIn(query="two"), [], field="", is_gone=is_gone)
+        retriever.hold.set()
+        await running
+
+    asyncio.run(check())
+    assert [queries for queries, *_ in retriever.batches] == [["one"]]
+    assert search.stats()["waiting"] == 0
+
+
+def test_stats(make_search: Any) -> None:
+    """The index, and what was searched."""
+    search, _, find = make_search()
+    for query in ("one", "zeta"):
+        find(query=query)
+    stats = search.stats()
+    assert stats["seconds"].keys() == {"queued", "encode", "read"}
+    assert stats["seconds"]["encode"] == 0.004
+    assert {key: stats[key] for key in ("passages", "generation", "encoder", "searches", "batches", "waiting")} == {
+        "passages": 4,
+        "generation": 1,
+        "encoder": "fake",
+        "searches": 2,
+        "batches": 2,
+        "waiting": 0,
+    }
+    assert stats["modes"] == ["fusion", "dense", "bm25"]
+
+
+# The start
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `Retriever.open` was asked for; it opens a fake, under "retriever"."""
+    asked: dict[str, Any] = {"retriever": FakeRetriever()}
+
+    def open(folder: Path, **settings: Any) -> FakeRetriever:
+        asked.update(settings, folder=folder)
+        return asked["retriever"]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr("torch.set_num_threads", lambda count: asked.update(encoder_threads=count))
+    module = SimpleNamespace(Retriever=SimpleNamespace(open=open))
+    monkeypatch.setitem(sys.modules, "retrieval.retriever", module)
+    return asked
+
+
+def test_start_opens_and_tries_the_index(opened: dict[str, Any]) -> None:
+    """An encoder that fails with its first query should fail before the model is loaded."""
+    config = ChunkCacheConfig(index="x", encoder="e", index_verify="off", retrieve_threads=3, retrieve_mode="bm25")
+    open_retriever(config)
+    settings = {name: opened[name] for name in ("folder", "encoder", "device", "verify", "threads")}
+    assert settings == {"folder": Path("x"), "encoder": "e", "device": "cpu", "verify": False, "threads": 3}
+    assert opened["encoder_threads"] == 3
+    assert [(k, mode) for _, k, mode, _ in opened["retriever"].batches] == [(1, "bm25")]
+
+
+def test_start_refuses_a_mode_the_index_lacks(opened: dict[str, Any]) -> None:
+    """Every request would fail."""
+    opened["retriever"].modes = ("bm25",)
+    with pytest.raises(RetrievalError, match="--chunkcache-retrieve-mode dense: the index x offers bm25"):
+        open_retriever(ChunkCacheConfig(index="x", retrieve_mode="dense"))
+    open_retriever(ChunkCacheConfig(index="x"))
+
+
+def test_another_tokenizer_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Passages cut for it may be too long for the model, or many and short; words claim to be nobody's."""
+    caplog.set_level(logging.INFO)
+    served = Path(rag_search.__file__).parents[1] / "bundled_model"
+    retriever = FakeRetriever()
+    names = ("words", tokens_name(served), tokens_name(served)[:-1] + "?")
+    for retriever.tokenizer, path in zip(names * 2, [served] * 3 + [tmp_path] * 3, strict=True):
+        rag_search.check_tokenizer(retriever, str(path))  # type: ignore[arg-type]
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 3 + ["WARNING"] + ["INFO"] * 3
+
+
+def tokens_name(folder: Path) -> str:
+    """What an index that was built for the model in `folder` says."""
+    from retrieval.tokens import load_tokens
+
+    return load_tokens(str(folder)).name
+
+
+def test_start_without_the_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is not installed with the server."""
+
+    class Missing:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "retrieval.retriever":
+                raise ModuleNotFoundError("No module named 'faiss'", name="faiss")
+
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    monkeypatch.delitem(sys.modules, "retrieval.retriever", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(RetrievalError, match="extra 'retrieval': faiss is not installed"):
+        open_retriever(ChunkCacheConfig(index="x"))

@@ -1,0 +1,265 @@
+"""Searches that wait for one worker: batches, failures, hang-ups and a full queue, on a retriever without an index.
+
+launch/test.sh tests/sglang_chunkcache/front/test_search_queue.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from retrieval.errors import CorruptIndexError, RetrievalError
+from sglang_chunkcache.front.metrics import Metrics
+from sglang_chunkcache.front.search_queue import Found, QueueFullError, SearchQueue
+from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
+
+MakeQueue = Callable[..., tuple[SearchQueue, FakeRetriever]]
+
+
+@pytest.fixture
+def make_queue() -> Iterator[MakeQueue]:
+    made: list[tuple[SearchQueue, FakeRetriever]] = []
+
+    def make(*, max_batch: int = 8, max_waiting: int = 100, refresh_s: float = 0) -> tuple[SearchQueue, FakeRetriever]:
+        retriever = FakeRetriever()
+        metrics = Metrics(prometheus=False)
+        queue = SearchQueue(
+            retriever,  # type: ignore[arg-type]
+            metrics,
+            max_batch=max_batch,
+            max_waiting=max_waiting,
+            refresh_s=refresh_s,
+        )
+        made.append((queue, retriever))
+        return made[-1]
+
+    yield make
+    for queue, retriever in made:
+        retriever.hold.set()
+        queue.close()
+
+
+def search(
+    queue: SearchQueue, query: str, k: int = 5, mode: Any = "dense", nprobe: int = 1
+) -> Coroutine[Any, Any, Found]:
+    return queue.search(query, k=k, mode=mode, nprobe=nprobe)
+
+
+def ids(found: Found | BaseException) -> list[str]:
+    assert isinstance(found, Found), found
+    return [hit.passage.id for hit in found.hits]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, with the event loop running, at most five seconds."""
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+
+
+async def behind_a_held_search(
+    queue: SearchQueue, retriever: FakeRetriever, *waiting: Awaitable[Found]
+) -> list[Found | BaseException]:
+    """Results of searches that gather while the worker is busy with another one."""
+    retriever.hold.clear()
+    first = asyncio.ensure_future(search(queue, "two"))
+    await until(retriever.begun.is_set)
+    tasks = [asyncio.ensure_future(item) for item in waiting]
+    await until(lambda: queue.num_waiting == len(tasks))
+    retriever.hold.set()
+    await first
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_one_search(make_queue: MakeQueue) -> None:
+    """Hits best first, times of its own waiting and of its batch."""
+    queue, retriever = make_queue()
+    found = asyncio.run(search(queue, "one", k=2, nprobe=7))
+    assert (ids(found), found.batch_size) == (["a", "b"], 1)
+    assert found.ms.keys() == {"queued", "encode", "read"}
+    assert retriever.batches == [(["one"], 2, "dense", 7)]
+
+
+def test_what_gathers_is_searched_together(make_queue: MakeQueue) -> None:
+    """Each gets its own query's hits."""
+    queue, retriever = make_queue()
+    waiting = [search(queue, query, k=2) for query in ("one", "two", "nothing")]
+    one, two, nothing = asyncio.run(behind_a_held_search(queue, retriever, *waiting))
+    assert (ids(one), ids(two), ids(nothing)) == (["a", "b"], ["d"], [])
+    assert retriever.batches[1:] == [(["one", "two", "nothing"], 2, "dense", 1)]
+    assert (one.batch_size, queue.num_batches) == (3, 2)  # type: ignore[union-attr]
+    assert queue._metrics.totals()["searches"] == {"found": 3, "empty": 1}
+
+
+def test_settings_are_not_mixed(make_queue: MakeQueue) -> None:
+    """Another k, mode or nprobe is another search: what one finds does not depend on its neighbours."""
+    queue, retriever = make_queue()
+    settings: list[tuple[int, Any, int]] = [
+        (1, "dense", 1),
+        (1, "bm25", 1),
+        (1, "dense", 2),
+        (9, "dense", 1),
+        (1, "dense", 1),
+    ]
+    waiting = [search(queue, f"one {i}", *setting) for i, setting in enumerate(settings)]
+    asyncio.run(behind_a_held_search(queue, retriever, *waiting))
+    assert retriever.batches[1:] == [
+        (["one 0", "one 4"], 1, "dense", 1),
+        (["one 1"], 1, "bm25", 1),
+        (["one 2"], 1, "dense", 2),
+        (["one 3"], 9, "dense", 1),
+    ]
+
+
+def test_a_batch_is_bounded(make_queue: MakeQueue) -> None:
+    """The rest waits for the next."""
+    queue, retriever = make_queue(max_batch=2)
+    asyncio.run(behind_a_held_search(queue, retriever, *(search(queue, f"one {i}") for i in range(5))))
+    assert [len(queries) for queries, *_ in retriever.batches] == [1, 2, 2, 1]
+
+
+def test_event_loop_runs_while_a_search_does(make_queue: MakeQueue) -> None:
+    """Everything else of the server would stand still otherwise."""
+    queue, retriever = make_queue()
+
+    async def check() -> None:
+        retriever.hold.clear()
+        task = asyncio.ensure_future(search(queue, "one"))
+        await until(retriever.begun.is_set)
+        start = time.perf_counter()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert time.perf_counter() - start < 0.5
+        assert not task.done()
+        retriever.hold.set()
+        assert ids(await task) == ["a", "b", "c"]
+
+    asyncio.run(check())
+
+
+def test_cancelled_search_is_skipped(make_queue: MakeQueue) -> None:
+    """Nobody searches for a client that has gone; its neighbours are served."""
+    queue, retriever = make_queue()
+
+    async def check() -> None:
+        retriever.hold.clear()
+        running = asyncio.ensure_future(search(queue, "two"))
+        await until(retriever.begun.is_set)
+        gone, stays = asyncio.ensure_future(search(queue, "gone")), asyncio.ensure_future(search(queue, "one"))
+        await until(lambda: queue.num_waiting == 2)
+        gone.cancel()
+        running.cancel()  # its search has begun: the result has no taker
+        await asyncio.gather(gone, running, return_exceptions=True)
+        retriever.hold.set()
+        assert ids(await stays) == ["a", "b", "c"]
+
+    asyncio.run(check())
+    assert [queries for queries, *_ in retriever.batches] == [["two"], ["one"]]
+    assert queue._metrics.totals()["searches"] == {"cancelled": 2, "found": 1}
+
+
+def test_full_queue_refuses(make_queue: MakeQueue) -> None:
+    """Rather than make everybody wait longer and longer; when it has emptied it takes requests again."""
+    queue, retriever = make_queue(max_waiting=2)
+
+    async def check() -> None:
+        retriever.hold.clear()
+        tasks = [asyncio.ensure_future(search(queue, "two"))]
+        await until(retriever.begun.is_set)
+        tasks += [asyncio.ensure_future(search(queue, "one")) for _ in range(2)]
+        await until(lambda: queue.num_waiting == 2)
+        with pytest.raises(QueueFullError, match="2 searches wait"):
+            await search(queue, "one")
+        retriever.hold.set()
+        await asyncio.gather(*tasks)
+        assert ids(await search(queue, "two")) == ["d"]
+
+    asyncio.run(check())
+    assert queue._metrics.totals()["searches"] == {"full": 1, "found": 4}
+
+
+def test_failure_is_its_own_requests(make_queue: MakeQueue, caplog: pytest.LogCaptureFixture) -> None:
+    """One bad query in a batch: its neighbours are searched alone, the worker goes on, only our own fault is logged."""
+    queue, retriever = make_queue()
+    retriever.fail["crash"] = ZeroDivisionError("bug")
+    retriever.fail["damaged"] = CorruptIndexError("row 5 is missing")
+    waiting = [search(queue, query) for query in ("one", "refuse me", "crash", "damaged", "two")]
+    one, refused, crashed, damaged, two = asyncio.run(behind_a_held_search(queue, retriever, *waiting))
+    assert (ids(one), ids(two)) == (["a", "b", "c"], ["d"])
+    assert isinstance(refused, RetrievalError)
+    assert isinstance(crashed, ZeroDivisionError)
+    assert isinstance(damaged, CorruptIndexError)
+    assert queue._metrics.totals()["searches"] == {"found": 3, "refused": 1, "failed": 2}
+    assert [record.message for record in caplog.records] == ["retrieval: a search failed"] * 2
+    assert ids(asyncio.run(search(queue, "two"))) == ["d"]
+
+
+def test_closed_loop_does_not_stop_the_worker(make_queue: MakeQueue) -> None:
+    """A result that comes after the loop's end has no taker."""
+    queue, retriever = make_queue()
+    retriever.hold.clear()
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(search(queue, "one"))
+        await until(retriever.begun.is_set)
+        task.cancel()
+
+    asyncio.run(leave())
+    retriever.hold.set()
+    assert ids(asyncio.run(search(queue, "two"))) == ["d"]
+
+
+def test_refresh_does_not_wait_for_searches(make_queue: MakeQueue, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor they for it; a switch is logged."""
+    queue, retriever = make_queue(refresh_s=0.001)
+    caplog.set_level(logging.INFO)
+
+    async def check() -> None:
+        retriever.hold.clear()
+        task = asyncio.ensure_future(search(queue, "one"))
+        await until(retriever.begun.is_set)
+        before = retriever.num_refreshes
+        retriever.on_refresh = lambda: True
+        await until(lambda: retriever.num_refreshes > before + 1)
+        retriever.hold.set()
+        await task
+
+    asyncio.run(check())
+    assert "retrieval: now serving generation 1" in caplog.text
+
+
+def test_failing_refresh_is_said_once(make_queue: MakeQueue, caplog: pytest.LogCaptureFixture) -> None:
+    """The old generation serves on; another reason, or the same after a success, is said again."""
+    queue, retriever = make_queue(refresh_s=0.001)
+
+    def fail(reason: str) -> Callable[[], bool]:
+        def refresh() -> bool:
+            raise RetrievalError(reason)
+
+        return refresh
+
+    async def look(refresh: Callable[[], bool]) -> None:
+        retriever.on_refresh = refresh
+        before = retriever.num_refreshes
+        await until(lambda: retriever.num_refreshes > before + 3)
+
+    for refresh in (fail("broken"), fail("worse"), lambda: False, fail("worse")):
+        asyncio.run(look(refresh))
+    assert ids(asyncio.run(search(queue, "two"))) == ["d"]
+    said = [record.message.rsplit(" ", 1)[1] for record in caplog.records]
+    assert said == ["broken", "worse", "worse"]
+
+
+def test_without_refresh_nobody_looks(make_queue: MakeQueue) -> None:
+    """0 means never."""
+    queue, retriever = make_queue(refresh_s=0)
+    assert ids(asyncio.run(search(queue, "two"))) == ["d"]
+    assert retriever.num_refreshes == 0

@@ -1,0 +1,385 @@
+"""`RagService` with `--reuse fused`: what the scheduler is asked for, what its report becomes, dry runs and preprocessing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_chunkcache.front.fusion_options import fused_request
+from sglang_chunkcache.front.prompt import PromptError
+from sglang_chunkcache.front.request import Passage, RagRequest
+from tests.sglang_chunkcache.front.service_bench import END, ME, A, B, Bench, C, D, make_output, text_of, told, user
+
+FUSED: dict[str, Any] = {"reuse": "fused", "store_threshold": 2}
+
+
+def fused(bench: Bench, **wish: Any) -> Any:
+    """A client's wish, defaults filled in."""
+    return fused_request(bench.service.config, **wish)
+
+
+def make_report(request: RagRequest, **fields: Any) -> dict[str, Any]:
+    """A scheduler's report: the first chunk moved from the host, 3 of its tokens recomputed, the second a gap."""
+    first, second = request.spans[:2]
+    moved_len = first.end - first.start
+    report = {
+        "exact": first.start,
+        "relocated": moved_len - 3,
+        "recomputed": 3,
+        "fused_hit": 0,
+        "gap": second.end - second.start,
+        "shared": 5,
+        "selector": "query",
+        "ratio": 0.15,
+        "sources": [[0, "host", 2, 1, 0.5], [1, "gap", 0, 0, None]],
+        "focused": [0],
+        "fallbacks": [],
+        "ms": {"lookup": 1.0, "relocate": 2.0, "select": 0.5, "recompute": 4.0},
+    }
+    return {**report, **fields}
+
+
+def test_exact_requests_ask_for_nothing() -> None:
+    """The default: no reuse, nothing kept, and the answer says so."""
+    bench = Bench()
+    request = bench.reply(bench.ask("q", A))
+    assert (told(request).reuse, told(request).keep) == (None, frozenset())
+    assert request.answer()["reuse"] is None
+
+
+def test_fused_request_reaches_the_scheduler() -> None:
+    """With the server's defaults, and a recipe."""
+    bench = Bench(**FUSED, selector="first", recompute_ratio=0.25)
+    reuse = told(bench.ask("q", A, B, reuse=fused(bench))).reuse
+    assert reuse is not None
+    assert (reuse.selector, reuse.ratio, reuse.focus, reuse.alpha) == ("first", 0.25, False, None)
+    assert reuse.recipe == "first/0.25/alpha=-/focus=0/without=-"
+
+
+def test_recipe_knows_the_question_of_query() -> None:
+    """Two questions choose other tokens; the same question behind the same chunks does not."""
+    bench = Bench(**FUSED)
+    recipes = [told(bench.ask(text, A, B, reuse=fused(bench))).reuse.recipe for text in ("one", "two", "one")]  # type: ignore[union-attr]
+    assert recipes[0] == recipes[2] != recipes[1]
+
+
+@pytest.mark.parametrize("between", [None, "exact"])
+def test_recipe_of_a_conversation_stays(between: str | None) -> None:
+    """Otherwise the next question would not find the history's fused KV; an exact turn between changes nothing."""
+    bench, messages = Bench(**FUSED), [user("one")]
+    first = bench.turn(messages, A, reuse=fused(bench))
+    if between:
+        messages.append(user("exact"))
+        bench.turn(messages, B)
+    messages.append(user("two"))
+    second = bench.turn(messages, C, reuse=fused(bench))
+    messages.append(user("three"))
+    third = bench.turn(messages, D, reuse=fused(bench))
+    assert first.reuse is not None
+    assert first.reuse == second.reuse == third.reuse
+
+
+def test_recipe_of_another_policy_is_another() -> None:
+    """KV made at one ratio is not to be taken for KV made at another."""
+    bench, messages = Bench(**FUSED), [user("one")]
+    bench.turn(messages, A, reuse=fused(bench))
+    messages.append(user("two"))
+    second = bench.turn(messages, B, reuse=fused(bench, ratio=0.5))
+    messages.append(user("three"))
+    third = bench.turn(messages, C, reuse=fused(bench, ratio=0.5))
+    assert second.reuse is not None
+    assert second.reuse.recipe.startswith("query/0.5/")
+    assert second.reuse == third.reuse
+
+
+def test_turn_without_chunks_has_no_recipe_to_keep() -> None:
+    """Nothing was fused; its question must not stand for the next one's."""
+    bench, messages = Bench(**FUSED), [user("one")]
+    first = bench.turn(messages, reuse=fused(bench))
+    messages.append(user("two"))
+    second = bench.turn(messages, A, reuse=fused(bench))
+    assert first.reuse is not None
+    assert second.reuse is not None
+    assert first.reuse.recipe != second.reuse.recipe
+
+
+def test_chunks_over_the_threshold_are_kept() -> None:
+    """Counted with this request, from exact requests too; spans of the history included."""
+    bench, messages = Bench(**FUSED), [user("one")]
+    assert told(bench.turn(messages, A, B)).keep == frozenset()
+    assert told(bench.reply(bench.ask("x", C, B))).keep == {1}
+    messages.append(user("two"))
+    assert told(bench.turn(messages, C)).keep == {1, 2}
+
+
+def test_nothing_is_kept_without_the_flag() -> None:
+    """A server that moves nothing stores nothing."""
+    bench = Bench(store_threshold=1)
+    assert told(bench.ask("x", A)).keep == frozenset()
+
+
+def test_report_becomes_the_answer() -> None:
+    """All four fates, each chunk's source by its label, and what it took."""
+    bench = Bench(**FUSED)
+    request = bench.ask("q", A, B, reuse=fused(bench))
+    report = make_report(request)
+    answer = bench.reply(request, cached=request.spans[1].end, report=report).answer()
+    fates = answer["fates"]
+    assert sum(fates.values()) == len(request.input_ids)
+    assert [fates[fate] for fate in ("exact", "relocated", "recomputed")] == [request.spans[0].start, 9, 3]
+    assert answer["chunks_hit"] == 0
+    assert answer["reuse"] == {
+        "mode": "fused",
+        "selector": "query",
+        "ratio": 0.15,
+        "sources": [
+            {"chunk": "a", "from": "host", "variant_prefix": 2, "overlap": 1, "cfo": 0.5},
+            {"chunk": "b", "from": "gap", "variant_prefix": 0, "overlap": 0, "cfo": None},
+        ],
+        "focused": ["a"],
+        "fused_hit": 0,
+        "gap": 11,
+        "shared": 5,
+        "fallbacks": [],
+        "ms": report["ms"],
+    }
+    totals = bench.service.metrics.totals()
+    assert totals["prompt_tokens"] == fates
+    assert totals["sources"] == {"host": 1, "gap": 1}
+    assert bench.service.stats()["reuse_seconds"] == {
+        "lookup": 0.001,
+        "relocate": 0.002,
+        "select": 0.0005,
+        "recompute": 0.004,
+    }
+
+
+def test_exact_prefix_of_a_fused_request_counts_as_hit() -> None:
+    """`chunks_hit` says what the exact chain held, whatever was moved behind it."""
+    bench = Bench(**FUSED)
+    request = bench.ask("q", A, B, reuse=fused(bench))
+    report = make_report(
+        request, exact=request.spans[0].end, relocated=5, recomputed=2, sources=[[1, "device", 0, 0, None]]
+    )
+    assert bench.reply(request, report=report).answer()["chunks_hit"] == 1
+
+
+def test_reported_fallbacks_are_said_and_counted() -> None:
+    """In the answer, where every reason stands, and by reason in the counters."""
+    bench = Bench(**FUSED)
+    request = bench.ask("q", A, B, reuse=fused(bench))
+    report = make_report(request, relocated=0, recomputed=0, sources=[], focused=None, fallbacks=["no_room"], ms={})
+    answer = bench.reply(request, report=report).answer()
+    assert answer["fallbacks"] == answer["reuse"]["fallbacks"] == ["no_room"]
+    assert answer["reuse"]["focused"] is None
+    assert bench.service.metrics.totals()["fallbacks"] == {"no_room": 1}
+
+
+def test_missing_report_is_said() -> None:
+    """What SGLang counts as cached may then be moved KV: calling it exact would be a lie, so no fates."""
+    bench = Bench(**FUSED)
+    request = bench.ask("q", A, B, reuse=fused(bench))
+    answer = bench.reply(request, cached=request.spans[0].end).answer()
+    assert (answer["fates"], answer["chunks_hit"], answer["fallbacks"]) == (None, None, ["no_report"])
+    assert bench.service.metrics.totals()["prompt_tokens"] == {}
+    assert bench.is_idle()
+
+
+def test_fused_request_taken_for_plain_text_is_exact() -> None:
+    """A rank that could not read our spans found plain prefixes only."""
+    bench = Bench(**FUSED)
+    request = bench.ask("q", A, B, reuse=fused(bench))
+    bench.service.observe(request, make_output([65], 5, "stop", 0, None), incremental=False)
+    assert request.answer()["fallbacks"] == ["plain_text"]
+    assert request.answer()["fates"]["exact"] == 5
+
+
+def test_fused_request_without_tokens_blames_nobody() -> None:
+    """Asked for no token, SGLang drops our entry: not known, but nothing went wrong."""
+    bench = Bench(**FUSED)
+    request = bench.ask("q", A, B, reuse=fused(bench), max_new_tokens=0)
+    bench.service.observe(request, make_output([], 5, "length", 0, []), incremental=False)
+    assert (request.answer()["fates"], request.answer()["fallbacks"]) == (None, [])
+
+
+def test_parallel_answers_tell_no_fates() -> None:
+    """SGLang fills its cache with a request of its own first."""
+    bench = Bench(**FUSED)
+    request = bench.ask("q", A, B, reuse=fused(bench))
+    request.is_parallel = True
+    answer = bench.reply(request, report=make_report(request)).answer()
+    assert (answer["fates"], answer["chunks_hit"], answer["fallbacks"]) == (None, None, ["parallel_sampling"])
+    assert bench.service.metrics.totals()["sources"] == {}
+
+
+def test_labels_of_the_history_are_hashes() -> None:
+    """A turn keeps spans, not labels; the report may name any of them."""
+    bench, messages = Bench(**FUSED), [user("one")]
+    bench.turn(messages, A)
+    messages.append(user("two"))
+    request = bench.ask(list(messages), B, to="c", reuse=fused(bench))
+    report = make_report(request, focused=[1])
+    sources = bench.reply(request, report=report).answer()["reuse"]["sources"]
+    assert [source["chunk"] for source in sources] == [request.spans[0].chunk[:8], "b"]
+    assert request.answer()["reuse"]["focused"] == ["b"]
+
+
+def test_parts_take_order_and_reuse() -> None:
+    """Frontend programs have the same choices; labels of later areas are known."""
+    bench = Bench(**FUSED)
+    bench.reply(bench.service.begin_parts([[A, B], "q"], identity=ME))
+    request = bench.service.begin_parts(
+        [[B, A], "mid", [C], "q"], identity=ME, order="retriever", reuse=fused(bench, selector="none", ratio=0)
+    )
+    assert request.labels == ["b", "a", "c"]
+    assert told(request).reuse == request.reuse
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"), [(None, "ab"), ("retriever", "ba"), ("tree", "ab"), ("frequency", "ba")]
+)
+def test_order_of_one_request(order: Any, expected: str) -> None:
+    """The request's order wins over the server's."""
+    bench = Bench()
+    bench.reply(bench.ask("one", A, B))
+    assert bench.ask("two", B, A, order=order).order == list(expected)
+
+
+# Dry runs
+
+
+@pytest.mark.parametrize("routing", ["kv_aware", "round_robin"])
+def test_dry_run_leaves_nothing(routing: str) -> None:
+    """It is planned as the request would be, and the next request sees no trace of it."""
+    bench = Bench(num_ranks=2, routing=routing, **FUSED)
+    bench.reply(bench.ask("one", A, B))
+    before = bench.service.stats()
+    options = {"reuse": fused(bench), "to": "c"}
+    plans = [bench.ask("two", C, B, A, dry_run=True, **options) for _ in range(2)]
+    bench.service.release(plans[0])
+    assert bench.service.stats() == before
+    assert bench.is_idle()
+    real = bench.ask("two", C, B, A, **options)
+    for plan in plans:
+        assert (plan.rank, plan.order, plan.input_ids, plan.reuse) == (
+            real.rank,
+            real.order,
+            real.input_ids,
+            real.reuse,
+        )
+        assert told(plan).spans == told(real).spans
+
+
+def test_dry_run_is_explained() -> None:
+    """What the front plans and what the rank found, by label."""
+    bench = Bench(**FUSED)
+    plan = bench.ask("q", A, B, reuse=fused(bench, selector="context", alpha=2, without=["cci"]), dry_run=True)
+    (first, second), size = plan.spans, len(plan.input_ids)
+    found = {
+        "exact": first.start,
+        "end": second.end,
+        "fused_hit": 0,
+        "sources": [[0, "device", 1, 0, None, *first[:2]], [1, "gap", 0, 0, None, *second[:2]]],
+        "fallbacks": ["no_scores"],
+    }
+    shown = plan.explained(found)
+    assert shown["spans"][1] == {"chunk": "b", "id": second.chunk, "start": second.start, "end": second.end}
+    assert shown["sources"][0] == {
+        "chunk": "a",
+        "from": "device",
+        "variant_prefix": 1,
+        "overlap": 0,
+        "cfo": None,
+        "start": first.start,
+        "end": first.end,
+    }
+    assert shown["reuse"] == {
+        "mode": "fused",
+        "selector": "context",
+        "ratio": 0.15,
+        "alpha": 2.0,
+        "focus": True,
+        "without": ["cci"],
+        "recipe": plan.reuse.recipe,  # type: ignore[union-attr]
+    }
+    assert (shown["order"], shown["dp_rank"], shown["prompt_tokens"]) == (["a", "b"], 0, size)
+    assert (shown["exact"], shown["end"], shown["fallbacks"]) == (first.start, second.end, ["no_scores"])
+
+
+def test_exact_dry_run_is_explained() -> None:
+    """Without moved KV there is nothing but the exact prefix."""
+    bench = Bench()
+    plan = bench.ask("q", A, dry_run=True)
+    shown = plan.explained({"exact": 3, "end": 3, "sources": [], "fallbacks": []})
+    assert (shown["reuse"], shown["sources"], shown["exact"]) == (None, [], 3)
+
+
+# Preprocessing
+
+
+def preprocess(bench: Bench, chunk: Passage, *neighbors: Passage, **options: Any) -> RagRequest:
+    return bench.service.begin_preprocessing([], neighbors, chunk, identity=ME, **options)
+
+
+def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
+    """Neighbours in their order, moved as they are; the chunk computed and kept."""
+    bench = Bench(**FUSED)
+    bench.reply(bench.ask("one", A, B))
+    request = preprocess(bench, C, B, A)
+    assert text_of(request) == f"\x02\x01u{B.text};{A.text};{C.text};{END}\x01a"
+    spans = told(request)
+    assert spans.reuse is not None
+    assert (spans.reuse.selector, spans.reuse.ratio, spans.reuse.fresh, spans.keep) == (
+        "none",
+        0.0,
+        frozenset({2}),
+        frozenset({2}),
+    )
+    assert spans.is_preprocessing
+    assert spans.reuse.recipe == "none/0.0/alpha=-/focus=0/without=-/fresh=2"
+    assert not told(bench.ask("q", A)).is_preprocessing
+
+
+def test_preprocessing_alone() -> None:
+    """The first pass: nothing in front but the head."""
+    bench = Bench(**FUSED)
+    request = bench.service.begin_preprocessing([{"role": "system", "content": "sys"}], [], A, identity=ME, rank=0)
+    assert text_of(request) == f"\x02\x01ssys{END}\x01u{A.text};{END}\x01a"
+    assert told(request).keep == {0}
+
+
+def test_preprocessing_counts_as_no_access() -> None:
+    """Nobody has asked for these chunks; its tokens were computed all the same, and plan and load are given back."""
+    bench = Bench(**FUSED)
+    request = preprocess(bench, B, A)
+    bench.reply(request, report=make_report(request, exact=request.spans[0].end, relocated=0, recomputed=0))
+    assert (bench.service.table.num_requests, len(bench.service.table)) == (0, 0)
+    totals = bench.service.metrics.totals()
+    assert totals["chunks"] == {}
+    assert sum(totals["prompt_tokens"].values()) == len(request.input_ids)
+    assert bench.is_idle()
+
+
+def test_preprocessing_goes_to_the_given_rank() -> None:
+    """Every rank has a store of its own."""
+    bench = Bench(num_ranks=3, **FUSED)
+    assert [preprocess(bench, A, rank=rank).rank for rank in (2, 0)] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "neighbors", "named"),
+    [
+        ({}, [A], "--reuse fused"),
+        (FUSED, [A, B], "neighbors: the chunk itself"),
+        (FUSED, [Passage("again", B.text)], "neighbors: the chunk itself"),
+        (FUSED, [Passage(str(i), str(i) * 60) for i in range(4)], "exceed the context"),
+    ],
+    ids=["exact server", "itself", "its text", "too long"],
+)
+def test_preprocessing_is_refused(knobs: dict[str, Any], neighbors: list[Passage], named: str) -> None:
+    """By name, and nothing is left behind."""
+    bench = Bench(context_len=200, **knobs)
+    with pytest.raises(PromptError, match=named):
+        preprocess(bench, B, *neighbors)
+    assert bench.is_idle()

@@ -1,0 +1,54 @@
+"""The selectors that look at one chunk at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sglang_chunkcache.fusion.selectors import get  # noqa: E402
+from sglang_chunkcache.fusion.selectors.base import Evidence  # noqa: E402
+from tests.reference.moved_chunks import as_lists, make_chunk, make_request, make_scores  # noqa: E402
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_first_takes_the_head_of_each_chunk() -> None:
+    """ceil(0.3 * 5) = 2 and ceil(0.3 * 10) = 3, not 3 and 0 of the prompt."""
+    chunks = [make_chunk("a", 7, 5), make_chunk("b", 12, 10)]
+    assert as_lists(get("first").select(chunks, make_request(ratio=0.3), Evidence())) == [[0, 1], [0, 1, 2]]
+
+
+def test_h2o_takes_what_is_attended_most() -> None:
+    """By what a token receives inside the chunk, not by what it looks at outside."""
+    scores = make_scores(context=[9, 9, 0, 0, 0], received=[1, 2, 5, 3, 4])
+    selection = get("h2o").select([make_chunk("a", 3, 5, scores=scores)], make_request(ratio=0.4), Evidence())
+    assert as_lists(selection) == [[2, 4]]
+
+
+def test_random_depends_on_recipe_and_chunk_alone() -> None:
+    """The same chunk elsewhere in the prompt keeps its tokens, another recipe or chunk draws others."""
+
+    def drawn(name: str, start: int, recipe: str) -> list[int]:
+        chunks = [make_chunk(name, start, 1000)]
+        return as_lists(get("random").select(chunks, make_request(ratio=0.1, recipe=recipe), Evidence()))[0]
+
+    assert drawn("a", 0, "r") == drawn("a", 50, "r")
+    assert drawn("a", 0, "r") != drawn("a", 0, "s")
+    assert drawn("a", 0, "r") != drawn("b", 0, "r")
+    assert max(drawn("a", 0, "r")) > 500  # over the whole chunk
+
+
+def test_random_agrees_between_processes() -> None:
+    """Each tensor-parallel rank is one, with its own hash seed."""
+    code = (
+        "from tests.reference.moved_chunks import *; from sglang_chunkcache.fusion.selectors import get;"
+        "print(as_lists(get('random').select([make_chunk('a', 0, 100)], make_request(ratio=.1), Evidence())))"
+    )
+    here = as_lists(get("random").select([make_chunk("a", 0, 100)], make_request(ratio=0.1), Evidence()))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == str(here)

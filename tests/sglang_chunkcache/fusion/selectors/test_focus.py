@@ -1,0 +1,91 @@
+"""Algorithm 1: by hand, its degenerate cases, and line by line."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from sglang_chunkcache.fusion.selectors.base import Selection  # noqa: E402
+from sglang_chunkcache.fusion.selectors.focus import focused_chunks, spare_unfocused  # noqa: E402
+from tests.reference.naive_selectors import predict_focused  # noqa: E402
+
+
+def focused(*layers: list[float], window: int = 1) -> tuple[set[int], int | None]:
+    chunks, layer = focused_chunks(torch.tensor(layers), window=window)
+    return set(chunks), layer
+
+
+def test_split_by_hand() -> None:
+    """Gaps 4, 1, 4 are p = 4/9, 1/9, 4/9; -p log p of the second .24, of the third .36: i* = 2 (of 1 and 2)."""
+    assert focused([10, 6, 5, 1]) == ({0, 1}, 1)
+
+
+def test_split_is_of_sorted_chunks() -> None:
+    """The same masses in another order."""
+    assert focused([5, 10, 1, 6]) == ({1, 3}, 1)
+
+
+def test_growth_is_not_the_widest_gap() -> None:
+    """Gaps 1, 5, 30: p = 1/36, 5/36, 30/36; -p log p of the second .27, of the third .15: i* = 1."""
+    assert focused([36, 35, 30, 0]) == ({0}, 1)
+
+
+def test_masses_cumulate_over_layers() -> None:
+    """Eq. 15: layer 2 alone would focus on chunk 2, both together still on chunk 0."""
+    assert focused([9, 0, 0, 0], [0, 0, 1, 0], window=2) == ({0}, 2)
+
+
+def test_window_counts_equal_layers_in_a_row() -> None:
+    """The sums' leader changes in layer 2: window 2 is full after layer 3, window 3 after layer 4."""
+    layers = [[1.0, 0, 0, 0], [0, 9.0, 0, 0], [0, 0, 0, 0.0], [0, 0, 0, 0.0]]
+    assert focused(*layers, window=1) == ({0}, 1)
+    assert focused(*layers, window=2) == ({1}, 3)
+    assert focused(*layers, window=3) == ({1}, 4)
+    assert focused(*layers, window=4) == ({0, 1, 2, 3}, None)
+
+
+@pytest.mark.parametrize("masses", [[], [3.0], [3.0, 1.0], [2.0, 2.0, 2.0, 2.0], [1.0, float("nan"), 0.0, 0.0]])
+def test_nothing_to_tell_apart_focuses_on_all(masses: list[float]) -> None:
+    """No i* in an empty range, no p where all gaps are 0: nobody is spared."""
+    assert focused(masses, masses, window=2) == (set(range(len(masses))), 2)
+
+
+def test_equal_sums_go_to_the_earlier_chunk() -> None:
+    """Gaps 0, 5, 0: no growth anywhere, so i* = 1."""
+    assert focused([5, 5, 0, 0]) == ({0}, 1)
+    assert focused([0, 5] * 50) == ({1}, 1)
+
+
+def test_bad_arguments_are_refused() -> None:
+    """Each Raises."""
+    with pytest.raises(ValueError, match="by_layer"):
+        focused_chunks(torch.zeros(4), window=1)
+    with pytest.raises(ValueError, match="window"):
+        focused_chunks(torch.zeros(1, 4), window=0)
+
+
+def test_spare_unfocused_empties_the_others() -> None:
+    """CFO and reasons stay: they say what was chosen before."""
+    selection = Selection(tuple(torch.tensor([0, n]) for n in (1, 2, 3)), (0.5, None, 1.0), ("unscored",))
+    spared = spare_unfocused(selection, {0, 2})
+    assert [offsets.tolist() for offsets in spared.offsets] == [[0, 1], [], [0, 3]]
+    assert spared.offsets[1].dtype == torch.int64
+    assert (spared.cfo, spared.fallbacks) == (selection.cfo, selection.fallbacks)
+
+
+@given(
+    layers=st.integers(3, 6).flatmap(
+        lambda k: st.lists(st.lists(st.integers(0, 9), min_size=k, max_size=k), min_size=1, max_size=6)
+    ),
+    window=st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=300)
+def test_equals_the_papers_lines(layers: list[list[int]], window: int) -> None:
+    """Where the paper says what to do: no layer of equal sums."""
+    sums = torch.tensor(layers).cumsum(0)
+    assume(bool((sums.max(1).values > sums.min(1).values).all()))
+    expected = predict_focused(layers, window) or (set(range(len(layers[0]))), None)
+    assert focused(*([float(mass) for mass in layer] for layer in layers), window=window) == expected

@@ -1,0 +1,84 @@
+"""Counts and top-k, and through them `query` and `deviation`, against the obvious form."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from sglang_chunkcache.fusion.selectors import get  # noqa: E402
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk  # noqa: E402
+from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, leading, num_critical  # noqa: E402
+from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_request  # noqa: E402
+from tests.reference.naive_selectors import joint_top  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("ratio", "num_tokens", "expected"),
+    [(0.15, 10, 2), (0.15, 20, 3), (0.07, 100, 7), (0.0, 9, 0), (1.0, 9, 9), (0.001, 9, 1), (0.5, 0, 0)],
+)
+def test_num_critical_rounds_up(ratio: float, num_tokens: int, expected: int) -> None:
+    """0.07 * 100 is over 7 in floating point and still 7."""
+    assert num_critical(ratio, num_tokens) == expected
+    assert leading(ratio, num_tokens).tolist() == list(range(expected))
+
+
+def test_highest_settles_ties_and_nan() -> None:
+    """Earlier first; NaN is recomputed before anything else."""
+    assert highest(torch.tensor([1.0, 3.0, 3.0, 2.0, 3.0]), 2).tolist() == [1, 2]
+    assert highest(torch.tensor([1.0, float("inf"), float("nan")]), 1).tolist() == [2]
+    assert highest(torch.zeros(100), 3).tolist() == [0, 1, 2]
+
+
+def test_top_k_is_joint() -> None:
+    """The four highest of both chunks are in one of them; the gap at 3 and the head at 0 belong to none."""
+    scores = torch.tensor([9.0, 0.1, 0.2, 9.0, 5.0, 1.0, 6.0, 7.0, 8.0, 0.0])
+    chunks = [make_chunk("a", 1, 2), make_chunk("b", 4, 6)]
+    for name, evidence in (("query", Evidence(question=scores)), ("deviation", Evidence(deviation=scores))):
+        selection = get(name).select(chunks, make_request(name, 0.5), evidence)
+        assert as_lists(selection) == [[], [0, 2, 3, 4]]
+        assert selection.fallbacks == ()
+
+
+def test_each_looks_at_its_own_evidence() -> None:
+    """With both at hand."""
+    evidence = Evidence(question=torch.tensor([1.0, 0.0]), deviation=torch.tensor([0.0, 1.0]))
+    chunks = [make_chunk("a", 0, 2)]
+    assert as_lists(get("query").select(chunks, make_request(ratio=0.5), evidence)) == [[0]]
+    assert as_lists(get("deviation").select(chunks, make_request(ratio=0.5), evidence)) == [[1]]
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 6)])
+def test_short_evidence_is_refused(shape: tuple[int, ...]) -> None:
+    """Slicing would quietly leave the last tokens out."""
+    with pytest.raises(ValueError, match=r"evidence must be \[6\] or longer"):
+        jointly_highest(torch.zeros(shape), [make_chunk("a", 2, 4)], 0.5)
+
+
+@given(case=cases(), ratio=st.integers(0, 20).map(lambda twentieths: twentieths / 20))
+@settings(deadline=None)
+def test_joint_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], ratio: float) -> None:
+    """Ties included."""
+    chunks, evidence = case
+    assert evidence.question is not None
+    fast = [offsets.tolist() for offsets in jointly_highest(evidence.question, chunks, ratio)]
+    spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
+    assert fast == joint_top(evidence.question.tolist(), spans, ratio)
+
+
+@given(case=cases(), data=st.data(), ratio=st.sampled_from([0.1, 0.3, 0.5, 0.9]))
+@settings(deadline=None)
+def test_joint_choice_follows_the_chunks(
+    case: tuple[list[MovedChunk], Evidence], data: st.DataObject, ratio: float
+) -> None:
+    """Where nothing ties, the order in which chunks are named plays no part."""
+    chunks, _ = case
+    end = chunks[-1].start + chunks[-1].num_tokens
+    assume(end > 0)
+    scores = torch.tensor(data.draw(st.permutations(range(end))), dtype=torch.float32)
+    order = data.draw(st.permutations(range(len(chunks))))
+    straight = jointly_highest(scores, chunks, ratio)
+    shuffled = jointly_highest(scores, [chunks[i] for i in order], ratio)
+    assert [x.tolist() for x in shuffled] == [straight[i].tolist() for i in order]

@@ -1,0 +1,484 @@
+"""Filling promised slots on real SGLang models: everything recomputed is a prefill, and what is not chosen stays as moved.
+
+    elsewhere   head | C | A | E | B                     computed there; A and C stay on the device, B and E are stored
+    prompt      head | A | B | text | C | D | E | question    D and the text are gaps
+
+Promised slots hold NaN before, so whoever reads one too early, or forgets to write one, is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("transformers")
+
+import torch
+from torch import Tensor
+
+from radix_ext import ChunkId
+from sglang_chunkcache.attention.base import HeadShape
+from sglang_chunkcache.attention.reference import ReferenceAttention
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.fusion import fill as fusion_pass
+from sglang_chunkcache.fusion import selectors
+from sglang_chunkcache.fusion.fill import Capture, FusionPass
+from sglang_chunkcache.fusion.measure import question_evidence
+from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.plan import Piece, ReusePlan
+from sglang_chunkcache.fusion.recompute import run_virtual
+from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.fusion.selectors import focus
+from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
+from sglang_chunkcache.fusion.store import Variant
+from sglang_chunkcache.wire.spans import ReuseRequest
+from tests.runners import FAMILIES, kv_of, logits_of, make_row, make_runner, prefill, write_model
+
+pytestmark = pytest.mark.engine
+
+TOLERANCES = {"float32": 5e-5, "bfloat16": 1e-1}
+"""As in test_recompute.py, and a key that goes by way of the store is rounded twice more."""
+LENS = {"head": 5, "A": 30, "B": 20, "text": 4, "C": 25, "D": 15, "E": 20}
+PROMPT = ("head", "A", "B", "text", "C", "D", "E")
+ELSEWHERE = ("head", "C", "A", "E", "B")
+SPANS = ("A", "B", "C", "D", "E")
+QUESTION_LEN = 8
+MOVED_LEN = sum(LENS[name] for name in "ABCE")
+GAP_LEN = LENS["text"] + LENS["D"]
+SELECTORS = ("first", "random", "h2o", "deviation", "query", "context")
+REFERENCE, SOURCE, TARGET = (torch.arange(start, start + 300) for start in (1, 401, 801))
+_GENERATOR = torch.Generator().manual_seed(7)
+TOKENS = {
+    name: torch.randint(0, 128, (length,), generator=_GENERATOR).tolist()
+    for name, length in {**LENS, "question": QUESTION_LEN}.items()
+}
+
+
+def place(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """`[start, end)` of every part."""
+    places, start = {}, 0
+    for name in names:
+        places[name] = (start, start + len(TOKENS[name]))
+        start += len(TOKENS[name])
+    return places
+
+
+def tokens_of(names: Sequence[str]) -> list[int]:
+    return [token for name in names for token in TOKENS[name]]
+
+
+HERE, THERE = place(PROMPT), place(ELSEWHERE)
+END = HERE["E"][1]
+
+
+class Scene:
+    """One model with its pool as drawn above."""
+
+    def __init__(self, runner: Any, *, scoring: str = "on") -> None:
+        self.runner = runner
+        self.config = ChunkCacheConfig(reuse="fused", scoring=scoring, recompute_attention="masked")
+        table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
+        self.fusion_pass = FusionPass(runner, table, self.config)
+        self.logits = prefill(runner, tokens_of((*PROMPT, "question")), REFERENCE[: END + QUESTION_LEN])
+        prefill(runner, tokens_of(ELSEWHERE), SOURCE[: THERE["B"][1]])
+        self.sources: dict[str, Any] = {}
+        for name in "AC":
+            start, end = THERE[name]
+            node = SimpleNamespace(value=SOURCE[start:end], start=start, prefix=self.prefix_there(name), scores=None)
+            self.sources[name] = DeviceCopy(node)
+        captured = self.fusion_pass.capture([self.capture(name) for name in "BE"])
+        for name, (blob, scores) in zip("BE", captured, strict=True):
+            self.sources[name] = HostCopy(Variant(self.prefix_there(name), blob, scores))
+
+    def prefix_there(self, name: str) -> tuple[ChunkId, ...]:
+        return tuple(ChunkId(each) for each in ELSEWHERE[1 : ELSEWHERE.index(name)])
+
+    def capture(self, name: str) -> Capture:
+        start, end = THERE[name]
+        before = ELSEWHERE[1 : ELSEWHERE.index(name)]
+        return Capture(
+            array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, tuple(THERE[each] for each in before)
+        )
+
+    def move(self, reuse: ReuseRequest, *, target: Tensor = TARGET, row: int = 1, question: bool = True) -> Move:
+        """The promised region, NaN so far, behind the head of the reference."""
+        slots = torch.cat([REFERENCE[: LENS["head"]], target[LENS["head"] : END]])
+        for buffer in (*self.runner.token_to_kv_pool.k_buffer, *self.runner.token_to_kv_pool.v_buffer):
+            buffer[slots[LENS["head"] :]] = float("nan")
+        make_row(self.runner, torch.cat([slots, target[END : END + QUESTION_LEN]]), index=row)
+        pieces = []
+        for name in PROMPT[1:]:
+            index = SPANS.index(name) if name in SPANS else None
+            source = self.sources.get(name)
+            chunk = ChunkId(name) if index is not None else None
+            before = tuple(ChunkId(each) for each in SPANS[:index]) if index is not None else ()
+            pieces.append(Piece(*HERE[name], index, source, chunk, before if source else ()))
+        return Move(
+            plan=ReusePlan(tuple(pieces)),
+            reuse=reuse,
+            slots=slots,
+            token_ids=array("q", tokens_of(PROMPT)),
+            question_ids=array("q", TOKENS["question"] if question else []),
+            question_start=END,
+            row_index=lambda: row,
+        )
+
+    def answer(self, row: int = 1) -> Tensor:
+        """The last token's logits behind what was filled."""
+        ids = tokens_of((*PROMPT, "question"))
+        return logits_of(
+            self.runner, run_virtual(self.runner, req_pool_index=row, runs=[(END, len(ids))], token_ids=ids)
+        )[-1]
+
+    def kv(self, slots: Tensor) -> Tensor:
+        """[2, num_layers, n, num_kv_heads, head_dim]."""
+        return torch.stack(kv_of(self.runner, slots))
+
+    def assert_close(self, got: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(got, expected, rtol=0, atol=self.runner.tolerance)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*((f, "float32") for f in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")],
+    ids="-".join,
+)
+def any_scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """Every family."""
+    return make_scene(tmp_path_factory, *request.param)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """One family, for what does not depend on it."""
+    return make_scene(tmp_path_factory, "llama", "float32")
+
+
+def make_scene(tmp_path_factory: pytest.TempPathFactory, family: str, dtype: str) -> Scene:
+    path = tmp_path_factory.mktemp(family)
+    write_model(path, family, dtype=getattr(torch, dtype))
+    runner = make_runner(path, dtype=dtype)
+    runner.tolerance = TOLERANCES[dtype]
+    return Scene(runner)
+
+
+def asked(selector: str, ratio: float, **fields: Any) -> ReuseRequest:
+    return ReuseRequest(selector, ratio, "recipe", **fields)
+
+
+def offsets_of(names: Sequence[str]) -> Tensor:
+    """Positions of parts in the prompt."""
+    return torch.cat([torch.arange(*HERE[name]) for name in names])
+
+
+# Everything, nothing
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_everything_recomputed_is_a_prefill(any_scene: Scene, selector: str) -> None:
+    """From device and host, over gaps: the KV of all layers and the next token."""
+    scene = any_scene
+    move = scene.move(asked(selector, 1.0))
+    scene.fusion_pass.run([move])
+    scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
+    scene.assert_close(scene.answer(), scene.logits)
+    assert move.recomputed_len == MOVED_LEN
+    assert move.fallbacks == []
+
+
+@pytest.mark.parametrize("selector", ["none", "first", "set"])
+def test_nothing_recomputed_is_moved_alone(any_scene: Scene, selector: str) -> None:
+    """Layer 0 sees no context, so it is as prefilled, everywhere; above, chunks bring what they saw elsewhere."""
+    scene = any_scene
+    move = scene.move(asked(selector, 0.0))
+    scene.fusion_pass.run([move])
+    got, full = scene.kv(move.slots), scene.kv(REFERENCE[:END])
+    scene.assert_close(got[:, 0], full[:, 0])
+    for name in "ABCE":
+        here, there = torch.arange(*HERE[name]), torch.arange(*THERE[name])
+        assert torch.equal(got[1][:, here], scene.kv(SOURCE[there])[1])
+    assert float((got - full).abs().max()) > 10 * scene.runner.tolerance
+    assert move.recomputed_len == 0
+    assert scene.answer().isfinite().all()
+
+
+# Some
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_only_what_is_chosen_changes(scene: Scene, selector: str) -> None:
+    """As many tokens as asked are new; the others keep the moved KV to the bit."""
+    untouched = scene.move(asked("none", 0.0))
+    scene.fusion_pass.run([untouched])
+    before = scene.kv(untouched.slots)
+    move = scene.move(asked(selector, 0.3))
+    scene.fusion_pass.run([move])
+    changed = (scene.kv(move.slots) != before).flatten(3).any(-1).any(0).any(0)
+    moved = torch.zeros(END, dtype=torch.bool)
+    moved[offsets_of("ABCE")] = True
+    num_chosen = int((changed & moved).sum())
+    assert num_chosen == move.recomputed_len
+    assert math.ceil(0.3 * MOVED_LEN) <= num_chosen <= math.ceil(0.3 * MOVED_LEN) + 3
+    assert not changed[: LENS["head"]].any()
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_all_attentions_agree(scene: Scene, selector: str) -> None:
+    """The mask, the sparse operator, and SGLang's own attention, one sequence per run of tokens."""
+    reuse = asked(selector, 0.3)
+    working = scene.move(reuse)
+    scene.fusion_pass.run([working])
+    got, answer = scene.kv(working.slots), scene.answer()
+    for other in (sparse_pass(scene), replace_config(scene, recompute_attention="virtual")):
+        again = scene.move(reuse)
+        other.run([again])
+        scene.assert_close(scene.kv(again.slots), got)
+        scene.assert_close(scene.answer(), answer)
+        assert again.recomputed_len == working.recomputed_len
+        assert again.fallbacks == working.fallbacks
+
+
+def test_everything_recomputed_sparsely_is_a_prefill(any_scene: Scene) -> None:
+    """As with the mask: ratio 1 is no approximation."""
+    scene, sparse = any_scene, sparse_pass(any_scene)
+    move = scene.move(asked("first", 1.0))
+    sparse.run([move])
+    scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
+    scene.assert_close(scene.answer(), scene.logits)
+    assert move.fallbacks == []
+    assert sparse.sparse.num_runs == sparse.pool.layer_num  # type: ignore[union-attr]
+
+
+class Counting(ReferenceAttention):
+    """`ReferenceAttention` that counts its layers and fails where told to."""
+
+    num_runs = 0
+    fails: str = ""
+
+    def plan(self, requests: Any) -> None:
+        if self.fails == "plan":
+            raise RuntimeError("no workspace")
+        super().plan(requests)
+
+    def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self.num_runs += 1
+        if self.fails == "run" and self.num_runs == 2:
+            raise RuntimeError("launch failed")
+        return super().run(queries, keys, values)
+
+
+def sparse_pass(scene: Scene, fails: str = "") -> FusionPass:
+    layer = scene.runner.model.model.layers[0].self_attn.attn
+    shape = HeadShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, scene.runner.dtype)
+    attention = Counting(shape, scale=layer.scaling)
+    attention.fails = fails
+    chosen = {"kind": "sparse", "kernel": "reference", "reason": "a test", "ms": {}}
+    return FusionPass(scene.runner, scene.fusion_pass.table, scene.config, (attention, chosen))
+
+
+def replace_config(scene: Scene, **changes: Any) -> FusionPass:
+    return FusionPass(scene.runner, scene.fusion_pass.table, replace(scene.config, **changes))
+
+
+def test_requests_of_a_batch_do_not_mix(scene: Scene) -> None:
+    """Three requests with policies of their own, together and one by one."""
+    policies = [asked("query", 0.25), asked("deviation", 0.5), asked("none", 0.0)]
+    alone = []
+    for reuse in policies:
+        move = scene.move(reuse)
+        scene.fusion_pass.run([move])
+        alone.append(scene.kv(move.slots))
+    moves = [
+        scene.move(reuse, target=torch.arange(801 + 300 * i, 1101 + 300 * i), row=2 + i)
+        for i, reuse in enumerate(policies)
+    ]
+    scene.fusion_pass.run(moves)
+    for move, expected in zip(moves, alone, strict=True):
+        scene.assert_close(scene.kv(move.slots), expected)
+
+
+def test_focus_spares_the_other_chunks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only chunks that the question looks at are recomputed; they are named by their span."""
+    monkeypatch.setattr(focus, "focused_chunks", lambda by_layer, window: ({1, 3}, 0))
+    move = scene.move(asked("first", 0.5, focus=True))
+    scene.fusion_pass.run([move])
+    assert move.focused == [SPANS.index("B"), SPANS.index("E")]
+    chosen = {name: len(chosen_of(scene, move, name)) for name in "ABCE"}
+    assert chosen == {"A": 0, "B": LENS["B"] // 2, "C": 0, "E": LENS["E"] // 2}
+    assert move.recomputed_len == sum(chosen.values())
+
+
+def test_focus_is_asked_for(scene: Scene) -> None:
+    """Without it no chunk is named; with it the model's own attention decides."""
+    plain, focused = scene.move(asked("first", 0.5)), scene.move(asked("first", 0.5, focus=True), row=2)
+    scene.fusion_pass.run([plain])
+    scene.fusion_pass.run([focused])
+    assert plain.focused is None
+    assert focused.focused
+    assert set(focused.focused) <= {SPANS.index(name) for name in "ABCE"}
+
+
+def chosen_of(scene: Scene, move: Move, name: str) -> list[int]:
+    """Positions of a chunk whose KV is not the moved one."""
+    there, here = (scene.kv(slots)[1] for slots in (SOURCE[slice(*THERE[name])], move.slots[slice(*HERE[name])]))
+    return [HERE[name][0] + int(i) for i in (there != here).flatten(2).any(-1).any(0).nonzero()]
+
+
+# What the selectors are told
+
+
+def test_without_a_question_the_fallback_is_named(scene: Scene) -> None:
+    move = scene.move(asked("query", 0.3), question=False)
+    scene.fusion_pass.run([move])
+    assert "no_question" in move.fallbacks
+    assert scene.kv(move.slots).isfinite().all()
+
+
+def test_the_end_of_a_long_question_stands_for_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last tokens, at their own positions; gaps are not looked at."""
+    probes: list[Any] = []
+
+    def spy(runner: Any, requests: Sequence[Any]) -> Any:
+        probes.extend(requests)
+        return question_evidence(runner, requests)
+
+    monkeypatch.setattr(fusion_pass, "question_evidence", spy)
+    monkeypatch.setattr(fusion_pass, "MAX_QUESTION_TOKENS", 3)
+    scene.fusion_pass.run([scene.move(asked("query", 0.3))])
+    (probe,) = probes
+    assert probe.token_ids.tolist() == TOKENS["question"][-3:]
+    assert probe.positions.tolist() == [END + 5, END + 6, END + 7]
+    gaps = set(offsets_of(["text", "D"]).tolist())
+    assert probe.kv_positions.tolist() == [p for p in range(END) if p not in gaps]
+    assert probe.chunks == tuple(HERE[name] for name in "ABCE")
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_nothing_is_measured_where_nothing_is_chosen(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, ratio: float
+) -> None:
+    """Extreme ratios cost no evidence."""
+    asked_for: list[int] = []
+
+    def spy(runner: Any, requests: Sequence[Any]) -> list[Any]:
+        asked_for.append(len(requests))
+        return []
+
+    monkeypatch.setattr(fusion_pass, "question_evidence", spy)
+    monkeypatch.setattr(fusion_pass, "deviation_evidence", spy)
+    scene.fusion_pass.run([scene.move(asked("query", ratio)), scene.move(asked("deviation", ratio), row=2)])
+    assert sum(asked_for) == 0
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("name", ["copy_moved", "write_blob", "question_evidence", "run_pass", "selectors"], ids=str)
+def test_a_failing_pass_computes_everything(scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Wherever it fails, the batch is prefilled as usual, and each answer says so."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("broken")
+
+    if name == "selectors":
+        monkeypatch.setattr(selectors, "get", fail)
+    else:
+        monkeypatch.setattr(fusion_pass, name, fail)
+    moves = [scene.move(asked("query", 0.3)), scene.move(asked("none", 0.0), target=TARGET + 300, row=2)]
+    scene.fusion_pass.run(moves)
+    for row, move in enumerate(moves, 1):
+        scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
+        scene.assert_close(scene.answer(row), scene.logits)
+        assert move.fallbacks == ["pass_failed"]
+        assert move.recomputed_len == MOVED_LEN
+        assert set(move.ms) == {"relocate", "select", "recompute"}
+
+
+def test_a_pass_without_a_plan_is_masked(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is written yet, so nothing is lost: the same tokens by the mask, counted each time and logged once."""
+    masked = scene.move(asked("first", 0.3))
+    scene.fusion_pass.run([masked])
+    expected = scene.kv(masked.slots)
+    failing = sparse_pass(scene, "plan")
+    for _ in range(2):
+        move = scene.move(asked("first", 0.3))
+        failing.run([move])
+        scene.assert_close(scene.kv(move.slots), expected)
+        assert move.fallbacks == []
+    assert failing.stats()["attention"] == {
+        "kind": "sparse",
+        "kernel": "reference",
+        "reason": "a test",
+        "ms": {},
+        "fallbacks": 2,
+    }
+    assert len([record for record in caplog.records if "no plan for sparse attention" in record.message]) == 1
+
+
+def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
+    """In the middle of the model: some layers hold new K/V, so all of the region is computed again."""
+    failing = sparse_pass(scene, "run")
+    move = scene.move(asked("first", 0.3))
+    failing.run([move])
+    scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
+    scene.assert_close(scene.answer(), scene.logits)
+    assert move.fallbacks == ["pass_failed"]
+    assert failing.stats()["attention"]["fallbacks"] == 0
+
+
+def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
+    """A source that nobody can read is an error of ours, not a wrong answer."""
+    move = scene.move(asked("none", 0.0))
+    odd = SimpleNamespace(where="tape", prefix=(), scores=None, preprocessed=False)
+    pieces = tuple(replace(p, source=odd) if p.chunk == "A" else p for p in move.plan.pieces)
+    move.plan = ReusePlan(pieces)
+    scene.fusion_pass.run([move])
+    assert move.fallbacks == ["pass_failed"]
+    scene.assert_close(scene.answer(), scene.logits)
+
+
+# For the store, and for the stats
+
+
+def test_captures_are_scored_unless_switched_off(scene: Scene) -> None:
+    """Scores say what stood before; the copy is the source's KV."""
+    capture = scene.capture("E")
+    ((blob, scores),) = scene.fusion_pass.capture([capture])
+    assert scores is not None
+    assert scores.prefix_lens == (LENS["C"], LENS["A"])
+    assert blob.num_tokens == LENS["E"]
+    assert torch.equal(blob.read()[1], scene.kv(SOURCE[slice(*THERE["E"])])[1])
+    off = replace_config(scene, scoring="off")
+    ((again, none),) = off.capture([capture])
+    assert none is None
+    assert torch.equal(again.read()[0], blob.read()[0])
+    assert off.stats()["tokens"] == {}
+
+
+def test_stats_count_tokens_and_seconds(scene: Scene) -> None:
+    counting = replace_config(scene)
+    move = scene.move(asked("first", 0.5))
+    counting.run([move])
+    assert counting.stats()["tokens"] == {
+        "moved_device": LENS["A"] + LENS["C"],
+        "moved_host": LENS["B"] + LENS["E"],
+        "recomputed": move.recomputed_len,
+        "gap": GAP_LEN,
+    }
+    seconds = counting.stats()["seconds"]
+    assert {phase: pytest.approx(1000 * seconds[phase], abs=0.01) for phase in move.ms} == move.ms
+    assert all(value > 0 for value in move.ms.values())
+    assert counting.stats()["attention"] == {
+        "kind": "masked",
+        "kernel": None,
+        "reason": "asked for",
+        "ms": {},
+        "fallbacks": 0,
+    }

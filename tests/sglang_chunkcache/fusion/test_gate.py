@@ -1,0 +1,419 @@
+"""The start-up gate: it passes on every model family we support, and it fails where moving or recomputing is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("transformers")
+
+import torch
+
+from sglang_chunkcache.attention import flashinfer as flashinfer_sparse
+from sglang_chunkcache.attention import sparse_backend
+from sglang_chunkcache.attention.base import HeadShape, SparseRequest
+from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
+from sglang_chunkcache.attention.reference import ReferenceAttention
+from sglang_chunkcache.attention.sparse_layout import SparseLayout, page_indices, plan_sparse
+from sglang_chunkcache.fusion import gate
+from sglang_chunkcache.fusion.gate import GateFigures, gated_attention, run_gate
+from sglang_chunkcache.fusion.relocate import RotaryTable
+from tests.reference import flashinfer
+from tests.runners import FAMILIES, make_runner, write_model
+
+FIGURES = GateFigures(
+    moved_ulps=1.0,
+    stored_ulps=1.5,
+    logit_error=0.02,
+    logit_noise=0.01,
+    logit_error_unrecomputed=3.0,
+    logit_scale=4.0,
+    scattered_error=2.0,
+    scattered_error_off_by_one=50.0,
+    dtype="bfloat16",
+)
+
+
+# Figures and limits
+
+
+def test_the_limit_is_prefills_own_noise() -> None:
+    """Four times what prefill in two pieces differs by, and at least four units in the last place of the largest logit."""
+    assert FIGURES.max_logit_error == pytest.approx(4 * 4.0 * 2**-7)
+    assert dataclasses.replace(FIGURES, logit_noise=0.5).max_logit_error == 2.0
+    assert dataclasses.replace(FIGURES, logit_noise=0.0, dtype="float32").max_logit_error == pytest.approx(16 * 2**-23)
+
+
+@pytest.mark.parametrize(
+    ("change", "passed"),
+    [
+        ({}, True),
+        ({"moved_ulps": 2.0, "stored_ulps": 2.0}, True),
+        ({"moved_ulps": 2.1}, False),
+        ({"stored_ulps": 2.1}, False),
+        ({"logit_error": 0.125}, True),
+        ({"logit_error": 0.126}, False),
+        ({"logit_error": float("nan")}, False),
+        ({"moved_ulps": float("nan")}, False),
+        ({"stored_ulps": float("nan")}, False),
+        ({"logit_noise": float("nan")}, False),
+        ({"scattered_error": 4.0}, True),
+        ({"scattered_error": 4.1}, False),
+        ({"scattered_error": float("nan")}, False),
+    ],
+    ids=str,
+)
+def test_what_passes(change: dict[str, Any], passed: bool) -> None:
+    """Each figure alone fails the gate; one that is no number, too."""
+    figures = dataclasses.replace(FIGURES, **change)
+    assert figures.passed is passed
+    assert figures.as_dict()["passed"] is passed
+
+
+@pytest.mark.parametrize("change", [{"logit_error_unrecomputed": 0.12}, {"scattered_error_off_by_one": 3.9}], ids=str)
+def test_what_says_nothing(change: dict[str, Any]) -> None:
+    """A gate that a broken pass would get through as well."""
+    assert FIGURES.conclusive
+    assert not dataclasses.replace(FIGURES, **change).conclusive
+
+
+def test_figures_are_told_with_their_limits() -> None:
+    """What stands in the refusal and in the command's JSON."""
+    told = FIGURES.as_dict()
+    assert (told["moved_ulps"], told["max_ulps"], told["max_logit_error"]) == (1.0, 2.0, FIGURES.max_logit_error)
+    assert "1.50 by way of the store (limit 2.0)" in str(FIGURES)
+    assert "without recomputing 3" in str(FIGURES)
+    assert "off by 2 times prefill's own noise (limit 4.0, with limits off by one 50)" in str(FIGURES)
+
+
+# On real models
+
+
+@pytest.fixture(scope="module", params=[(f, d) for f in FAMILIES for d in ("float32", "bfloat16")], ids="-".join)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A ModelRunner of each family."""
+    family, dtype = request.param
+    return make(tmp_path_factory.mktemp(family), family, dtype)
+
+
+@pytest.fixture(scope="module")
+def yarn(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model whose table carries YaRN's mscale, in float32 so that little is excused."""
+    return make(tmp_path_factory.mktemp("yarn"), "qwen3_yarn", "float32")
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What FlashInfer takes."""
+    return make(tmp_path_factory.mktemp("half"), "llama", "bfloat16", head_dim=64)
+
+
+def make(path: Path, family: str, dtype: str, *, head_dim: int | None = None) -> Any:
+    write_model(path, family, dtype=getattr(torch, dtype), head_dim=head_dim)
+    return make_runner(path, dtype=dtype)
+
+
+def heads_of(runner: Any) -> tuple[HeadShape, float]:
+    layer = runner.model.model.layers[0].self_attn.attn
+    return HeadShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, runner.dtype), layer.scaling
+
+
+def reference(runner: Any) -> ReferenceAttention:
+    shape, scale = heads_of(runner)
+    return ReferenceAttention(shape, scale=scale)
+
+
+def on_flashinfer(runner: Any, kernel: str) -> FlashInferSparse:
+    """On the torch model of it."""
+    shape, scale = heads_of(runner)
+    return FlashInferSparse(shape, device=torch.device("cpu"), scale=scale, kernel=kernel, modules=flashinfer)
+
+
+def params_of(runner: Any) -> Any:
+    return SimpleNamespace(
+        req_to_token_pool=runner.req_to_token_pool, token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator
+    )
+
+
+def table_of(runner: Any) -> RotaryTable:
+    return RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
+
+
+def spoil(runner: Any) -> None:
+    """NaN everywhere: the gate must write what it reads."""
+    for buffer in (*runner.token_to_kv_pool.k_buffer, *runner.token_to_kv_pool.v_buffer):
+        buffer.fill_(float("nan"))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("sparse", [False, True], ids=["masked", "sparse"])
+def test_every_family_passes_and_gives_all_back(runner: Any, sparse: bool) -> None:
+    """Moving is right to the last place or two, recomputing to prefill's own noise; slots and rows are as before."""
+    params = params_of(runner)
+    num_slots, rows = params.token_to_kv_pool_allocator.available_size(), set(params.req_to_token_pool.free_slots)
+    spoil(runner)
+    figures = run_gate(runner, table_of(runner), params, sparse=reference(runner) if sparse else None)
+    assert figures.passed, str(figures)
+    assert figures.logit_error_unrecomputed > 5 * figures.max_logit_error
+    assert figures.scattered_error_off_by_one > 5 * gate.NOISE_FACTOR
+    assert figures.dtype == str(runner.token_to_kv_pool.dtype).removeprefix("torch.")
+    assert params.token_to_kv_pool_allocator.available_size() == num_slots
+    assert set(params.req_to_token_pool.free_slots) == rows
+    assert len(params.req_to_token_pool.free_slots) == len(rows)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("theta", [1.001, 5.0])
+def test_a_wrong_table_fails(yarn: Any, theta: float) -> None:
+    """Keys turned by slightly other angles are off in layer 0."""
+    table = table_of(yarn)
+    angles = torch.atan2(table.sin, table.cos)
+    positions = torch.arange(len(angles))[:, None]
+    dims = torch.arange(angles.shape[1]) / angles.shape[1]
+    other = positions / (10000.0 * theta) ** dims
+    figures = run_gate(yarn, RotaryTable(other.cos(), other.sin(), table.is_neox), params_of(yarn))
+    assert not figures.passed
+    assert figures.moved_ulps > 2
+    assert figures.stored_ulps > 2
+
+
+@pytest.mark.engine
+def test_mscale_left_in_fails(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn that is not normalised makes keys longer or shorter."""
+    table = table_of(yarn)
+    assert float(torch.hypot(table.cos[0, 0], table.sin[0, 0])) > 1.05
+
+    def turn(self: RotaryTable, old: Any, new: Any) -> Any:
+        (old_cos, old_sin), (new_cos, new_sin) = self._at(old), self._at(new)
+        parts = new_cos * old_cos + new_sin * old_sin, new_sin * old_cos - new_cos * old_sin
+        return SimpleNamespace(cos=parts[0].unsqueeze(1), sin=parts[1].unsqueeze(1), stays=None)
+
+    monkeypatch.setattr(RotaryTable, "_turn", turn)
+    figures = run_gate(yarn, table, params_of(yarn))
+    assert not figures.passed
+    assert figures.moved_ulps > 100
+
+
+@pytest.mark.engine
+def test_keys_not_turned_at_all_fail(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RotaryTable, "_apply_", lambda self, keys, turn: keys)
+    figures = run_gate(yarn, table_of(yarn), params_of(yarn))
+    assert not figures.passed
+    assert figures.moved_ulps > 100
+
+
+@pytest.mark.engine
+def test_recomputing_nothing_fails(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is then that of KV that was only moved."""
+    again = gate._again
+
+    def again_or_not(runner: Any, row: Any, ids: Any, requests: Any, sparse: Any) -> Any:
+        return None if len(requests[0]) == gate.CHUNK_LEN else again(runner, row, ids, requests, sparse)
+
+    monkeypatch.setattr(gate, "_again", again_or_not)
+    figures = run_gate(yarn, table_of(yarn), params_of(yarn))
+    assert not figures.passed
+    assert figures.logit_error == figures.logit_error_unrecomputed
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["slots", "rows"])
+def test_no_room_is_said(yarn: Any, kind: str) -> None:
+    """Too small a pool stops the start with the numbers, and nothing is kept."""
+    params = params_of(yarn)
+    allocator, rows = params.token_to_kv_pool_allocator, params.req_to_token_pool
+    taken = (
+        allocator.alloc(allocator.available_size() - 300)
+        if kind == "slots"
+        else rows.alloc_rows(len(rows.free_slots) - 3)
+    )
+    before = allocator.available_size(), len(rows.free_slots)
+    with pytest.raises(RuntimeError, match="392 KV slots and 4 request rows"):
+        run_gate(yarn, table_of(yarn), params)
+    assert (allocator.available_size(), len(rows.free_slots)) == before
+    if kind == "slots":
+        allocator.free(taken)
+    else:
+        rows.free_slots.extend(taken)
+
+
+@pytest.mark.engine
+def test_an_error_gives_all_back(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_of(yarn)
+    before = params.token_to_kv_pool_allocator.available_size(), len(params.req_to_token_pool.free_slots)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(gate, "copy_moved", fail)
+    with pytest.raises(ValueError, match="broken"):
+        run_gate(yarn, table_of(yarn), params)
+    after = params.token_to_kv_pool_allocator.available_size(), len(params.req_to_token_pool.free_slots)
+    assert after == before
+
+
+# Sparse attention
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_flashinfer_passes(half: Any, kernel: str) -> None:
+    """Every kernel, in the dtype that is served."""
+    figures = run_gate(half, table_of(half), params_of(half), sparse=on_flashinfer(half, kernel))
+    assert figures.passed, str(figures)
+    assert figures.conclusive
+
+
+def see_more(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
+    """Every query sees other keys than it should."""
+    visible = SparseRequest.visible
+    monkeypatch.setattr(SparseRequest, "visible", lambda r: (visible(r) + more).clamp(1, r.num_keys))
+
+
+def see_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits do nothing: a query sees what its tile's last one sees."""
+    monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "_extra", lambda w, args, n: (None, args[1]))
+
+
+def shift_limits(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    """The limits alone are off by one."""
+
+    def plan(*args: Any, **kwargs: Any) -> SparseLayout:
+        layout = plan_sparse(*args, **kwargs)
+        launches = tuple(
+            each if each.limits is None else each._replace(limits=(each.limits + shift).clamp(min=1))
+            for each in layout.launches
+        )
+        return dataclasses.replace(layout, launches=launches)
+
+    monkeypatch.setattr(flashinfer_sparse, "plan_sparse", plan)
+
+
+def forget_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are laid out in another order than told."""
+    plan = FlashInferSparse.plan
+
+    def shuffled(self: FlashInferSparse, requests: Any) -> Any:
+        plan(self, requests)
+        num_rows = sum(len(request.positions) for request in requests)
+        return torch.arange(num_rows).roll(1)
+
+    monkeypatch.setattr(FlashInferSparse, "plan", shuffled)
+
+
+def swap_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's pages are read from the wrong place."""
+    indices = page_indices
+    monkeypatch.setattr(
+        flashinfer_sparse, "page_indices", lambda launch, pages, starts: indices(launch, pages.roll(1), starts)
+    )
+
+
+MUTANTS = {
+    "sees one more": lambda patch: see_more(patch, 1),
+    "sees one less": lambda patch: see_more(patch, -1),
+    "limits one up": lambda patch: shift_limits(patch, 1),
+    "limits one down": lambda patch: shift_limits(patch, -1),
+    "no limits": see_all,
+    "unforced mask": lambda patch: patch.setattr(FlashInferSparse, "_masks", lambda self, kind: False),
+    "order": forget_order,
+    "pages": swap_requests,
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_broken_kernel_fails(half: Any, monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
+    """In bfloat16, where rounding hides most."""
+    mutant(monkeypatch)
+    figures = run_gate(half, table_of(half), params_of(half), sparse=on_flashinfer(half, "fa2"))
+    assert not figures.scattered_error <= gate.NOISE_FACTOR, str(figures)
+    assert not figures.passed
+
+
+@pytest.mark.engine
+def test_dummy_weights_pass_and_say_nothing(half: Any) -> None:
+    """SGLang's `--load-format dummy`: no mistake would show, and none is seen."""
+    parameters = list(half.model.parameters())
+    kept = [parameter.data.clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(1)
+    for parameter in parameters:
+        parameter.data.uniform_(-1e-3, 1e-3, generator=generator)
+    try:
+        for sparse in (None, on_flashinfer(half, "fa2")):
+            figures = run_gate(half, table_of(half), params_of(half), sparse=sparse)
+            assert figures.passed, str(figures)
+            assert not figures.conclusive
+    finally:
+        for parameter, data in zip(parameters, kept, strict=True):
+            parameter.data.copy_(data)
+
+
+# What a server gets
+
+
+@pytest.fixture
+def offered(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer is there."""
+    choice = on_flashinfer(half, "fa2"), sparse_backend.described("sparse", "the fastest here", "fa2", {"fa2": 1.0})
+    monkeypatch.setattr(sparse_backend, "create", lambda runner, wish: choice if wish != "masked" else (None, {}))
+
+
+def gated(runner: Any, wish: str) -> Any:
+    return gated_attention(runner, table_of(runner), params_of(runner), wish)
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("offered")
+@pytest.mark.parametrize("wish", ["auto", "sparse"])
+def test_what_passes_is_taken(half: Any, wish: str) -> None:
+    sparse, attention, figures = gated(half, wish)
+    assert isinstance(sparse, FlashInferSparse)
+    assert (attention["kind"], attention["kernel"]) == ("sparse", "fa2")
+    assert figures.passed
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("offered")
+def test_auto_gives_up_what_fails(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masked pass is measured in its place; the stats say which kernel failed, and how."""
+    shift_limits(monkeypatch, -1)
+    sparse, attention, figures = gated(half, "auto")
+    assert sparse is None
+    assert (attention["kind"], attention["kernel"], attention["ms"]) == ("masked", None, {"fa2": 1.0})
+    assert attention["reason"].startswith("fa2 failed the gate: layer-0 keys off by")
+    assert figures.passed
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("offered")
+def test_sparse_that_fails_is_not_given_up(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures refuse the start."""
+    shift_limits(monkeypatch, -1)
+    sparse, attention, figures = gated(half, "sparse")
+    assert sparse is not None
+    assert attention["kind"] == "sparse"
+    assert not figures.passed
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("offered")
+@pytest.mark.parametrize("name", ["plan", "run"])
+def test_auto_gives_up_what_raises(half: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Slots and rows come back from a gate that did not get through."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(FlashInferSparse, name, fail)
+    room = half.token_to_kv_pool_allocator.available_size()
+    sparse, attention, figures = gated(half, "auto")
+    assert sparse is None
+    assert "no kernel image" in attention["reason"]
+    assert figures.passed
+    assert half.token_to_kv_pool_allocator.available_size() == room

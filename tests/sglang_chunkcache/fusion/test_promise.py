@@ -1,0 +1,817 @@
+"""`Fuser` in the scheduler's order of calls, case by case; test_fuser_model.py drives it through random lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+from radix_ext import IntegrityError, chunk_id
+from sglang_chunkcache.fusion import promise as fuser_module
+from sglang_chunkcache.fusion.plan import Limits
+from sglang_chunkcache.fusion.store import ChunkIdentity
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.wire.spans import ANSWER_KEY, ReuseRequest
+from tests.reference.fused_scheduler import KV, FusedScheduler
+from tests.reference.scheduler import FakeReq, config, marked, walk
+
+HEAD, A, B, C, D, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [6, 6, 6, 6], [30, 31, 32]
+OTHER_HEAD = [95, 96, 97]
+
+
+def asks(selector: str = "none", ratio: float = 0.0, recipe: str = "r", *, fresh: Sequence[int] = ()) -> ReuseRequest:
+    return ReuseRequest(selector, ratio, recipe, fresh=frozenset(fresh))
+
+
+def rag(
+    *chunks: list[int],
+    head: list[int] = HEAD,
+    tail: list[int] = QUESTION,
+    reuse: ReuseRequest | None = None,
+    keep: Sequence[int] = (),
+    promoted_len: int = 0,
+    is_preprocessing: bool = False,
+    **namespace: Any,
+) -> FakeReq:
+    """A request of the front: head, chunks, question."""
+    ids, spans = list(head), []
+    for chunk in chunks:
+        spans.append((len(ids), len(ids) + len(chunk)))
+        ids += chunk
+    params = marked(spans, reuse=reuse, keep=keep, promoted_len=promoted_len)
+    if is_preprocessing:
+        params["chunkcache_preprocess"] = True
+    return FakeReq([*ids, *tail], params, **namespace)
+
+
+def fused(*chunks: list[int], **kwargs: Any) -> FakeReq:
+    """One that lets KV be moved."""
+    return rag(*chunks, **{"reuse": asks(), **kwargs})
+
+
+def make_scheduler(capacity: int = 60, *, limits: Any = None, prefill_budget: int = 20, **knobs: Any) -> FusedScheduler:
+    more: dict[str, Any] = {key: knobs.pop(key) for key in ("is_chunked", "store_bytes") if key in knobs}
+    if limits is not None:
+        more["limits"] = Limits(**{"max_pass_tokens": 1000, "max_gap_tokens": 1000, "min_saved_tokens": 0, **limits})
+    return FusedScheduler(capacity, config(reuse="fused", **knobs), prefill_budget=prefill_budget, **more)
+
+
+def report(req: FakeReq) -> dict[str, Any]:
+    """What the front is told of the request's KV."""
+    assert req.customized_info is not None
+    ((_, moved),) = req.customized_info[ANSWER_KEY]
+    assert isinstance(moved, dict)
+    return moved
+
+
+def node_of(scheduler: FusedScheduler, *path: list[int], recipe: str | None = None) -> Any:
+    """The node whose keys from the root down are these tokens; None if there is none."""
+    for keys, node in walk(scheduler.cache):
+        taint = keys[-1].fused.recipe if isinstance(keys[-1], ChunkKey) and keys[-1].fused else None
+        if [list(key.token_ids) for key in keys] == list(path) and taint == recipe:
+            return node
+    return None
+
+
+def start_of(scheduler: FusedScheduler, req: FakeReq) -> int:
+    """Admitted into the batch; what need not be prefilled."""
+    matched = scheduler.add(req, 100)
+    assert matched is not None
+    return matched
+
+
+def finish(scheduler: FusedScheduler, *reqs: FakeReq) -> None:
+    """Prefill what is left, one token, done."""
+    for req in reqs:
+        while not scheduler.is_prefilled(req):
+            scheduler.stash(req)
+            assert scheduler.prefill(req, 100)
+    for req in reqs:
+        scheduler.sample(req, 50)
+    for req in reqs:
+        scheduler.release(req, is_insert=True)
+
+
+# What is moved
+
+
+def test_chunk_is_moved_from_where_it_was_computed() -> None:
+    """C stood behind A and B and now stands behind the head: its KV is there, re-positioned, and known as approximate."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, C))
+    req = fused(C)
+    assert scheduler.admit(req, 100) == 4
+    assert scheduler.content(req, 0, 4)[2:] == [KV(7, 2, None), KV(8, 3, None)]
+    scheduler.check([req])
+    finish(scheduler, req)
+    scheduler.check()
+
+
+def test_fused_kv_is_found_again_by_its_recipe_only() -> None:
+    """The next question about the same chunks moves nothing; another recipe and exact requests never see it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    first, again, other, exact = fused(B), fused(B), fused(B, reuse=asks(recipe="s")), rag(B)
+    assert scheduler.serve(first, answer=[50]) == 5
+    assert scheduler.serve(again, answer=[50]) == 7  # into the question, up to its last token
+    assert report(again)["fused_hit"] == 5
+    assert scheduler.serve(other, answer=[50]) == 5
+    assert report(other)["fused_hit"] == 0
+    assert scheduler.serve(exact, answer=[50]) == 2
+    scheduler.check()
+
+
+def test_exact_and_fused_copies_live_side_by_side() -> None:
+    """Once B is computed exactly behind the head, a fused request stands on that."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    scheduler.serve(fused(B))
+    scheduler.serve(rag(B))
+    assert node_of(scheduler, HEAD, B) is not node_of(scheduler, HEAD, B, recipe="r")
+    req = fused(B, tail=[40, 41])
+    scheduler.serve(req, answer=[50])
+    assert (report(req)["exact"], report(req)["fused_hit"]) == (5, 0)
+    scheduler.check()
+
+
+def test_gap_in_front_of_the_first_moved_chunk_is_exact() -> None:
+    """Computed on nothing but exact KV, it serves everybody."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, C))
+    req = fused(D, C)
+    assert scheduler.admit(req, 100) == len(HEAD) + len(D) + len(C)
+    scheduler.check([req])
+    finish(scheduler, req)
+    assert node_of(scheduler, HEAD, D) is not None
+    assert node_of(scheduler, HEAD, D, C, recipe="r") is not None
+    assert scheduler.serve(rag(D, C)) == len(HEAD) + len(D)
+    scheduler.check()
+
+
+def test_gap_behind_a_moved_chunk_is_approximate() -> None:
+    """It was computed on moved KV, so it hangs below the recipe; as a source it may be moved on."""
+    scheduler = make_scheduler(100)
+    scheduler.serve(rag(A, B, C))
+    scheduler.serve(fused(B, D, C))
+    assert node_of(scheduler, HEAD, B, D, recipe="r") is not None
+    assert scheduler.serve(rag(B, D)) == len(HEAD)
+    scheduler.evict(9)  # the exact request's own
+    req = fused(D, head=OTHER_HEAD)
+    scheduler.serve(req, answer=[50])
+    assert report(req)["sources"] == [[None, "gap", 0, 0, None], [0, "device", 1, 0, None]]
+    scheduler.check()
+
+
+def test_uncached_head_is_computed_too() -> None:
+    """A new system prompt in front of known chunks."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A))
+    req = fused(A, head=OTHER_HEAD)
+    assert scheduler.admit(req, 100) == 7
+    assert node_of(scheduler, OTHER_HEAD) is not None
+    finish(scheduler, req)
+    assert scheduler.serve(rag(D, head=OTHER_HEAD)) == 3
+    scheduler.check()
+
+
+def test_prompt_that_ends_in_a_chunk_computes_that_chunk() -> None:
+    """One token must be prefilled and chunks are moved whole."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    assert scheduler.admit(fused(B, A, tail=[]), 100) == len(HEAD) + len(B)
+
+
+def test_critical_tokens_are_recomputed_and_counted() -> None:
+    """4 of 7 moved tokens, and 2 of a gap."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(C, A, B))
+    req = fused(D, A, B, reuse=asks("query", 0.5))
+    scheduler.serve(req, answer=[50])
+    told = report(req)
+    assert {key: told[key] for key in ("exact", "relocated", "recomputed", "fused_hit", "gap")} == {
+        "exact": 2,
+        "relocated": 3,
+        "recomputed": 4,
+        "fused_hit": 0,
+        "gap": 4,
+    }
+    assert (told["selector"], told["ratio"], told["focused"], told["fallbacks"]) == ("query", 0.5, None, [])
+    assert told["sources"] == [[0, "gap", 0, 0, None], [1, "device", 1, 0, None], [2, "device", 2, 1, None]]
+    assert set(told["ms"]) >= {"lookup"}
+
+
+def test_later_turn_stands_on_the_fused_turns_before_it() -> None:
+    """A conversation's history is approximate, so what follows is too, and is found again with it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    scheduler.serve(fused(B), answer=[50, 51])
+    ids = [*HEAD, *B, *QUESTION, 50, 51, *A]
+    req = FakeReq([*ids, *QUESTION], marked([(2, 5), (10, 14)], reuse=asks()))
+    assert scheduler.serve(req, answer=[60]) == 14
+    assert (report(req)["exact"], report(req)["fused_hit"], report(req)["gap"]) == (2, 7, 1)
+    scheduler.check()
+
+
+@pytest.mark.parametrize("other", [{"extra_key": "x"}, {"cache_salt": "x"}])
+def test_tenants_do_not_share_sources(other: dict[str, Any]) -> None:
+    """Neither the tree's nor the store's."""
+    scheduler = make_scheduler(100)
+    scheduler.serve(rag(A, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    stranger = fused(B, head=[], **other)
+    assert scheduler.serve(stranger, answer=[50]) == 0
+    assert report(stranger)["fallbacks"] == ["no_source"]
+    assert scheduler.serve(fused(B, head=[])) == 3
+
+
+def test_match_promises_again_and_again_and_takes_nothing() -> None:
+    """SGLang asks up to seven times a request."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    free = scheduler.allocator.available_size()
+    req = fused(B)
+    assert [(scheduler.match(req), req.host_hit_length) for _ in range(7)] == [(2, 3)] * 7
+    assert scheduler.allocator.available_size() == free
+    assert scheduler.cache.protected_size() == 0
+    assert scheduler.admit(req, 100) == 5
+
+
+def test_explain_tells_the_plan_and_changes_nothing() -> None:
+    """What the request would find, by the same code."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    req = fused(D, B)
+    before = scheduler.tree_slots(), scheduler.cache.log.seq
+    told = scheduler.cache.explain(
+        {
+            "input_ids": list(req.origin_input_ids),
+            "custom_params": req.sampling_params.custom_params,
+            "extra_key": None,
+            "cache_salt": None,
+        }
+    )
+    assert told == {
+        "exact": 2,
+        "fused_hit": 0,
+        "end": 9,
+        "sources": [[0, "gap", 0, 0, None, 2, 6], [1, "device", 1, 0, None, 6, 9]],
+        "fallbacks": [],
+    }
+    assert (scheduler.tree_slots(), scheduler.cache.log.seq) == before
+
+
+def test_exact_requests_are_served_as_without_a_fuser() -> None:
+    """Not opted in: nothing is moved, and the answer carries no report."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    req = rag(B)
+    assert scheduler.serve(req, answer=[50]) == 2
+    assert req.customized_info is not None
+    assert req.customized_info[ANSWER_KEY][0][1] is None
+    assert scheduler.serve(FakeReq([*HEAD, *B, *QUESTION])) == 0
+    scheduler.check()
+
+
+# Promises
+
+
+def test_sources_are_locked_until_their_kv_is_copied() -> None:
+    """SGLang evicts between promise and forward; what is moved must survive it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    source = node_of(scheduler, HEAD, A, B)
+    req = fused(B)
+    start_of(scheduler, req)
+    assert source.lock_ref == 1
+    scheduler.evict(100)
+    assert node_of(scheduler, HEAD, A, B) is source
+    scheduler.check([req])
+    scheduler.forward()
+    assert source.lock_ref == 0
+    scheduler.check([req])
+    scheduler.evict(100)
+    assert node_of(scheduler, HEAD, A, B) is None
+    finish(scheduler, req)
+    scheduler.check()
+
+
+def test_source_that_left_since_the_match_is_computed() -> None:
+    """Counted by its reason; the request prefills as any other."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    req = fused(B)
+    scheduler.evicted_before_load_back = len(QUESTION) + len(B)
+    assert scheduler.admit(req, 100) == 2
+    scheduler.check([req])
+    finish(scheduler, req)
+    assert report(req)["fallbacks"] == ["source_gone"]
+    assert scheduler.cache.stats()["fallbacks"] == {"source_gone": 1}
+    assert node_of(scheduler, HEAD, B) is not None
+    scheduler.check()
+
+
+def test_promise_leaves_room_for_the_batchs_extends() -> None:
+    """SGLang dies where an admitted batch finds no slots, so what it may still take is kept free or evictable."""
+    scheduler = make_scheduler(26, prefill_budget=20)
+    scheduler.serve(rag(A, B, tail=[30]))  # 10 slots, 9 of them are the source and what it stands on
+    req = fused(B)
+    assert scheduler.admit(req, 100) == 2
+    finish(scheduler, req)
+    assert report(req)["fallbacks"] == ["no_room"]
+    scheduler.check()
+    roomier = make_scheduler(32, prefill_budget=20)
+    roomier.serve(rag(A, B, tail=[30]))
+    assert roomier.admit(fused(B), 100) == 5
+
+
+def test_promise_leaves_room_for_a_prompt_beyond_the_budget() -> None:
+    """Without chunked prefill SGLang admits one prompt of any length: its extend must find its slots all the same."""
+    scheduler = make_scheduler(30, prefill_budget=6, is_chunked=False)
+    scheduler.serve(rag(A, B, tail=[30]))
+    req = fused(B, tail=list(range(100, 119)))
+    assert scheduler.admit(req, 100) == 2
+    finish(scheduler, req)
+    assert report(req)["fallbacks"] == ["no_room"]
+    scheduler.check()
+
+
+def test_promise_evicts_what_it_must() -> None:
+    """Slots come from what nobody holds; neither prefix nor source is that."""
+    scheduler = make_scheduler(30, prefill_budget=8)
+    scheduler.serve(rag(A, B, tail=[30]))
+    scheduler.serve(FakeReq(range(200, 219)))
+    req = fused(B, D, A)
+    assert scheduler.admit(req, 100) == 2 + 3 + 4 + 4
+    scheduler.check([req])
+    finish(scheduler, req)
+    scheduler.check()
+
+
+def test_request_of_the_same_batch_shares_what_is_filled_with_it() -> None:
+    """It matches nodes that are still empty: its own extend comes after they are filled."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    one, two = fused(B), fused(B, tail=[40, 41])
+    assert [start_of(scheduler, req) for req in (one, two)] == [5, 5]
+    scheduler.check([one, two])
+    scheduler.forward()
+    scheduler.check([one, two])
+    finish(scheduler, one, two)
+    assert report(two)["fused_hit"] == 3
+    scheduler.check()
+
+
+def test_request_that_would_move_chunks_behind_empty_nodes_waits() -> None:
+    """To choose its critical tokens it has to look at KV that is filled with this batch."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, C))
+    one, two = fused(B), fused(B, C)
+    start_of(scheduler, one)
+    assert scheduler.add(two, 100) is None
+    scheduler.check([one])
+    scheduler.forward()
+    assert scheduler.admit(two, 100) == 7
+    finish(scheduler, one, two)
+    scheduler.check()
+
+
+@pytest.mark.parametrize("head", [OTHER_HEAD, [*OTHER_HEAD[:2], 99]], ids=["same head", "head that begins alike"])
+def test_request_behind_an_empty_head_waits(head: list[int]) -> None:
+    """The head that the first request has computed in the pass is no KV yet, whole or in part."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    one, two = fused(A, head=OTHER_HEAD), fused(B, head=head)
+    start_of(scheduler, one)
+    assert scheduler.add(two, 100) is None
+    scheduler.forward()
+    assert scheduler.admit(two, 100) == 3 + len(B)
+    finish(scheduler, one, two)
+    scheduler.check()
+
+
+def test_exact_request_of_the_same_batch_shares_an_empty_gap() -> None:
+    """The gap is exact and filled before the batch's extends."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A))
+    one, two = fused(A, head=OTHER_HEAD), rag(D, head=OTHER_HEAD)
+    assert [start_of(scheduler, req) for req in (one, two)] == [7, 3]
+    scheduler.forward()
+    finish(scheduler, one, two)
+    scheduler.check()
+
+
+def test_batch_recomputes_no_more_than_its_budget() -> None:
+    """Further requests wait for the next batch; the first may always go."""
+    scheduler = make_scheduler(limits={"max_pass_tokens": 5})
+    scheduler.serve(rag(C, A, B))
+    one, two = (fused(A, reuse=asks("query", 1.0, recipe)) for recipe in "rs")
+    start_of(scheduler, one)
+    assert scheduler.add(two, 100) is None
+    scheduler.forward()
+    assert scheduler.admit(two, 100) == 6
+    finish(scheduler, one, two)
+    scheduler.check()
+
+
+def test_two_recipes_move_in_one_batch() -> None:
+    """From one source, side by side."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    one, two = fused(B), fused(B, reuse=asks(recipe="s"))
+    assert [start_of(scheduler, req) for req in (one, two)] == [5, 5]
+    assert node_of(scheduler, HEAD, A, B).lock_ref == 2
+    scheduler.check([one, two])
+    scheduler.forward()
+    finish(scheduler, one, two)
+    scheduler.check()
+
+
+def test_promise_that_no_batch_keeps_stops_the_server() -> None:
+    """Its slots would hold garbage under keys that others match."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    start_of(scheduler, fused(B))
+    with pytest.raises(IntegrityError, match="1 promised"):
+        scheduler.fuser.before(SimpleNamespace(reqs=[rag(A)]))
+
+
+def test_declined_promise_is_an_empty_tensor() -> None:
+    """SGLang's contract: all, nothing, or None for later. Anything between kills it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    req = fused(B)
+    scheduler.match(req)
+    scheduler.evict(6)
+    slots, node = scheduler.cache.init_load_back(InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req))
+    assert (len(slots), slots.dtype, node) == (0, req.prefix_indices.dtype, req.best_match_node)
+
+
+# Ends of a request's life
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_prefill_in_pieces_shorter_than_a_chunk(num_tokens: int) -> None:
+    """What is left behind the promise goes in as ever, whole chunks only."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    req = fused(B, D, C, tail=QUESTION)
+    assert scheduler.admit(req, num_tokens) == 5
+    while not scheduler.is_prefilled(req):
+        scheduler.stash(req)
+        scheduler.check([req])
+        assert scheduler.prefill(req, num_tokens)
+    finish(scheduler, req)
+    assert node_of(scheduler, HEAD, B, D, C, recipe="r") is not None
+    scheduler.check()
+
+
+def test_retracted_before_its_first_token_finds_its_fused_kv_again() -> None:
+    """The promise was kept, the tree holds it; nothing is moved twice."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    req = fused(B, D)
+    scheduler.admit(req, 1)
+    scheduler.release(req, is_insert=False)
+    scheduler.check()
+    assert scheduler.admit(req, 100) == 5
+    finish(scheduler, req)
+    assert (report(req)["exact"], report(req)["fused_hit"], report(req)["relocated"]) == (2, 3, 3)
+    scheduler.check()
+
+
+def test_retracted_before_its_first_token_moves_again_what_is_gone() -> None:
+    """Its fused nodes were evicted meanwhile: a new promise, told once."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    req = fused(B, D)
+    scheduler.admit(req, 1)
+    scheduler.release(req, is_insert=False)
+    scheduler.evict(100)
+    assert scheduler.admit(req, 100) == 5
+    finish(scheduler, req)
+    told = report(req)
+    assert (told["exact"], told["fused_hit"], told["relocated"], told["gap"]) == (0, 0, 3, 2)
+    assert [source[1] for source in told["sources"]] == ["gap", "host"]
+    scheduler.check()
+
+
+def test_retracted_after_its_first_token_goes_on_where_it_was() -> None:
+    """Its output was computed on fused KV and is found under the recipe, not under exact keys."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    req = fused(B)
+    scheduler.admit(req, 100)
+    scheduler.sample(req, 50)
+    for token in (51, 52):
+        scheduler.decode(req, token)
+    told = report(req)
+    scheduler.release(req, is_insert=False)
+    scheduler.check()
+    assert scheduler.admit(req, 100) == 8
+    finish(scheduler, req)
+    assert report(req) is told
+    assert scheduler.serve(rag(B)) == 2
+    scheduler.check()
+
+
+def test_retracted_where_nothing_can_be_moved_any_more_is_exact() -> None:
+    """No source is left: everything is computed, and what it leaves is for everybody."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    req = fused(B)
+    scheduler.admit(req, 1)
+    scheduler.release(req, is_insert=False)
+    scheduler.evict(100)
+    assert scheduler.admit(req, 100) == 0
+    finish(scheduler, req)
+    assert scheduler.serve(rag(B)) == 2 + 3 + 2
+    scheduler.check()
+
+
+def test_aborted_request_leaves_its_filled_nodes() -> None:
+    """Promised slots are the tree's, all others are given back."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, tail=[30]))
+    req = fused(B, D)
+    scheduler.admit(req, 2)
+    scheduler.release(req, is_insert=False)
+    scheduler.check()
+    assert scheduler.cache.protected_size() == 0
+    assert scheduler.allocator.available_size() == 60 - 10 - len(B)
+
+
+def test_prompt_cut_to_a_stub_is_survived() -> None:
+    """SGLang aborts a queued request by replacing its prompt with one token, after we have planned for it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    req = fused(B)
+    scheduler.match(req)
+    req.origin_input_ids = req.origin_input_ids[:1]
+    scheduler.serve(req, answer=[50])
+    scheduler.check()
+
+
+def test_forced_miss_computes_everything() -> None:
+    """SGLANG_RADIX_FORCE_MISS takes the promise away too."""
+    scheduler = make_scheduler(100)
+    scheduler.serve(rag(A, B))
+    scheduler.serve(fused(B))
+    scheduler.force_miss = True
+    for _ in range(2):
+        assert scheduler.serve(fused(B, C), answer=[50]) == 0
+        scheduler.check()
+
+
+def test_admission_promoted_keeps_promised_chunks() -> None:
+    """The tree owns them already; what is prefilled behind them does not enter."""
+    scheduler = make_scheduler(admission="promoted")
+    scheduler.serve(rag(A, B, promoted_len=2))
+    req = fused(B, D, promoted_len=0)
+    assert scheduler.serve(req, piece=2, answer=[50, 51]) == 5
+    assert node_of(scheduler, HEAD, B, recipe="r") is not None
+    assert node_of(scheduler, HEAD, B, D, recipe="r") is None
+    scheduler.check()
+
+
+def test_moved_chunks_have_no_place_in_the_global_tree() -> None:
+    """The front routes by what is cached exactly: a fused node is nothing to send an exact request to."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B), answer=[50])
+    told = scheduler.cache.stats()
+    scheduler.serve(fused(B, D), answer=[50])
+    for name in ("chunk_nodes", "chunk_tokens", "digest", "seq"):
+        assert scheduler.cache.stats()[name] == told[name]
+    scheduler.serve(fused(C, B), answer=[50])  # C is a gap in front of the first moved chunk
+    assert scheduler.cache.stats()["chunk_nodes"] == 3
+    scheduler.check()
+
+
+# The store
+
+
+def variants(scheduler: FusedScheduler, chunk: list[int]) -> list[tuple[Any, ...]]:
+    """(chunks before it, its tokens, whether scored, whether preprocessed)."""
+    found = scheduler.store.find(ChunkIdentity(chunk_id(chunk), None, None))
+    return [
+        (v.prefix, [int(x) for x in v.blob.read()[0].flatten()], v.scores is not None, v.preprocessed) for v in found
+    ]
+
+
+def test_chunks_that_have_earned_it_enter_the_store() -> None:
+    """Asked for by the front, computed where they stand; copied behind the next forward, then no lock is left."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, C, keep=[1, 2]), answer=[50])
+    assert scheduler.fuser.stats()["store"]["pending"] == 2
+    scheduler.forward()
+    scheduler.check()
+    assert scheduler.cache.protected_size() == 0
+    assert variants(scheduler, A) == []
+    assert variants(scheduler, B) == [((chunk_id(A),), B, True, False)]
+    assert variants(scheduler, C) == [((chunk_id(A), chunk_id(B)), C, True, False)]
+
+
+def test_what_is_stored_is_not_captured_again() -> None:
+    """Another head does not matter, another chain does."""
+    scheduler = make_scheduler(100)
+    for head in (HEAD, OTHER_HEAD, HEAD):
+        scheduler.serve(rag(A, B, head=head, keep=[1]), answer=[50])
+        scheduler.idle()
+    assert scheduler.fusion_pass.num_captured == 1
+    scheduler.serve(rag(C, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(A),), (chunk_id(C),)]
+
+
+def test_moved_chunks_are_not_captured() -> None:
+    """Only what was computed is a source, or errors would add up."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    scheduler.serve(fused(B, D, keep=[0, 1]), answer=[50])
+    scheduler.idle()
+    assert (variants(scheduler, B), len(variants(scheduler, D))) == ([], 1)
+    assert scheduler.fuser.stats()["store"]["dropped"] == 0
+
+
+def test_unscored_variants_are_replaced_by_scored_ones_only() -> None:
+    """Scoring costs a prefill; where it is off a chunk is stored without."""
+    scheduler = make_scheduler(scoring="off")
+    for _ in range(2):
+        scheduler.serve(rag(A, keep=[0]), answer=[50])
+        scheduler.idle()
+    assert variants(scheduler, A) == [((), A, False, False)]
+    assert scheduler.fusion_pass.num_captured == 1
+
+
+def test_chunk_with_all_its_variants_gets_no_more_unless_preprocessed() -> None:
+    """Every new chain would cost a scoring pass."""
+    scheduler = make_scheduler(100, store_variants=1)
+    for before in (A, C):
+        scheduler.serve(rag(before, B, keep=[1]), answer=[50])
+        scheduler.idle()
+    assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(A),)]
+    scheduler.serve(rag(C, D, B, keep=[2], is_preprocessing=True), answer=[50])
+    scheduler.idle()
+    assert [(prefix, ahead) for prefix, _, _, ahead in variants(scheduler, B)] == [((chunk_id(C), chunk_id(D)), True)]
+
+
+def test_preprocessed_chunk_is_moved_first() -> None:
+    """FusionRAG: that is what it was computed for."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[1], is_preprocessing=True), answer=[50])
+    scheduler.idle()
+    req = fused(C, B)
+    scheduler.serve(req, answer=[50])
+    assert report(req)["sources"][-1][1] == "host"
+    scheduler.check()
+
+
+def test_chunk_preprocessed_behind_nothing_is_an_ordinary_variant() -> None:
+    """It has seen no neighbour, so nothing is gained by taking it before others."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, keep=[0], is_preprocessing=True), answer=[50])
+    scheduler.idle()
+    assert variants(scheduler, A) == [((), A, True, False)]
+
+
+def test_stored_chunk_outlives_the_tree() -> None:
+    """Evicted from the pool, moved from host memory; the use is counted."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    scheduler.evict(100)
+    req = fused(C, B)
+    assert scheduler.serve(req, answer=[50]) == len(HEAD) + len(C) + len(B)
+    assert [source[:4] for source in report(req)["sources"]] == [
+        [None, "gap", 0, 0],
+        [0, "gap", 0, 0],
+        [1, "host", 1, 0],
+    ]
+    assert scheduler.store.stats().num_uses == 1
+    scheduler.check()
+
+
+def test_variant_that_leaves_the_store_under_way_is_still_moved() -> None:
+    """A reader holds it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    scheduler.evict(100)
+    req = fused(B)
+    start_of(scheduler, req)
+    scheduler.store.clear()
+    scheduler.forward()
+    finish(scheduler, req)
+    scheduler.check()
+
+
+def test_captures_of_one_forward_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers under way wait for it; a chunk that exceeds it alone goes alone."""
+    monkeypatch.setattr(fuser_module, "MAX_CAPTURE_TOKENS", 6)
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, D, C, keep=[0, 1, 2, 3]), answer=[50])
+    captured = []
+    while scheduler.fuser.stats()["store"]["pending"]:
+        scheduler.forward()
+        scheduler.check()
+        captured.append(scheduler.fusion_pass.num_captured)
+    assert captured == [1, 2, 4]
+
+
+def test_too_many_waiting_captures_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may earn their place another time."""
+    monkeypatch.setattr(fuser_module, "MAX_WAITING_CAPTURES", 2)
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, C, keep=[0, 1, 2]))
+    assert (scheduler.fuser.stats()["store"]["pending"], scheduler.fuser.stats()["store"]["dropped"]) == (2, 1)
+    scheduler.idle()
+    assert variants(scheduler, C) == []
+    scheduler.check()
+
+
+def test_waiting_captures_hold_no_slots() -> None:
+    """Nothing runs, so nothing captures them: a prompt that needs their slots must not wait for ever."""
+    scheduler = make_scheduler(14)
+    scheduler.serve(rag(A, B, C, keep=[0, 1, 2]))  # ends on its first token, no forward follows
+    assert scheduler.serve(FakeReq(range(100, 114))) == 0
+    scheduler.check()
+    assert scheduler.store.stats().num_chunks == 0
+    assert scheduler.fuser.stats()["store"]["dropped"] == 3
+
+
+def test_capture_evicted_and_computed_again_waits_again() -> None:
+    """The old node is not taken for the new one."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, keep=[0]))
+    scheduler.evict(100)
+    scheduler.serve(rag(A, keep=[0]))
+    scheduler.idle()
+    assert len(variants(scheduler, A)) == 1
+    scheduler.check()
+
+
+# Flush
+
+
+def test_flush_forgets_waiting_captures_and_the_store() -> None:
+    """Weights may have changed with it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[0]), answer=[50])
+    scheduler.idle()
+    scheduler.serve(rag(A, B, C, keep=[1, 2]), answer=[50])
+    scheduler.flush()
+    stats = scheduler.cache.stats()
+    assert (stats["store"]["num_chunks"], stats["store"]["pending"], stats["sources"]) == (0, 0, 0)
+    scheduler.forward()
+    req = fused(B, keep=[0])
+    assert scheduler.serve(req, answer=[50]) == 0
+    scheduler.idle()
+    assert len(variants(scheduler, B)) == 1
+    scheduler.check()
+
+
+def test_flush_forgets_pending_promises() -> None:
+    """SGLang flushes when nothing runs; should it ever come between, no lock and no empty node outlives it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    start_of(scheduler, fused(B))
+    scheduler.flush()
+    scheduler.batch.clear()
+    scheduler.forward()
+    scheduler.check()
+    scheduler.serve(rag(A, B))
+    assert scheduler.serve(fused(B)) == 5
+    scheduler.check()
+
+
+# Books
+
+
+def test_stats_tell_sources_store_and_reasons() -> None:
+    """For /chunkcache/stats."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[0]), answer=[50])
+    scheduler.idle()
+    scheduler.serve(fused(D), answer=[50])
+    stats = scheduler.cache.stats()
+    assert stats["sources"] == 3  # A, B and, just computed, D
+    assert stats["store"]["num_chunks"] == 1
+    assert stats["moves"] == {"captured": 1}
+    assert stats["fallbacks"] == {"no_source": 1}
+    assert stats["gate"] == {}
+
+
+def test_check_integrity_names_a_source_that_is_none() -> None:
+    """A moved chunk booked as computed would be moved on, its errors with it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    scheduler.serve(fused(B))
+    scheduler.cache.copies.add(node_of(scheduler, HEAD, B, recipe="r"))
+    with pytest.raises(IntegrityError, match="findable as a source"):
+        scheduler.cache.check_integrity()

@@ -1,0 +1,399 @@
+"""Exact, fused and plain requests interleaved, driven by Hypothesis through the scheduler's order of calls.
+
+The pool knows what stands in each slot (tests/reference/fused_scheduler.py). After every step each slot has one owner or
+nodes that are booked as sharing it, sizes count it once, locks are what holders explain, nodes hold what their keys say, and
+nothing exact ever stands on approximate KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_chunkcache.fusion.plan import Limits
+from sglang_chunkcache.wire.spans import ANSWER_KEY, ReuseRequest
+from tests.reference.fused_scheduler import ROOMY, FusedScheduler
+from tests.reference.scheduler import FakeReq, config, marked
+
+CHUNKS = ((1, 2, 3, 4), (1, 2, 5, 5), (1, 2, 3, 4, 6), (7, 8))  # they begin alike, and two are of one length
+Shape = tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]
+HEADS = ((), (9,), (9, 1), (1, 2, 3, 4, 8))  # one begins as another does, one looks like a chunk
+TAILS = ((), (1, 2, 3), (10, 11, 12))
+AREAS = st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2)
+KEEP = st.frozensets(st.integers(0, 4), max_size=3)
+SALTS = st.integers(0, 9).map(lambda x: "salt" if x == 9 else None)
+STAYING = st.builds(
+    lambda first, behind: ((9,), [[first, *behind]], None),
+    st.sampled_from(CHUNKS[:2]),
+    st.sampled_from([(CHUNKS[2],), (CHUNKS[2], CHUNKS[3]), (CHUNKS[3], CHUNKS[2]), (CHUNKS[2], CHUNKS[2])]),
+)
+"""What stands behind the first chunk was computed behind either, at the same position."""
+SHAPES = st.tuples(st.sampled_from(HEADS), AREAS, SALTS)
+RECIPES = (
+    ReuseRequest("none", 0.0, "none"),
+    ReuseRequest("query", 0.5, "query"),
+    ReuseRequest("context", 0.5, "context", fresh=frozenset({1})),
+)
+KINDS = ("plain", "exact", *RECIPES)
+STAYING_KINDS = ("exact", *RECIPES[:2], ReuseRequest("query", 1.0, "all"))
+
+
+@dataclass
+class Live:
+    """A request under way."""
+
+    req: FakeReq
+    reuse: ReuseRequest | None
+    sampled: bool = False
+
+
+def make_live(
+    kind: str | ReuseRequest,
+    head: Sequence[int],
+    areas: Sequence[Sequence[tuple[int, ...]]],
+    tail: Sequence[int],
+    salt: str | None,
+    promoted_len: int,
+    keep: Iterable[int],
+    is_preprocessing: bool,
+) -> Live:
+    """Head, then every area with `tail` behind it."""
+    ids, spans = list(head), []
+    for area in areas:
+        for chunk in area:
+            spans.append((len(ids), len(ids) + len(chunk)))
+            ids += chunk
+        ids += tail
+    reuse = kind if isinstance(kind, ReuseRequest) else None
+    params = marked(spans, namespace=f"{head}{salt}", promoted_len=promoted_len, keep=sorted(keep), reuse=reuse)
+    params["chunkcache_preprocess"] = is_preprocessing
+    return Live(FakeReq(ids, None if kind == "plain" else params, cache_salt=salt), reuse)
+
+
+class FuserMachine(RuleBasedStateMachine):
+    """Requests join a batch one by one; any other step runs that batch first, as SGLang does."""
+
+    @initialize(
+        capacity=st.integers(50, 120),
+        admission=st.sampled_from(["all", "all", "promoted"]),
+        eviction=st.sampled_from(["reused", "promoted", "lru"]),
+        scoring=st.sampled_from(["on", "off"]),
+        limits=st.sampled_from([ROOMY, ROOMY, Limits(12, 6, 0), Limits(1000, 1000, 4)]),
+        prefill_budget=st.sampled_from([8, 16, 30]),
+        is_chunked=st.sampled_from([True, True, False]),
+        store=st.sampled_from([(1000, 1), (100, 2), (1000, 3)]),
+        exclusive_slots=st.sampled_from(["on", "on", "on", "off"]),
+    )
+    def start(
+        self,
+        capacity: int,
+        admission: str,
+        eviction: str,
+        scoring: str,
+        limits: Limits,
+        prefill_budget: int,
+        is_chunked: bool,
+        store: tuple[int, int],
+        exclusive_slots: str,
+    ) -> None:
+        knobs = config(
+            reuse="fused",
+            admission=admission,
+            eviction=eviction,
+            scoring=scoring,
+            store_variants=store[1],
+            exclusive_slots=exclusive_slots,
+        )
+        self.scheduler = FusedScheduler(
+            capacity,
+            knobs,
+            limits=limits,
+            prefill_budget=prefill_budget,
+            is_chunked=is_chunked,
+            store_bytes=store[0],
+        )
+        self.live: list[Live] = []
+
+    # A request's life
+
+    @precondition(lambda self: len(self.live) < 5)
+    @rule(
+        kind=st.sampled_from(KINDS),
+        shape=SHAPES,
+        tail=st.sampled_from(TAILS),
+        promoted_len=st.integers(0, 3),
+        keep=KEEP,
+        is_preprocessing=st.booleans(),
+        piece=st.integers(1, 8),
+        joins=st.sampled_from([True, True, False]),
+        num_matches=st.integers(0, 2),
+        evicted=st.sampled_from([0, 0, 0, 0, 4, 20]),
+        again=st.sampled_from([None, *KINDS]),
+        moves=st.sampled_from([None, *HEADS]),
+    )
+    def admit(
+        self,
+        kind: str | ReuseRequest,
+        shape: Shape,
+        tail: tuple[int, ...],
+        promoted_len: int,
+        keep: frozenset[int],
+        is_preprocessing: bool,
+        piece: int,
+        joins: bool,
+        num_matches: int,
+        evicted: int,
+        again: str | ReuseRequest | None,
+        moves: tuple[int, ...] | None,
+    ) -> None:
+        """Begin one, and in the same batch maybe another with the same chunks and one more, asked otherwise (`again`),
+        behind the same head or another (`moves`).
+
+        `evicted`: tokens that leave between the match and the promise.
+        """
+        head, areas, salt = shape
+        self.scheduler.evicted_before_load_back = evicted
+        live = make_live(kind, head, areas, tail, salt, promoted_len, keep, is_preprocessing)
+        self._add(live, piece, joins=joins, num_matches=num_matches)
+        if again is not None:
+            longer = [*areas[:-1], [*areas[-1], CHUNKS[promoted_len]]]
+            twin = make_live(
+                again, head if moves is None else moves, longer, tail, salt, promoted_len, keep, is_preprocessing
+            )
+            self._add(twin, piece, joins=True, num_matches=0)
+        self.scheduler.evicted_before_load_back = 0
+
+    @rule(
+        kind=st.sampled_from(KINDS),
+        shape=SHAPES,
+        keep=KEEP,
+        promoted_len=st.integers(0, 3),
+    )
+    def serve(
+        self,
+        kind: str | ReuseRequest,
+        shape: Shape,
+        keep: frozenset[int],
+        promoted_len: int,
+    ) -> None:
+        """One that runs alone from its start to its end."""
+        self._run()
+        head, areas, salt = shape
+        live = make_live(kind, head, areas, (20, 21), salt, promoted_len, keep, is_preprocessing=False)
+        self._add(live, 100, joins=False, num_matches=0)
+        self._run()
+        while live in self.live:
+            if self.scheduler.is_prefilled(live.req):
+                self.scheduler.sample(live.req, 30)
+                self._check_report(live)
+                self._release(live, is_insert=True)
+            else:
+                self.scheduler.stash(live.req)
+                if not self.scheduler.prefill(live.req, 100):
+                    self._release(live, is_insert=False)
+
+    @precondition(lambda self: any(not self.scheduler.is_prefilled(live.req) for live in self.live))
+    @rule(which=st.integers(0, 4), num_tokens=st.integers(1, 9), stays=st.booleans())
+    def prefill(self, which: int, num_tokens: int, stays: bool) -> None:
+        self._run()
+        waiting = [live for live in self.live if not self.scheduler.is_prefilled(live.req)]
+        if not waiting:
+            return
+        req = waiting[which % len(waiting)].req
+        self.scheduler.stash(req)
+        self.scheduler.extend(req, min(len(req.all_ids), req.filled + num_tokens))
+        if not stays:  # else others may still join
+            self._run()
+
+    @precondition(lambda self: any(not live.sampled for live in self.live))
+    @rule(which=st.integers(0, 4), token=st.integers(1, 4), is_last=st.booleans())
+    def sample(self, which: int, token: int, is_last: bool) -> None:
+        self._run()
+        ready = [live for live in self.live if not live.sampled and self.scheduler.is_prefilled(live.req)]
+        if not ready:
+            return
+        live = ready[which % len(ready)]
+        live.sampled = True
+        if is_last:  # ends on its first token: SGLang never calls cache_unfinished_req for it
+            live.req.output_ids.append(token)
+            self._release(live, is_insert=True)
+        else:
+            self.scheduler.sample(live.req, token)
+        self._check_report(live)
+
+    @precondition(lambda self: any(live.sampled for live in self.live))
+    @rule(which=st.integers(0, 4), token=st.integers(1, 4), is_last=st.booleans())
+    def decode(self, which: int, token: int, is_last: bool) -> None:
+        self._run()
+        running = [live for live in self.live if live.sampled]
+        live = running[which % len(running)]
+        if is_last or len(live.req.all_ids) + 1 >= self.scheduler.capacity:
+            self._release(live, is_insert=True)
+        else:
+            self.scheduler.decode(live.req, token)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 4), again=st.booleans(), piece=st.integers(1, 8), num_evicted=st.integers(0, 40))
+    def abort_or_retract(self, which: int, again: bool, piece: int, num_evicted: int) -> None:
+        self._run()
+        live = self.live[which % len(self.live)]
+        self._release(live, is_insert=False)
+        if again:  # retracted: the same request comes back with its output so far
+            live.sampled = False
+            self.scheduler.evict(num_evicted)
+            self._add(live, piece, joins=False, num_matches=0)
+
+    # The cache's own
+
+    @rule(num_tokens=st.integers(0, 40))
+    def evict(self, num_tokens: int) -> None:
+        """Also between promise and forward, where SGLang allocates for the batch."""
+        self.scheduler.evict(num_tokens)
+
+    @rule()
+    def forward(self) -> None:
+        """Of others, if there is no batch: what waits is captured."""
+        self._run()
+        self.scheduler.forward()
+
+    @rule()
+    def fail(self) -> None:
+        """The next pass does, and computes everything it may."""
+        self.scheduler.fusion_pass.fails = True
+
+    @precondition(lambda self: not self.live)
+    @rule()
+    def flush(self) -> None:
+        self.scheduler.flush()
+
+    @precondition(lambda self: self.scheduler.store.num_variants)
+    @rule()
+    def lose_the_store(self) -> None:
+        """Variants leave it at any moment."""
+        self.scheduler.store.clear()
+
+    # After every step
+
+    @invariant()
+    def all_is_in_order(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check([live.req for live in self.live])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self._run()
+        while self.live:
+            self._release(self.live[0], is_insert=True)
+        self.scheduler.idle()
+        self.scheduler.check()
+        capacity = self.scheduler.capacity
+        self.scheduler.evict(capacity)
+        assert self.scheduler.allocator.available_size() == capacity
+        assert self.scheduler.cache.stats()["sources"] == 0
+
+    # Helpers
+
+    def _run(self) -> None:
+        if self.scheduler.batch:
+            self.scheduler.forward()
+            self.all_is_in_order()
+
+    def _add(self, live: Live, piece: int, *, joins: bool, num_matches: int) -> None:
+        if len(live.req.all_ids) + 4 > self.scheduler.capacity:
+            return
+        if not joins:
+            self._run()
+        for _ in range(num_matches):  # the queue asks again and again
+            self.scheduler.match(live.req)
+        batch = list(self.scheduler.batch)
+        is_promised = bool(self.scheduler.fuser._pending)
+        matched = self.scheduler.add(live.req, piece)
+        if matched is not None:
+            self.live.append(live)
+            return
+        assert self.scheduler.batch == batch
+        if not batch and not self.scheduler.evicted_before_load_back:
+            assert not is_promised, "a promise outlived its batch"
+            assert not self._fits(live.req, piece), "nothing runs and it would fit, and yet it waits"
+
+    def _fits(self, req: FakeReq, piece: int) -> bool:
+        """Whether SGLang alone would have admitted it: its first piece behind what is matched, in what is free or idle."""
+        self.scheduler.match(req)
+        need = len(req.all_ids) - len(req.prefix_indices)
+        if self.scheduler.is_chunked:
+            need = min(need, req.host_hit_length + piece)
+        idle = self.scheduler.allocator.available_size() + self.scheduler.cache.evictable_size()
+        return bool(need + len(req.prefix_indices) <= idle)
+
+    def _release(self, live: Live, *, is_insert: bool) -> None:
+        self.live.remove(live)
+        self.scheduler.release(live.req, is_insert=is_insert)
+
+    def _check_report(self, live: Live) -> None:
+        """What the client is told of the fates adds up."""
+        ((_, told),) = (live.req.customized_info or {ANSWER_KEY: [((), None)]})[ANSWER_KEY]
+        if live.reuse is None:
+            assert told is None
+            return
+        counts: dict[str, Any] = told
+        assert min(counts[name] for name in ("exact", "relocated", "recomputed", "fused_hit", "gap")) >= 0
+        promised = counts["relocated"] + counts["recomputed"] + counts["gap"]
+        assert counts["exact"] + promised < len(live.req.all_ids)
+        assert bool(counts["sources"]) == (promised > counts["fused_hit"])
+
+
+class SharingMachine(FuserMachine):
+    """The same with few prompts, so that chunks keep their source's position in most, and a pool that they fill."""
+
+    @initialize(
+        capacity=st.integers(45, 80),
+        prefill_budget=st.sampled_from([8, 16, 30]),
+        eviction=st.sampled_from(["reused", "lru"]),
+    )
+    def start(self, capacity: int, prefill_budget: int, eviction: str) -> None:
+        knobs = config(reuse="fused", eviction=eviction)
+        self.scheduler = FusedScheduler(capacity, knobs, prefill_budget=prefill_budget)
+        self.live: list[Live] = []
+        for first in CHUNKS[:2]:
+            self.serve(kind="exact", shape=((9,), [[first, CHUNKS[2]]], None))
+
+    @precondition(lambda self: len(self.live) < 5)
+    @rule(
+        kind=st.sampled_from(STAYING_KINDS),
+        shape=STAYING,
+        tail=st.sampled_from(TAILS),
+        piece=st.integers(1, 8),
+        joins=st.sampled_from([True, True, False]),
+        again=st.sampled_from([None, *STAYING_KINDS]),
+        evicted=st.sampled_from([0, 0, 0, 0, 4, 20]),
+    )
+    def admit(self, **drawn: Any) -> None:
+        FuserMachine.admit(
+            self, **drawn, promoted_len=0, keep=frozenset(), is_preprocessing=False, num_matches=1, moves=None
+        )
+
+    @rule(kind=st.sampled_from(STAYING_KINDS), shape=STAYING)
+    def serve(self, **drawn: Any) -> None:
+        FuserMachine.serve(self, **drawn, keep=frozenset(), promoted_len=0)
+
+    lose_the_store = None  # type: ignore[assignment]
+
+
+SETTINGS = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+FuserMachine.TestCase.settings = SharingMachine.TestCase.settings = SETTINGS
+TestFuserMachine, TestSharingMachine = FuserMachine.TestCase, SharingMachine.TestCase

@@ -1,0 +1,408 @@
+"""Passes over real SGLang models: recomputing everything is an ordinary prefill, recomputing some equals the oracle.
+
+One runner a family, each about a second. Regions to be recomputed are filled with NaN first, so that reading one stale key or
+value anywhere is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("transformers")
+
+import torch
+from sglang.srt.model_executor.forward_context import has_forward_context
+from torch import Tensor
+
+from sglang_chunkcache.attention.base import HeadShape, SparseAttention
+from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
+from sglang_chunkcache.attention.masked import Observer, StopPass
+from sglang_chunkcache.attention.reference import ReferenceAttention
+from sglang_chunkcache.fusion.recompute import PassSequence, PlanError, run_pass, run_virtual
+from tests.reference import flashinfer
+from tests.runners import FAMILIES, MAX_REQUESTS, kv_of, logits_of, make_row, make_runner, prefill, write_model
+
+TOLERANCES = {"float32": 3e-5, "float16": 1.5e-2, "bfloat16": 1e-1}
+"""Largest difference of K, V (up to 5 in size) and logits, by dtype: sums in another order, three layers deep. bfloat16 has
+steps of 0.03 there, float16 of 0.004."""
+
+NUM_TOKENS = 200
+REFERENCE = torch.arange(1, 1 + NUM_TOKENS)
+TARGET = torch.arange(1000, 1000 + NUM_TOKENS).flip(0)
+
+MODELS = [*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")]
+HALVES = [*((family, "float16", 64) for family in FAMILIES), ("llama", "bfloat16", 64)]
+"""What FlashInfer takes."""
+ATTENDED: list[tuple[Sequence[Any], str]] = [(model, name) for model in MODELS for name in ("masked", "reference")]
+ATTENDED += [(model, name) for model in HALVES for name in KERNELS]
+
+every_attention = pytest.mark.parametrize(
+    ("runner", "sparse"), ATTENDED, indirect=True, ids=lambda param: param if isinstance(param, str) else name_of(param)
+)
+
+
+def name_of(model: Sequence[Any]) -> str:
+    return "-".join(map(str, model))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=name_of)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A ModelRunner of each family and dtype; `tolerance` is what its results may differ by."""
+    family, dtype, *head_dim = request.param
+    path = tmp_path_factory.mktemp(family)
+    write_model(path, family, dtype=getattr(torch, dtype), head_dim=head_dim[0] if head_dim else None)
+    runner = make_runner(path, dtype=dtype)
+    runner.tolerance = TOLERANCES[dtype]
+    return runner
+
+
+@pytest.fixture(scope="module")
+def sparse(request: pytest.FixtureRequest, runner: Any) -> SparseAttention | None:
+    """What the pass attends with; FlashInfer is the torch model of it."""
+    return make_attention(runner, request.param)
+
+
+def make_attention(runner: Any, name: str) -> SparseAttention | None:
+    layer = runner.model.model.layers[0].self_attn.attn
+    shape = HeadShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, runner.dtype)
+    if name == "masked":
+        return None
+    if name == "reference":
+        return ReferenceAttention(shape, scale=layer.scaling)
+    device = torch.device("cpu")
+    return FlashInferSparse(shape, device=device, scale=layer.scaling, kernel=name, modules=flashinfer)
+
+
+@pytest.fixture
+def prompt() -> Tensor:
+    return make_tokens(0)
+
+
+def make_tokens(seed: int, num_tokens: int = NUM_TOKENS) -> Tensor:
+    return torch.randint(0, 128, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def spoil(runner: Any, slots: Tensor) -> None:
+    for layer in range(runner.token_to_kv_pool.layer_num):
+        runner.token_to_kv_pool.get_key_buffer(layer)[slots] = float("nan")
+        runner.token_to_kv_pool.get_value_buffer(layer)[slots] = float("nan")
+
+
+def assert_same_kv(runner: Any, slots: Tensor, others: Tensor) -> None:
+    for ours, theirs in zip(kv_of(runner, slots), kv_of(runner, others), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=runner.tolerance)
+
+
+def assert_same_answer(runner: Any, hidden: Tensor, logits: Tensor) -> None:
+    """Logits within tolerance, and the same greedy token unless SGLang's own two best are closer than that."""
+    ours = logits_of(runner, hidden)
+    torch.testing.assert_close(ours, logits, rtol=0, atol=runner.tolerance)
+    assert int(ours.argmax()) == int(logits.argmax()) or not is_decided(runner, logits)
+
+
+def is_decided(runner: Any, logits: Tensor) -> bool:
+    best, second = logits.topk(2).values.tolist()
+    return bool(best - second > runner.tolerance)
+
+
+def sequences_of(tokens: Tensor, slots: Tensor, start: int, run_len: int) -> list[PassSequence]:
+    """Every token from `start` on, in sequences of `run_len` that all look at the whole row."""
+    positions = torch.arange(len(tokens))
+    return [
+        PassSequence(
+            tokens[at : at + run_len], positions[at : at + run_len], slots, positions, slots[at : at + run_len]
+        )
+        for at in range(start, len(tokens), run_len)
+    ]
+
+
+@every_attention
+@pytest.mark.parametrize(("start", "run_len"), [(0, NUM_TOKENS), (37, 3)])
+def test_recomputing_everything_equals_prefill(
+    runner: Any, sparse: SparseAttention | None, prompt: Tensor, start: int, run_len: int
+) -> None:
+    """All of a spoiled region in one pass, as one sequence or 55: K/V of all layers and the next token of a prefill."""
+    logits = prefill(runner, prompt.tolist(), REFERENCE)
+    assert is_decided(runner, logits)
+    slots = torch.cat([REFERENCE[:start], TARGET[start:]])  # behind an exact prefix
+    spoil(runner, TARGET)
+    hidden = run_pass(runner, sequences_of(prompt, slots, start, run_len), sparse=sparse)
+    assert hidden is not None
+    assert_same_kv(runner, slots, REFERENCE)
+    assert_same_answer(runner, hidden[-1], logits)
+
+
+@pytest.mark.parametrize("run_len", [NUM_TOKENS, 3, 1])
+def test_virtual_sequences_equal_prefill(runner: Any, prompt: Tensor, run_len: int) -> None:
+    """The oracle itself, with more runs than a pass takes."""
+    logits = prefill(runner, prompt.tolist(), REFERENCE)
+    spoil(runner, TARGET)
+    runs = [(at, min(at + run_len, NUM_TOKENS)) for at in range(0, NUM_TOKENS, run_len)]
+    assert run_len == NUM_TOKENS or len(runs) > MAX_REQUESTS
+    row = make_row(runner, TARGET)
+    hidden = run_virtual(runner, req_pool_index=row, runs=runs, token_ids=prompt.tolist())
+    assert_same_kv(runner, TARGET, REFERENCE)
+    assert_same_answer(runner, hidden[-1], logits)
+
+
+def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending positions as half-open intervals."""
+    starts = [0, *(i + 1 for i, (one, other) in enumerate(pairwise(positions)) if other > one + 1), len(positions)]
+    return [(positions[start], positions[end - 1] + 1) for start, end in pairwise(starts)]
+
+
+CHOSEN = (
+    [120],
+    [i for i in range(NUM_TOKENS) if i * i % 7 == 2],
+    [i for i in range(NUM_TOKENS) if i > 40 and i % 31 < 9],
+    [0, 2, *range(4, 197), 199],  # a run that is long enough for a causal entry of each kernel
+)
+"""Scattered, in clusters, nearly all: a request each."""
+
+
+@every_attention
+def test_some_tokens_equal_virtual_sequences(runner: Any, sparse: SparseAttention | None, prompt: Tensor) -> None:
+    """Some of the tokens over foreign K/V, each request its own: new K/V and hidden states are the oracle's, and nothing else
+    is touched. All but the last share the slots of their first tokens."""
+    prefill(runner, make_tokens(1).tolist(), REFERENCE)
+    foreign = kv_of(runner, REFERENCE)
+    rows = [torch.arange(start, start + NUM_TOKENS).flip(0) for start in (300, 550, 800, 1050)]
+    for row in rows[:3]:
+        row[:2] = REFERENCE[:2]
+    for row in rows:
+        fill(runner, row, foreign)
+    everything = torch.arange(runner.token_to_kv_pool.get_key_buffer(0).shape[0])
+    before = kv_of(runner, everything)
+
+    chosen = [torch.tensor(positions) for positions in CHOSEN]
+    hidden = run_pass(
+        runner,
+        [
+            PassSequence(prompt[p], p, row, torch.arange(NUM_TOKENS), row[p])
+            for p, row in zip(chosen, rows, strict=True)
+        ],
+        sparse=sparse,
+    )
+    assert hidden is not None
+    after = kv_of(runner, everything)
+    written = torch.zeros(len(everything), dtype=torch.bool)
+    parts = torch.split(hidden, [len(positions) for positions in chosen])
+    for positions, row, part in zip(chosen, rows, parts, strict=True):
+        written[row[positions]] = True
+        fill(runner, REFERENCE, foreign)
+        expected = run_virtual(
+            runner,
+            req_pool_index=make_row(runner, REFERENCE),
+            runs=runs_of(positions.tolist()),
+            token_ids=prompt.tolist(),
+        )
+        torch.testing.assert_close(part, expected, rtol=0, atol=runner.tolerance)
+        assert_same_kv(runner, row, REFERENCE)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[:, ~written], new[:, ~written])
+        assert not torch.equal(old, new)
+
+
+def fill(runner: Any, slots: Tensor, kv: tuple[Tensor, Tensor]) -> None:
+    pool = runner.token_to_kv_pool
+    for layer in range(pool.layer_num):
+        pool.get_key_buffer(layer)[slots] = kv[0][layer]
+        pool.get_value_buffer(layer)[slots] = kv[1][layer]
+
+
+@every_attention
+@pytest.mark.parametrize("reader_first", [True, False])
+def test_one_request_builds_on_anothers_region(
+    runner: Any, sparse: SparseAttention | None, prompt: Tensor, reader_first: bool
+) -> None:
+    """B's prefix is a region of A's that the same pass recomputes: B equals a prefill of its own prompt."""
+    shared, tail = 60, make_tokens(2, 30)
+    other = torch.cat([prompt[:shared], tail])
+    logits = prefill(runner, other.tolist(), REFERENCE[: len(other)])
+    spoil(runner, TARGET)
+    positions = torch.arange(len(other))
+    ours = PassSequence(
+        prompt[:shared], positions[:shared], TARGET[:shared], positions[:shared], out_slots=TARGET[:shared]
+    )
+    slots = TARGET[: len(other)]
+    theirs = PassSequence(tail, positions[shared:], slots, positions, out_slots=slots[shared:])
+    hidden = run_pass(runner, [theirs, ours] if reader_first else [ours, theirs], sparse=sparse)
+    assert hidden is not None
+    assert_same_kv(runner, slots, REFERENCE[: len(other)])
+    assert_same_answer(runner, hidden[len(tail) - 1 if reader_first else -1], logits)
+
+
+def test_gaps_are_left_out(runner: Any, prompt: Tensor) -> None:
+    """Positions that are missing are not seen: filled with NaN or with anything, the same comes out."""
+    prefill(runner, prompt.tolist(), REFERENCE)
+    there = torch.tensor([p for p in range(100) if not 20 <= p < 50])
+    question = torch.arange(100, 110)
+    sequence = PassSequence(prompt[question], question, REFERENCE[there], there)
+    before = run_pass(runner, [sequence])
+    spoil(runner, REFERENCE[20:50])
+    after = run_pass(runner, [sequence])
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+
+
+def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> None:
+    """Of tokens that are written, too: by number of keys, not by position."""
+    there = torch.tensor([p for p in range(100) if not 20 <= p < 50])
+    chosen = torch.tensor([3, 50, 51, 70, 99])
+    written = []
+    for name in ("masked", "reference"):
+        prefill(runner, make_tokens(1).tolist(), REFERENCE)
+        spoil(runner, REFERENCE[20:50])
+        sequence = PassSequence(prompt[chosen], chosen, REFERENCE[there], there, REFERENCE[chosen])
+        hidden = run_pass(runner, [sequence], sparse=make_attention(runner, name))
+        assert hidden is not None
+        written.append((hidden, *kv_of(runner, REFERENCE[chosen])))
+    for masked, sparse in zip(*written, strict=True):
+        assert masked.isfinite().all()
+        torch.testing.assert_close(sparse, masked, rtol=0, atol=runner.tolerance)
+
+
+def test_reading_only_equals_prefill_and_writes_nothing(runner: Any, prompt: Tensor) -> None:
+    """A question over a cached prompt: the next token of a prefill, and not a byte of the pool changed."""
+    logits = prefill(runner, prompt.tolist(), REFERENCE)
+    spoil(runner, REFERENCE[150:])
+    everything = torch.arange(runner.token_to_kv_pool.get_key_buffer(0).shape[0])
+    before = kv_of(runner, everything)
+    positions = torch.arange(NUM_TOKENS)
+    hidden = run_pass(
+        runner, [PassSequence(prompt[150:], positions[150:], REFERENCE[:150], positions[:150]) for _ in range(2)]
+    )
+    assert hidden is not None
+    assert_same_answer(runner, hidden[-1], logits)
+    assert_same_answer(runner, hidden[49], logits)
+    for old, new in zip(before, kv_of(runner, everything), strict=True):
+        assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+
+
+class StopAt(Observer):
+    """Ends the pass at a layer and counts what it has seen."""
+
+    def __init__(self, layer_id: int) -> None:
+        self.layer_id = layer_id
+        self.seen: list[int] = []
+
+    def on_kv(self, layer_id: int, keys: Tensor, values: Tensor) -> None:
+        self.seen.append(layer_id)
+        if layer_id == self.layer_id:
+            raise StopPass
+
+
+def test_an_observer_may_end_the_pass(runner: Any, prompt: Tensor) -> None:
+    """Later layers are not run, and SGLang's forward context is as before."""
+    prefill(runner, prompt.tolist(), REFERENCE)
+    spoil(runner, TARGET)
+    observer = StopAt(1)
+    assert run_pass(runner, sequences_of(prompt, TARGET, 0, NUM_TOKENS), observer=observer) is None
+    assert observer.seen == [0, 1]
+    assert not has_forward_context()
+    keys, _ = kv_of(runner, TARGET)
+    assert torch.equal(keys[0], kv_of(runner, REFERENCE)[0][0])
+    assert bool(keys[1:].isnan().all())
+
+
+class Shuffling(ReferenceAttention):
+    """Wants its rows in an order that is not its own inverse."""
+
+    def plan(self, requests: Any) -> Tensor:  # type: ignore[override]
+        super().plan(requests)
+        self._order = torch.arange(sum(len(request.positions) for request in requests)).roll(3)
+        return self._order
+
+    def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return super().run(queries.roll(-3, 0), keys, values).roll(3, 0)
+
+
+def test_the_plans_order_is_undone(runner: Any, prompt: Tensor) -> None:
+    """Tokens, positions and slots go in by it, hidden states come back without it."""
+    logits = prefill(runner, prompt.tolist(), REFERENCE)
+    spoil(runner, TARGET)
+    plain = make_attention(runner, "reference")
+    shuffling = Shuffling(plain._shape, scale=plain._scale)  # type: ignore[union-attr]
+    hidden = run_pass(runner, sequences_of(prompt, TARGET, 0, 50), sparse=shuffling)
+    assert hidden is not None
+    assert_same_kv(runner, TARGET, REFERENCE)
+    assert_same_answer(runner, hidden[-1], logits)
+
+
+class Planless(ReferenceAttention):
+    """Never has a plan."""
+
+    def plan(self, requests: Any) -> None:
+        raise RuntimeError("no workspace")
+
+
+def test_a_pass_without_a_plan_writes_nothing(runner: Any, prompt: Tensor) -> None:
+    """So that the same pass can run without the sparse attention."""
+    everything = torch.arange(runner.token_to_kv_pool.get_key_buffer(0).shape[0])
+    before = kv_of(runner, everything)
+    planless = Planless(HeadShape(4, 2, 16, torch.float32), scale=1.0)
+    with pytest.raises(PlanError, match="RuntimeError: no workspace"):
+        run_pass(runner, sequences_of(prompt, TARGET, 0, 50), sparse=planless)
+    for old, new in zip(before, kv_of(runner, everything), strict=True):
+        assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+    assert not has_forward_context()
+
+
+def test_sparse_attention_is_for_passes_that_only_write(runner: Any, prompt: Tensor) -> None:
+    """Observers need the mask's weights; what is only read is not in the pool."""
+    planless = Planless(HeadShape(4, 2, 16, torch.float32), scale=1.0)
+    prefill(runner, prompt.tolist(), REFERENCE)
+    positions = torch.arange(NUM_TOKENS)
+    reading = PassSequence(prompt[150:], positions[150:], REFERENCE[:150], positions[:150])
+    run_pass(runner, [*sequences_of(prompt, TARGET, 0, NUM_TOKENS), reading], sparse=planless)
+    run_pass(runner, sequences_of(prompt, TARGET, 0, NUM_TOKENS), sparse=planless, observer=Observer())
+    assert_same_kv(runner, TARGET, REFERENCE)
+
+
+@pytest.mark.parametrize("name", ["masked", "reference"])
+@pytest.mark.parametrize(
+    ("positions", "kv_positions", "message"),
+    [
+        ([4, 3], range(9), "positions: expected strictly ascending"),
+        ([3, 4], [*range(8), 5], "kv_positions: expected strictly ascending"),
+        ([3, 4], [0, 1, 2, 4, 5, 6, 7, 8, 9], "position 3 is written but stands not in kv_positions"),
+        ([3, 9], range(9), "position 9 is written but stands not in kv_positions"),
+    ],
+    ids=str,
+)
+def test_impossible_sequences_are_refused(
+    runner: Any, prompt: Tensor, name: str, positions: list[int], kv_positions: Sequence[int], message: str
+) -> None:
+    """By the same words, whatever attends."""
+    out_slots = REFERENCE[torch.tensor(positions)]
+    sequence = PassSequence(prompt[:2], torch.tensor(positions), REFERENCE[:9], torch.tensor(kv_positions), out_slots)
+    with pytest.raises(ValueError, match=message):
+        run_pass(runner, [sequence], sparse=make_attention(runner, name))
+
+
+@pytest.mark.parametrize("name", ["masked", "reference"])
+def test_nothing_to_run_is_refused(runner: Any, name: str) -> None:
+    with pytest.raises(ValueError, match="sequences: expected at least one"):
+        run_pass(runner, [], sparse=make_attention(runner, name))
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([], "at least one"),
+        ([(3, 3)], r"run \[3, 3\)"),
+        ([(-1, 3)], r"run \[-1, 3\)"),
+        ([(0, 201)], r"run \[0, 201\)"),
+        ([(5, 9), (2, 3)], "run at 2 starts before"),
+        ([(2, 5), (4, 9)], "run at 4 starts before"),
+    ],
+)
+def test_impossible_runs_are_refused(runner: Any, prompt: Tensor, runs: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_virtual(runner, req_pool_index=1, runs=runs, token_ids=prompt.tolist())

@@ -1,0 +1,334 @@
+"""The kernel equals torch, bit by bit: in Triton's interpreter, and on CUDA where there is one; and what it compiles to.
+
+Triton's interpreter cuts bits off where it goes from float32 to bfloat16, and loses subnormals on the way back. The device
+rounds to the nearest, which the compiled code below is asked about, so here torch's conversion stands in for the interpreter's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("triton")
+
+import torch
+import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+from triton.runtime import interpreter
+
+from sglang_chunkcache.fusion import relocate_kernel
+from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from tests.sglang_chunkcache.fusion.test_relocate import CASES, DTYPES, random_positions, table_of
+
+KINDS = ("move", "write", "read")
+BITS = {2: torch.int16, 4: torch.int32}
+NAME = "sglang_chunkcache.fusion.relocate_kernel"
+NUM_SLOTS = 40
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities, which are meant
+
+
+def torch_cast(data: Any, source: tl.dtype, target: tl.dtype, _: object) -> Any:
+    """In place of the interpreter's conversion of float32 to bfloat16 and back."""
+    if target == tl.bfloat16:
+        return torch.tensor(data).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    assert (source, target) == (tl.bfloat16, tl.float32)
+    return torch.tensor(data.view(np.int16)).view(torch.bfloat16).float().numpy()
+
+
+def interpreted() -> ModuleType:
+    """The module once more, its kernels for the interpreter; Triton asks the environment when it decorates."""
+    spec = importlib.util.spec_from_file_location(NAME, relocate_kernel.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec.loader.exec_module(module)
+    return module
+
+
+class Rig(NamedTuple):
+    """Where a kernel runs."""
+
+    kernel: ModuleType
+    device: str
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """relocate.py finds the interpreted module, or the compiled one."""
+    if request.param == "cuda":
+        yield Rig(relocate_kernel, "cuda")
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        module = interpreted()
+        patch.setattr(interpreter, "_convert_float", torch_cast)
+        patch.setitem(sys.modules, NAME, module)
+        yield Rig(module, "cpu")
+
+
+class Shape(NamedTuple):
+    """Of a pool. Of the case's pairs the last `dropped` are left out, and `behind` numbers do not turn."""
+
+    case: str
+    dtype: torch.dtype
+    num_layers: int = 2
+    num_heads: int = 2
+    behind: int = 0
+    v_head_dim: int = 32
+    dropped: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return CASES[self.case].rotary_dim - 2 * self.dropped + self.behind
+
+    def table(self, device: str) -> RotaryTable:
+        whole = table_of(CASES[self.case])
+        num_pairs = whole.cos.shape[1] - self.dropped
+        return RotaryTable(whole.cos[:, :num_pairs].to(device), whole.sin[:, :num_pairs].to(device), whole.is_neox)
+
+
+def make_pool(shape: Shape, device: str) -> Any:
+    """Random KV of all magnitudes; subnormals and infinities in it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def buffer(head_dim: int) -> Tensor:
+        numbers = torch.randn(NUM_SLOTS, shape.num_heads, head_dim, generator=generator)
+        numbers *= (8 * torch.randn(NUM_SLOTS, 1, 1, generator=generator)).exp()
+        flat = numbers.view(-1)
+        flat[::41], flat[7::53], flat[5::59] = 1e-39, -0.0, float("inf")
+        return numbers.to(shape.dtype).to(device)
+
+    sides = [[buffer(dim) for _ in range(shape.num_layers)] for dim in (shape.head_dim, shape.v_head_dim)]
+    return SimpleNamespace(k_buffer=sides[0], v_buffer=sides[1], dtype=shape.dtype)
+
+
+def do(kind: str, shape: Shape, device: str, num_tokens: int, *, use_kernel: bool) -> list[Tensor]:
+    """Everything that can have changed, after a move of random tokens: the pool's buffers, and the blob if one is read."""
+    pool, table = make_pool(shape, device), shape.table(device)
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(num_tokens))
+    source, target = (slots[at : at + num_tokens].to(device) for at in (0, NUM_SLOTS - num_tokens))
+    old, new = (random_positions(num_tokens, seed).to(device) for seed in (1, 2))
+    old[::3] = new[::3]  # some stay where they are
+    blob: tuple[Tensor, ...] = ()
+    if kind == "move":
+        copy_moved(
+            pool,
+            table,
+            source_slots=source,
+            source_positions=old,
+            target_slots=target,
+            target_positions=new,
+            use_kernel=use_kernel,
+        )
+    elif kind == "read":
+        blob = read_blob(pool, table, source, old, use_kernel=use_kernel)
+    else:
+        other = make_pool(shape, device)
+        keys, values = (torch.stack([b[source] for b in side]) for side in (other.k_buffer, other.v_buffer))
+        write_blob(pool, table, keys, values, target_slots=target, target_positions=new, use_kernel=use_kernel)
+    return [*pool.k_buffer, *pool.v_buffer, *blob]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit by bit; NaNs that arithmetic made may differ in their payload."""
+    bits = BITS[a.element_size()]
+    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
+
+
+shapes = st.builds(
+    Shape,
+    case=st.sampled_from(sorted(CASES)),
+    dtype=st.sampled_from(DTYPES),
+    num_layers=st.integers(1, 3),
+    num_heads=st.integers(1, 5),
+    behind=st.sampled_from([0, 0, 1, 8, 48]),
+    v_head_dim=st.sampled_from([1, 7, 24, 64]),
+    dropped=st.sampled_from([0, 0, 1, 3]),
+)
+
+
+@given(st.sampled_from(KINDS), shapes, st.sampled_from([1, 2, 4]), st.integers(0, 9))
+@example("move", Shape("llama", torch.bfloat16), 4, 4)
+@example("move", Shape("interleaved partial", torch.float16, num_heads=3, behind=7), 2, 5)
+@example("move", Shape("qwen2", torch.bfloat16, num_heads=3, v_head_dim=24, dropped=12), 2, 3)
+@example("move", Shape("interleaved", torch.bfloat16, num_heads=3, behind=1, dropped=6), 2, 3)
+@example("write", Shape("partial", torch.bfloat16, num_layers=3, num_heads=5, behind=48, v_head_dim=7), 4, 9)
+@example("read", Shape("interleaved", torch.float32, num_heads=1), 1, 1)
+@settings(max_examples=60, deadline=None)
+def test_equals_torch(rig: Rig, kind: str, shape: Shape, block: int, num_tokens: int) -> None:
+    """Over families, dtypes, odd sizes, block edges and scattered slots; what is no target keeps every bit."""
+    row = shape.num_heads * max(shape.head_dim, shape.v_head_dim) * shape.dtype.itemsize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.kernel, "TILE_BYTES", block * row)
+        got = do(kind, shape, rig.device, num_tokens, use_kernel=True)
+    wanted = do(kind, shape, rig.device, num_tokens, use_kernel=False)
+    assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_as_in_service(rig: Rig, kind: str) -> None:
+    """With the real block size: more rows than tokens."""
+    shape = Shape("llama3", torch.bfloat16)
+    got, wanted = (do(kind, shape, rig.device, 13, use_kernel=use) for use in (True, False))
+    assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["partial", "interleaved partial"])
+def test_what_does_not_turn_keeps_every_bit(rig: Rig, name: str, dtype: torch.dtype) -> None:
+    """Random bits, NaNs of any payload among them: values, numbers behind `rotary_dim`, and all of a move by 0."""
+    shape = Shape(name, dtype, behind=48)
+    pool, table = make_pool(shape, rig.device), shape.table(rig.device)
+    bits = BITS[dtype.itemsize]
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.view(torch.uint8).random_()
+    slots, positions = torch.arange(5, device=rig.device), torch.arange(5, device=rig.device) + 700
+    for target, moved_by in ((10, 0), (20, 3)):
+        copy_moved(
+            pool,
+            table,
+            source_slots=slots,
+            source_positions=positions,
+            target_slots=slots + target,
+            target_positions=positions + moved_by,
+            use_kernel=True,
+        )
+        first = 0 if moved_by == 0 else table.rotary_dim
+        for buffer in pool.k_buffer:
+            assert torch.equal(buffer[slots + target, :, first:].view(bits), buffer[slots, :, first:].view(bits))
+        for buffer in pool.v_buffer:
+            assert torch.equal(buffer[slots + target].view(bits), buffer[slots].view(bits))
+
+
+def test_in_place(rig: Rig) -> None:
+    """A token may stay in its slot and turn there."""
+    shape = Shape("qwen3", torch.bfloat16)
+    pools = [make_pool(shape, rig.device) for _ in range(2)]
+    slots, positions = torch.arange(5, device=rig.device), torch.arange(5, device=rig.device)
+    for pool, use_kernel in zip(pools, (True, False), strict=True):
+        copy_moved(
+            pool,
+            shape.table(rig.device),
+            source_slots=slots,
+            source_positions=positions,
+            target_slots=slots,
+            target_positions=positions + 77,
+            use_kernel=use_kernel,
+        )
+    assert all(same(a, b) for a, b in zip(pools[0].k_buffer, pools[1].k_buffer, strict=True))
+
+
+def test_buffers_that_were_made_anew(rig: Rig) -> None:
+    """A pool that wakes may have other memory: writing to where the old one was would corrupt whatever is there now."""
+    shape = Shape("llama", torch.bfloat16)
+    pool, table = make_pool(shape, rig.device), shape.table(rig.device)
+    slots, positions = torch.tensor([1, 2], device=rig.device), torch.tensor([5, 6], device=rig.device)
+    read_blob(pool, table, slots, positions, use_kernel=True)
+    old_values = pool.v_buffer
+    pool.v_buffer = [buffer + 1 for buffer in old_values]
+    _, values = read_blob(pool, table, slots, positions, use_kernel=True)
+    assert torch.equal(values, torch.stack([buffer[slots] for buffer in pool.v_buffer]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [({"keys": 1}, "keys"), ({"values": 1}, "values"), ({"cos": 1}, "cos, sin"), ({"source": 1}, "blob")],
+)
+def test_what_is_not_contiguous_is_refused(wrong: dict[str, int], name: str) -> None:
+    """The kernel reckons addresses, and would read other numbers."""
+    buffers = {side: [torch.zeros(4, 2, 32) for _ in range(2)] for side in ("keys", "values")}
+    blob = torch.zeros(2, 3, 2, 32), torch.zeros(2, 3, 2, 32)
+    given_: dict[str, Any] = {**buffers, "cos": torch.ones(3, 1, 16), "sin": torch.zeros(3, 1, 16), "source": blob}
+    for key in wrong:
+        tensors = given_[key] if isinstance(given_[key], list | tuple) else [given_[key]]
+        strided = [torch.stack([t, t], dim=-1)[..., 0] for t in tensors]
+        given_[key] = type(given_[key])(strided) if isinstance(given_[key], list | tuple) else strided[0]
+    with pytest.raises(ValueError, match=f"{name}: expected contiguous"):
+        relocate_kernel.launch_arguments(**given_, is_neox=True, target=torch.arange(3))
+
+
+# What it compiles to, for an H100, without one
+
+POINTERS = {torch.int64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+def ptx_of(kind: str, dtype: torch.dtype, *, num_heads: int, head_dim: int, num_pairs: int, is_neox: bool) -> str:
+    """The kernel as a launch on an H100 would have it compiled."""
+    sides = [[torch.zeros(8, num_heads, head_dim, dtype=dtype) for _ in range(2)] for _ in range(2)]
+    turn, slots = torch.zeros(4, 1, num_pairs), torch.arange(4)
+    blob = torch.zeros(2, 4, num_heads, head_dim, dtype=dtype), torch.zeros(2, 4, num_heads, head_dim, dtype=dtype)
+    arguments, _ = relocate_kernel.launch_arguments(
+        sides[0],
+        sides[1],
+        turn,
+        turn,
+        is_neox=is_neox,
+        source=blob if kind == "write" else slots,
+        target=blob if kind == "read" else slots,
+    )
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(relocate_kernel._relocate.params):
+        value = arguments[parameter.name]
+        if isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        else:
+            signature[parameter.name] = "i32"
+    source = ASTSource(relocate_kernel._relocate, signature, constants, attributes)
+    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=relocate_kernel.OPTIONS)
+    assert compiled.asm["cubin"]
+    return str(compiled.asm["ptx"])
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(("kind", "dtype", "is_neox"), [*product(KINDS, DTYPES, [True, False])], ids=str)
+def test_compiled_moves_sixteen_bytes_at_a_time(kind: str, dtype: torch.dtype, is_neox: bool) -> None:
+    """Of eight heads of 128: no narrower access but to addresses and slots, no number stored twice or by two."""
+    ptx = ptx_of(kind, dtype, num_heads=8, head_dim=128, num_pairs=64, is_neox=is_neox)
+    accesses = Counter(re.findall(r"(?:ld|st)\.global[\w.]*", ptx))
+    assert set(accesses) == {"ld.global.v4.b32", "st.global.v4.b32", "ld.global.b64"}
+    a_thread = relocate_kernel.TILE_BYTES // (32 * relocate_kernel.OPTIONS["num_warps"])
+    assert 16 * accesses["st.global.v4.b32"] == 2 * a_thread  # keys' branch and values'
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_rounds_as_torch_does(dtype: torch.dtype) -> None:
+    """Products and sums each on their own, to the nearest; subnormals kept."""
+    ptx = ptx_of("move", dtype, num_heads=2, head_dim=64, num_pairs=32, is_neox=True)
+    operations = Counter(re.findall(r"\b(?:mul|add|sub|fma|cvt)\S*f(?:32|16)\S*", ptx))
+    short = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: ""}[dtype]
+    down = {f"cvt.rn.{short}.f32", f"cvt.rn.{short}x2.f32"} if short else set()
+    assert {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"} <= set(operations)
+    assert set(operations) - {f"cvt.f32.{short}"} <= {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"} | down
+    assert not short or set(operations) & down
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("num_heads", "head_dim", "num_pairs"), [(3, 80, 40), (5, 33, 16), (1, 576, 32), (32, 96, 24)])
+def test_compiles_for_odd_sizes(num_heads: int, head_dim: int, num_pairs: int, is_neox: bool) -> None:
+    """Heads that are no power of two, few numbers that turn, rows longer than a block."""
+    assert ptx_of("move", torch.bfloat16, num_heads=num_heads, head_dim=head_dim, num_pairs=num_pairs, is_neox=is_neox)

@@ -1,0 +1,361 @@
+"""`ChunkRadixCache` against a dict of paths, driven by Hypothesis through the scheduler's order of calls.
+
+Requests with and without chunks run interleaved; prefill pieces end anywhere, also inside chunks. After every step each
+slot has one owner, the tree equals the model, nothing locked was evicted, and the events of the log, delivered late,
+twice or not at all, lead the front's mirror to the tree's digest once everything has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from radix_ext import ChunkPrefixTree
+from sglang_chunkcache.front.rank_mirror import RankMirror
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.eviction import chain_id_of
+from sglang_chunkcache.wire.events import Batch
+from sglang_chunkcache.wire.spans import ANSWER_KEY
+from tests.reference.naive_cache import NaiveCache, Path, num_tokens, units
+from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
+
+CAPACITY = 48
+CHUNKS = ((1, 2, 3, 4), (1, 2, 5), (1, 2, 3, 4, 6), (7, 8))  # they begin alike, and one is another's beginning
+HEADS = ((), (9,), (1, 2), (9, 1, 2, 3, 4))  # some look like chunks
+TAILS = ((), (1, 2, 3), (3, 3), (10, 11, 12))
+SALTS = (None, None, "salt")
+
+
+@dataclass
+class Live:
+    """A request under way."""
+
+    req: FakeReq
+    spans: tuple[tuple[int, int], ...] | None
+    area_len: int
+    promoted_len: int
+    locked: Path = ()
+    sampled: bool = False
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Scheduler and model do the same."""
+
+    @initialize(
+        admission=st.sampled_from(["all", "promoted"]),
+        eviction=st.sampled_from(["promoted", "lru"]),
+        force_miss=st.sampled_from([False, False, False, True]),
+    )
+    def start(self, admission: str, eviction: str, force_miss: bool) -> None:
+        self.admission, self.by_mark = admission, eviction == "promoted"
+        self.scheduler = Scheduler(CAPACITY, config(admission=admission, eviction=eviction), force_miss=force_miss)
+        self.model = NaiveCache()
+        self.live: list[Live] = []
+        self.shapes: list[tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]] = []
+        self.tree = ChunkPrefixTree(max_nodes=10_000)
+        self.mirror = RankMirror(self.tree, 0)
+        self.acks = [self.mirror.acknowledgement]
+        self.batches: list[Batch] = []
+
+    # A request's life
+
+    @precondition(lambda self: len(self.live) < 4)
+    @rule(
+        head=st.sampled_from(HEADS),
+        areas=st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2),
+        tail=st.sampled_from(TAILS),
+        salt=st.sampled_from(SALTS),
+        promoted_len=st.integers(0, 3),
+        is_plain=st.sampled_from([False, False, True]),
+        ack=st.integers(0, 9),
+        piece=st.integers(1, 9),
+        like=st.integers(0, 3),
+    )
+    def admit(
+        self,
+        head: tuple[int, ...],
+        areas: list[list[tuple[int, ...]]],
+        tail: tuple[int, ...],
+        salt: str | None,
+        promoted_len: int,
+        is_plain: bool,
+        ack: int,
+        piece: int,
+        like: int,
+    ) -> None:
+        if like and self.shapes:  # the same chunks as an earlier request, maybe with another question or marks
+            head, areas, salt = self.shapes[-like % len(self.shapes)]
+        self.shapes.append((head, areas, salt))
+        ids, spans = list(head), []
+        for area in areas:
+            for chunk in area:
+                spans.append((len(ids), len(ids) + len(chunk)))
+                ids += chunk
+            ids += tail
+        area_len = len(areas[0]) + (len(areas[1]) if len(areas) > 1 and not tail else 0)
+        promoted_len = min(promoted_len, area_len)
+        ack_pair = self.acks[-1 - ack % len(self.acks)]
+        params = marked(spans, namespace=f"{head}{salt}", promoted_len=promoted_len, ack=ack_pair)
+        req = FakeReq(ids, None if is_plain else params, cache_salt=salt)
+        live = Live(req, None if is_plain else tuple(spans), area_len, promoted_len)
+        self._admit(live, piece)
+
+    @precondition(lambda self: any(not self.scheduler.is_prefilled(live.req) for live in self.live))
+    @rule(which=st.integers(0, 3), num_tokens=st.integers(1, 7))
+    def prefill(self, which: int, num_tokens: int) -> None:
+        waiting = [live for live in self.live if not self.scheduler.is_prefilled(live.req)]
+        live = waiting[which % len(waiting)]
+        self.scheduler.stash(live.req)
+        self._book_insert(live, live.req.filled)
+        with self._watch_eviction():
+            self.scheduler.prefill(live.req, num_tokens)
+
+    @precondition(lambda self: any(self._is_computed(live) and not live.sampled for live in self.live))
+    @rule(which=st.integers(0, 3), token=st.integers(1, 4), is_last=st.booleans())
+    def sample(self, which: int, token: int, is_last: bool) -> None:
+        ready = [live for live in self.live if self._is_computed(live) and not live.sampled]
+        live = ready[which % len(ready)]
+        if is_last:  # ends on its first token: SGLang never calls cache_unfinished_req for it
+            live.req.output_ids.append(token)
+            self._release(live, is_insert=True)
+            return
+        live.sampled = True
+        self.scheduler.sample(live.req, token)
+        self._book_insert(live, live.req.filled)
+        self._collect(live)
+
+    @precondition(lambda self: any(live.sampled for live in self.live))
+    @rule(which=st.integers(0, 3), token=st.integers(1, 4), is_last=st.booleans())
+    def decode(self, which: int, token: int, is_last: bool) -> None:
+        running = [live for live in self.live if live.sampled]
+        live = running[which % len(running)]
+        if is_last:
+            self._release(live, is_insert=True)
+            return
+        with self._watch_eviction():
+            self.scheduler.decode(live.req, token)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 3), again=st.booleans(), piece=st.integers(1, 9))
+    def abort_or_retract(self, which: int, again: bool, piece: int) -> None:
+        live = self.live[which % len(self.live)]
+        self._release(live, is_insert=False)
+        if again:  # retracted: the same request comes back with its output so far
+            live.sampled = False
+            self._admit(live, piece)
+
+    # The cache's own
+
+    @rule(num_tokens=st.integers(0, 12))
+    def evict(self, num_tokens: int) -> None:
+        with self._watch_eviction():
+            self.scheduler.evict(num_tokens)
+
+    @precondition(lambda self: not self.live)
+    @rule()
+    def flush(self) -> None:
+        self.scheduler.cache.reset()
+        self.scheduler.allocator.clear()
+        self.model = NaiveCache()
+        self.batches.clear()  # a flush waits for idle: what was sent before it has arrived or is lost
+
+    # The front's mirror
+
+    @precondition(lambda self: self.batches)
+    @rule(which=st.integers(0, 9), is_lost=st.booleans(), is_kept=st.booleans())
+    def deliver(self, which: int, is_lost: bool, is_kept: bool) -> None:
+        index = which % len(self.batches)
+        batch = self.batches[index] if is_kept else self.batches.pop(index)
+        if not is_lost:
+            self.mirror.apply(batch)
+            self.acks.append(self.mirror.acknowledgement)
+
+    @rule()
+    def deliver_everything(self) -> None:
+        for batch in self.batches:
+            self.mirror.apply(batch)
+        self.batches.clear()
+        log = self.scheduler.cache.log
+        self.mirror.apply(log.unread(self.mirror.acknowledgement))
+        self.acks.append(self.mirror.acknowledgement)
+        assert self.mirror.acknowledgement == (log.epoch, log.seq)
+        assert self.mirror.num_gaps == 0
+        stats = self.scheduler.cache.stats()
+        assert self.tree.digest(0) == (stats["chunk_nodes"], stats["digest"])
+        self.tree.check_integrity()
+
+    # After every step
+
+    @invariant()
+    def slots_have_one_owner(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check([live.req for live in self.live])
+
+    @invariant()
+    def tree_equals_model(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        held: dict[Path, tuple[int, ...]] = {}
+        marks: dict[Path, bool] = {}
+        for keys, node in walk(self.scheduler.cache):
+            path = path_of(keys)
+            slots, size = node.value.tolist(), len(path_of(keys[-1:])) - 1
+            for n in range(len(path) - size + 1, len(path) + 1):
+                length = len(path[n - 1]) - 1
+                held[path[:n]], slots = tuple(slots[:length]), slots[length:]
+            if chain_id_of(node) is not None:
+                marks[path] = node.promoted
+        assert held == self.model.slots
+        assert marks == self.model.marks
+
+    @invariant()
+    def locks_cover_what_requests_use(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        locked = {slot for live in self.live for slot in self._locked_slots(live)}
+        assert self.scheduler.cache.protected_size() == len(locked)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        while self.live:
+            self._release(self.live[0], is_insert=True)
+        self.scheduler.check()
+        self.deliver_everything()
+        self.scheduler.evict(CAPACITY)
+        assert self.scheduler.allocator.available_size() == CAPACITY
+        assert self.scheduler.cache.stats()["chunk_nodes"] == 0
+
+    # Helpers
+
+    def _units(self, live: Live, up_to: int) -> Path:
+        return units(live.req.all_ids, live.spans, up_to, live.req.extra_key, live.req.cache_salt)
+
+    def _admit(self, live: Live, piece: int) -> None:
+        expected = self.model.match(self._units(live, len(live.req.all_ids) - 1))
+        for _ in range(piece % 3):  # the queue asks again and again
+            assert self.scheduler.match(live.req) == (0 if self.scheduler.force_miss else num_tokens(expected))
+        live.locked = expected[:1] if self.scheduler.force_miss else expected
+        with _EvictionWatch(self, self.model.slots_of(live.locked)):
+            matched = self.scheduler.admit(live.req, piece)
+        if matched is not None:
+            assert matched == num_tokens(live.locked)
+            assert live.req.prefix_indices.tolist() == self.model.slots_of(live.locked)
+            self.live.append(live)
+
+    def _is_computed(self, live: Live) -> bool:
+        return self.scheduler.is_prefilled(live.req) and live.req.kv.kv_allocated_len == len(live.req.all_ids)
+
+    def _locked_slots(self, live: Live) -> list[int]:
+        return self.scheduler.slots(live.req, 0, live.req.kv.cache_protected_len)
+
+    def _inserted(self, live: Live, up_to: int) -> Path:
+        """What a request should leave in the tree after `up_to` computed tokens."""
+        if live.spans is not None and self.admission == "promoted" and live.promoted_len < live.area_len:
+            up_to = min(up_to, live.spans[live.promoted_len][0])
+        return self._units(live, max(up_to, num_tokens(live.locked)))
+
+    def _book_insert(self, live: Live, up_to: int, rows: Sequence[int] | None = None) -> None:
+        path = self._inserted(live, up_to)
+        length = num_tokens(path)
+        self.model.insert(path, rows if rows is not None else self.scheduler.slots(live.req, 0, length))
+        if live.spans is not None:
+            self.model.mark(path, live.promoted_len, live.area_len)
+        live.locked = path
+        if rows is None:
+            assert live.req.kv.cache_protected_len == length
+            assert self.scheduler.slots(live.req, 0, length) == self.model.slots_of(path)
+
+    def _release(self, live: Live, *, is_insert: bool) -> None:
+        committed = live.req.kv.kv_committed_len
+        rows = self.scheduler.slots(live.req, 0, committed)
+        self.live.remove(live)
+        self.scheduler.release(live.req, is_insert=is_insert)
+        if is_insert:
+            self._book_insert(live, committed, rows)
+            self._collect(live)
+
+    def _collect(self, live: Live) -> None:
+        """The answer goes out with what was attached to it."""
+        entry = (live.req.customized_info or {}).pop(ANSWER_KEY, None)
+        assert entry is None or (live.spans is not None and len(entry) == 1)
+        if entry:
+            self.batches.append(Batch(*entry[0][0]))
+
+    def _watch_eviction(self) -> Any:
+        return _EvictionWatch(self)
+
+
+class _EvictionWatch:
+    """Whatever is evicted inside leaves in policy order, is not locked, and leaves the model too."""
+
+    def __init__(self, machine: CacheMachine, locked: Sequence[int] = ()) -> None:
+        self.machine, self.locked = machine, set(locked)
+        self.cache = machine.scheduler.cache
+
+    def __enter__(self) -> None:
+        self.evicted: list[int] = []
+        self.original = self.cache.evict
+        self.cache.evict = self._evict
+
+    def __exit__(self, *exc: object) -> None:
+        del self.cache.evict
+
+    def _evict(self, params: Any) -> Any:
+        expected = self._expected(params.num_tokens)
+        locked = {slot for live in self.machine.live for slot in self.machine._locked_slots(live)} | self.locked
+        before = set(self.machine.scheduler.tree_slots())
+        result = self.original(params)
+        gone = before - set(self.machine.scheduler.tree_slots())
+        assert not gone & locked, "a locked slot was evicted"
+        assert gone == expected, "eviction order"
+        assert result.num_tokens_evicted == len(gone)
+        self.machine.model.evict(gone)
+        return result
+
+    def _expected(self, num_tokens: int) -> set[int]:
+        """The least of all leaves by (promoted, last access), again and again."""
+        nodes = {node: path_of(keys) for keys, node in walk(self.cache)}
+        gone: set[int] = set()
+        while len(gone) < num_tokens:
+            parents = {node.parent for node in nodes}
+            leaves = [node for node in nodes if node not in parents and node.lock_ref == 0]
+            if not leaves:
+                break
+            model, by_mark = self.machine.model, self.machine.by_mark
+            victim = min(leaves, key=lambda n: (by_mark and model.is_promoted(nodes[n]), n.last_access_time))
+            del nodes[victim]
+            gone.update(victim.value.tolist())
+        return gone
+
+
+def path_of(keys: Sequence[Any]) -> Path:
+    """Node keys from the root downward as units."""
+    first = keys[0]
+    path: list[tuple[Any, ...]] = [
+        ("chunks" if isinstance(first, ChunkKey) else "plain", first.extra_key, first.cache_salt)
+    ]
+    for key in keys:
+        if isinstance(key, ChunkKey) and key.spans:
+            path.append(("chunk", *key.token_ids))
+        else:
+            path += [("token", token) for token in key.token_ids]
+    return tuple(path)
+
+
+CacheMachine.TestCase.settings = settings(
+    max_examples=250,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestCacheMachine = CacheMachine.TestCase
