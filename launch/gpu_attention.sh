@@ -29,7 +29,11 @@ if [[ ${1:-} == --help || ${1:-} == -h ]]; then
 fi
 . launch/gpu_common.sh
 device=cuda bench=() relocate=() failed=0
-tests=(tests/sglang_chunkcache/{attention/test_flashinfer_gpu.py,test_relocate.py,test_relocate_kernel.py})
+tests=(
+    tests/sglang_chunkcache/attention/test_flashinfer_gpu.py
+    tests/sglang_chunkcache/fusion/test_relocate.py
+    tests/sglang_chunkcache/fusion/test_relocate_kernel.py
+)
 if [[ -n $smoke ]]; then
     device=cpu bench=(--quick --repetitions 2) relocate=(--quick)
 fi

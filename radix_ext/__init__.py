@@ -10,7 +10,6 @@ from radix_ext.chunk import (
     Chunk,
     ChunkId,
     Span,
-    chain_of,
     check_spans,
     chunk_id,
     extend_chain,
@@ -36,6 +35,13 @@ from radix_ext.errors import (
     PolicyError,
     SpanError,
 )
+from radix_ext.eviction import (
+    EVICTION_POLICIES,
+    EvictionPolicy,
+    EvictionQueue,
+    eviction_priority,
+    reused_priority,
+)
 from radix_ext.order import (
     ORDER_POLICIES,
     TAIL_POLICIES,
@@ -46,22 +52,17 @@ from radix_ext.order import (
     order_chunks,
     order_per_rank,
 )
+from radix_ext.overlap import overlap, seen_before
 from radix_ext.prefix_tree import ChunkPrefixTree, HeldStats, Plan, TreeStats
 from radix_ext.replay import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
-    EVICTION_POLICIES,
     AdmissionPolicy,
     DedupPolicy,
-    EvictionPolicy,
-    EvictionQueue,
     ReplayResult,
     ReplaySettings,
     RequestCount,
-    eviction_priority,
-    overlap,
     replay_trace,
-    seen_before,
 )
 from radix_ext.route import KvAware, RoundRobin, Router
 
@@ -107,7 +108,6 @@ __all__ = [
     "Tier",
     "TreeStats",
     "Turn",
-    "chain_of",
     "check_spans",
     "chunk_id",
     "eviction_priority",
@@ -119,6 +119,7 @@ __all__ = [
     "order_per_rank",
     "overlap",
     "replay_trace",
+    "reused_priority",
     "root_chain",
     "running_hashes",
     "seen_before",

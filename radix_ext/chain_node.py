@@ -1,6 +1,6 @@
-"""One node of the global tree: one chunk behind one particular chain, and where its KV is.
+"""One node of the global tree: one chunk after one particular chain, and which ranks hold its KV in which tier.
 
-Read a node freely; only `ChunkPrefixTree` writes it. Packed fields keep a node below 400 bytes.
+Any code may read a node, only `ChunkPrefixTree` writes it. Packed fields keep a node below 400 bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ class Tier(IntEnum):
 
 
 class ChainNode:
-    """One chunk behind one chain. Read it freely; only the tree writes.
+    """One chunk after one chain.
 
     `tiers` packs 2 bits per rank, `plans` a 32-bit count per rank. `children` is None, the only child, or a dict:
     most nodes of a deep tree have one child, and a dict for each would be half of the tree's memory. A root's

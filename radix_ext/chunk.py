@@ -1,12 +1,12 @@
 """Identity: chunks by the hash of their token ids, chains by the hash of the path that leads to them.
 
-Front and scheduler processes compute both on their own and must agree, so nothing here depends on the process, on
-Python's hash seed or on the byte order. Texts, labels and positions are not known here.
+Front and scheduler processes compute both on their own and must agree, so no id depends on the process, on Python's
+hash seed or on the byte order. This module knows no texts, labels or positions.
 """
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, NewType
@@ -17,7 +17,7 @@ ChunkId = NewType("ChunkId", str)
 """32 hex digits: blake2b-128 of the chunk's token ids, each as 4 little-endian bytes."""
 
 ChainId = NewType("ChainId", int)
-"""63-bit id of the path from a namespace's root to one node. Two ends need it to agree, nobody needs it to be secret: a
+"""63-bit id of the path from a namespace's root to one node. Front and scheduler must agree on it; it need not be secret. A
 collision (2**31 chains for an even chance) makes a mirror wrong, which costs speed and never correctness."""
 
 _MASK_63 = (1 << 63) - 1
@@ -66,14 +66,6 @@ def extend_chain(chain: ChainId, chunk: ChunkId) -> ChainId:
     """Chain id of the path that goes on from `chain` with one more chunk."""
     data = chain.to_bytes(8, "little") + chunk.encode("utf-8", "surrogatepass")
     return _chain(blake2b(data, digest_size=8, person=b"chain"))
-
-
-def chain_of(namespace: str, ids: Iterable[ChunkId]) -> ChainId:
-    """Chain id of a whole path; O(length), so walk with `extend_chain` where the parent's id is at hand."""
-    chain = root_chain(namespace)
-    for chunk in ids:
-        chain = extend_chain(chain, chunk)
-    return chain
 
 
 def leading_area(spans: Sequence[Span]) -> tuple[Span, ...]:

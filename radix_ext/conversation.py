@@ -29,7 +29,7 @@ _IDS_PER_SEEN = 20  # an entry of a set of shared strings, about 80 bytes
 
 
 class ConversationKey(NamedTuple):
-    """Whose conversation it is; all four must match, so nobody reads a history by guessing an id."""
+    """The owner of a conversation and its id. All four must match, so a guessed id reads no history."""
 
     api_key: str
     cache_salt: str

@@ -26,7 +26,7 @@ class ChunkError(CallerError):
 
 
 class SpanError(CallerError):
-    """Spans that do not lie one behind the other inside their prompt."""
+    """Spans that overlap, run backwards or leave their prompt."""
 
 
 class LimitError(CallerError):

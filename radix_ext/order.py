@@ -6,8 +6,7 @@ frequency   descending count in the access table, ties by rank (CRAFT 4.2)
 tree        the deepest cached chain made of this request's chunks only, then the rest by `tail`
 ```
 The search for the deepest chain goes level by level and looks into at most `max_visits` nodes. Where that is enough
-it is exact; on trees built to defeat it, each level keeps the nodes with most hits, and some chain is always followed
-to its end.
+it is exact. On larger trees each level keeps the nodes with most hits, and some chain is always followed to its end.
 """
 
 from collections.abc import Iterable, Sequence

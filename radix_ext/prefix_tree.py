@@ -1,18 +1,18 @@
 """The global chunk-prefix tree (CRAFT 4.1): which chains of chunks the ranks hold, as far as the front process knows.
 
-It holds metadata only, no KV, and mirrors the ranks' own trees from answers and eviction notices. A wrong mirror
-costs speed, never correctness, so a notice about an unknown chain is ignored and counted.
+It holds metadata only, no KV, and mirrors the ranks' own trees from the events in their answers. A wrong mirror costs
+speed, never correctness, so a notice about an unknown chain is ignored and counted.
 
 ```
-namespace "a" ── C1 ─┬─ C2 ── C5        one node is one chunk behind one particular chain
+namespace "a" ── C1 ─┬─ C2 ── C5        one node is one chunk after one particular chain
                      └─ C4              a node's path, root downward, is the chain; ChainId finds it directly
 ```
 Invariants (`check_integrity`): what a rank holds or plans below a node, it holds or plans at the node; a node that no
 rank holds or plans does not exist; a parent was used no earlier than its children, so the least recently used node is
 a leaf.
 
-`held` nodes have KV on some rank; `planned` ones belong to requests under way, influence order only and vanish on
-abort.
+`held` nodes have KV on some rank. `planned` ones belong to requests under way; they influence the order only and vanish
+when the request ends, unless a rank holds them by then.
 """
 
 from collections import deque
@@ -27,13 +27,11 @@ from radix_ext.errors import IntegrityError, LimitError, check_at_least
 
 
 class Plan:
-    """A request under way: the chain it will leave behind on `rank`. Give it back once, by `cancel` or `settle`."""
+    """A request under way: the chain that `rank` will hold once it has served the request. End it once, by `cancel`."""
 
-    __slots__ = ("chunks", "is_open", "namespace", "node", "rank")
+    __slots__ = ("is_open", "node", "rank")
 
-    def __init__(self, namespace: str, chunks: tuple[Chunk, ...], rank: int, node: ChainNode | None) -> None:
-        self.namespace = namespace
-        self.chunks = chunks
+    def __init__(self, rank: int, node: ChainNode | None) -> None:
         self.rank = rank
         self.node = node
         self.is_open = True
@@ -158,10 +156,13 @@ class ChunkPrefixTree:
             node.plans += 1 << PLAN_BITS * rank
         self._num_open_plans += 1
         self._trim()
-        return Plan(namespace, tuple(chunks), rank, path[-1] if path else None)
+        return Plan(rank, path[-1] if path else None)
 
     def cancel(self, plan: Plan) -> None:
-        """The request failed or was aborted: nodes that only it planned vanish. A plan given back before: no effect."""
+        """The request was answered, failed or was aborted: nodes that only it planned and no rank holds vanish.
+
+        A plan cancelled before: no effect.
+        """
         if not plan.is_open:
             return
         plan.is_open = False
@@ -175,19 +176,13 @@ class ChunkPrefixTree:
 
     def count_hits(self, plan: Plan, num_chunks: int) -> None:
         """The request found its first `num_chunks` cached: they count a hit each."""
-        path = plan.node.path()[:num_chunks] if plan.node is not None and plan.rank >= 0 else ()
+        path = plan.node.path()[:num_chunks] if plan.node is not None else ()
         for node in path:
             node.hits += 1
         self._num_hits += len(path)
 
-    def settle(self, plan: Plan, *, rank: int, tier: Tier, num_chunks: int, promoted_len: int) -> ChainNode | None:
-        """The request was served by `rank`, planned or not, and left its first `num_chunks` chunks there."""
-        node = self.insert(plan.namespace, plan.chunks[:num_chunks], rank=rank, tier=tier, promoted_len=promoted_len)
-        self.cancel(plan)
-        return node and self._nodes.get(node.chain)
-
     def evict(self, chain: ChainId, *, rank: int) -> int:
-        """`rank` no longer holds this chain, nor anything behind it. Returns the number of nodes it lost."""
+        """`rank` no longer holds this chain, nor any node below it. Returns the number of nodes it lost."""
         top = self._held_node(chain, rank)
         if top is None:
             return 0
@@ -254,18 +249,18 @@ class ChunkPrefixTree:
             below: list[dict[str, object]] = []
             namespaces.append({"namespace": namespace, "children": below})
             pending.append((root, below, depth))
-        room = max_nodes
+        num_left = max_nodes
         while pending:
             node, shown, levels = pending.popleft()
-            for child in node.child_nodes()[: room if levels > 0 else 0]:
-                room -= 1
+            for child in node.child_nodes()[: num_left if levels > 0 else 0]:
+                num_left -= 1
                 below = []
                 shown.append(node_as_json(child, below))
                 pending.append((child, below, levels - 1))
         return {
             "num_nodes": len(self._nodes),
             "num_namespaces": len(self._roots),
-            "num_shown": max_nodes - room,
+            "num_shown": max_nodes - num_left,
             "namespaces": namespaces,
         }
 
@@ -371,13 +366,13 @@ class ChunkPrefixTree:
             node = newer
 
     def _drop_unused(self, nodes: Sequence[ChainNode]) -> None:
-        """Remove those of `nodes`, parents before children, that nobody holds or plans any more."""
+        """Remove those of `nodes`, parents before children, that no rank holds or plans any more."""
         for node in reversed(nodes):
             if not node.tiers and not node.plans:
                 self._remove(node)
 
     def _remove(self, node: ChainNode) -> None:
-        """Unlink a leaf that nobody holds or plans."""
+        """Unlink a leaf that no rank holds or plans."""
         assert node.children is None
         assert node.parent is not None
         self._mark(node, False)
@@ -419,10 +414,10 @@ class ChunkPrefixTree:
                     tally[0] += 1
                     tally[1] += node.num_tokens
         if reached != self._nodes.keys():
-            yield f"{len(reached)} nodes hang below the roots but {len(self._nodes)} are indexed"
+            yield f"{len(reached)} nodes are below the roots but {len(self._nodes)} are indexed"
         listed = [node.chain for node in self._newest_first()]
         if len(listed) != len(reached) or set(listed) != reached:
-            yield f"{len(reached)} nodes hang below the roots but {len(listed)} are in the order of use"
+            yield f"{len(reached)} nodes are below the roots but {len(listed)} are in the order of use"
         counted = {key: held for key, held in self._held.items() if held[0] or held[1]}
         if tallies != counted:
             yield f"held nodes and tokens are {tallies} but were counted as {counted}"

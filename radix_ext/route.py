@@ -1,7 +1,7 @@
 """Which rank serves a request: CRAFT's round-robin baseline, or the rank that already holds the most of its prompt.
 
-A router knows what it was told: prompt tokens in flight per rank (`begin` and `end`) and, per request, the tokens
-each rank would not have to compute. It knows no tree and no clock.
+A router knows the prompt tokens in flight per rank (`begin` and `end`) and, per request, the tokens that each rank has
+cached. It knows no tree and no clock.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ class Router(ABC):
     def choose(self, cached_tokens: Mapping[int, int]) -> int:
         """Name the rank for a request of which rank r holds `cached_tokens[r]` tokens (absent: none).
 
-        Equal candidates take turns, in rank order, beginning behind the last one chosen.
+        Equal candidates take turns, in rank order, beginning after the last one chosen.
         """
 
     def begin(self, rank: int, num_tokens: int) -> None:

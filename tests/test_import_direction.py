@@ -55,13 +55,13 @@ def test_sglang_chunkcache_knows_no_eval_and_no_tests() -> None:
 
 
 def test_eval_uses_public_names_only() -> None:
-    """HTTP, `sglang_chunkcache`, its frontend language, bundled model and operators, `radix_ext`, `retrieval`; nothing inside."""
+    """HTTP, `radix_ext`, `retrieval`; of `sglang_chunkcache` configuration, frontend language, model path, operators."""
     public = (
         "sglang_chunkcache.ChunkCacheConfig",
         "sglang_chunkcache.__version__",
         "sglang_chunkcache.attention.",  # operators on tensors: eval/bench/attention.py times them
         "sglang_chunkcache.fusion.relocate",  # likewise, eval/bench/relocate.py
-        "sglang_chunkcache.bundled_model",
+        "sglang_chunkcache.bundled_model.model_dir",
         "sglang_chunkcache.lang.",
         "sglang_chunkcache.cpu.torchvision_shim.define_torchvision_ops",  # before transformers, where torch is a CPU build
     )

@@ -1,1 +1,1 @@
-"""The bundled model: its world, its tokenizer, its training and its evaluation."""
+"""The bundled model's world, tokenizer, training and evaluation; figures are in sglang_chunkcache/bundled_model/README.md."""

@@ -102,7 +102,7 @@ def _draw(
     questions = rng.sample([q for q in world.questions if q.hop == (hop or 1)], num_questions)
     contexts = [world.context(question, num_chunks, rng) for question in questions]
     if hop == 0:
-        # First and last; "after" is beyond the model, see README.md.
+        # First and last; "after" is beyond the model, see sglang_chunkcache/bundled_model/README.md.
         questions = [rng.choice(order_questions(passages)[:2]) for passages in contexts]
     return list(zip(questions, contexts, strict=True))
 

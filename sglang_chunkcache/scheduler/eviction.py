@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from radix_ext import ChainId, eviction_priority
+from radix_ext import ChainId, reused_priority
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 
 
@@ -23,8 +23,7 @@ class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
 
     def get_priority(self, node: TreeNode) -> tuple[tuple[int, int], Any]:
         used, hits = getattr(node, "used", 0), getattr(node, "hits", 0)
-        priority = eviction_priority("reused", promoted=False, hits=hits, last_access=used, window=self.window)
-        return priority, self.base.get_priority(node)
+        return reused_priority(hits=hits, last_access=used, window=self.window), self.base.get_priority(node)
 
 
 class PromotedFirst(EvictionStrategy):  # type: ignore[misc]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from radix_ext import AccessTable, Chunk, ChunkId, ChunkPrefixTree, Tier, chain_of, order_chunks
+from radix_ext import AccessTable, Chunk, ChunkId, ChunkPrefixTree, Tier, order_chunks
+from tests.reference.chains import chain_of
 
 GPU_1 = 1
 THRESHOLD = 2

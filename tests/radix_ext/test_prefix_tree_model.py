@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Plan, Tier, chain_of
+from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Plan, Tier
+from tests.reference.chains import chain_of
 from tests.reference.naive_tree import NaiveTree
 
 CHUNKS = tuple(Chunk(ChunkId(name), tokens) for name, tokens in zip("abc", (4, 300, 7), strict=True))
@@ -71,13 +72,11 @@ class TreeMachine(RuleBasedStateMachine):
         self.naive.cancel(namespace, chunks, rank)
         self.num_open_plans -= 1
 
-    @rule(open_plan=consumes(plans), served_by=ranks, tier=tiers, num_chunks=st.integers(0, 4), run=st.integers(0, 4))
-    def settle(self, open_plan: OpenPlan, served_by: int, tier: Tier, num_chunks: int, run: int) -> None:
-        namespace, chunks, rank, plan = open_plan
-        self.tree.settle(plan, rank=served_by, tier=tier, num_chunks=num_chunks, promoted_len=run)
-        self.naive.insert(namespace, chunks[:num_chunks], served_by, tier, run)
-        self.naive.cancel(namespace, chunks, rank)
-        self.num_open_plans -= 1
+    @rule(open_plan=plans, num_chunks=st.integers(0, 5))
+    def count_hits(self, open_plan: OpenPlan, num_chunks: int) -> None:
+        namespace, chunks, _, plan = open_plan
+        self.tree.count_hits(plan, num_chunks)
+        self.naive.count_hits(namespace, chunks[:num_chunks])
 
     @rule(namespace=namespaces, chunks=chunk_lists, rank=ranks, tier=tiers)
     def notices_about_any_chain(self, namespace: str, chunks: list[Chunk], rank: int, tier: Tier) -> None:

@@ -13,20 +13,15 @@ from radix_ext import (
     AdmissionPolicy,
     Chunk,
     ChunkId,
-    ChunkPrefixTree,
     DedupPolicy,
     EvictionPolicy,
-    EvictionQueue,
     LimitError,
     OrderPolicy,
     PolicyError,
     ReplayResult,
     ReplaySettings,
     TailPolicy,
-    Tier,
-    overlap,
     replay_trace,
-    seen_before,
 )
 from tests.reference.naive_replay import naive_hits
 
@@ -184,26 +179,6 @@ def test_later_turns_are_no_sign_that_others_want_the_chunks() -> None:
         assert run(trace, conversations=names, capacity=6, eviction=eviction).total.num_lost == 0
 
 
-def test_seen_before_counts_chunks_and_tokens() -> None:
-    """At any position, by any earlier request."""
-    trace = [[Chunk(ChunkId("a"), 5), Chunk(ChunkId("b"), 7)], [Chunk(ChunkId("c"), 1), Chunk(ChunkId("b"), 7)], []]
-    assert seen_before(trace) == [(0, 0), (1, 7), (0, 0)]
-
-
-def test_eviction_queue_survives_many_uses_of_the_same_leaf() -> None:
-    """Stale entries are swept: the heap stays in proportion to the tree."""
-    tree = ChunkPrefixTree(max_nodes=100)
-    queue = EvictionQueue(tree, "lru", window=10)
-    for names in ["ab", "c"] * 500:
-        chunks = [Chunk(ChunkId(name), 1) for name in names]
-        node = tree.insert("", chunks, rank=0, tier=Tier.DEVICE, promoted_len=0)
-        assert node is not None
-        queue.push(node)
-        assert len(queue._heap) <= 4 * 3 + 64
-    victims = [queue.pop(), queue.pop(), queue.pop()]
-    assert [victim and victim.chunk_id for victim in victims] == ["b", "c", None]
-
-
 def test_impossible_settings_are_refused() -> None:
     """Before anything is replayed."""
     with pytest.raises(PolicyError, match="eviction must be one of lru, promoted, reused"):
@@ -214,26 +189,6 @@ def test_impossible_settings_are_refused() -> None:
         run([], capacity=0)
     with pytest.raises(LimitError, match="capacity_tokens must be at least 1 but got 0"):
         run([], capacity_tokens=0)
-
-
-def test_overlap_of_the_papers_two_requests() -> None:
-    """CRAFT 3.1: [1 4 5 6 7] and [1 2 3 4 5] share a prefix of 1 and a set of 3, out of 5."""
-    assert overlap([list(map(ChunkId, "14567")), list(map(ChunkId, "12345"))]) == (0.2, 0.6)
-
-
-def test_overlap_equals_comparing_all_pairs() -> None:
-    """The one-pass form against the definition."""
-    trace = [[ChunkId(name) for name in request] for request in make_trace(60, seed=3)]
-
-    def common_prefix(a: list[ChunkId], b: list[ChunkId]) -> int:
-        return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-    prefix = total = 0.0
-    for i in range(1, len(trace)):
-        prefix += max(common_prefix(trace[i], trace[j]) for j in range(i)) / len(trace[i])
-        total += max(len(set(trace[i]) & set(trace[j])) for j in range(i)) / len(trace[i])
-    assert overlap(trace) == pytest.approx((prefix / 59, total / 59))
-    assert overlap(trace[:1]) == overlap([]) == (0, 0)
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,10 @@ class NaiveTree:
             node.plans.remove(rank)
         self._clean()
 
+    def count_hits(self, namespace: str, chunks: Sequence[Chunk]) -> None:
+        for node in self._reach(namespace, chunks):
+            node.hits += 1
+
     def evict(self, namespace: str, ids: Sequence[str], rank: int) -> int:
         path = tuple(ids)
         lost = 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext import ChainId, ChunkId, ChunkPrefixTree, chain_of
+from radix_ext import ChainId, ChunkId, ChunkPrefixTree
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.wire.events import Batch, EventLog, Evicted, Inserted
 from sglang_chunkcache.wire.spans import Acknowledgement
+from tests.reference.chains import chain_of
 
 
 def make_mirror(max_nodes: int = 1000) -> tuple[ChunkPrefixTree, RankMirror]:

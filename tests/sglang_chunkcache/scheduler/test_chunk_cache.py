@@ -19,12 +19,13 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.evict_policy import LRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from radix_ext import ChunkId, IntegrityError, chain_of, chunk_id
+from radix_ext import ChunkId, IntegrityError, chunk_id
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, chain_id_of, is_promoted
 from sglang_chunkcache.wire.events import Batch, Evicted, Inserted
 from sglang_chunkcache.wire.spans import ANSWER_KEY
+from tests.reference.chains import chain_of
 from tests.reference.scheduler import SECRET, FakeReq, Scheduler, config, marked, walk
 
 HEAD, C1, C2, C3, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [30, 31, 32]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from radix_ext import ChunkId, chain_of
+from radix_ext import ChunkId
 from sglang_chunkcache.wire.events import EventLog, Evicted, Inserted
 from sglang_chunkcache.wire.spans import Acknowledgement
+from tests.reference.chains import chain_of
 
 NOTHING = Acknowledgement(0, 0)
 

@@ -1,0 +1,89 @@
+"""Which node leaves a full cache first: `reused`, the rule of the live scheduler, and the policies a replay compares with it.
+
+A rule is a function of counts; it knows no tree and no clock. Its value is a priority: the smallest is evicted first.
+"""
+
+from heapq import heapify, heappop, heappush
+from typing import Literal, get_args
+
+from radix_ext.chain_node import ChainNode
+from radix_ext.chunk import ChainId
+from radix_ext.errors import check_choice
+from radix_ext.prefix_tree import ChunkPrefixTree
+
+EvictionPolicy = Literal["lru", "promoted", "reused"]
+EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
+
+_Entry = tuple[tuple[int, int], ChainId]
+
+
+def reused_priority(*, hits: int, last_access: int, window: int) -> tuple[int, int]:
+    """The rule `reused`: each doubling of its hits keeps a node one access window longer, ties go by last access.
+
+    The first number is last access + window * ceil(log2(1 + hits)). A chain used once leaves soon, one that was popular
+    ages out in the end.
+
+    Args:
+        last_access: number of the request that used the node last, not a time.
+        window: requests, as of the access table.
+    """
+    return last_access + window * hits.bit_length(), last_access
+
+
+def eviction_priority(
+    policy: EvictionPolicy, *, promoted: bool, hits: int, last_access: int, window: int
+) -> tuple[int, int]:
+    """A node's priority in a replay: `reused` as above, `lru` by last access, `promoted` by (promoted, last access).
+
+    The live scheduler has its own forms of `lru` (SGLang's) and `promoted` (over SGLang's policies).
+    """
+    if policy == "reused":
+        return reused_priority(hits=hits, last_access=last_access, window=window)
+    return int(policy == "promoted" and promoted), last_access
+
+
+class EvictionQueue:
+    """The leaves of a tree in the order of their eviction: a heap whose stale entries stay until `pop` meets them.
+
+    An entry is stale once its node was used or marked, got children or left the tree; `pop` skips it. The caller that
+    changes a leaf pushes it again, so `push` and `pop` are O(log n) amortised. `policy` and `window` are those of
+    `eviction_priority`.
+    """
+
+    def __init__(self, tree: ChunkPrefixTree, policy: EvictionPolicy, *, window: int) -> None:
+        check_choice("eviction", policy, EVICTION_POLICIES)
+        self._tree = tree
+        self._policy = policy
+        self._window = window
+        self._heap: list[_Entry] = []
+
+    def push(self, node: ChainNode) -> None:
+        """A node was used or marked, or lost its last child. Inner nodes are ignored: only leaves are evicted."""
+        if node.children is None:
+            heappush(self._heap, self._entry(node))
+        if len(self._heap) > 4 * len(self._tree) + 64:
+            self._heap = [entry for entry in set(self._heap) if self._current(entry)]
+            heapify(self._heap)
+
+    def pop(self) -> ChainNode | None:
+        """The leaf to evict next, None if there is none. The caller evicts it and pushes its parent."""
+        while self._heap:
+            node = self._current(heappop(self._heap))
+            if node is not None:
+                return node
+        return None
+
+    def _entry(self, node: ChainNode) -> _Entry:
+        priority = eviction_priority(
+            self._policy,
+            promoted=node.promoted,
+            hits=node.hits,
+            last_access=node.last_access,
+            window=self._window,
+        )
+        return priority, node.chain
+
+    def _current(self, entry: _Entry) -> ChainNode | None:
+        """The leaf this entry was made for, None if the leaf has changed since."""
+        node = self._tree.find(entry[1])
+        return node if node is not None and node.children is None and self._entry(node) == entry else None
