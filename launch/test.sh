@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Purpose: set up and run the tests. Arguments go to pytest: launch/test.sh tests/radix_ext -k order
 # Machine: any; tests that need a GPU (-m gpu) or real data (CHUNKCACHE_DATA) are skipped where there is none.
-# Minutes: about 20 on two cores with nothing else to do; without the tests that start a server or compile CUDA (-m "not engine and not nvcc") about 9.
+# Minutes: about 7 on two cores with nothing else to do. The slow sweeps (launch/test.sh -m nightly) take about 30 more, and draw five times
+#   the examples.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,15 +1,21 @@
-"""Fixtures of all tests: real data by environment variable, a tiny random model, numeric tolerances.
+"""Which tests run, and fixtures of all of them: real data by environment variable, a tiny random model, numeric tolerances.
 
-Without torch or SGLang the tests that need them are skipped; the rest stays green.
+Tests marked `nightly` run where `-m` names it (launch/test.sh -m nightly), and then every Hypothesis test runs with them, in
+full. Without torch or SGLang the tests that need them are skipped; the rest stays green.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
+
+import tests.examples  # noqa: F401  registers Hypothesis's profiles
 
 if find_spec("torch") is not None:
     from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
@@ -21,6 +27,39 @@ DATA_VAR = "CHUNKCACHE_DATA"
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 """Largest absolute difference of two log probabilities that still counts as equal, by the model's dtype: different
 cached lengths change the order of summation, and bfloat16 keeps 8 bits."""
+
+CI_MINUTES = 12
+"""What the whole of .ci/run, set-up included, may take on two idle cores; it tells when it began by `CI_STARTED`."""
+
+
+def is_nightly(config: pytest.Config) -> bool:
+    """Whether `-m` asks for the slow sweeps."""
+    return re.search(r"(?<!not )\bnightly\b", config.option.markexpr) is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("nightly" if is_nightly(config) else "default")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the slow sweeps out unless asked for; asked for, each Hypothesis test is one of them."""
+    if is_nightly(config):
+        for item in items:
+            if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+                item.add_marker("nightly")
+        return
+    slow = [item for item in items if item.get_closest_marker("nightly")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A warning in front of the closing line when .ci/run has taken too long."""
+    minutes = (time.time() - float(os.environ.get("CI_STARTED", "inf"))) / 60
+    if minutes > CI_MINUTES:
+        terminalreporter.write_line(f"ci: warning: {minutes:.1f} minutes, set-up included; {CI_MINUTES} are the aim")
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from eval.server import Server
+from eval.world.world import World
+from sglang_chunkcache.bundled_model import model_dir
 
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -29,11 +34,38 @@ TIGHT = [
 """A pool that evicts, and prefill pieces smaller than a chunk."""
 
 
+WORLD = World(11, 60)
+"""What the index of `rag_server` holds."""
+K = 4
+"""Passages a question: what the bundled model was trained on."""
+
+
+def build_index(folder: Path, passages: Sequence[Mapping[str, str]]) -> None:
+    """Make or extend an index, as a user does."""
+    source = folder.with_suffix(".jsonl")
+    source.write_text("".join(json.dumps(passage) + "\n" for passage in passages), encoding="utf-8")
+    command = [sys.executable, "-m", "retrieval", "build", str(source), "--out", str(folder), "--no-split"]
+    command += ["--dim", "64", "--tokenizer", str(model_dir())]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+
+
 @pytest.fixture(scope="session")
-def rag_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Our server on the bundled model, with a pool that evicts and every check on."""
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of the world's passages."""
+    pytest.importorskip("faiss")
+    pytest.importorskip("tantivy")
+    folder = tmp_path_factory.mktemp("retrieval") / "index"
+    build_index(folder, [{"id": passage.id, "text": passage.text} for passage in WORLD.passages])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rag_server(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Our server on the bundled model and an index, with a pool that evicts and every check on."""
     log = tmp_path_factory.mktemp("servers") / "rag.log"
-    with Server([*TIGHT, "--enable-metrics"], log=log, env=STRICT) as server:
+    flags = [*TIGHT, "--enable-metrics", "--index", str(index)]
+    flags += ["--chunkcache-retrieve-k", str(K), "--chunkcache-retrieve-refresh-s", "0.2"]
+    with Server(flags, log=log, env=STRICT) as server:
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
 
@@ -50,6 +82,6 @@ def retracting_server(tmp_path: Path) -> Iterator[Server]:
 def dp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two ranks, each with a tree of its own. One module only: SGLang's DP controller never sleeps and takes a core."""
     log: Path = tmp_path_factory.mktemp("servers") / "dp.log"
-    with Server(["--model-path", "bundled", "--dp-size", "2"], log=log, env=STRICT, timeout_s=300) as server:
+    with Server(["--model-path", "bundled", "--dp-size", "2"], log=log, env=STRICT) as server:
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"

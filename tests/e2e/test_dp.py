@@ -51,12 +51,13 @@ def test_both_mirrors_agree(dp_server: Server) -> None:
     assert sum(rank["chunk_nodes"] for rank in stats["ranks"]) > 0
 
 
+@pytest.mark.nightly
 def test_round_robin_takes_turns(tmp_path: Path) -> None:
     """CRAFT's baseline: ranks in turn, whatever they hold; what the chosen rank holds is used."""
     flags = ["--model-path", "bundled", "--dp-size", "2", "--chunkcache-routing", "round_robin"]
     chunks = [{"text": "The company Dravex makes clocks."}, {"text": "The company Solon makes lamps."}]
     body = {"messages": [{"role": "user", "content": "Hello"}], "chunks": chunks, "max_tokens": 1}
-    with Server(flags, log=tmp_path / "turns.log", timeout_s=300) as server:
+    with Server(flags, log=tmp_path / "turns.log") as server:
         replies = [post(server.url + "/rag/v1/chat/completions", body)["chunkcache"] for _ in range(4)]
     assert [reply["dp_rank"] for reply in replies] == [0, 1, 0, 1]
     assert [reply["chunks_hit"] for reply in replies] == [0, 0, 2, 2]

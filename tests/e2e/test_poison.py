@@ -14,7 +14,7 @@ import torch
 
 from sglang_chunkcache.fusion.recompute import run_virtual
 from tests.e2e import poisoned_server
-from tests.runners import POOL_SLOTS, logits_of, make_row, make_runner, write_model
+from tests.models import POOL_SLOTS, logits_of, make_row, make_runner, write_model
 
 pytestmark = pytest.mark.engine
 

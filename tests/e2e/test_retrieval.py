@@ -1,4 +1,4 @@
-"""A server with an index: questions in, chunks found by the server, answers out. One server for the module.
+"""A server with an index: questions in, chunks found by the server, answers out.
 
 launch/test.sh tests/e2e/test_retrieval.py
 """
@@ -8,10 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,57 +21,14 @@ pytest.importorskip("tantivy")
 
 from eval.http import get, post
 from eval.server import Server
-from eval.world.world import Question, World
-from sglang_chunkcache.bundled_model import model_dir
-from tests.e2e.conftest import STRICT, TIGHT
+from eval.world.world import Question
+from sglang_chunkcache import config, launch_server
+from tests.e2e.conftest import WORLD, K, build_index
 from tests.e2e.test_bad_input import IMAGE, send
 
 pytestmark = pytest.mark.engine
 
 CHAT, RETRIEVE = "/rag/v1/chat/completions", "/rag/v1/retrieve"
-WORLD = World(11, 60)
-K = 4
-"""Passages a question: what the bundled model was trained on."""
-
-
-def build(folder: Path, passages: list[dict[str, str]]) -> None:
-    """Make or extend an index, as a user does."""
-    source = folder.with_suffix(".jsonl")
-    source.write_text("".join(json.dumps(passage) + "\n" for passage in passages), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "retrieval",
-        "build",
-        str(source),
-        "--out",
-        str(folder),
-        "--no-split",
-        "--dim",
-        "64",
-        "--tokenizer",
-        str(model_dir()),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An index of the world's passages."""
-    folder = tmp_path_factory.mktemp("retrieval") / "index"
-    build(folder, [{"id": passage.id, "text": passage.text} for passage in WORLD.passages])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Our server on the bundled model and the index, with a pool that evicts and every check on."""
-    log = tmp_path_factory.mktemp("servers") / "retrieval.log"
-    flags = [*TIGHT, "--enable-metrics", "--index", str(index)]
-    flags += ["--chunkcache-retrieve-k", str(K), "--chunkcache-retrieve-refresh-s", "0.2"]
-    with Server(flags, log=log, env=STRICT) as server:
-        yield server
-        assert server.is_running, f"the server died:\n{server.log_tail(40)}"
 
 
 def questions(count: int) -> list[Question]:
@@ -94,12 +48,12 @@ def found(reply: dict[str, Any]) -> list[str]:
     return [passage["id"] for passage in reply["chunkcache"]["retrieval"]["passages"]]
 
 
-def test_questions_are_answered_from_the_index(server: Server) -> None:
+def test_questions_are_answered_from_the_index(rag_server: Server) -> None:
     """No chunk was sent: what the answers say, the server has found."""
     asked = questions(30)
     right = retrieved = 0
     for question in asked:
-        reply = chat(server, question.question)
+        reply = chat(rag_server, question.question)
         right += reply["choices"][0]["message"]["content"].strip() in question.answers
         retrieved += question.gold_passage_ids[0] in found(reply)
         assert sorted(found(reply)) == sorted(reply["chunkcache"]["order"])
@@ -108,65 +62,65 @@ def test_questions_are_answered_from_the_index(server: Server) -> None:
     assert right >= 27
 
 
-def test_what_is_found_again_is_cached(server: Server) -> None:
+def test_what_is_found_again_is_cached(rag_server: Server) -> None:
     """A passage is the same chunk whenever it is retrieved."""
     question = questions(1)[0].question
-    cold, warm = chat(server, question), chat(server, question)
+    cold, warm = chat(rag_server, question), chat(rag_server, question)
     assert found(warm) == found(cold)
     assert warm["chunkcache"]["chunks_hit"] == K
     assert warm["choices"][0]["message"]["content"] == cold["choices"][0]["message"]["content"]
 
 
-def test_search_alone_finds_the_same(server: Server) -> None:
+def test_search_alone_finds_the_same(rag_server: Server) -> None:
     """Chat and search are one retriever; sent as chunks, the passages make the very same prompt."""
     question = questions(2)[1].question
-    asked = chat(server, question)
-    passages = post(server.url + RETRIEVE, {"query": question})["passages"]
+    asked = chat(rag_server, question)
+    passages = post(rag_server.url + RETRIEVE, {"query": question})["passages"]
     assert [passage["id"] for passage in passages] == found(asked)
     assert all(passage["text"] == WORLD.passage(passage["id"]).text for passage in passages)
     body = {"messages": [{"role": "user", "content": question}], "chunks": passages, "max_tokens": 1}
-    sent = post(server.url + CHAT, body)
+    sent = post(rag_server.url + CHAT, body)
     assert sent["chunkcache"]["retrieval"] is None
     assert sent["chunkcache"]["chunks_hit"] == K
 
 
 @pytest.mark.parametrize("mode", ["fusion", "dense", "bm25"])
-def test_modes_and_times(server: Server, mode: str) -> None:
+def test_modes_and_times(rag_server: Server, mode: str) -> None:
     """The answer says how it was searched and what that took."""
-    retrieval = chat(server, questions(1)[0].question, {"mode": mode, "k": 2})["chunkcache"]["retrieval"]
+    retrieval = chat(rag_server, questions(1)[0].question, {"mode": mode, "k": 2})["chunkcache"]["retrieval"]
     phases = {"fusion": {"encode", "dense", "bm25"}, "dense": {"encode", "dense"}, "bm25": {"bm25"}}[mode]
     assert (retrieval["mode"], retrieval["k"], len(retrieval["passages"])) == (mode, 2, 2)
     assert retrieval["ms"].keys() == {"queued", "read", *phases}
     assert all(value >= 0 for value in retrieval["ms"].values())
 
 
-def test_nothing_found_is_answered_without_chunks(server: Server) -> None:
+def test_nothing_found_is_answered_without_chunks(rag_server: Server) -> None:
     """BM25 knows none of these words."""
-    reply = chat(server, "zzqq xxyy?", {"mode": "bm25"}, max_tokens=2)
+    reply = chat(rag_server, "zzqq xxyy?", {"mode": "bm25"}, max_tokens=2)
     assert (found(reply), reply["chunkcache"]["order"]) == ([], [])
 
 
-def test_conversation_searches_its_last_turns(server: Server) -> None:
+def test_conversation_searches_its_last_turns(rag_server: Server) -> None:
     """A question that names nobody is found by the one before it, and what the prompt shows already is not shown again."""
     (first,) = questions(1)
     messages = [{"role": "user", "content": first.question}]
-    answer = chat(server, messages, conversation_id="talk")
+    answer = chat(rag_server, messages, conversation_id="talk")
     messages += [
         {"role": "assistant", "content": answer["choices"][0]["message"]["content"]},
         {"role": "user", "content": "And what else?"},
     ]
-    alone = chat(server, messages, {"turns": 1}, max_tokens=1)
+    alone = chat(rag_server, messages, {"turns": 1}, max_tokens=1)
     assert alone["chunkcache"]["retrieval"]["query"] == "And what else?"
-    reply = chat(server, messages, {"turns": 2}, conversation_id="talk")
+    reply = chat(rag_server, messages, {"turns": 2}, conversation_id="talk")
     assert reply["chunkcache"]["retrieval"]["query"] == f"{first.question}\nAnd what else?"
     assert first.gold_passage_ids[0] in found(reply)
     assert first.gold_passage_ids[0] in reply["chunkcache"]["dropped"]
     assert reply["chunkcache"]["turns_reused"] == 1
 
 
-def test_stream_says_what_was_found(server: Server) -> None:
+def test_stream_says_what_was_found(rag_server: Server) -> None:
     """In the one event that is ours; with the openai client, as a user writes it."""
-    client = openai.OpenAI(base_url=server.url + "/rag/v1", api_key="none")
+    client = openai.OpenAI(base_url=rag_server.url + "/rag/v1", api_key="none")
     question = questions(3)[2]
     events = list(
         client.chat.completions.create(
@@ -185,37 +139,37 @@ def test_stream_says_what_was_found(server: Server) -> None:
     assert text.strip() in question.answers
 
 
-def test_explain_searches_too(server: Server) -> None:
+def test_explain_searches_too(rag_server: Server) -> None:
     """And runs nothing."""
     question = questions(1)[0].question
     body = {"messages": [{"role": "user", "content": question}], "retrieve": {"k": 2}}
-    plan = post(server.url + "/chunkcache/explain", body)
+    plan = post(rag_server.url + "/chunkcache/explain", body)
     assert sorted(passage["id"] for passage in plan["retrieval"]["passages"]) == sorted(plan["order"])
 
 
-def test_frontend_programs_can_search(server: Server) -> None:
+def test_frontend_programs_can_search(rag_server: Server) -> None:
     """What the endpoint finds is what `chunks` takes."""
     from sglang_chunkcache.lang import ChunkCacheEndpoint, chunks
 
     question = questions(1)[0]
-    passages = ChunkCacheEndpoint(server.url).retrieve(question.question, k=2)
+    passages = ChunkCacheEndpoint(rag_server.url).retrieve(question.question, k=2)
     assert passages[0]["id"] == question.gold_passage_ids[0]
     assert chunks(passages).value.startswith(passages[0]["text"])
 
 
-def test_requests_at_once_are_searched_together(server: Server) -> None:
+def test_requests_at_once_are_searched_together(rag_server: Server) -> None:
     """Whoever waits for the same search is one batch, and finds what it would have found alone."""
 
     def search(question: Question) -> dict[str, Any]:
-        return post(server.url + RETRIEVE, {"query": question.question, "k": 2, "text": False})
+        return post(rag_server.url + RETRIEVE, {"query": question.question, "k": 2, "text": False})
 
     asked = questions(25)
     alone = [search(question)["passages"] for question in asked]
-    before = get(server.url + "/chunkcache/stats")["retrieval"]
+    before = get(rag_server.url + "/chunkcache/stats")["retrieval"]
     with ThreadPoolExecutor(20) as pool:
         replies = list(pool.map(search, asked * 8))
-        answers = list(pool.map(lambda question: chat(server, question.question, max_tokens=1), asked[:20]))
-    after = get(server.url + "/chunkcache/stats")["retrieval"]
+        answers = list(pool.map(lambda question: chat(rag_server, question.question, max_tokens=1), asked[:20]))
+    after = get(rag_server.url + "/chunkcache/stats")["retrieval"]
     assert [reply["passages"] for reply in replies] == alone * 8
     assert all(passages[0]["id"] in found(reply) for passages, reply in zip(alone, answers, strict=False))
     num_searches, num_batches = (after[name] - before[name] for name in ("searches", "batches"))
@@ -226,71 +180,41 @@ def test_requests_at_once_are_searched_together(server: Server) -> None:
 
 MESSAGES = [{"role": "user", "content": "What does Dravex make?"}]
 CASES: list[tuple[str, Any, str]] = [
-    ("retrieve a number", {"retrieve": 5}, "retrieve"),
-    ("retrieve a string", {"retrieve": "yes"}, "retrieve"),
-    ("retrieve a list", {"retrieve": []}, "retrieve"),
-    ("unknown field", {"retrieve": {"top_k": 5}}, "retrieve.top_k"),
-    ("chunks as well", {"retrieve": True, "chunks": [{"text": "x"}]}, "retrieve: not together with chunks"),
-    ("k zero", {"retrieve": {"k": 0}}, "retrieve.k"),
-    ("k negative", {"retrieve": {"k": -3}}, "retrieve.k"),
-    ("k too large", {"retrieve": {"k": 257}}, "retrieve.k"),
-    ("k enormous", {"retrieve": {"k": 10**30}}, "retrieve.k"),
-    ("k true", {"retrieve": {"k": True}}, "retrieve.k"),
-    ("k a float", {"retrieve": {"k": 2.5}}, "retrieve.k"),
-    ("k a string", {"retrieve": {"k": "5"}}, "retrieve.k"),
     ("k not finite", b'{"messages": [], "retrieve": {"k": 1e999}}', "body"),
     ("k not a number", b'{"messages": [], "retrieve": {"k": NaN}}', "body"),
-    ("query empty", {"retrieve": {"query": ""}}, "retrieve.query"),
     ("query blank", {"retrieve": {"query": " \n\t"}}, "retrieve.query"),
-    ("query a number", {"retrieve": {"query": 5}}, "retrieve.query"),
     ("query of a megabyte", {"retrieve": {"query": "x" * 1_000_000}}, "retrieve.query"),
     ("query half a character", b'{"messages": [], "retrieve": {"query": "\\ud800"}}', "body"),
     ("query and turns", {"retrieve": {"query": "x", "turns": 2}}, "retrieve.turns"),
-    ("turns zero", {"retrieve": {"turns": 0}}, "retrieve.turns"),
-    ("turns enormous", {"retrieve": {"turns": 10**9}}, "retrieve.turns"),
-    ("mode unknown", {"retrieve": {"mode": "hybrid"}}, "retrieve.mode"),
-    ("nprobe zero", {"retrieve": {"nprobe": 0}}, "retrieve.nprobe"),
-    ("nprobe enormous", {"retrieve": {"nprobe": 10**12}}, "retrieve.nprobe"),
     ("question empty", {"messages": [{"role": "user", "content": ""}], "retrieve": True}, "messages"),
     ("question an image", {"messages": [{"role": "user", "content": [IMAGE]}], "retrieve": True}, "content"),
     ("question of a megabyte", {"messages": [{"role": "user", "content": "x " * 500_000}], "retrieve": True}, "context"),
     ("last message an answer", {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}], "retrieve": True}, "messages"),
-    ("moved KV on an exact server", {"retrieve": True, "reuse": "fused"}, "--reuse fused"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "field"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_bad_wish_is_refused_by_name(server: Server, body: Any, field: str) -> None:
+def test_bad_wish_is_refused_by_name(rag_server: Server, body: Any, field: str) -> None:
     """A 400 whose text names the field."""
-    status, text = send(server.url + CHAT, body if isinstance(body, bytes) else {"messages": MESSAGES, **body})
+    status, text = send(rag_server.url + CHAT, body if isinstance(body, bytes) else {"messages": MESSAGES, **body})
     assert status == 400, text
     assert field in text
 
 
 SEARCH_CASES: list[tuple[str, Any, str]] = [
-    ("nothing", {}, "query"),
     ("null", None, "body"),
-    ("a list", [], "body"),
     ("not json", b"{", "body"),
     ("query null", {"query": None}, "query"),
-    ("query and messages", {"query": "x", "messages": MESSAGES}, "query"),
     ("query of a megabyte", {"query": "x" * 1_000_000}, "query"),
-    ("turns without messages", {"query": "x", "turns": 2}, "turns"),
-    ("messages of strings", {"messages": ["x"]}, "messages.0"),
-    ("messages of one answer", {"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     ("message without content", {"messages": [{"role": "user"}]}, "messages.0.content"),
     ("message of a nested list", {"messages": [{"role": "user", "content": [["x"]]}]}, "messages.0.content"),
-    ("k true", {"query": "x", "k": True}, "k"),
-    ("k too large", {"query": "x", "k": 100_000}, "k"),
-    ("text a string", {"query": "x", "text": "no"}, "text"),
-    ("unknown field", {"query": "x", "index": "/etc"}, "index"),
 ]
 
 
 @pytest.mark.parametrize(("body", "field"), [case[1:] for case in SEARCH_CASES], ids=[case[0] for case in SEARCH_CASES])
-def test_bad_search_is_refused_by_name(server: Server, body: Any, field: str) -> None:
+def test_bad_search_is_refused_by_name(rag_server: Server, body: Any, field: str) -> None:
     """As above, without a prompt."""
-    status, text = send(server.url + RETRIEVE, body)
+    status, text = send(rag_server.url + RETRIEVE, body)
     assert status == 400, text
     assert json.loads(text)["param"] == field
 
@@ -300,55 +224,57 @@ def test_bad_search_is_refused_by_name(server: Server, body: Any, field: str) ->
     ["🙂 中文 é", "\0", "a\0b", "\u202e", "AND OR NOT (", '"unclosed', "id:5 *:* ~2^3", "x" * 8000, "% ' ; DROP TABLE"],
     ids=lambda query: ascii(query)[:20],
 )
-@pytest.mark.parametrize("mode", ["dense", "bm25", "fusion"])
-def test_odd_query_is_answered(server: Server, query: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("dense", "bm25")), "fusion"]
+)
+def test_odd_query_is_answered(rag_server: Server, query: str, mode: str) -> None:
     """A query is text, never syntax."""
-    status, text = send(server.url + RETRIEVE, {"query": query, "mode": mode})
+    status, text = send(rag_server.url + RETRIEVE, {"query": query, "mode": mode})
     assert status == 200, text
     assert len(json.loads(text)["passages"]) <= K
 
 
-def test_newer_generation_is_served(server: Server, index: Path) -> None:
+def test_newer_generation_is_served(rag_server: Server, index: Path) -> None:
     """The server follows the directory by itself, while it answers."""
     text = "The company Wolfram makes submarines. Wolfram serves Atlantis."
     query = {"query": "Which company makes submarines?", "k": 1, "mode": "bm25"}
-    assert "Wolfram" not in post(server.url + RETRIEVE, query)["passages"][0]["text"]
-    build(index, [{"id": "new", "text": text}])
-    deadline = time.monotonic() + 30
-    while post(server.url + RETRIEVE, query)["passages"][0]["id"] != "new":
-        assert time.monotonic() < deadline, server.log_tail()
+    assert "Wolfram" not in post(rag_server.url + RETRIEVE, query)["passages"][0]["text"]
+    build_index(index, [{"id": "new", "text": text}])
+    deadline = time.monotonic() + 300
+    while post(rag_server.url + RETRIEVE, query)["passages"][0]["id"] != "new":
+        assert time.monotonic() < deadline, rag_server.log_tail()
         time.sleep(0.1)
-    stats = get(server.url + "/chunkcache/stats")["retrieval"]
+    stats = get(rag_server.url + "/chunkcache/stats")["retrieval"]
     assert (stats["generation"], stats["passages"]) == (2, 61)
-    assert found(chat(server, "What?", query)) == ["new"]
+    assert found(chat(rag_server, "What?", query)) == ["new"]
 
 
-def test_damaged_generation_is_not_served(server: Server, index: Path) -> None:
+def test_damaged_generation_is_not_served(rag_server: Server, index: Path) -> None:
     """The old one goes on, and the log says why."""
     manifest = index / "manifest.json"
     whole = manifest.read_text(encoding="utf-8")
     try:
         manifest.write_text(whole.replace('"generation": 2', '"generation": 3').replace('"xxh3": "', '"xxh3": "0'))
-        deadline = time.monotonic() + 30
-        while "newer generation is not served" not in server.log.read_text(errors="replace"):
+        deadline = time.monotonic() + 300
+        while "newer generation is not served" not in rag_server.log.read_text(errors="replace"):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert len(found(chat(server, questions(1)[0].question))) == K
-        assert get(server.url + "/chunkcache/stats")["retrieval"]["generation"] == 2
+        assert len(found(chat(rag_server, questions(1)[0].question))) == K
+        assert get(rag_server.url + "/chunkcache/stats")["retrieval"]["generation"] == 2
     finally:
         manifest.write_text(whole, encoding="utf-8")
 
 
-def test_nothing_is_left_behind(server: Server) -> None:
+def test_nothing_is_left_behind(rag_server: Server) -> None:
     """After all of the above: no plan, no load, nobody waits, no slot is missing, and the counters tell of it."""
-    stats = get(server.url + "/chunkcache/stats")
+    stats = get(rag_server.url + "/chunkcache/stats")
     assert stats["tree"]["open_plans"] == 0
     assert stats["prompt_tokens_in_flight"] == [0]
     assert stats["retrieval"]["waiting"] == 0
     assert stats["searches"]["found"] > 0
     assert stats["searches"]["empty"] > 0
     assert not {"failed", "full"} & stats["searches"].keys()
-    metrics = send(server.url + "/metrics", "GET")[1]
+    metrics = send(rag_server.url + "/metrics", "GET")[1]
     assert 'chunkcache:searches_total{outcome="found"}' in metrics
     assert 'chunkcache:retrieval_seconds_count{phase="encode"}' in metrics
 
@@ -357,7 +283,9 @@ def test_nothing_is_left_behind(server: Server) -> None:
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "another encoder"])
-def test_start_with_a_bad_index_says_why(index: Path, tmp_path: Path, harm: str) -> None:
+def test_start_with_a_bad_index_says_why(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harm: str
+) -> None:
     """Exit code 2 and the reason, before the model is loaded."""
     folder, flags = tmp_path / "index", list[str]()
     if harm != "missing":
@@ -370,7 +298,9 @@ def test_start_with_a_bad_index_says_why(index: Path, tmp_path: Path, harm: str)
     elif harm == "another encoder":
         flags = ["--encoder", str(tmp_path)]
     reason = {"missing": "no index there", "damaged": "checksum", "another encoder": "does not fit"}[harm]
-    command = [sys.executable, "-m", "sglang_chunkcache.launch_server", "--model-path", "bundled"]
-    done = subprocess.run([*command, "--index", str(folder), *flags], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert reason in done.stderr.splitlines()[-1]
+    monkeypatch.setenv(config.ENV_VAR, "")  # what `main` sets is undone
+    monkeypatch.setattr(launch_server, "_run", lambda *args, **kwargs: pytest.fail("the server would start"))
+    with pytest.raises(SystemExit) as caught:
+        launch_server.main(["--model-path", "bundled", "--index", str(folder), *flags])
+    assert caught.value.code == 2
+    assert reason in capsys.readouterr().err.splitlines()[-1]

@@ -52,7 +52,7 @@ def kill_mid_stream(server: Server, request: Request) -> None:
 
 def assert_clean(server: Server) -> None:
     """Idle: every slot is free or evictable, no plan or load is open, and mirror and tree agree."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while True:
         post(server.url + "/rag/v1/chat/completions", body_of(world_requests(1, seed=5)[0], max_tokens=1))
         time.sleep(1.0)
@@ -115,6 +115,7 @@ def test_flush_during_load(rag_server: Server) -> None:
     assert get(rag_server.url + "/chunkcache/stats")["ranks"][0]["mirror"]["restarts"] > restarts
 
 
+@pytest.mark.nightly
 def test_retracted_requests_are_served_in_the_end(retracting_server: Server) -> None:
     """A request taken back matches again with its answer so far behind the prompt; slots and mirror still add up."""
     bodies = [body_of(request, max_tokens=60, ignore_eos=True) for request in world_requests(16, seed=6)]

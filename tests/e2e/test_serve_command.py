@@ -18,6 +18,7 @@ REQUESTS, WARM_UP = 12, 2
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 def test_serve_measures_stock_and_ours_on_the_bundled_model(tmp_path: Path) -> None:
     """From one command to a record: both arms answer every request, and ours says what it reused."""
     command = [sys.executable, "-m", "eval", "serve", "--model-path", "bundled", "--threads", "1", "--out", "run"]

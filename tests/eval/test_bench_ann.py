@@ -8,6 +8,8 @@ import pytest
 from eval.bench.ann import create_mixture, main
 from eval.errors import CommandError
 
+pytestmark = pytest.mark.nightly
+
 SMALL = ["--vectors", "3000", "--clusters", "20", "--dim", "16", "--queries", "64"]
 
 

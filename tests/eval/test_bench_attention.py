@@ -28,6 +28,8 @@ from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.reference import ReferenceAttention
 from tests.reference import flashinfer
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = HeadShape(4, 2, 16, torch.float32)
 CPU = torch.device("cpu")

@@ -12,6 +12,8 @@ from eval.generated_corpus import GeneratedCorpus
 from retrieval.encoder import load_encoder
 from retrieval.index import Index
 
+pytestmark = pytest.mark.nightly
+
 TINY = ["--dim", "16", "--topics", "10", "--words", "20"]
 
 

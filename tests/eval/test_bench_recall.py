@@ -15,6 +15,8 @@ pytest.importorskip("tantivy")
 from eval.bench.recall import main, means
 from eval.errors import CommandError
 
+pytestmark = pytest.mark.nightly
+
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(exist_ok=True)

@@ -6,6 +6,8 @@ import pytest
 
 from eval.bench.tree import main
 
+pytestmark = pytest.mark.nightly
+
 
 def test_bench_reports_times_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     """The last line is JSON; sizes are plausible even of a small tree."""

@@ -26,6 +26,8 @@ from eval.replay.storage import (
     queries,
 )
 
+pytestmark = pytest.mark.nightly
+
 SMALL = ["--queries", "50", "--known-pool", "20", "--shared-pool", "10", "--k", "4", "--seeds", "2"]
 
 

@@ -89,7 +89,9 @@ def test_the_order_of_questions_is_the_seeds(data: Path) -> None:
 
 
 @needs_retrieval
-@pytest.mark.parametrize("retriever", ["bm25", "dense", "fusion"])
+@pytest.mark.parametrize(
+    "retriever", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("bm25", "dense")), "fusion"]
+)
 def test_retrieved_chunks_hold_the_answer_more_often_than_chance(data: Path, retriever: str) -> None:
     """Two of twenty passages would hold it once in ten."""
     found = requests("--task", "nq", "--data", data, "--retriever", retriever, "--k", "2")
@@ -136,7 +138,7 @@ def test_turns_stand_in_order_with_the_data_sets_reply(data: Path) -> None:
 
 
 @needs_retrieval
-@pytest.mark.parametrize("name", ["mtrag", "mtrag-un"])
+@pytest.mark.parametrize("name", ["mtrag", pytest.param("mtrag-un", marks=pytest.mark.nightly)])
 def test_a_conversation_is_searched_in_its_own_domain(data: Path, name: str) -> None:
     """The other domain has the same words, so a search of everything would mix them."""
     found = requests("--task", name, "--data", data, "--retriever", "bm25", "--k", "4")
@@ -399,6 +401,7 @@ def test_real_data_reads(data_dir: Path, name: str) -> None:
 
 @pytest.mark.data
 @needs_retrieval
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["squad", "mtrag-un"])
 def test_real_passages_are_found(data_dir: Path, name: str) -> None:
     """Most questions of SQuAD find their paragraph (recall .95, retrieval/README.md)."""

@@ -126,4 +126,4 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTreeMachine: Any = TreeMachine.TestCase
-TestTreeMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestTreeMachine.settings = settings(stateful_step_count=30)

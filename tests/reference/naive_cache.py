@@ -38,11 +38,12 @@ def num_tokens(path: Path) -> int:
 
 
 class NaiveCache:
-    """Paths with slots, and the promotion marks of chunk paths."""
+    """Paths with slots, and the promotion marks and hits of chunk paths."""
 
     def __init__(self) -> None:
         self.slots: dict[Path, tuple[int, ...]] = {}
         self.marks: dict[Path, bool] = {}
+        self.hits: dict[Path, int] = {}
 
     def match(self, path: Path) -> Path:
         """The longest leading part of `path` that is held."""
@@ -59,10 +60,11 @@ class NaiveCache:
             self.slots.setdefault(path[:length], tuple(slots[position:end]))
             position = end
 
-    def mark(self, path: Path, promoted_len: int, area_len: int) -> None:
-        """Marks along the first chunk area of `path`."""
+    def mark(self, path: Path, promoted_len: int, area_len: int, *, counts_hits: bool) -> None:
+        """Marks along the first chunk area of `path`; a chunk that had one is hit once more."""
         chunks = [path[: i + 1] for i, unit in enumerate(path) if unit[0] == "chunk"]
         for index, chunk_path in enumerate(chunks[:area_len]):
+            self.hits[chunk_path] = self.hits[chunk_path] + counts_hits if chunk_path in self.marks else 0
             self.marks[chunk_path] = index < promoted_len
 
     def evict(self, freed: Iterable[int]) -> None:
@@ -71,6 +73,7 @@ class NaiveCache:
         for path in [path for path, slots in self.slots.items() if gone.intersection(slots)]:
             del self.slots[path]
             self.marks.pop(path, None)
+            self.hits.pop(path, None)
         for path in self.slots:
             assert len(path) == 2 or path[:-1] in self.slots, f"{path} lost what it stands on"
 

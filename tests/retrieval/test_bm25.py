@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from retrieval.bm25 import LANGUAGES, Bm25Index, link_copy
 from retrieval.errors import CorruptIndexError, RetrievalError
+from tests.examples import examples
 from tests.reference.naive_bm25 import bm25_scores, rounded_length
 
 MEMORY = 15_000_000
@@ -57,7 +58,7 @@ def contents_of(folder: Path) -> dict[str, tuple[int, bytes]]:
 # The ranking
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(PASSAGES, st.lists(WORDS | st.just("unknown"), min_size=1, max_size=5), st.integers(1, 12))
 def test_search_equals_naive_bm25(passages: list[list[str]], query: list[str], k: int) -> None:
     """Every score is the formula's, nothing without a shared word is found, and nothing better is left out."""

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from retrieval.index import MANIFEST, VECTORS, Index, read_manifest
 from retrieval.passage import Document
 from retrieval.retriever import Retriever
 from retrieval.splitter import Splitter
+from tests.examples import examples
 from tests.reference.naive_index import NaiveIndex, Served
 from tests.retrieval.small_index import DIM, TOKENS, WordEncoder, build, remove
 
@@ -283,10 +284,6 @@ def dying(stage: str | None, *, after: bool) -> Iterator[Death]:
 
 
 TestIndexMachine: Any = IndexMachine.TestCase
-TestIndexMachine.settings = settings(
-    max_examples=50, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestIndexMachine.settings = settings(max_examples=examples(50), stateful_step_count=12)
 TestWordsMachine: Any = WordsMachine.TestCase
-TestWordsMachine.settings = settings(
-    max_examples=6, stateful_step_count=10, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestWordsMachine.settings = settings(max_examples=examples(6), stateful_step_count=10)

@@ -21,6 +21,7 @@ from torch import Tensor
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, Capacity, FlashInferSparse, tile_rows
 from sglang_chunkcache.attention.reference import attend
+from tests.examples import examples
 from tests.reference import flashinfer
 from tests.sglang_chunkcache.attention.strategies import Case, cases
 from tests.sglang_chunkcache.attention.tolerances import assert_near
@@ -102,7 +103,7 @@ def spied(log: list[str]) -> Any:
 
 
 @every_kernel
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(case=any_pass)
 def test_every_pass_equals_the_reference(kernel: str, case: Case) -> None:
     """Positions empty to all, groups of 1 to 8, pages of 1 and 16 that requests share, keys with gaps."""
@@ -111,7 +112,7 @@ def test_every_pass_equals_the_reference(kernel: str, case: Case) -> None:
 
 
 @every_kernel
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(case=any_pass)
 def test_every_pass_equals_the_reference_with_fixed_buffers(kernel: str, case: Case) -> None:
     """Padding of rows, entries and indices changes nothing."""

@@ -129,6 +129,7 @@ def test_a_row_sees_the_first_keys_up_to_its_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.nvcc
+@pytest.mark.nightly
 @pytest.mark.skipif(
     shutil.which("nvcc") is None or find_spec("flashinfer") is None or shutil.which("ninja") is None,
     reason="needs nvcc, ninja and FlashInfer",

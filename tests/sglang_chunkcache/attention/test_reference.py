@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -34,7 +34,6 @@ def key_positions(request: SparseRequest) -> Tensor:
     return torch.arange(request.num_keys) if request.kv_positions is None else request.kv_positions
 
 
-@settings(deadline=None, max_examples=100)
 @given(cases(max_keys=20, max_requests=2, head_dims=(1, 8, 40), group_sizes=(1, 2, 3)))
 def test_attend_equals_loops_in_float64(case: Case) -> None:
     """Scattered queries, gaps and shared pages: each query sees exactly the keys at or before its position."""
@@ -51,7 +50,6 @@ def test_attend_equals_loops_in_float64(case: Case) -> None:
     assert start == len(got)
 
 
-@settings(deadline=None, max_examples=100)
 @given(cases(dtypes=(torch.float32, *HALF)))
 def test_attend_equals_masked_sdpa(case: Case) -> None:
     """What torch computes in the model's dtype is within that dtype's tolerance: the table is as wide as rounding needs."""
@@ -74,7 +72,6 @@ def test_attend_equals_masked_sdpa(case: Case) -> None:
         assert_near(expected[0].movedim(0, 1), got[rows], case.shape.dtype)
 
 
-@settings(deadline=None, max_examples=100)
 @given(cases(page_sizes=(1,), with_gaps=False))
 def test_halves_merged_by_lse_are_the_whole(case: Case) -> None:
     """lse is the natural logarithm of the softmax's denominator: the weights with which parts are merged follow from it."""
@@ -103,7 +100,6 @@ def test_lse_of_equal_logits_is_the_logarithm_of_the_keys_seen() -> None:
     assert_near(lse, torch.tensor([[1.0, 1.0], [5.0, 5.0]]).log(), torch.float32)
 
 
-@settings(deadline=None, max_examples=100)
 @given(cases(dtypes=HALF))
 def test_reference_attention_is_attend_in_the_model_dtype(case: Case) -> None:
     """Rows stay in the requests' order."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from sglang_chunkcache.attention.base import SparseRequest
 from sglang_chunkcache.attention.reference import attend
 from sglang_chunkcache.attention.sparse_layout import Launch, SparseLayout, page_indices, plan_sparse
+from tests.examples import examples
 from tests.sglang_chunkcache.attention.strategies import Case, cases
 from tests.sglang_chunkcache.attention.tolerances import assert_near
 
@@ -120,7 +121,7 @@ def sizes(launch: Launch) -> list[int]:
     return launch.qo_indptr.diff().tolist()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(cases(head_dims=(8,), group_sizes=(1, 3)), PLANS)
 def test_layout_carried_out_equals_the_reference(case: Case, plan: dict[str, Any]) -> None:
     """Whatever is tiled, cut in two and reordered: each query sees exactly its keys, none twice."""
@@ -131,7 +132,7 @@ def test_layout_carried_out_equals_the_reference(case: Case, plan: dict[str, Any
     assert_near(execute(layout, case), expected, torch.float32)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)), PLANS)
 def test_layout_is_well_formed(case: Case, plan: dict[str, Any]) -> None:
     """What kernels rely on and the result alone does not show: int32, slices of rows, no row without a key."""
@@ -174,7 +175,6 @@ def test_layout_is_well_formed(case: Case, plan: dict[str, Any]) -> None:
         assert covered == list(range(len(visible)))[launch.rows]
 
 
-@settings(deadline=None, max_examples=100)
 @given(cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)), PLANS, st.sampled_from([1, 3, 8, 64]))
 def test_executed_pairs_equal_a_slow_count(case: Case, plan: dict[str, Any], tile_rows: int) -> None:
     """Kernels take rows from the entry's first one on; a causal tile stops at what its last row would see."""
@@ -189,7 +189,7 @@ def test_executed_pairs_equal_a_slow_count(case: Case, plan: dict[str, Any], til
     assert layout.executed_pairs(tile_rows) == pairs
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(["scattered", "clustered"]),
     st.integers(1, 3),
@@ -344,7 +344,6 @@ def test_tiles_grow_until_page_indices_fit(max_indices: int, size: int, run: int
     assert sizes(layout.launches[-1])[-1] == size
 
 
-@settings(deadline=None, max_examples=100)
 @given(cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4)), st.booleans(), st.integers(0, 400))
 def test_page_indices_stay_within_their_maximum(case: Case, two_part: bool, max_indices: int) -> None:
     """Unless one tile a request is still too much, or the runs take more than half."""
@@ -368,7 +367,6 @@ def test_runs_over_the_maximum_do_not_grow_the_tiles() -> None:
     assert sizes(beside) == sizes(alone)
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)), PLANS, st.sampled_from([torch.int32, torch.int64])
 )

@@ -43,9 +43,9 @@ def attend(cls: type, lens: list[tuple[int, int]], dtype: torch.dtype, **kwargs:
 
 
 @pytest.mark.parametrize("lens", [[(0, 7)], [(9, 1)], [(9, 5)], [(40, 13), (0, 3), (1, 1), (20, 20)]], ids=repr)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 def test_equals_sglangs(lens: list[tuple[int, int]], dtype: torch.dtype, tolerance: float) -> None:
-    """Behind prefixes of any length, several sequences at once, grouped heads."""
+    """Behind prefixes of any length, several sequences at once, grouped heads. One key too many is seen in the second digit."""
     expected, got = attend(TorchNativeAttnBackend, lens, dtype), attend(UnpaddedAttention, lens, dtype)
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
 
@@ -54,7 +54,7 @@ def test_blocks_of_queries_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> N
     """A mask that starts anew at each block would hide or show a key too many."""
     whole = attend(UnpaddedAttention, [(17, 23)], torch.float32)
     monkeypatch.setattr(cpu_backend, "BLOCK_ROWS", 5)
-    torch.testing.assert_close(attend(UnpaddedAttention, [(17, 23)], torch.float32), whole, atol=1e-6, rtol=0)
+    torch.testing.assert_close(attend(UnpaddedAttention, [(17, 23)], torch.float32), whole, atol=1e-5, rtol=0)
 
 
 def test_anything_but_causal_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:

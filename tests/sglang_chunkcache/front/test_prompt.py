@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radix_ext import chunk_id
@@ -22,6 +22,7 @@ from sglang_chunkcache.front.prompt import (
     read_template,
     text_of,
 )
+from tests.examples import examples
 from tests.reference.tiny_tokenizer import CHAT_TEMPLATE, make_spaced_tokenizer, make_tokenizer
 
 TRIMMING = (
@@ -106,7 +107,7 @@ def test_later_turn_continues_the_earlier_one(kind: str, template: str) -> None:
     assert got == expected.replace(" Bako.", "Bako.") if template == "alternating" else got == expected
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60))
 @given(st.sampled_from(list(MAKERS)), st.lists(st.text(min_size=1, max_size=12), max_size=3), st.text(max_size=12))
 def test_any_text_round_trips(kind: str, chunks: list[str], question: str) -> None:
     """Unicode, control characters, template-like text: nothing changes between chunks."""

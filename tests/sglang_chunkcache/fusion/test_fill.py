@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,11 +40,12 @@ from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.fusion.store import Variant
 from sglang_chunkcache.wire.spans import ReuseRequest
-from tests.runners import FAMILIES, kv_of, logits_of, make_row, make_runner, prefill, write_model
+from tests import models
+from tests.models import FAMILIES, kv_of, logits_of, make_row, prefill
 
 pytestmark = pytest.mark.engine
 
-TOLERANCES = {"float32": 5e-5, "bfloat16": 1e-1}
+TOLERANCES = {torch.float32: 5e-5, torch.bfloat16: 1e-1}
 """As in test_recompute.py, and a key that goes by way of the store is rounded twice more."""
 LENS = {"head": 5, "A": 30, "B": 20, "text": 4, "C": 25, "D": 15, "E": 20}
 PROMPT = ("head", "A", "B", "text", "C", "D", "E")
@@ -142,31 +144,40 @@ class Scene:
         return torch.stack(kv_of(self.runner, slots))
 
     def assert_close(self, got: Tensor, expected: Tensor) -> None:
-        torch.testing.assert_close(got, expected, rtol=0, atol=self.runner.tolerance)
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCES[self.runner.dtype])
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*((f, "float32") for f in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")],
-    ids="-".join,
-)
-def any_scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """Every family."""
-    return make_scene(tmp_path_factory, *request.param)
+MODELS = [*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")]
+
+
+def every_model(*selectors: str) -> pytest.MarkDecorator:
+    """Every selector on one model, and one selector on one model of each kind; all on all nightly."""
+
+    def marks(model: tuple[str, str], selector: str) -> Any:
+        is_one_of_each = model[0] == "stablelm" or model in (("qwen3_yarn", "float32"), ("llama", "bfloat16"))
+        by_default = model == MODELS[0] or (is_one_of_each and selector == selectors[0])
+        return () if by_default else pytest.mark.nightly
+
+    cases = [
+        pytest.param(model, selector, marks=marks(model, selector), id="-".join((*model, selector)))
+        for model in MODELS
+        for selector in selectors
+    ]
+    return pytest.mark.parametrize(("scene", "selector"), cases, indirect=["scene"])
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+def make_scene() -> Callable[[str, str], Scene]:
+    """What a scene leaves in the pool stays until another file's tests take it."""
+    return cache(lambda family, dtype: Scene(models.runner(family, dtype)))
+
+
+@pytest.fixture(params=[pytest.param(MODELS[0], id="-".join(MODELS[0]))])
+def scene(request: pytest.FixtureRequest, make_scene: Callable[[str, str], Scene]) -> Iterator[Scene]:
     """One family, for what does not depend on it."""
-    return make_scene(tmp_path_factory, "llama", "float32")
-
-
-def make_scene(tmp_path_factory: pytest.TempPathFactory, family: str, dtype: str) -> Scene:
-    path = tmp_path_factory.mktemp(family)
-    write_model(path, family, dtype=getattr(torch, dtype))
-    runner = make_runner(path, dtype=dtype)
-    runner.tolerance = TOLERANCES[dtype]
-    return Scene(runner)
+    scene = make_scene(*request.param)
+    yield scene
+    models.assert_given_back(scene.runner)
 
 
 def asked(selector: str, ratio: float, **fields: Any) -> ReuseRequest:
@@ -181,10 +192,9 @@ def offsets_of(names: Sequence[str]) -> Tensor:
 # Everything, nothing
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_everything_recomputed_is_a_prefill(any_scene: Scene, selector: str) -> None:
+@every_model("query", "first", "random", "h2o", "deviation", "context")
+def test_everything_recomputed_is_a_prefill(scene: Scene, selector: str) -> None:
     """From device and host, over gaps: the KV of all layers and the next token."""
-    scene = any_scene
     move = scene.move(asked(selector, 1.0))
     scene.fusion_pass.run([move])
     scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
@@ -193,10 +203,9 @@ def test_everything_recomputed_is_a_prefill(any_scene: Scene, selector: str) -> 
     assert move.fallbacks == []
 
 
-@pytest.mark.parametrize("selector", ["none", "first", "set"])
-def test_nothing_recomputed_is_moved_alone(any_scene: Scene, selector: str) -> None:
+@every_model("none", "first", "set")
+def test_nothing_recomputed_is_moved_alone(scene: Scene, selector: str) -> None:
     """Layer 0 sees no context, so it is as prefilled, everywhere; above, chunks bring what they saw elsewhere."""
-    scene = any_scene
     move = scene.move(asked(selector, 0.0))
     scene.fusion_pass.run([move])
     got, full = scene.kv(move.slots), scene.kv(REFERENCE[:END])
@@ -204,7 +213,7 @@ def test_nothing_recomputed_is_moved_alone(any_scene: Scene, selector: str) -> N
     for name in "ABCE":
         here, there = torch.arange(*HERE[name]), torch.arange(*THERE[name])
         assert torch.equal(got[1][:, here], scene.kv(SOURCE[there])[1])
-    assert float((got - full).abs().max()) > 10 * scene.runner.tolerance
+    assert float((got - full).abs().max()) > 10 * TOLERANCES[scene.runner.dtype]
     assert move.recomputed_len == 0
     assert scene.answer().isfinite().all()
 
@@ -245,10 +254,11 @@ def test_all_attentions_agree(scene: Scene, selector: str) -> None:
         assert again.fallbacks == working.fallbacks
 
 
-def test_everything_recomputed_sparsely_is_a_prefill(any_scene: Scene) -> None:
+@every_model("first")
+def test_everything_recomputed_sparsely_is_a_prefill(scene: Scene, selector: str) -> None:
     """As with the mask: ratio 1 is no approximation."""
-    scene, sparse = any_scene, sparse_pass(any_scene)
-    move = scene.move(asked("first", 1.0))
+    sparse = sparse_pass(scene)
+    move = scene.move(asked(selector, 1.0))
     sparse.run([move])
     scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
     scene.assert_close(scene.answer(), scene.logits)

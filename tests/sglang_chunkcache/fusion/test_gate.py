@@ -23,8 +23,8 @@ from sglang_chunkcache.attention.sparse_layout import SparseLayout, page_indices
 from sglang_chunkcache.fusion import gate
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention, run_gate
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from tests.models import FAMILIES, make_runner, write_model
 from tests.reference import flashinfer
-from tests.runners import FAMILIES, make_runner, write_model
 
 FIGURES = GateFigures(
     moved_ulps=1.0,

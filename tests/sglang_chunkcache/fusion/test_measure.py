@@ -25,8 +25,9 @@ from sglang_chunkcache.fusion.measure import (
     score_chunks,
 )
 from sglang_chunkcache.fusion.recompute import run_virtual
+from tests import models
+from tests.models import NUM_LAYERS, kv_of, make_row, prefill
 from tests.reference.attention import attend
-from tests.runners import NUM_LAYERS, kv_of, make_row, make_runner, prefill, write_model
 
 NUM_TOKENS = 48
 PREFIX, CHUNKS, END = 10, ((10, 22), (22, 27), (27, 40)), 40
@@ -35,11 +36,11 @@ OTHERS = torch.arange(300, 300 + NUM_TOKENS)
 ATOL = 1e-4
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "stablelm"])
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp(request.param)
-    write_model(path, request.param)
-    return make_runner(path)
+@pytest.fixture(params=["llama", pytest.param("qwen3", marks=pytest.mark.nightly), "stablelm"])
+def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
+    runner = models.runner(request.param)
+    yield runner
+    models.assert_given_back(runner)
 
 
 def make_tokens(seed: int, num_tokens: int = NUM_TOKENS) -> Tensor:
@@ -249,11 +250,9 @@ def test_ranks_add_up_their_heads(runner: Any, monkeypatch: pytest.MonkeyPatch) 
     assert sources == [0, 0, 0]
 
 
-def test_a_model_of_one_layer_is_compared_in_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_model_of_one_layer_is_compared_in_it() -> None:
     """There the K/V differs only where other tokens stand in the pool."""
-    path = tmp_path_factory.mktemp("one_layer")
-    write_model(path, "llama", num_layers=1)
-    runner = make_runner(path)
+    runner = models.runner("llama", num_layers=1)
     tokens, others = make_tokens(0), make_tokens(0)
     others[30] = (others[30] + 1) % 128
     prefill(runner, others.tolist(), SLOTS)

@@ -10,7 +10,7 @@ All through cache, fuser and fusion pass as the server has them; only SGLang's s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,15 +32,16 @@ from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.store import ChunkStore
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.wire.spans import ANSWER_KEY, ReuseRequest
+from tests import models
+from tests.models import POOL_SLOTS, kv_of
 from tests.reference.fused_scheduler import ROOMY
 from tests.reference.scheduler import FakeReq, Scheduler, config, marked
-from tests.runners import POOL_SLOTS, kv_of, make_runner, write_model
 from tests.sglang_chunkcache.fusion.test_recompute import make_attention
 
 pytestmark = pytest.mark.engine
 
-TOLERANCES = {"float32": 5e-5, "bfloat16": 1e-1}
-"""As in test_fusion_pass.py."""
+TOLERANCES = {torch.float32: 5e-5, torch.bfloat16: 1e-1}
+"""As in test_fill.py."""
 _GENERATOR = torch.Generator().manual_seed(11)
 LENS = {"head": 5, "A": 14, "D": 14, "E": 14, "B": 24, "question": 6, "F": 14}
 TOKENS = {name: torch.randint(0, 128, (n,), generator=_GENERATOR).tolist() for name, n in LENS.items()}
@@ -144,15 +145,18 @@ def answer(scheduler: EngineScheduler, reqs: Sequence[FakeReq]) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=[("llama", "float32"), ("qwen3", "float32"), ("llama", "bfloat16")], ids="-".join
+    params=[
+        ("llama", "float32"),
+        pytest.param(("qwen3", "float32"), marks=pytest.mark.nightly),
+        pytest.param(("llama", "bfloat16"), marks=pytest.mark.nightly),
+    ],
+    ids="-".join,
 )
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    family, dtype = request.param
-    path = tmp_path_factory.mktemp(family)
-    write_model(path, family, dtype=getattr(torch, dtype))
-    runner = make_runner(path, dtype=dtype)
-    runner.tolerance = TOLERANCES[dtype]
-    return runner
+def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
+    runner = models.runner(*request.param)
+    yield runner
+    runner.token_to_kv_pool_allocator.clear()  # what the schedulers' trees hold
+    runner.req_to_token_pool.clear()
 
 
 def alone(runner: Any, first: str, reuse: ReuseRequest | None) -> tuple[Tensor, list[Tensor]]:
@@ -199,9 +203,9 @@ def test_requests_recompute_different_tokens_of_one_chunk(runner: Any, attention
     assert torch.equal(scheduler.kv(source), before)
     for req, (kv, logits) in zip((owner, one, two, three), expected, strict=True):
         got = scheduler.kv(scheduler.slots(req, 0, req.filled))
-        torch.testing.assert_close(got, kv, rtol=0, atol=runner.tolerance)
+        torch.testing.assert_close(got, kv, rtol=0, atol=TOLERANCES[runner.dtype])
         torch.testing.assert_close(
-            torch.stack(scheduler.logits[req]), torch.stack(logits), rtol=0, atol=runner.tolerance
+            torch.stack(scheduler.logits[req]), torch.stack(logits), rtol=0, atol=TOLERANCES[runner.dtype]
         )
     for req, num in zip((one, two, three), (10, 10, 24), strict=True):
         assert (report(req)["shared"], report(req)["recomputed"]) == (LENS["B"] - num, num)
@@ -227,7 +231,9 @@ def test_those_who_share_go_on_without_the_owner(runner: Any) -> None:
             buffer[slot] = float("nan")
     for token in ANSWER[1:]:
         scheduler.step([req], token)
-    torch.testing.assert_close(torch.stack(scheduler.logits[req]), torch.stack(logits), rtol=0, atol=runner.tolerance)
+    torch.testing.assert_close(
+        torch.stack(scheduler.logits[req]), torch.stack(logits), rtol=0, atol=TOLERANCES[runner.dtype]
+    )
     scheduler.check([req])
 
 
@@ -252,7 +258,7 @@ def test_failing_pass_leaves_shared_slots_alone(runner: Any, monkeypatch: pytest
     scheduler.admit(req, 1000)
     assert torch.equal(scheduler.kv(source), before)
     got = scheduler.kv(scheduler.slots(req, 0, PROMPT_LEN))
-    torch.testing.assert_close(got, full, rtol=0, atol=runner.tolerance)
+    torch.testing.assert_close(got, full, rtol=0, atol=TOLERANCES[runner.dtype])
     scheduler.sample(req, ANSWER[0])
     assert (report(req)["fallbacks"], report(req)["shared"]) == (["pass_failed"], 0)
     scheduler.check([owner, req])

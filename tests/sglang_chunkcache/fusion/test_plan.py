@@ -20,6 +20,7 @@ from sglang_chunkcache.fusion.plan import Candidate, Limits, ReusePlan, make_pla
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
 from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.wire.spans import ReuseRequest
+from tests.examples import examples
 from tests.reference.moved_chunks import cases, ids, make_request, make_scores
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
@@ -195,7 +196,7 @@ def test_reasons_add_up() -> None:
     assert plan_of("AAABBCCC.", "AC", limits=limits) == ReusePlan((), ("gap_too_long", "not_worth_it"))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), case=cases())
 def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[list[MovedChunk], Evidence]) -> None:
     """Slots are reserved for as many: of any of the chunks, at any ratio, alpha or ablation."""
@@ -375,7 +376,6 @@ def layouts(draw: st.DrawFn) -> str:
     return "".join(draw(st.lists(parts, max_size=9)))
 
 
-@settings(deadline=None)
 @given(st.data(), layouts())
 def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
     """Any prompt, any sources, any limits: the same promise for the same reasons, without holes, whole chunks only."""

@@ -15,12 +15,13 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_chunkcache.fusion.plan import Limits
 from sglang_chunkcache.wire.spans import ANSWER_KEY, ReuseRequest
+from tests.examples import examples
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
 from tests.reference.scheduler import FakeReq, config, marked
 
@@ -389,11 +390,6 @@ class SharingMachine(FuserMachine):
     lose_the_store = None  # type: ignore[assignment]
 
 
-SETTINGS = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SETTINGS = settings(max_examples=examples(150), stateful_step_count=40)
 FuserMachine.TestCase.settings = SharingMachine.TestCase.settings = SETTINGS
 TestFuserMachine, TestSharingMachine = FuserMachine.TestCase, SharingMachine.TestCase

@@ -1,13 +1,14 @@
 """Passes over real SGLang models: recomputing everything is an ordinary prefill, recomputing some equals the oracle.
 
-One runner a family, each about a second. Regions to be recomputed are filled with NaN first, so that reading one stale key or
-value anywhere is seen.
+A family of each kind by default, all of them nightly. Regions to be recomputed are filled with NaN first, so that reading one
+stale key or value anywhere is seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,11 @@ from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.masked import Observer, StopPass
 from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.fusion.recompute import PassSequence, PlanError, run_pass, run_virtual
+from tests import models
+from tests.models import FAMILIES, MAX_REQUESTS, kv_of, logits_of, make_row, prefill
 from tests.reference import flashinfer
-from tests.runners import FAMILIES, MAX_REQUESTS, kv_of, logits_of, make_row, make_runner, prefill, write_model
 
-TOLERANCES = {"float32": 3e-5, "float16": 1.5e-2, "bfloat16": 1e-1}
+TOLERANCES = {torch.float32: 3e-5, torch.float16: 1.5e-2, torch.bfloat16: 1e-1}
 """Largest difference of K, V (up to 5 in size) and logits, by dtype: sums in another order, three layers deep. bfloat16 has
 steps of 0.03 there, float16 of 0.004."""
 
@@ -35,33 +37,53 @@ NUM_TOKENS = 200
 REFERENCE = torch.arange(1, 1 + NUM_TOKENS)
 TARGET = torch.arange(1000, 1000 + NUM_TOKENS).flip(0)
 
-MODELS = [*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")]
-HALVES = [*((family, "float16", 64) for family in FAMILIES), ("llama", "bfloat16", 64)]
+Model = tuple[str, str] | tuple[str, str, int]
+"""Family, dtype, and the size of a head where it is not the family's own."""
+
+MODELS: list[Model] = [*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")]
+HALVES: list[Model] = [*((family, "float16", 64) for family in FAMILIES), ("llama", "bfloat16", 64)]
 """What FlashInfer takes."""
-ATTENDED: list[tuple[Sequence[Any], str]] = [(model, name) for model in MODELS for name in ("masked", "reference")]
-ATTENDED += [(model, name) for model in HALVES for name in KERNELS]
+DEFAULT: list[Model] = [
+    ("llama", "float32"),
+    ("qwen3_yarn", "float32"),
+    ("stablelm", "float32"),
+    ("llama", "bfloat16"),
+    ("llama", "float16", 64),
+]
+"""One of each kind of rotation, norm and bias; the rest is swept nightly."""
+
+
+def name_of(model: Any) -> str:
+    return model if isinstance(model, str) else "-".join(map(str, model))
+
+
+def of(model: Model, *more: str) -> Any:
+    marks = () if model in DEFAULT else pytest.mark.nightly
+    return pytest.param(model, *more, marks=marks, id="-".join(map(name_of, (model, *more))))
+
 
 every_attention = pytest.mark.parametrize(
-    ("runner", "sparse"), ATTENDED, indirect=True, ids=lambda param: param if isinstance(param, str) else name_of(param)
+    ("runner", "sparse"),
+    [
+        *(of(model, name) for model in MODELS for name in ("masked", "reference")),
+        *(of(model, name) for model in HALVES for name in KERNELS),
+    ],
+    indirect=True,
 )
+one_family = pytest.mark.parametrize("runner", [of(MODELS[0])], indirect=True)
+"""For what does not depend on it."""
 
 
-def name_of(model: Sequence[Any]) -> str:
-    return "-".join(map(str, model))
-
-
-@pytest.fixture(scope="module", params=MODELS, ids=name_of)
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A ModelRunner of each family and dtype; `tolerance` is what its results may differ by."""
+@pytest.fixture(params=[of(model) for model in MODELS])
+def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A ModelRunner of each family and dtype."""
     family, dtype, *head_dim = request.param
-    path = tmp_path_factory.mktemp(family)
-    write_model(path, family, dtype=getattr(torch, dtype), head_dim=head_dim[0] if head_dim else None)
-    runner = make_runner(path, dtype=dtype)
-    runner.tolerance = TOLERANCES[dtype]
-    return runner
+    runner = models.runner(family, dtype, head_dim=head_dim[0] if head_dim else None)
+    yield runner
+    models.assert_given_back(runner)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sparse(request: pytest.FixtureRequest, runner: Any) -> SparseAttention | None:
     """What the pass attends with; FlashInfer is the torch model of it."""
     return make_attention(runner, request.param)
@@ -95,19 +117,19 @@ def spoil(runner: Any, slots: Tensor) -> None:
 
 def assert_same_kv(runner: Any, slots: Tensor, others: Tensor) -> None:
     for ours, theirs in zip(kv_of(runner, slots), kv_of(runner, others), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=runner.tolerance)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCES[runner.dtype])
 
 
 def assert_same_answer(runner: Any, hidden: Tensor, logits: Tensor) -> None:
     """Logits within tolerance, and the same greedy token unless SGLang's own two best are closer than that."""
     ours = logits_of(runner, hidden)
-    torch.testing.assert_close(ours, logits, rtol=0, atol=runner.tolerance)
+    torch.testing.assert_close(ours, logits, rtol=0, atol=TOLERANCES[runner.dtype])
     assert int(ours.argmax()) == int(logits.argmax()) or not is_decided(runner, logits)
 
 
 def is_decided(runner: Any, logits: Tensor) -> bool:
     best, second = logits.topk(2).values.tolist()
-    return bool(best - second > runner.tolerance)
+    return bool(best - second > TOLERANCES[runner.dtype])
 
 
 def sequences_of(tokens: Tensor, slots: Tensor, start: int, run_len: int) -> list[PassSequence]:
@@ -201,7 +223,7 @@ def test_some_tokens_equal_virtual_sequences(runner: Any, sparse: SparseAttentio
             runs=runs_of(positions.tolist()),
             token_ids=prompt.tolist(),
         )
-        torch.testing.assert_close(part, expected, rtol=0, atol=runner.tolerance)
+        torch.testing.assert_close(part, expected, rtol=0, atol=TOLERANCES[runner.dtype])
         assert_same_kv(runner, row, REFERENCE)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old[:, ~written], new[:, ~written])
@@ -237,6 +259,7 @@ def test_one_request_builds_on_anothers_region(
     assert_same_answer(runner, hidden[len(tail) - 1 if reader_first else -1], logits)
 
 
+@one_family
 def test_gaps_are_left_out(runner: Any, prompt: Tensor) -> None:
     """Positions that are missing are not seen: filled with NaN or with anything, the same comes out."""
     prefill(runner, prompt.tolist(), REFERENCE)
@@ -251,6 +274,7 @@ def test_gaps_are_left_out(runner: Any, prompt: Tensor) -> None:
     assert torch.equal(before, after)
 
 
+@one_family
 def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> None:
     """Of tokens that are written, too: by number of keys, not by position."""
     there = torch.tensor([p for p in range(100) if not 20 <= p < 50])
@@ -265,7 +289,7 @@ def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> N
         written.append((hidden, *kv_of(runner, REFERENCE[chosen])))
     for masked, sparse in zip(*written, strict=True):
         assert masked.isfinite().all()
-        torch.testing.assert_close(sparse, masked, rtol=0, atol=runner.tolerance)
+        torch.testing.assert_close(sparse, masked, rtol=0, atol=TOLERANCES[runner.dtype])
 
 
 def test_reading_only_equals_prefill_and_writes_nothing(runner: Any, prompt: Tensor) -> None:
@@ -298,6 +322,7 @@ class StopAt(Observer):
             raise StopPass
 
 
+@one_family
 def test_an_observer_may_end_the_pass(runner: Any, prompt: Tensor) -> None:
     """Later layers are not run, and SGLang's forward context is as before."""
     prefill(runner, prompt.tolist(), REFERENCE)
@@ -323,6 +348,7 @@ class Shuffling(ReferenceAttention):
         return super().run(queries.roll(-3, 0), keys, values).roll(3, 0)
 
 
+@one_family
 def test_the_plans_order_is_undone(runner: Any, prompt: Tensor) -> None:
     """Tokens, positions and slots go in by it, hidden states come back without it."""
     logits = prefill(runner, prompt.tolist(), REFERENCE)
@@ -342,6 +368,7 @@ class Planless(ReferenceAttention):
         raise RuntimeError("no workspace")
 
 
+@one_family
 def test_a_pass_without_a_plan_writes_nothing(runner: Any, prompt: Tensor) -> None:
     """So that the same pass can run without the sparse attention."""
     everything = torch.arange(runner.token_to_kv_pool.get_key_buffer(0).shape[0])
@@ -354,6 +381,7 @@ def test_a_pass_without_a_plan_writes_nothing(runner: Any, prompt: Tensor) -> No
     assert not has_forward_context()
 
 
+@one_family
 def test_sparse_attention_is_for_passes_that_only_write(runner: Any, prompt: Tensor) -> None:
     """Observers need the mask's weights; what is only read is not in the pool."""
     planless = Planless(HeadShape(4, 2, 16, torch.float32), scale=1.0)
@@ -365,7 +393,13 @@ def test_sparse_attention_is_for_passes_that_only_write(runner: Any, prompt: Ten
     assert_same_kv(runner, TARGET, REFERENCE)
 
 
-@pytest.mark.parametrize("name", ["masked", "reference"])
+NO_MODEL = SimpleNamespace(device="cpu")
+no_model = pytest.mark.parametrize(
+    "sparse", [None, ReferenceAttention(HeadShape(4, 2, 16, torch.float32), scale=1.0)], ids=["masked", "reference"]
+)
+
+
+@no_model
 @pytest.mark.parametrize(
     ("positions", "kv_positions", "message"),
     [
@@ -377,19 +411,19 @@ def test_sparse_attention_is_for_passes_that_only_write(runner: Any, prompt: Ten
     ids=str,
 )
 def test_impossible_sequences_are_refused(
-    runner: Any, prompt: Tensor, name: str, positions: list[int], kv_positions: Sequence[int], message: str
+    prompt: Tensor, sparse: SparseAttention | None, positions: list[int], kv_positions: Sequence[int], message: str
 ) -> None:
-    """By the same words, whatever attends."""
+    """By the same words, whatever attends; before anything of the model is touched."""
     out_slots = REFERENCE[torch.tensor(positions)]
     sequence = PassSequence(prompt[:2], torch.tensor(positions), REFERENCE[:9], torch.tensor(kv_positions), out_slots)
     with pytest.raises(ValueError, match=message):
-        run_pass(runner, [sequence], sparse=make_attention(runner, name))
+        run_pass(NO_MODEL, [sequence], sparse=sparse)
 
 
-@pytest.mark.parametrize("name", ["masked", "reference"])
-def test_nothing_to_run_is_refused(runner: Any, name: str) -> None:
+@no_model
+def test_nothing_to_run_is_refused(sparse: SparseAttention | None) -> None:
     with pytest.raises(ValueError, match="sequences: expected at least one"):
-        run_pass(runner, [], sparse=make_attention(runner, name))
+        run_pass(NO_MODEL, [], sparse=sparse)
 
 
 @pytest.mark.parametrize(
@@ -403,6 +437,6 @@ def test_nothing_to_run_is_refused(runner: Any, name: str) -> None:
         ([(2, 5), (4, 9)], "run at 4 starts before"),
     ],
 )
-def test_impossible_runs_are_refused(runner: Any, prompt: Tensor, runs: list[tuple[int, int]], message: str) -> None:
+def test_impossible_runs_are_refused(prompt: Tensor, runs: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run_virtual(runner, req_pool_index=1, runs=runs, token_ids=prompt.tolist())
+        run_virtual(NO_MODEL, req_pool_index=1, runs=runs, token_ids=prompt.tolist())

@@ -33,6 +33,7 @@ from triton.runtime import interpreter
 
 from sglang_chunkcache.fusion import relocate_kernel
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from tests.examples import examples
 from tests.sglang_chunkcache.fusion.test_relocate import CASES, DTYPES, random_positions, table_of
 
 KINDS = ("move", "write", "read")
@@ -173,7 +174,7 @@ shapes = st.builds(
 @example("move", Shape("interleaved", torch.bfloat16, num_heads=3, behind=1, dropped=6), 2, 3)
 @example("write", Shape("partial", torch.bfloat16, num_layers=3, num_heads=5, behind=48, v_head_dim=7), 4, 9)
 @example("read", Shape("interleaved", torch.float32, num_heads=1), 1, 1)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_equals_torch(rig: Rig, kind: str, shape: Shape, block: int, num_tokens: int) -> None:
     """Over families, dtypes, odd sizes, block edges and scattered slots; what is no target keeps every bit."""
     row = shape.num_heads * max(shape.head_dim, shape.v_head_dim) * shape.dtype.itemsize
@@ -303,6 +304,7 @@ def ptx_of(kind: str, dtype: torch.dtype, *, num_heads: int, head_dim: int, num_
 
 
 @pytest.mark.nvcc
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "dtype", "is_neox"), [*product(KINDS, DTYPES, [True, False])], ids=str)
 def test_compiled_moves_sixteen_bytes_at_a_time(kind: str, dtype: torch.dtype, is_neox: bool) -> None:
     """Of eight heads of 128: no narrower access but to addresses and slots, no number stored twice or by two."""
@@ -314,6 +316,7 @@ def test_compiled_moves_sixteen_bytes_at_a_time(kind: str, dtype: torch.dtype, i
 
 
 @pytest.mark.nvcc
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiled_rounds_as_torch_does(dtype: torch.dtype) -> None:
     """Products and sums each on their own, to the nearest; subnormals kept."""
@@ -327,6 +330,7 @@ def test_compiled_rounds_as_torch_does(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.nvcc
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize(("num_heads", "head_dim", "num_pairs"), [(3, 80, 40), (5, 33, 16), (1, 576, 32), (32, 96, 24)])
 def test_compiles_for_odd_sizes(num_heads: int, head_dim: int, num_pairs: int, is_neox: bool) -> None:

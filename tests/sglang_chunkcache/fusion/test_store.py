@@ -415,4 +415,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine: Any = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestStoreMachine.settings = settings(stateful_step_count=30)

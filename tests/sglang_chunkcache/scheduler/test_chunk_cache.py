@@ -25,6 +25,7 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, chain_id_of, is_promoted
 from sglang_chunkcache.wire.events import Batch, Evicted, Inserted
 from sglang_chunkcache.wire.spans import ANSWER_KEY
+from tests.examples import examples
 from tests.reference.chains import chain_of
 from tests.reference.scheduler import SECRET, FakeReq, Scheduler, config, marked, walk
 
@@ -342,7 +343,7 @@ def test_only_others_requests_keep_a_chunk(is_later_turn: bool) -> None:
 
 
 @pytest.mark.parametrize("eviction", ["reused", "promoted", "lru"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_plain_traffic_equals_stock(eviction: str, data: st.DataObject) -> None:
     """Requests without spans: same matches, same slots, same evictions as SGLang's own cache."""

@@ -7,15 +7,18 @@ twice or not at all, lead the front's mirror to the tree's digest once everythin
 
 from __future__ import annotations
 
+import time
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -25,6 +28,7 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.eviction import chain_id_of
 from sglang_chunkcache.wire.events import Batch
 from sglang_chunkcache.wire.spans import ANSWER_KEY
+from tests.examples import examples
 from tests.reference.naive_cache import NaiveCache, Path, num_tokens, units
 from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
 
@@ -33,6 +37,16 @@ CHUNKS = ((1, 2, 3, 4), (1, 2, 5), (1, 2, 3, 4, 6), (7, 8))  # they begin alike,
 HEADS = ((), (9,), (1, 2), (9, 1, 2, 3, 4))  # some look like chunks
 TAILS = ((), (1, 2, 3), (3, 3), (10, 11, 12))
 SALTS = (None, None, "salt")
+REQUEST: dict[str, Any] = {
+    "head": st.sampled_from(HEADS),
+    "areas": st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2),
+    "tail": st.sampled_from(TAILS),
+    "salt": st.sampled_from(SALTS),
+    "promoted_len": st.integers(0, 3),
+    "is_plain": st.sampled_from([False, False, True]),
+    "ack": st.integers(0, 9),
+    "like": st.integers(0, 3),
+}
 
 
 @dataclass
@@ -45,6 +59,7 @@ class Live:
     promoted_len: int
     locked: Path = ()
     sampled: bool = False
+    inserted: bool = False
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -52,12 +67,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         admission=st.sampled_from(["all", "promoted"]),
-        eviction=st.sampled_from(["promoted", "lru"]),
+        eviction=st.sampled_from(["reused", "reused", "promoted", "lru"]),
+        window=st.integers(1, 5),
         force_miss=st.sampled_from([False, False, False, True]),
     )
-    def start(self, admission: str, eviction: str, force_miss: bool) -> None:
-        self.admission, self.by_mark = admission, eviction == "promoted"
-        self.scheduler = Scheduler(CAPACITY, config(admission=admission, eviction=eviction), force_miss=force_miss)
+    def start(self, admission: str, eviction: str, window: int, force_miss: bool) -> None:
+        self.admission, self.eviction, self.window = admission, eviction, window
+        knobs = config(admission=admission, eviction=eviction, window_requests=window)
+        self.scheduler = Scheduler(CAPACITY, knobs, force_miss=force_miss)
+        self.inserts: list[float] = []
+        """When each request came into the tree for the first time."""
         self.model = NaiveCache()
         self.live: list[Live] = []
         self.shapes: list[tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]] = []
@@ -69,18 +88,20 @@ class CacheMachine(RuleBasedStateMachine):
     # A request's life
 
     @precondition(lambda self: len(self.live) < 4)
-    @rule(
-        head=st.sampled_from(HEADS),
-        areas=st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2),
-        tail=st.sampled_from(TAILS),
-        salt=st.sampled_from(SALTS),
-        promoted_len=st.integers(0, 3),
-        is_plain=st.sampled_from([False, False, True]),
-        ack=st.integers(0, 9),
-        piece=st.integers(1, 9),
-        like=st.integers(0, 3),
-    )
-    def admit(
+    @rule(piece=st.integers(1, 9), **REQUEST)
+    def admit(self, piece: int, **drawn: Any) -> None:
+        self._admit(self._make(**drawn), piece)
+
+    @rule(token=st.integers(1, 4), **REQUEST)
+    def serve(self, token: int, **drawn: Any) -> None:
+        """From the queue to its only token, if there is room: this fills the tree."""
+        live = self._make(**drawn)
+        self._admit(live, len(live.req.all_ids))
+        if live in self.live:
+            live.req.output_ids.append(token)
+            self._release(live, is_insert=True)
+
+    def _make(
         self,
         head: tuple[int, ...],
         areas: list[list[tuple[int, ...]]],
@@ -89,9 +110,8 @@ class CacheMachine(RuleBasedStateMachine):
         promoted_len: int,
         is_plain: bool,
         ack: int,
-        piece: int,
         like: int,
-    ) -> None:
+    ) -> Live:
         if like and self.shapes:  # the same chunks as an earlier request, maybe with another question or marks
             head, areas, salt = self.shapes[-like % len(self.shapes)]
         self.shapes.append((head, areas, salt))
@@ -106,14 +126,14 @@ class CacheMachine(RuleBasedStateMachine):
         ack_pair = self.acks[-1 - ack % len(self.acks)]
         params = marked(spans, namespace=f"{head}{salt}", promoted_len=promoted_len, ack=ack_pair)
         req = FakeReq(ids, None if is_plain else params, cache_salt=salt)
-        live = Live(req, None if is_plain else tuple(spans), area_len, promoted_len)
-        self._admit(live, piece)
+        return Live(req, None if is_plain else tuple(spans), area_len, promoted_len)
 
     @precondition(lambda self: any(not self.scheduler.is_prefilled(live.req) for live in self.live))
     @rule(which=st.integers(0, 3), num_tokens=st.integers(1, 7))
     def prefill(self, which: int, num_tokens: int) -> None:
         waiting = [live for live in self.live if not self.scheduler.is_prefilled(live.req)]
         live = waiting[which % len(waiting)]
+        self._count(live)
         self.scheduler.stash(live.req)
         self._book_insert(live, live.req.filled)
         with self._watch_eviction():
@@ -129,6 +149,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._release(live, is_insert=True)
             return
         live.sampled = True
+        self._count(live)
         self.scheduler.sample(live.req, token)
         self._book_insert(live, live.req.filled)
         self._collect(live)
@@ -269,16 +290,23 @@ class CacheMachine(RuleBasedStateMachine):
         length = num_tokens(path)
         self.model.insert(path, rows if rows is not None else self.scheduler.slots(live.req, 0, length))
         if live.spans is not None:
-            self.model.mark(path, live.promoted_len, live.area_len)
-        live.locked = path
+            self.model.mark(path, live.promoted_len, live.area_len, counts_hits=not live.inserted)
+        live.locked, live.inserted = path, True
         if rows is None:
             assert live.req.kv.cache_protected_len == length
             assert self.scheduler.slots(live.req, 0, length) == self.model.slots_of(path)
+
+    def _count(self, live: Live) -> None:
+        """The request is about to be inserted."""
+        if not live.inserted:
+            self.inserts.append(time.monotonic())
 
     def _release(self, live: Live, *, is_insert: bool) -> None:
         committed = live.req.kv.kv_committed_len
         rows = self.scheduler.slots(live.req, 0, committed)
         self.live.remove(live)
+        if is_insert:
+            self._count(live)
         self.scheduler.release(live.req, is_insert=is_insert)
         if is_insert:
             self._book_insert(live, committed, rows)
@@ -323,7 +351,7 @@ class _EvictionWatch:
         return result
 
     def _expected(self, num_tokens: int) -> set[int]:
-        """The least of all leaves by (promoted, last access), again and again."""
+        """The least of all leaves, again and again."""
         nodes = {node: path_of(keys) for keys, node in walk(self.cache)}
         gone: set[int] = set()
         while len(gone) < num_tokens:
@@ -331,11 +359,20 @@ class _EvictionWatch:
             leaves = [node for node in nodes if node not in parents and node.lock_ref == 0]
             if not leaves:
                 break
-            model, by_mark = self.machine.model, self.machine.by_mark
-            victim = min(leaves, key=lambda n: (by_mark and model.is_promoted(nodes[n]), n.last_access_time))
+            victim = min(leaves, key=lambda node: self._priority(node, nodes[node]))
             del nodes[victim]
             gone.update(victim.value.tolist())
         return gone
+
+    def _priority(self, node: Any, path: Path) -> tuple[float, float]:
+        """By mark, or by requests: each doubling of its hits keeps a chunk one window longer; then by last access."""
+        machine = self.machine
+        if machine.eviction == "promoted":
+            return machine.model.is_promoted(path), node.last_access_time
+        if machine.eviction == "lru":
+            return 0, node.last_access_time
+        used = bisect(machine.inserts, node.last_access_time)
+        return used + machine.window * ceil(log2(1 + machine.model.hits.get(path, 0))), node.last_access_time
 
 
 def path_of(keys: Sequence[Any]) -> Path:
@@ -352,10 +389,5 @@ def path_of(keys: Sequence[Any]) -> Path:
     return tuple(path)
 
 
-CacheMachine.TestCase.settings = settings(
-    max_examples=250,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+CacheMachine.TestCase.settings = settings(max_examples=examples(250), stateful_step_count=50)
 TestCacheMachine = CacheMachine.TestCase

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
+from tests.examples import examples
 from tests.reference.scheduler import CountingAllocator
 
 CAPACITY = 60
@@ -45,7 +46,7 @@ def evict(cache: RadixCache, num_tokens: int) -> tuple[int, int, list[list[int]]
     return num, metrics.call_args.args[0], [list(call.args[0].key.token_ids) for call in gone.call_args_list]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     keys=st.lists(KEYS, min_size=1, max_size=8),
     locked=st.lists(KEYS, max_size=2),

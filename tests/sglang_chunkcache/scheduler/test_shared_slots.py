@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_chunkcache.scheduler.shared_slots import Holding, SharedSlots, violations
+from tests.examples import examples
 
 
 @dataclass
@@ -106,7 +107,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         return sum(slot in node.slots for node in self.nodes)
 
 
-SharedSlotsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+SharedSlotsMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=30)
 TestSharedSlotsMachine = SharedSlotsMachine.TestCase
 
 

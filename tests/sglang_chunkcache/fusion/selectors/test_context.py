@@ -25,6 +25,7 @@ from sglang_chunkcache.fusion.selectors.context import (
     solve_alpha,
 )
 from sglang_chunkcache.fusion.store import ChunkScores
+from tests.examples import examples
 from tests.reference.moved_chunks import as_lists, cases, ids, make_chunk, make_request, make_scores
 from tests.reference.naive_selectors import bisect_alpha, kendall_distance, mean_cfo
 
@@ -234,7 +235,6 @@ def test_best_variant_of_none_is_refused() -> None:
 
 
 @given(old=prefixes, new=prefixes)
-@settings(deadline=None)
 def test_order_penalty_equals_all_pairs(old: str, new: str) -> None:
     """And lies in [0, 1], the same both ways."""
     gamma = order_penalty(ids(old), ids(new))
@@ -244,7 +244,6 @@ def test_order_penalty_equals_all_pairs(old: str, new: str) -> None:
 
 
 @given(old=prefixes, new=prefixes, data=st.data())
-@settings(deadline=None)
 def test_overhead_is_a_share(old: str, new: str, data: st.DataObject) -> None:
     """beta and the overhead lie in [0, 1]; sharing more never costs more at the same order."""
     inter = data.draw(st.lists(st.floats(0, 10), min_size=len(old), max_size=len(old)))
@@ -258,7 +257,7 @@ def test_overhead_is_a_share(old: str, new: str, data: st.DataObject) -> None:
     chunks=st.lists(st.tuples(st.floats(0.001, 1) | st.just(0.0), st.integers(1, 50)), min_size=1, max_size=8),
     ratio=st.floats(0, 0.999),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 def test_solved_alpha_hits_the_ratio_unless_clamps_forbid(chunks: list[tuple[float, int]], ratio: float) -> None:
     """The mean equals bisection's, and the ratio wherever it can be reached."""
     overheads, lens = [x for x, _ in chunks], [n for _, n in chunks]
@@ -269,7 +268,6 @@ def test_solved_alpha_hits_the_ratio_unless_clamps_forbid(chunks: list[tuple[flo
 
 
 @given(case=cases(), ratio=st.floats(0.05, 0.95))
-@settings(deadline=None)
 def test_counts_are_ceil_of_cfo(case: tuple[list[MovedChunk], Evidence], ratio: float) -> None:
     """N = ceil(CFO * n), and those left look at the prefix no more than those chosen."""
     chunks, evidence = case

@@ -16,6 +16,7 @@ import sglang_chunkcache.fusion.selectors as package  # noqa: E402
 from sglang_chunkcache.config import SELECTORS  # noqa: E402
 from sglang_chunkcache.fusion.selectors import get  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector  # noqa: E402
+from tests.examples import examples  # noqa: E402
 from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_request, make_scores  # noqa: E402
 
 Case = tuple[list[MovedChunk], Evidence]
@@ -49,7 +50,7 @@ def test_needs_are_declared() -> None:
 
 @pytest.mark.parametrize("name", SELECTORS)
 @given(case=cases(), ratio=ratios)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_offsets_are_ascending_unique_and_inside(name: str, case: Case, ratio: Fraction) -> None:
     """The recompute pass relies on it; so do the ranks on the same answer twice."""
     chunks, evidence = case
@@ -68,7 +69,7 @@ def test_offsets_are_ascending_unique_and_inside(name: str, case: Case, ratio: F
 
 @pytest.mark.parametrize("name", BY_RATIO)
 @given(case=cases())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_ratio_one_is_everything_and_zero_nothing(name: str, case: Case) -> None:
     """The ends of every ratio curve: full prefill and full reuse."""
     chunks, evidence = case
@@ -79,7 +80,7 @@ def test_ratio_one_is_everything_and_zero_nothing(name: str, case: Case) -> None
 
 @pytest.mark.parametrize("name", ["none", "set"])
 @given(case=cases(), ratio=ratios)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=examples(10))
 def test_full_reuse_recomputes_nothing(name: str, case: Case, ratio: Fraction) -> None:
     """Whatever the ratio."""
     chunks, evidence = case
@@ -91,7 +92,7 @@ def test_full_reuse_recomputes_nothing(name: str, case: Case, ratio: Fraction) -
 
 @pytest.mark.parametrize("name", PER_CHUNK)
 @given(case=cases(), ratio=ratios)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_selectors_of_one_chunk_round_up_in_each(name: str, case: Case, ratio: Fraction) -> None:
     """ceil(ratio * n), exactly."""
     chunks, evidence = case
@@ -101,7 +102,7 @@ def test_selectors_of_one_chunk_round_up_in_each(name: str, case: Case, ratio: F
 
 @pytest.mark.parametrize("name", JOINT)
 @given(case=cases(), ratio=ratios)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_joint_selectors_round_up_once(name: str, case: Case, ratio: Fraction) -> None:
     """ceil(ratio * all tokens), exactly."""
     chunks, evidence = case

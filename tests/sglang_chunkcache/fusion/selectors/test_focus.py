@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from sglang_chunkcache.fusion.selectors.base import Selection  # noqa: E402
 from sglang_chunkcache.fusion.selectors.focus import focused_chunks, spare_unfocused  # noqa: E402
+from tests.examples import examples  # noqa: E402
 from tests.reference.naive_selectors import predict_focused  # noqa: E402
 
 
@@ -82,7 +83,7 @@ def test_spare_unfocused_empties_the_others() -> None:
     ),
     window=st.integers(1, 4),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 def test_equals_the_papers_lines(layers: list[list[int]], window: int) -> None:
     """Where the paper says what to do: no layer of equal sums."""
     sums = torch.tensor(layers).cumsum(0)

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 
 from radix_ext import ChunkId
 from sglang_chunkcache.fusion.selectors.set import admissible
+from tests.examples import examples
 from tests.reference.moved_chunks import ids
 from tests.reference.naive_selectors import set_run
 
@@ -60,7 +61,7 @@ def test_nothing_to_match() -> None:
 
 
 @given(data=st.data(), length=st.integers(0, 4))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 def test_equals_all_permutations(data: st.DataObject, length: int) -> None:
     """Dense enough in links that whole chains occur."""
     chunks = ids("abcd"[:length])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -58,7 +58,6 @@ def test_short_evidence_is_refused(shape: tuple[int, ...]) -> None:
 
 
 @given(case=cases(), ratio=st.integers(0, 20).map(lambda twentieths: twentieths / 20))
-@settings(deadline=None)
 def test_joint_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], ratio: float) -> None:
     """Ties included."""
     chunks, evidence = case
@@ -69,7 +68,6 @@ def test_joint_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], 
 
 
 @given(case=cases(), data=st.data(), ratio=st.sampled_from([0.1, 0.3, 0.5, 0.9]))
-@settings(deadline=None)
 def test_joint_choice_follows_the_chunks(
     case: tuple[list[MovedChunk], Evidence], data: st.DataObject, ratio: float
 ) -> None:

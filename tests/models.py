@@ -1,14 +1,17 @@
 """A real SGLang ModelRunner in this process, on the CPU, for a tiny random model of a given family.
 
-No scheduler and no server: the passes need a model, a KV pool and an attention backend. A process may hold several; SGLang's
-settings, which are the process's, are those of the last one built.
+No scheduler and no server: the passes need a model, a KV pool and an attention backend. `runner` loads a model once a
+process, and every test that asks for it gets the same one, so a test gives back the slots it has allocated. SGLang's settings,
+which are the process's, are those of the last one built.
 """
 
 from __future__ import annotations
 
 import gc
 import socket
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,20 @@ POOL_SLOTS = 2048
 MAX_REQUESTS = 16
 
 _started = False
+
+
+@cache
+def runner(family: str, dtype: str = "float32", *, head_dim: int | None = None, num_layers: int = NUM_LAYERS) -> Any:
+    """The process's only ModelRunner over this model."""
+    with tempfile.TemporaryDirectory() as path:
+        write_model(Path(path), family, dtype=getattr(torch, dtype), num_layers=num_layers, head_dim=head_dim)
+        return make_runner(Path(path), dtype=dtype)
+
+
+def assert_given_back(runner: Any) -> None:
+    """No slot and no row is allocated."""
+    assert runner.token_to_kv_pool_allocator.available_size() == POOL_SLOTS
+    assert runner.req_to_token_pool.available_size() == MAX_REQUESTS
 
 
 def write_model(
