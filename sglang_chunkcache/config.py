@@ -110,11 +110,11 @@ class ChunkCacheConfig:
     recompute_attention: str = knob(
         "auto",
         "attention of the recompute pass (also --recompute-attention)",
-        choices=("auto", "masked", "sparse", "virtual"),
+        choices=("auto", "masked", "sparse"),
     )
-    """`sparse`: FlashInfer, by the kernel that is fastest here, over the keys that a token sees; no start where that cannot be.
-    `auto`: the same, but then `masked`, which is torch alone and computes hidden keys too. `virtual`: SGLang's own, one sequence
-    per run of tokens: slow, the reference."""
+    """`masked` is torch alone and computes hidden keys too. `sparse` is FlashInfer's kernel that is fastest on this machine, over
+    the keys that a token sees; where it cannot run, the server does not start. `auto`: `sparse` where it can run, else `masked`.
+    """
     gate: str = knob("refuse", "what a failed start-up gate does in fused mode", choices=("refuse", "report"))
     """`report` starts anyway, for `sglang_chunkcache.check`."""
     index: str | None = knob(None, "directory of a retrieval index to search for requests (also --index)")

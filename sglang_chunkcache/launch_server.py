@@ -125,7 +125,7 @@ def refusals(server_args: Any) -> list[str]:
 
 
 def _check_attention(settings: config.ChunkCacheConfig) -> None:
-    """What can be known before the model is loaded; the rest is `sparse_backend.create`'s."""
+    """What can be known before the model is loaded; the rest is `attention.choice.create`'s."""
     import torch
 
     if settings.recompute_attention != "sparse":

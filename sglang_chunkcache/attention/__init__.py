@@ -1,1 +1,1 @@
-"""Attention of the pre-extend passes: `masked_layout` says who may see what, `masked` computes it with torch alone."""
+"""Attention of tokens at scattered positions over the KV pool: `base` is the contract, README.md the map."""

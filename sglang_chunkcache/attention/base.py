@@ -1,10 +1,10 @@
-"""Words of the sparse attention: whose queries, over which keys, and what every implementation offers.
+"""The contract of scattered attention: which queries see which keys, and what every implementation offers.
 
     keys       0 1 2 3 | 4 5 6 7 | 8 9        one list a request, in order of position, in pages of the KV pool
     queries      1           6     8          scattered; each sees the keys at or before its own position
 
-Knows positions and pages; no layers, no SGLang. `reference` computes it, `sparse_layout` says how kernels may,
-`flashinfer_sparse` has them do it.
+Knows positions and pages, no layers and no SGLang. `reference` computes it; `masked` computes it as laid out by
+`masked_layout`, `flashinfer` as laid out by `sparse_layout`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What of a model its attention depends on, on one rank. `dtype` is that of queries, keys and values alike."""
+    """What attention depends on of a model, on one rank. `dtype` is that of queries, keys and values alike."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -35,16 +35,18 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class SparseRequest:
-    """Query tokens of one request over its KV.
+    """Which keys of the pool the query tokens of one request see: those at or before their own positions.
+
+    Positions are needed on the host, where layouts are computed: from a device, a copy would wait for it.
 
     Args:
         positions: [n] int64, CPU, strictly ascending, from 0; n may be 0.
         kv_pages: [ceil(num_keys / page_size)] int64 or int32, pages of the pool in order of position (slots, at page size 1).
             Requests may share pages.
         num_keys: m, keys in those pages.
-        kv_positions: [m] int64, CPU, strictly ascending; None: 0 to m - 1.
+        kv_positions: [m] int64, CPU, strictly ascending: gaps are left out. None: 0 to m - 1.
     Raises:
-        ValueError: shape or dtype differs from the above; a query sees no key.
+        ValueError: shape, dtype or order differs from the above.
     """
 
     positions: Tensor
@@ -69,9 +71,6 @@ class SparseRequest:
                 raise ValueError(f"{name}: expected strictly ascending from 0 or above, got {tensor.tolist()[:8]}...")
         if self.kv_positions is not None and len(self.kv_positions) != self.num_keys:
             raise ValueError(f"kv_positions: expected {self.num_keys}, got {len(self.kv_positions)}")
-        first_key = 0 if self.kv_positions is None else int(self.kv_positions[0]) if self.num_keys else -1
-        if self.positions.numel() and (not self.num_keys or int(self.positions[0]) < first_key):
-            raise ValueError(f"position {int(self.positions[0])} has nothing to attend to")
 
     def check_pages(self, page_size: int) -> None:
         """Raises ValueError where `kv_pages` are not exactly what `num_keys` fill at this page size."""
@@ -81,12 +80,72 @@ class SparseRequest:
                 f"got {list(self.kv_pages.shape)}"
             )
 
+    def key_positions(self) -> Tensor:
+        """[m] int64, CPU: `kv_positions` written out."""
+        return torch.arange(self.num_keys) if self.kv_positions is None else self.kv_positions
+
     def visible(self) -> Tensor:
-        """[n] int64: how many keys each query sees; always the first ones, at least one."""
+        """[n] int64: how many keys each query sees; always the first ones. Raises ValueError where a query sees none."""
         if self.kv_positions is None:
-            return (self.positions + 1).clamp(max=self.num_keys)
-        seen = np.searchsorted(self.kv_positions.numpy(), self.positions.numpy(), side="right")  # 3x torch's speed
-        return torch.from_numpy(seen)
+            seen = (self.positions + 1).clamp(max=self.num_keys)
+        else:  # 3x torch's speed
+            seen = torch.from_numpy(np.searchsorted(self.kv_positions.numpy(), self.positions.numpy(), side="right"))
+        if len(seen) and not int(seen[0]):
+            raise ValueError(f"position {int(self.positions[0])} has nothing to attend to")
+        return seen
+
+    def has_key(self) -> Tensor:
+        """[n] bool: whether a key of the pool has the query's own position."""
+        if self.kv_positions is None:
+            return self.positions < self.num_keys
+        return torch.from_numpy(np.isin(self.positions.numpy(), self.kv_positions.numpy(), assume_unique=True))
+
+
+@dataclass(frozen=True)
+class PassSequence:
+    """Tokens of one request, run through the model at scattered positions.
+
+    Args:
+        token_ids: [n] int64, n >= 1.
+        request: where the n tokens are and what they see of the pool, at page size 1.
+        out_slots: [n] int64, where the tokens' K/V is written, in each layer before any token attends. They are among the
+            request's slots, at the same positions. None: nothing is written.
+        own: with `out_slots` None, whether the tokens also see each other's fresh K/V (and their own). The pool's keys
+            must then not include their positions. False: they see what the pool holds, at their own positions too.
+    Raises:
+        ValueError: shape or dtype differs from the above; a token sees no key, or its own twice.
+    """
+
+    token_ids: Tensor
+    request: SparseRequest
+    out_slots: Tensor | None = None
+    own: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.token_ids.numel():
+            raise ValueError("token_ids: expected at least one token, got none")
+        self.request.check_pages(1)
+        positions = self.request.positions
+        fields = [("token_ids", self.token_ids)]
+        if self.out_slots is not None:
+            fields.append(("out_slots", self.out_slots))
+        for name, tensor in fields:
+            if tensor.shape != positions.shape or tensor.dtype != torch.int64:
+                raise ValueError(
+                    f"{name}: expected {list(positions.shape)} int64, got {list(tensor.shape)} {tensor.dtype}"
+                )
+        has_key = self.request.has_key()
+        if self.sees_fresh and bool(has_key.any()):
+            raise ValueError(f"position {int(positions[has_key][0])} is in kv_positions and would be seen twice")
+        if self.out_slots is not None and not bool(has_key.all()):
+            raise ValueError(f"position {int(positions[~has_key][0])} is written but is not in kv_positions")
+        if not self.sees_fresh:
+            self.request.visible()
+
+    @property
+    def sees_fresh(self) -> bool:
+        """Whether the tokens see each other's fresh keys in addition to the pool's."""
+        return self.own and self.out_slots is None
 
 
 def _ascends(positions: Tensor) -> bool:
@@ -98,11 +157,13 @@ class SparseAttention(Protocol):
     """Planned once a pass, run once a layer."""
 
     def plan(self, requests: Sequence[SparseRequest]) -> Tensor | None:
-        """Lay out the pass: [n] int64, CPU, with row i of what `run` gets being token `order[i]` of the requests' queries, one
-        request behind the other; None: they stay in their order.
+        """Lay out the pass.
 
+        Returns:
+            [n] int64, CPU: row i of the queries given to `run` is token `order[i]` of the requests' queries, concatenated.
+            None: the rows keep the requests' order.
         Raises:
-            ValueError: a request does not fit the KV pool's pages.
+            ValueError: a request does not fit the KV pool's pages; a query sees no key.
         """
         ...
 

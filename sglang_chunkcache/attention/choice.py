@@ -1,21 +1,21 @@
-"""Which of FlashInfer's kernels this machine runs our passes fastest with: tried at the start, not looked up.
+"""Which attention the recompute pass uses: FlashInfer's fastest kernel on this machine, or the mask.
 
-Each kernel first has to be right, on a small pass against the reference; then a pass of 15% of 8k keys is timed, launches
-alone (planning is the same for all). One that does not compile, raises or is wrong is left out and named. A kernel that
-breaks the CUDA context takes the process down, here as anywhere.
+Kernels are tried at the start, not looked up. Each kernel is first compared with the reference on a small pass; then its
+launches are timed on a pass of 15% of 8k keys (planning is the same for all). A kernel that does not compile, raises or is
+wrong is left out and named. A kernel that breaks the CUDA context ends the process, here as anywhere.
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.attention.base import HeadShape, SparseRequest
+from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse, Modules
 from sglang_chunkcache.attention.flashinfer_cuda import unsupported
 from sglang_chunkcache.attention.reference import attend
@@ -32,22 +32,19 @@ CHECKED_RUN = 256
 SHARE = 0.15
 """Recomputed tokens among all (FusionRAG's and Cache-Craft's ratio)."""
 
-WARM_UPS, REPEATS = 3, 9
 LAYERS = 8
-"""Calls timed together: in a pass, too, the host starts the next layer while the GPU is at the last one."""
-
-logger = logging.getLogger(__name__)
+"""Calls timed together: as in a pass, the host starts the next layer while the GPU still runs the last one."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`kernel` is the fastest of `ms`; None: none is left."""
+    """`kernel` is the fastest of `ms`; None: `ms` is empty."""
 
     kernel: str | None
     ms: dict[str, float]
     """kernel -> milliseconds a layer, of those that are right."""
     failed: dict[str, str]
-    """kernel -> why it is out."""
+    """kernel -> why it is left out."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,35 @@ class _Pass:
     queries: Tensor
     keys: Tensor
     values: Tensor
+
+
+def create(runner: Any, option: str) -> tuple[SparseAttention | None, dict[str, Any]]:
+    """The attention of the recompute pass, chosen once for a loaded model.
+
+    Args:
+        runner: SGLang's ModelRunner with model and pools made; only read.
+        option: `--recompute-attention`: auto, masked or sparse.
+    Returns:
+        The sparse attention, None for the mask; and what the stats show: `kind` (sparse, masked), `kernel`, `reason`, `ms`
+        (kernel -> milliseconds as measured).
+    Raises:
+        ValueError: the option is `sparse`, which this machine or model cannot run; names the reason.
+    """
+    if option == "masked":
+        return None, described("masked", "asked for")
+    try:
+        attention, chosen = _fastest(runner)
+    except Exception as error:  # a driver, a compiler, memory: the masked pass is as right
+        logger.warning("chunk cache: no sparse attention", exc_info=True)
+        attention, chosen = None, described("masked", f"{type(error).__name__}: {error}")
+    if attention is None and option == "sparse":
+        raise ValueError(f"--recompute-attention sparse: {chosen['reason']}")
+    return attention, chosen
+
+
+def described(kind: str, reason: str, kernel: str | None = None, ms: dict[str, float] | None = None) -> dict[str, Any]:
+    """A choice as the stats show it."""
+    return {"kind": kind, "kernel": kernel, "reason": reason, "ms": ms or {}}
 
 
 def choose(
@@ -71,7 +97,7 @@ def choose(
 
     Args:
         modules: None: FlashInfer, if it is installed and runs here.
-        timer: None: CUDA events, median of `REPEATS`.
+        timer: None: Triton's `do_bench`, which empties the L2 cache between its calls by writing 256 MB of GPU memory.
     """
     if modules is None and (reason := unsupported(shape, page_size=page_size, device=device)):
         return Choice(None, {}, dict.fromkeys(KERNELS, reason))
@@ -86,9 +112,7 @@ def choose(
             failed[kernel] = "FA3 needs a Hopper GPU"
             continue
         try:
-            logger.info(
-                "chunk cache: trying attention kernel %s; where it must be compiled, that takes minutes", kernel
-            )
+            logger.info("chunk cache: trying attention kernel %s; compiling it takes minutes, once a machine", kernel)
             attention = FlashInferSparse(
                 shape, device=device, scale=scale, kernel=kernel, page_size=page_size, modules=modules
             )
@@ -97,10 +121,40 @@ def choose(
                 failed[kernel] = error
                 continue
             ms[kernel] = timer(_planned(attention, large))
-        except Exception as error:  # nvcc, ninja, the linker, CUDA: whatever it is, another kernel may do
-            logger.warning("attention kernel %s is left out", kernel, exc_info=True)
+        except Exception as error:  # nvcc, ninja, the linker, CUDA: another kernel may still work
+            logger.warning("chunk cache: attention kernel %s is left out", kernel, exc_info=True)
             failed[kernel] = f"{type(error).__name__}: {error}".splitlines()[0]
     return Choice(min(ms, key=ms.__getitem__, default=None), ms, failed)
+
+
+def _fastest(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
+    """`create` for auto, errors included."""
+    shape, scale, reason = _shape_of(runner)
+    device = torch.device(runner.device)
+    if reason := reason or unsupported(shape, page_size=1, device=device):
+        return None, described("masked", reason)
+    choice = choose(shape, device=device, scale=scale)
+    left_out = [f"{kernel} left out: {why}" for kernel, why in choice.failed.items()]
+    if choice.kernel is None:
+        return None, described("masked", "; ".join(left_out), ms=choice.ms)
+    attention = FlashInferSparse(shape, device=device, scale=scale, kernel=choice.kernel)
+    return attention, described("sparse", "; ".join(["the fastest here", *left_out]), choice.kernel, choice.ms)
+
+
+def _shape_of(runner: Any) -> tuple[HeadShape, float, str | None]:
+    """Heads and scale of layer 0, and why one `SparseAttention` cannot serve all layers and their pool."""
+    layers = [layer.self_attn.attn for layer in runner.model.model.layers]
+    kinds = {(a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling) for a in layers}
+    first, dtype, pool = layers[0], runner.dtype, runner.token_to_kv_pool
+    shape = HeadShape(first.tp_q_head_num, first.tp_k_head_num, first.qk_head_dim, dtype)
+    reason = None
+    if len(kinds) > 1:
+        reason = "layers differ in their heads"
+    elif first.v_head_dim != first.qk_head_dim:
+        reason = f"values of {first.v_head_dim} dimensions under keys of {first.qk_head_dim}"
+    elif pool.dtype != dtype:
+        reason = f"a KV cache of {pool.dtype} under a model of {dtype}"
+    return shape, first.scaling, reason
 
 
 def _make_pass(
@@ -132,20 +186,15 @@ def _error(attention: FlashInferSparse, small: _Pass, page_size: int, scale: flo
 
 
 def _planned(attention: FlashInferSparse, large: _Pass) -> Callable[[], object]:
-    attention.plan([large.request])  # the order matters to nobody: queries are random
+    attention.plan([large.request])  # its order is not needed: queries are random
     return lambda: attention.run(large.queries, large.keys, large.values)
 
 
 def _cuda_ms(run: Callable[[], object]) -> float:
-    for _ in range(WARM_UPS):
-        run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
+    from triton.testing import do_bench  # only here: without CUDA nothing needs Triton
+
+    def layers() -> None:
         for _ in range(LAYERS):
             run()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / LAYERS)
-    return statistics.median(times)
+
+    return float(do_bench(layers, return_mode="median")) / LAYERS

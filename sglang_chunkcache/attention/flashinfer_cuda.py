@@ -1,8 +1,8 @@
-"""Our addition to FlashInfer's attention kernels, in CUDA: a row sees the first `limits[row]` keys of its entry.
+"""Kernel variants for FlashInfer, in CUDA: a row sees the first `limits[row]` keys of its entry.
 
-FlashInfer compiles a module per dtype, head size and variant when it is first asked for; a variant is a struct whose
-members its kernels call. FA2 and FA3 call different ones, so there are two. `limits` is [rows] int32, one behind the other
-over all entries, as `qo_indptr` counts them. Knows nothing of layouts and launches.
+FlashInfer compiles a module per dtype, head size and kernel variant at its first use. A kernel variant is a struct whose
+members the kernels call; FA2 and FA3 call different ones, so there are two. `limits` is [rows] int32, concatenated over all
+entries, as `qo_indptr` counts them. Knows nothing of layouts and launches.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_GROUP_SIZE = 8
 VARIANT_NAME = "ChunkcacheLimits"
 
 # NOTE: the kernels read `qo_len`, `kv_len`, `window_left` and `sm_scale_log2` of the variant, uninitialised if not set here.
-# NOTE: LogitsMask is asked on every tile only in custom-mask mode, which the caller forces; else inner tiles skip it.
-# NOTE: tiles are whole, so rows at or past qo_len are asked for too; their limits are another entry's or past the buffer.
+# NOTE: LogitsMask is called on every tile only in custom-mask mode, which the caller forces; else inner tiles skip it.
+# NOTE: tiles are whole, so it is called for rows at or past qo_len too, whose limits are another entry's or past the buffer.
 _FA2 = """
 struct ChunkcacheLimits : AttentionVariantBase {
   static constexpr bool use_softmax = true;
@@ -54,7 +54,7 @@ struct ChunkcacheLimits : AttentionVariantBase {
 };
 """
 
-# NOTE: the main loop passes batch 0 always; where the entry's rows begin is known to the constructor alone.
+# NOTE: the main loop always passes batch 0; only the constructor gets the entry's first row.
 # NOTE: hidden is -math::inf, which is finite (-5e4, before scaling): a true infinity makes a tile without any key NaN.
 _FA3 = """
 struct ChunkcacheLimits {
@@ -85,9 +85,9 @@ SOURCES: dict[Backend, str] = {"fa2": _FA2, "fa3": _FA3}
 
 
 def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
-    """What a FlashInfer wrapper wants as `jit_args`. Its `run` then takes, behind the KV cache, `limits` and the scale."""
+    """`jit_args` of a FlashInfer wrapper. Its `run` then takes, after the KV cache, `limits` and the scale."""
     source = SOURCES[backend]
-    # The name is the module's in FlashInfer's cache on disk: another source, another name.
+    # The name is the module's key in FlashInfer's cache on disk, so it includes a checksum of the source.
     name = f"chunkcache_limits_{backend}_{DTYPES[shape.dtype]}_{shape.head_dim}_{zlib.crc32(source.encode()):08x}"
     dtypes = (shape.dtype, shape.dtype, shape.dtype, torch.int32)
     heads = (shape.head_dim, shape.head_dim)
@@ -96,7 +96,7 @@ def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
 
 
 def unsupported(shape: HeadShape, *, page_size: int, device: torch.device) -> str | None:
-    """Why FlashInfer's kernels cannot be used, in a phrase for a log; None: they can, as far as one sees without trying."""
+    """Why FlashInfer's kernels cannot be used, in a phrase for a log; None: no reason is known before they are tried."""
     if reason := unsupported_shape(shape, page_size=page_size):
         return reason
     if device.type != "cuda":

@@ -1,7 +1,7 @@
-"""Attention of scattered tokens with torch alone: the working pass on the CPU, the reference for any other kernel.
+"""Attention of scattered tokens with torch alone: serves on the CPU, measures for selectors, replaces a kernel that fails.
 
-A private SGLang backend: handed over through `ForwardContext` for one pass, registered nowhere. In each layer all fresh
-K/V is written before anything attends, since one sequence may read what another of the same pass writes.
+A private SGLang backend: passed through `ForwardContext` for one pass, registered nowhere. In each layer all fresh K/V is
+written before any token attends, since one sequence may read what another of the same pass writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StopPass(Exception):
 
 @dataclass(frozen=True)
 class SequenceAttention:
-    """What one sequence attends with in one layer.
+    """Queries and keys of one sequence in one layer.
 
     queries: [n, num_heads, head_dim]; keys: [m, num_kv_heads, head_dim], both model dtype, rotated, only to be read.
     positions: [n], key_positions: [m] int64, ascending; a query sees the keys at or before its position.
@@ -63,7 +63,7 @@ class SequenceAttention:
 
 
 class Observer:
-    """Looks into a pass. Both may raise `StopPass`."""
+    """Reads what a pass computes. Both methods may raise `StopPass`."""
 
     def on_kv(self, layer_id: int, keys: Tensor, values: Tensor) -> None:
         """Fresh K/V of the whole pass, [total, num_kv_heads, head_dim], before the layer writes or attends."""
@@ -133,8 +133,8 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
 
     def _attend(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
         """One call per block of queries, over the keys that its last query sees."""
-        # Query heads that share a KV head stand beside each other and keys are spread over them without a copy: on the CPU
-        # as fast as `enable_gqa`, which not every CUDA kernel takes together with a mask.
+        # Query heads that share a KV head form one dimension over which keys are expanded without a copy: on the CPU as
+        # fast as `enable_gqa`, which not every CUDA kernel supports together with a mask.
         queries = queries.reshape(queries.shape[0], keys.shape[1], -1, queries.shape[2])
         group = queries.shape[2]
         for block in self._layout.sequences[index].blocks:
@@ -161,7 +161,7 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
 def checked_heads(
     layer: Any, q: Tensor, k: Tensor | None, v: Tensor | None, save_kv_cache: bool, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What SGLang hands a backend, by heads: [total, num_heads, head_dim] each.
+    """SGLang's arguments of a backend, by heads: [total, num_heads, head_dim] each.
 
     Raises:
         ValueError: the layer is more than causal attention over the pool.

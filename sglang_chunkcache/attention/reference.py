@@ -1,4 +1,4 @@
-"""Attention of scattered queries over paged keys, the obvious way: the oracle of every kernel.
+"""Attention of scattered queries over paged keys, the obvious way: every kernel is compared with it.
 
     out[i] = softmax(scale * queries[i] @ keys[:visible[i]]) @ values[:visible[i]]        in float32, head by head
 
@@ -18,7 +18,7 @@ from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, requests: Sequence[SparseRequest], *, page_size: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of all requests' queries, one request behind the other.
+    """Attention of all requests' queries, concatenated.
 
     Args:
         queries: [n, num_qo_heads, head_dim], any floating dtype; n is the sum over the requests.
@@ -69,7 +69,7 @@ class ReferenceAttention:
         self._requests = requests
 
     def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Like `SparseAttention.run`, with shapes checked to the last number: this is what others are compared with."""
+        """Like `SparseAttention.run`, with every dimension and dtype checked: other implementations are compared with it."""
         if self._requests is None:
             raise RuntimeError("plan comes before run")
         shape = self._shape

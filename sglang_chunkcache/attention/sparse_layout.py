@@ -5,8 +5,8 @@
     launches                     causal          | limited: all keys up to the tile's last row's, each row its first ones
     or, in two parts             causal          | full: the keys before the tile, and limited: the rest; to be merged
 
-An entry of a launch is some rows of one request over a stretch of its pages. All of it is worked out on the host, over
-all requests at once, from what the queries see: no device tensor is looked at, heads and kernels are unknown here.
+An entry of a launch is some rows of one request over a stretch of its pages. Computed on the host, over all requests at
+once, from what the queries see: reads no device tensor, knows no heads and no kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WASTE = 0.02
 
 
 class Launch(NamedTuple):
-    """One kernel launch over e entries, whose rows and page indices stand one behind the other."""
+    """One kernel launch over e entries, whose rows and page indices are concatenated."""
 
     kind: Kind
     """causal: each row sees a key more than the one before, the last all of its entry's; full: a row sees all keys of its
@@ -70,7 +70,7 @@ class SparseLayout:
     page_size: int
 
     def executed_pairs(self, tile_rows: int) -> int:
-        """Pairs that kernels walk which take `tile_rows` rows of an entry at a time, padding rows included. They stop at an
+        """Pairs computed by kernels that take `tile_rows` rows of an entry at a time, padding rows included. They stop at an
         entry's last key; causal ones at the key that the tile's last row sees, or would see if it existed."""
         return sum(_executed_pairs(launch, self.page_size, tile_rows) for launch in self.launches)
 
@@ -91,8 +91,8 @@ class Pieces(NamedTuple):
 
     def rows(self) -> Ints:
         """All of them, piece by piece."""
-        behind = np.cumsum(self.size)
-        shift: Ints = np.repeat(self.start - (behind - self.size), self.size)
+        ends = np.cumsum(self.size)
+        shift: Ints = np.repeat(self.start - (ends - self.size), self.size)
         return shift + np.arange(len(shift))
 
 
@@ -101,26 +101,24 @@ def plan_sparse(
     *,
     page_size: int = 1,
     tile_rows: int = 128,
-    min_run: int | None = None,
     two_part: bool = False,
     max_indices: int = MAX_INDICES,
 ) -> SparseLayout:
     """Lay out a pass: the runs' rows first, then the tiles; in two parts, those tiles first that are in "limited" only.
 
     Args:
-        tile_rows: Rows that the kernels take at a time.
-        min_run: Rows from which on a run is worth an entry of its own; None: `tile_rows`.
+        tile_rows: Rows that the kernels take at a time, and the least that a run needs for an entry of its own.
         two_part: Keys that are visible to a whole tile go to a launch without limits.
-        max_indices: Tiles grow until the launches have no more page indices than that, at most to all of a request's rows. Runs
-            that take more than half of it are not paid for by the tiles: those would walk keys in vain.
+        max_indices: Tiles grow until the launches have no more page indices than that, at most to all of a request's rows.
+            Where runs take more than half of it, tiles still get half: grown tiles would walk keys without need.
     Raises:
-        ValueError: a request's pages are not what its keys fill.
+        ValueError: a request's pages are not what its keys fill; a query sees no key.
     """
     for request in requests:
         request.check_pages(page_size)
     counts = np.array([request.positions.numel() for request in requests], dtype=np.int64)
     visible = np.concatenate([np.empty(0, np.int64), *(request.visible().numpy() for request in requests)])
-    runs = _find_runs(visible, counts, tile_rows, tile_rows if min_run is None else min_run)
+    runs = _find_runs(visible, counts, tile_rows)
     run_rows = runs.rows()
     rows = np.delete(np.arange(len(visible)), run_rows)
     run_indices = int(_ceil_div(visible[runs.start + runs.size - 1], page_size).sum())
@@ -149,7 +147,7 @@ def page_indices(launch: Launch, pages: Tensor, page_starts: Tensor) -> Tensor:
     """Pages that the launch reads, entry by entry; queued on the current stream, no synchronisation.
 
     Args:
-        pages: [sum of the requests' pages] int64 or int32, any device: all `kv_pages`, one request behind the other.
+        pages: [sum of the requests' pages] int64 or int32, any device: all `kv_pages`, concatenated.
         page_starts: [requests] int64, CPU: where each request's pages begin there.
     Returns:
         [kv_indptr[-1]] int32, on the device of `pages`.
@@ -162,19 +160,19 @@ def page_indices(launch: Launch, pages: Tensor, page_starts: Tensor) -> Tensor:
     return pages.int().index_select(0, index)
 
 
-def _find_runs(visible: Ints, counts: Ints, tile_rows: int, min_run: int) -> Pieces:
-    """Stretches of at least `min_run` rows, each of which sees one key more than the one before it.
+def _find_runs(visible: Ints, counts: Ints, tile_rows: int) -> Pieces:
+    """Stretches of at least `tile_rows` rows, each of which sees one key more than the one before it.
 
-    Rows beyond whole tiles are left to the scattered ones, from the run's start, where that saves tiles of the request.
+    Rows beyond whole tiles join the scattered ones, from the run's start, where that saves tiles of the request.
     """
     ends = np.cumsum(counts)
     begins = np.diff(visible, prepend=-1) != 1
     begins[(ends - counts)[counts > 0]] = True
     start = np.flatnonzero(begins)
     size = np.diff(start, append=len(visible))
-    start, size = start[size >= min_run], size[size >= min_run]
+    start, size = start[size >= tile_rows], size[size >= tile_rows]
     request = np.searchsorted(ends, start, side="right")
-    beyond = np.where(size >= tile_rows, size % tile_rows, 0)
+    beyond = size % tile_rows
     alone = _sum_by_request(beyond > 0, request, len(counts))
     scattered = counts - _sum_by_request(size, request, len(counts))
     joining = scattered + _sum_by_request(beyond, request, len(counts))
@@ -201,8 +199,8 @@ def _tiles_of(tile_rows: int, counts: Ints) -> Pieces:
     """Each request's rows in tiles, the first of which takes the remainder: its rows see the fewest keys."""
     num_tiles, ends = _ceil_div(counts, tile_rows), np.cumsum(counts)
     request = np.repeat(np.arange(len(counts)), num_tiles)
-    behind = np.repeat(np.cumsum(num_tiles), num_tiles) - np.arange(len(request)) - 1
-    end = ends[request] - behind * tile_rows
+    tiles_after = np.repeat(np.cumsum(num_tiles), num_tiles) - np.arange(len(request)) - 1
+    end = ends[request] - tiles_after * tile_rows
     start = np.maximum(end - tile_rows, (ends - counts)[request])
     return Pieces(request, start, end - start)
 

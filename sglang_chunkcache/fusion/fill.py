@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.attention import sparse_backend
-from sglang_chunkcache.attention.base import SparseAttention
+from sglang_chunkcache.attention import choice
+from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion import selectors
@@ -38,7 +38,7 @@ from sglang_chunkcache.fusion.measure import (
 )
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.plan import Piece
-from sglang_chunkcache.fusion.recompute import PassSequence, PlanError, run_pass, run_virtual
+from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
@@ -75,7 +75,7 @@ class FusionPass:
     """The tensor side of one rank.
 
     Args:
-        attention: as `sparse_backend.create` returns it, which is asked where it is None.
+        attention: as `choice.create` returns it, which is asked where it is None.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FusionPass:
         attention: tuple[SparseAttention | None, dict[str, Any]] | None = None,
     ) -> None:
         self.runner, self.table, self.config = runner, table, config
-        self.sparse, self.attention = attention or sparse_backend.create(runner, config.recompute_attention)
+        self.sparse, self.attention = attention or choice.create(runner, config.recompute_attention)
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -220,15 +220,6 @@ class FusionPass:
         self.num_tokens["gap"] += sum(move.plan.gap_len for move in moves)
         if not work:
             return
-        if self.attention["kind"] == "virtual":
-            for move, positions in work:
-                run_virtual(
-                    self.runner,
-                    req_pool_index=move.row_index(),
-                    runs=_runs(positions),
-                    token_ids=move.token_ids,
-                )
-            return
         sequences = [_sequence(move, positions) for move, positions in work]
         try:
             run_pass(self.runner, sequences, sparse=self.sparse)
@@ -289,9 +280,7 @@ def _sequence(move: Move, critical: Sequence[int]) -> PassSequence:
     end = critical[-1] + 1
     return PassSequence(
         token_ids=_ids(move.token_ids)[positions],
-        positions=positions,
-        kv_slots=move.slots[:end],
-        kv_positions=torch.arange(end),
+        request=SparseRequest(positions, move.slots[:end], end),
         out_slots=move.slots[upload(positions, move.slots.device)],
     )
 

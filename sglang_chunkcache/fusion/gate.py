@@ -9,8 +9,7 @@ Layer 0 knows no context, so there moved keys must equal computed ones; with all
 equal those of `full`; and scattered tokens run once more over KV that is right must get the K/V they have, which they do if each
 sees the keys up to its own and no other. What "equal" means is measured: ordinary prefill in two pieces differs from one, too.
 
-The pass attends as it will in service: sparse, or masked. (`--recompute-attention virtual` is the prefill compared with; what
-runs for it here is the masked pass, which looks at questions in any case.)
+The pass attends as it will in service: sparse, or masked.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.attention import sparse_backend
-from sglang_chunkcache.attention.base import SparseAttention
-from sglang_chunkcache.fusion.recompute import Observer, PassSequence, run_pass, run_virtual
+from sglang_chunkcache.attention import choice
+from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
+from sglang_chunkcache.attention.masked import Observer
+from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class GateFigures:
 def gated_attention(
     runner: Any, table: RotaryTable, params: Any, wish: str
 ) -> tuple[SparseAttention | None, dict[str, Any], GateFigures]:
-    """The recompute pass's attention as `sparse_backend.create` chooses it, and the gate's figures with it.
+    """The recompute pass's attention as `choice.create` chooses it, and the gate's figures with it.
 
     With `auto`, one that does not get through the gate is given up for the masked one, which is measured in its place.
 
@@ -134,7 +134,7 @@ def gated_attention(
         ValueError: `sparse` is wished for and cannot be.
         RuntimeError: as `run_gate` does.
     """
-    sparse, attention = sparse_backend.create(runner, wish)
+    sparse, attention = choice.create(runner, wish)
     if sparse is not None and wish == "auto":
         try:
             figures = run_gate(runner, table, params, sparse=sparse)
@@ -251,9 +251,7 @@ def _again(
     sequences = [
         PassSequence(
             token_ids=ids[positions],
-            positions=positions,
-            kv_slots=row.slots[: int(positions[-1]) + 1],
-            kv_positions=torch.arange(int(positions[-1]) + 1),
+            request=SparseRequest(positions, row.slots[: int(positions[-1]) + 1], int(positions[-1]) + 1),
             out_slots=row.slots[positions.to(row.slots.device)],
         )
         for positions in map(torch.tensor, requests)
@@ -284,7 +282,7 @@ def _scattered_errors(
 
     fresh = _FreshKV()
     one_less = [
-        PassSequence(ids[i : i + 1], torch.tensor([i]), row.slots[:i], torch.arange(i), own=False) for i in positions
+        PassSequence(ids[i : i + 1], SparseRequest(torch.tensor([i]), row.slots[:i], i), own=False) for i in positions
     ]
     run_pass(runner, one_less, observer=fresh)
     for buffer in (*pool.k_buffer, *pool.v_buffer):

@@ -1,12 +1,12 @@
 """Evidence for selectors, measured by passes that write nothing: the pool's bytes are the same before and after.
 
-    question    the question over moved KV           -> who it looks at           all layers but the last's end
-    deviation   the promised region, computed afresh -> whose KV is off           two layers
-    scores      a chunk over its own KV              -> what it was built upon    once per variant
+    question    the question over moved KV           -> which tokens it attends to     all layers but the last's end
+    deviation   the promised region, computed again  -> which tokens' KV is off        two layers
+    scores      a chunk over its own KV              -> what the chunk attended to     once per variant
 
 Attention weights are summed piece by piece, in float32; no matrix of queries by keys outlives its piece. Under tensor
-parallelism a rank holds some of the heads, so sums are added over the ranks: all decide on the same numbers. Results lie on
-the CPU, which is this module's only synchronisation.
+parallelism a rank has some of the heads, so sums are added over the ranks: all ranks decide on the same numbers. Results are
+copied to the CPU, which is this module's only synchronisation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention, StopPass
-from sglang_chunkcache.attention.masked_layout import PassSequence
 from sglang_chunkcache.fusion.recompute import run_pass
 from sglang_chunkcache.fusion.store import ChunkScores
 
@@ -29,10 +29,10 @@ DEVIATION_LAYER = 1
 
 @dataclass(frozen=True)
 class QuestionProbe:
-    """A request's question over the KV in front of it.
+    """A request's question over the KV before it.
 
     token_ids, positions: [n] int64, the question's, positions ascending. kv_slots, kv_positions: [m] int64, the KV it may
-    look at: the exact prefix and what was moved, without gaps. chunks: `[start, end)` of each moved chunk, ascending. end:
+    attend to: the exact prefix and what was moved, without gaps. chunks: `[start, end)` of each moved chunk, ascending. end:
     length of the promised region; chunks end within it.
     """
 
@@ -49,7 +49,7 @@ class QuestionProbe:
 
 @dataclass(frozen=True)
 class DeviationProbe:
-    """The promised region `[start, start + n)` of a request: everything behind its exact prefix.
+    """The promised region `[start, start + n)` of a request: everything after its exact prefix.
 
     token_ids: [n] int64, gaps included. slots: [start + n] int64, the pool's slots of all positions from 0; those of gaps are
     not read. chunks: `[start, end)` of each moved chunk, ascending, in the region.
@@ -75,10 +75,10 @@ class DeviationProbe:
 
 @dataclass(frozen=True)
 class ScoreProbe:
-    """A chunk at `[start, start + n)` whose KV was computed in that very place.
+    """A chunk at `[start, start + n)` whose KV was computed at these positions.
 
     token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
-    `[start, end)` of each chunk that stands before it, ascending, the head excluded.
+    `[start, end)` of each chunk before it, ascending, the head excluded.
     """
 
     token_ids: Tensor
@@ -98,8 +98,8 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
     """What the questions attend to, all in one pass. Softmax over everything a question token sees, itself included.
 
     Returns per request, float32, CPU:
-        [end]: mass on each prompt position in the last layer, summed over question tokens and heads; 0 where no moved token
-        stands (FusionRAG 3.2).
+        [end]: mass on each prompt position in the last layer, summed over question tokens and heads; 0 at positions without
+        a moved token (FusionRAG 3.2).
         [num_layers, num_chunks]: mass on each moved chunk, summed over question tokens, heads and the chunk's tokens
         (Cache-Craft eq. 15's summand, alg. 1).
     Raises:
@@ -110,7 +110,10 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
     observer = _QuestionObserver(runner, requests)
     run_pass(
         runner,
-        [PassSequence(r.token_ids, r.positions, r.kv_slots, r.kv_positions) for r in requests],
+        [
+            PassSequence(r.token_ids, SparseRequest(r.positions, r.kv_slots, len(r.kv_slots), r.kv_positions))
+            for r in requests
+        ],
         observer=observer,
     )
     sums = _sum_over_ranks(runner, observer.last + observer.by_layer)
@@ -118,25 +121,20 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
 
 
 def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[Tensor]:
-    """How far moved KV is from what a fresh prefill of the promised region gives, at the second layer.
+    """How far moved KV is from that of an ordinary prefill of the promised region, at the second layer.
 
     The whole region runs through the first layer and the second's projections over the exact prefix; a model of one layer is
-    compared there.
+    compared at the first.
 
-    Returns per request, [end] float32, CPU: squared difference of K plus that of V, summed over heads and dimensions; 0 where
-    no moved token stands (CacheBlend; FusionRAG eq. 7, 8).
+    Returns per request, [end] float32, CPU: squared difference of K plus that of V, summed over heads and dimensions; 0 at
+    positions without a moved token (CacheBlend; FusionRAG eq. 7, 8).
     Raises:
         ValueError: spans out of order or outside the region; sequences as in `run_pass`.
     """
     if not requests:
         return []
     sequences = [
-        PassSequence(
-            token_ids=r.token_ids,
-            positions=torch.arange(r.start, r.end),
-            kv_slots=r.slots[: r.start],
-            kv_positions=torch.arange(r.start),
-        )
+        PassSequence(r.token_ids, SparseRequest(torch.arange(r.start, r.end), r.slots[: r.start], r.start))
         for r in requests
     ]
     observer = _DeviationObserver(runner, requests)
@@ -150,18 +148,12 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[ChunkScores]
     The chunks' tokens run again over the KV in the pool, theirs included. Means over layers and heads.
 
     Raises:
-        ValueError: spans out of order or not in front of the chunk; sequences as in `run_pass`.
+        ValueError: spans out of order or not before the chunk; sequences as in `run_pass`.
     """
     if not chunks:
         return []
     sequences = [
-        PassSequence(
-            token_ids=c.token_ids,
-            positions=torch.arange(c.start, len(c.slots)),
-            kv_slots=c.slots,
-            kv_positions=torch.arange(len(c.slots)),
-            own=False,
-        )
+        PassSequence(c.token_ids, SparseRequest(torch.arange(c.start, len(c.slots)), c.slots, len(c.slots)), own=False)
         for c in chunks
     ]
     observer = _ScoreObserver(runner, chunks)
@@ -255,7 +247,7 @@ class _ScoreObserver(Observer):
 
 
 def _owners(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
-    """[length, num_spans] float32: 1 where a position lies in a span. Sums by span are products with it, in fixed order."""
+    """[length, num_spans] float32: 1 where a position is in a span. Sums by span are products with it, in fixed order."""
     owners = torch.zeros(length, len(spans))
     for index, (start, end) in enumerate(spans):
         owners[start:end, index] = 1
@@ -277,5 +269,5 @@ def _check_spans(spans: Sequence[tuple[int, int]], start: int, end: int) -> None
     at = start
     for span in spans:
         if not at <= span[0] < span[1] <= end:
-            raise ValueError(f"span [{span[0]}, {span[1]}): expected one in [{at}, {end}), behind the one before")
+            raise ValueError(f"span [{span[0]}, {span[1]}): expected one in [{at}, {end}), after the previous one")
         at = span[1]

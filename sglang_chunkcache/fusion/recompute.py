@@ -1,9 +1,9 @@
-"""Runs chosen tokens of cached prompts through the model again, before SGLang's own extend.
+"""Recomputes chosen tokens of cached prompts: runs them through the model, before SGLang's own extend.
 
-`run_pass` is the working pass: all chosen tokens of all requests in one call of the inner model, under a private
-attention backend, masked or sparse. `run_virtual` is the slow obvious one: each run of tokens is an ordinary sequence for
-SGLang's own backend. Neither knows which tokens are worth it. Causal attention makes both exact: recomputing every token of
-a region is an ordinary prefill of it.
+`run_pass` serves requests: all chosen tokens of all requests in one call of the inner model, under a private attention
+backend, masked or sparse. `run_virtual` is its slow reference and computes what a failed pass left undone: each run of
+tokens is an ordinary sequence for SGLang's own backend. Neither chooses tokens. Attention is causal, so
+recomputing every token of a region, by either, equals an ordinary prefill of it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,59 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
-from sglang_chunkcache.attention.base import SparseAttention, SparseRequest
-from sglang_chunkcache.attention.masked import MaskedAttention, Observer, StopPass
-from sglang_chunkcache.attention.masked_layout import PassSequence, host_positions, plan
-from sglang_chunkcache.attention.sparse_backend import SparseBackend
+from sglang_chunkcache.attention.base import PassSequence, SparseAttention
+from sglang_chunkcache.attention.masked import MaskedAttention, Observer, StopPass, checked_heads
+from sglang_chunkcache.attention.masked_layout import plan
 from sglang_chunkcache.attention.upload import upload
 
-__all__ = ["Observer", "PassSequence", "PlanError", "StopPass", "run_pass", "run_virtual"]
-
 PADDING_SLOT = 0
-"""SGLang's pool keeps slot 0 for padding: nobody reads it."""
+"""SGLang's pool keeps slot 0 for padding; no attention reads it."""
 
 
 class PlanError(Exception):
-    """The sparse attention could not plan a pass. Nothing is written yet: the same pass may run without it."""
+    """The sparse attention could not plan a pass. Nothing is written yet, so the same pass can run with the mask."""
+
+
+class SparseBackend(AttentionBackend):  # type: ignore[misc]
+    """Runs one planned pass under SGLang's model: in each layer, K/V is written into the pool, then `attention` attends.
+
+    Nothing here waits for the device.
+
+    Args:
+        runner: SGLang's ModelRunner, page size 1; its pool is written at `out_slots`.
+        attention: planned for this pass.
+        out_slots: [n] int64, on the device, in the plan's order.
+    """
+
+    def __init__(self, runner: Any, attention: SparseAttention, out_slots: Tensor) -> None:
+        super().__init__()
+        self.req_to_token_pool = runner.req_to_token_pool  # SGLang finds both pools through the backend
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self._attention = attention
+        self._write_loc = KVWriteLoc(out_slots)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """SGLang's call, once a layer; returns [n, num_heads * head_dim]. Raises ValueError as `checked_heads` does."""
+        queries, keys, values = checked_heads(layer, q, k, v, save_kv_cache, kwargs)
+        pool = self.token_to_kv_pool
+        pool.set_kv_buffer(layer, self._write_loc, keys, values)
+        out = self._attention.run(queries, pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
+        return out.flatten(1)
 
 
 @torch.no_grad()
@@ -47,14 +82,13 @@ def run_pass(
 
     Args:
         runner: SGLang's ModelRunner; its KV pool is written at `out_slots`, nothing else of it changes.
-        sequences: see `PassSequence`; tensors on any device. For `sparse`, tokens and positions on the CPU and slots on the
-            runner's device cost no synchronisation.
-        sparse: attends where nobody observes and every sequence writes; elsewhere, and if None, the mask does.
+        sequences: For `sparse`, tokens on the CPU and slots on the runner's device cost no synchronisation.
+        sparse: attends where there is no observer and every sequence writes; elsewhere, and if None, the mask does.
     Returns:
-        [total, hidden_size] hidden states after the final norm, sequences one behind the other; None where the observer
+        [total, hidden_size] hidden states after the final norm, one sequence after the other; None where the observer
         ended the pass.
     Raises:
-        ValueError: sequences out of order (see `attention.layout`); a layer that is not plain causal attention.
+        ValueError: no sequences; a layer that is not plain causal attention.
         PlanError: `sparse` could not plan the pass.
     Equals `run_virtual`, and ordinary prefill where every token is run, within the model dtype's rounding.
     """
@@ -96,7 +130,7 @@ def run_virtual(
         max_sequences: runs per pass, the request pool's size at most (and by default: backends size their buffers by it).
             Passes go in ascending position, so each finds what it depends on.
     Returns:
-        [total, hidden_size], runs one behind the other.
+        [total, hidden_size], one run after the other.
     Raises:
         ValueError: runs empty, out of order or beyond `token_ids`.
 
@@ -135,9 +169,9 @@ def _run_virtual(runner: Any, req_pool_index: int, runs: Sequence[tuple[int, int
 
 
 def _run_sparse(runner: Any, sequences: Sequence[PassSequence], sparse: SparseAttention) -> Tensor:
-    """The pass in the plan's order. The device is told, never asked."""
+    """The pass in the plan's order. Queued only: no tensor is read back from the device."""
     device = torch.device(runner.device)
-    requests = [_sparse_request(sequence, device) for sequence in sequences]
+    requests = [sequence.request for sequence in sequences]
     try:
         order = sparse.plan(requests)
     except Exception as error:
@@ -161,15 +195,6 @@ def _run_sparse(runner: Any, sequences: Sequence[PassSequence], sparse: SparseAt
     return hidden if order is None else torch.empty_like(hidden).index_copy_(0, order, hidden)
 
 
-def _sparse_request(sequence: PassSequence, device: torch.device) -> SparseRequest:
-    positions, kv_positions = host_positions(sequence)
-    num_keys = len(kv_positions)
-    has_gaps = int(kv_positions[-1]) >= num_keys  # they ascend, and from 0 on
-    return SparseRequest(
-        positions, upload(sequence.kv_slots, device), num_keys, kv_positions=kv_positions if has_gaps else None
-    )
-
-
 def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> None:
     if not runs:
         raise ValueError("runs: expected at least one, got none")
@@ -178,13 +203,13 @@ def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> None:
             raise ValueError(f"run [{start}, {end}): expected a stretch of [0, {num_tokens})")
     for (_, end), (start, _) in pairwise(runs):
         if start < end:
-            raise ValueError(f"run at {start} starts before the one in front of it ends, at {end}")
+            raise ValueError(f"run at {start} starts before the previous one ends, at {end}")
 
 
 def _pass_batch(
     runner: Any, token_ids: Tensor, positions: Tensor, *, num_keys: list[int], num_tokens: list[int]
 ) -> Any:
-    """A batch for a backend of ours, which has its own plan of slots and rows: who else looks finds what nobody reads."""
+    """A batch for our backends only: its slots are the padding slot and its row is 0, since our backends lay out their own."""
     return _forward_batch(
         runner,
         token_ids=token_ids,
@@ -206,7 +231,7 @@ def _forward_batch(
     prefix_lens: list[int],
     extend_lens: list[int],
 ) -> Any:
-    """An EXTEND batch of ours: what SGLang's dense models and attention backends read, and no more."""
+    """An EXTEND batch with the fields that SGLang's dense models and attention backends read."""
 
     def on_device(values: list[int], dtype: torch.dtype) -> Tensor:
         return upload(torch.tensor(values, dtype=dtype), runner.device)

@@ -1,17 +1,17 @@
-"""Copy cached KV to other slots and other positions: values as they are, keys turned.
+"""Moves cached KV to other slots and other positions: values are copied as they are, keys are rotated.
 
-RoPE stores a key already rotated: `K = R(p) k` at position p (RoFormer, arXiv 2104.09864, eq. 14). Every pair of a key's
-numbers is a complex number there and `R(p)` multiplies it by `z(p) = cos + i sin`, so a key moves from p to q by
+RoPE stores a key already rotated: `K = R(p) k` at position p (RoFormer, arXiv 2104.09864, eq. 14). Each pair of a key's
+elements is one complex number and `R(p)` multiplies it by `z(p) = cos + i sin`, so a key moves from p to q by
 
     turn = z(q) conj(z(p)) / |z(q) conj(z(p))|        K' = turn * K
 
-The division takes YaRN's `mscale` out, which SGLang multiplies into its table and which the key carries already. All is
-computed in float32, the turn once a call for all layers, so a move costs one rounding and a move by 0 none. Against a key
-that the model stores at q itself that is at most 1 ulp of its pair's length in bfloat16 and float16, 2 through a blob, whose
-un-rotated keys are rounded as well (test_relocate.py).
-Here it stands in torch, a layer after the other: on the CPU, and as the oracle of relocate_kernel.py, which does all layers in
-one launch where the pool lies on CUDA.
-Knows slots and positions, nothing of chunks, trees or requests.
+The division removes YaRN's `mscale`, which SGLang multiplies into its table and which the key already contains. Everything is
+computed in float32, the turn once a call for all layers, so a move costs one rounding and a move by 0 none. Compared with a key
+that the model itself stores at q, the result is off by at most 1 ulp of its pair's length in bfloat16 and float16, by 2 through
+a blob, whose un-rotated keys are rounded as well (test_relocate.py).
+This file is in torch, one layer after the other: for pools on the CPU, and as the reference of relocate_kernel.py, which moves
+all layers in one launch where the pool is on CUDA.
+Knows slots and positions, no chunks, trees or requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sglang_chunkcache.fusion.relocate_kernel import Blob
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of the pools we move KV in; quantised ones would have to be dequantised first."""
+"""Of pools that KV can be moved in; quantised KV would have to be dequantised first."""
 
 ROTARY_CLASSES = frozenset(
     {
@@ -41,9 +41,9 @@ ROTARY_CLASSES = frozenset(
         "DynamicNTKAlphaRotaryEmbedding",
     }
 )
-"""SGLang's classes in which row p of one fixed table rotates position p, and the first `rotary_dim` numbers of a head only.
+"""SGLang's classes in which row p of one fixed table rotates position p, and only the first `rotary_dim` elements of a head.
 Others choose the table by length (Phi3 LongRoPE), take positions modulo (dual chunk) or of several axes (mrope), or rotate
-other numbers (Gemma4, FoPE)."""
+other elements (Gemma4, FoPE)."""
 
 
 class _Turn(NamedTuple):
@@ -52,7 +52,7 @@ class _Turn(NamedTuple):
     cos: Tensor
     sin: Tensor
     stays: Tensor | None
-    """Like `cos`, bool: does not turn. None: every pair turns, which is known on the CPU, where looking is free."""
+    """Like `cos`, bool: does not turn. None: every pair turns; only known on the CPU, where reading it costs no wait."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class RotaryTable:
     sin: Tensor
     """Like `cos`."""
     is_neox: bool
-    """Whether number i is paired with i + rotary_dim / 2, rather than 2i with 2i + 1."""
+    """Whether element i is paired with i + rotary_dim / 2, rather than 2i with 2i + 1."""
 
     @classmethod
     def of(cls, rotary_emb: Any) -> RotaryTable:
@@ -81,45 +81,13 @@ class RotaryTable:
 
     @property
     def rotary_dim(self) -> int:
-        """Leading numbers of a head that turn; the rest stay."""
+        """Leading elements of a head that turn; the rest stay."""
         return 2 * self.cos.shape[1]
 
     @property
     def num_positions(self) -> int:
-        """Positions must be below; on a GPU, where looking would synchronise, the caller sees to that."""
+        """Positions must be below; on a GPU, where a check would synchronise, the caller guarantees it."""
         return self.cos.shape[0]
-
-    def rotate(self, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """Keys stored at positions `old` as they would be at `new`.
-
-        Args:
-            keys: [num_tokens, num_kv_heads, head_dim], head_dim >= rotary_dim, bfloat16, float16 or float32, on the table's
-                device; only read.
-            old: [num_tokens] int64, on the table's device.
-            new: Like `old`.
-        Returns:
-            Like `keys`; computed in float32, rounded once.
-        Raises:
-            ValueError: shape, dtype or device differs from the above, or a position on the CPU is not in the table; names
-                argument, expected and got.
-        Equals tests/reference/rope.py.
-        """
-        self._check_keys("keys", keys)
-        self._check_positions("old", old, len(keys))
-        self._check_positions("new", new, len(keys))
-        return self._apply_(keys.clone(), self._turn(old, new))
-
-    def to_origin(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys stored at `positions`, un-rotated, as `rotate` to position 0 gives them. Arguments and errors as there."""
-        self._check_keys("keys", keys)
-        self._check_positions("positions", positions, len(keys))
-        return self._apply_(keys.clone(), self._turn(positions, None))
-
-    def from_origin(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Un-rotated keys as they are stored at `positions`. Arguments and errors as in `rotate`."""
-        self._check_keys("keys", keys)
-        self._check_positions("positions", positions, len(keys))
-        return self._apply_(keys.clone(), self._turn(None, positions))
 
     def _turn(self, old: Tensor | None, new: Tensor | None) -> _Turn:
         """From `old` to `new`; None is the origin."""
@@ -148,19 +116,11 @@ class RotaryTable:
         return keys
 
     def _pairs(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the first and the second number of every pair."""
+        """Views of the first and the second element of every pair."""
         half = self.rotary_dim // 2
         if self.is_neox:
             return keys[..., :half], keys[..., half : self.rotary_dim]
         return keys[..., 0 : self.rotary_dim : 2], keys[..., 1 : self.rotary_dim : 2]
-
-    def _check_keys(self, name: str, keys: Tensor) -> None:
-        if keys.ndim != 3 or keys.shape[-1] < self.rotary_dim:
-            raise ValueError(
-                f"{name}: expected [num_tokens, num_kv_heads, head_dim >= {self.rotary_dim}], got {list(keys.shape)}"
-            )
-        _check_dtype(name, keys, *DTYPES)
-        _check_device(name, keys, self.cos.device)
 
     def _check_positions(self, name: str, positions: Tensor, num_tokens: int) -> None:
         _check_index(name, positions, num_tokens, self.cos.device)
@@ -191,11 +151,11 @@ def copy_moved(
         source_positions: [num_tokens] int64, where the model stored these keys; on the pool's device.
         target_slots: Like `source_slots`, each slot once and none the source of another token: tokens move at the same time.
         target_positions: Like `source_positions`.
-        use_kernel: None: where the pool lies on CUDA.
+        use_kernel: None: where the pool is on CUDA.
     Raises:
-        ValueError: shape, dtype or device differs from the above, or, on the CPU, where looking costs no synchronisation, a
-            position is not in the table or a target is another's source; names argument, expected and got. Nothing is
-            written then.
+        ValueError: shape, dtype or device differs from the above, or, on the CPU, where a check costs no synchronisation, a
+            position is not in the table or a target is another token's source; names argument, expected and got. Nothing
+            is written then.
     """
     num_tokens = _check_pool(pool, table, "source_slots", source_slots, "source_positions", source_positions)
     _check_pool(pool, table, "target_slots", target_slots, "target_positions", target_positions, num_tokens)
@@ -223,9 +183,9 @@ def write_blob(
 ) -> None:
     """Write stored KV into slots of the pool, keys rotated to their positions. Queued on the current stream.
 
-    A blob elsewhere is first copied to the pool's device as a whole, keys and values with one copy each. From pinned memory that
-    is queued like the rest. From pageable memory, which is what the store has, CUDA makes the host wait: for the stream's
-    earlier work, then until the blob has been read.
+    A blob on another device is first copied to the pool's device as a whole, keys and values with one copy each. From pinned
+    memory the copy is queued like the rest. From pageable memory, which the store uses, CUDA makes the host wait: for the
+    stream's earlier work, then until the blob has been read.
 
     Args:
         pool: Written at `target_slots`; as in `copy_moved`.
@@ -289,8 +249,8 @@ def read_blob(
     return keys, values
 
 
-def _takes_kernel(pool: MHATokenToKVPool, wish: bool | None) -> bool:
-    return pool.k_buffer[0].is_cuda if wish is None else wish
+def _takes_kernel(pool: MHATokenToKVPool, use_kernel: bool | None) -> bool:
+    return pool.k_buffer[0].is_cuda if use_kernel is None else use_kernel
 
 
 def _launch(
@@ -309,10 +269,10 @@ def _check_apart(source_slots: Tensor, target_slots: Tensor) -> None:
 
 
 def _float32_table(rotary_emb: Any) -> Tensor:
-    """[num_positions, rotary_dim] float32: the very table the model rotates by, or before it was rounded.
+    """[num_positions, rotary_dim] float32: the table that the model rotates by, or the same before it was rounded.
 
-    On CUDA SGLang's table is float32 and is taken as it is: computed again, angles at far positions could differ by a CPU's
-    `pow`. Elsewhere it has the model's dtype, which loses what later moves would need.
+    On CUDA SGLang's table is float32 and is used as it is: computed again, angles at far positions could differ by a CPU's
+    `pow`. Elsewhere it has the model's dtype, which is too coarse for moves.
     """
     own: Tensor = rotary_emb.cos_sin_cache
     if own.dtype == torch.float32:
@@ -337,7 +297,7 @@ def _check_pool(
     positions: Tensor,
     num_tokens: int | None = None,
 ) -> int:
-    """Check what a move is given; returns the number of tokens, which is that of the slots where it is not known."""
+    """Check the arguments of a move; returns the number of tokens, by default that of the slots."""
     buffer = pool.k_buffer[0]
     _check_dtype("pool", buffer, *DTYPES)
     if buffer.ndim != 3 or buffer.shape[-1] < table.rotary_dim:

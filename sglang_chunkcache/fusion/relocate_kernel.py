@@ -1,13 +1,13 @@
-"""One launch that gathers, turns and scatters the KV of tokens in all layers: what relocate.py does on CUDA.
+"""relocate.py on CUDA: one Triton launch gathers, turns and scatters the KV of tokens in all layers.
 
     program = token block x layer x K or V        values:  rows as they are        keys:  pairs turned, the rest as it is
 
-Between slots of one pool, or between a pool and a blob [num_layers, num_tokens, heads, head_dim]. A token may stay in its slot:
-one program reads its numbers and then writes them. But programs run in any order, so no target may be another's source.
+Between slots of one pool, or between a pool and a blob [num_layers, num_tokens, heads, head_dim]. A token may keep its slot:
+one program reads its elements, then writes them. But programs run in any order, so no target may be another token's source.
 The formula is relocate.py's, in float32 without fused multiply-add, rounded once: bit by bit what torch computes.
-Layers are the fastest in the grid, so that a block's cos and sin stay in the cache while all layers use them.
+Layers vary fastest in the grid, so that a block's cos and sin stay in the cache while all layers use them.
 """
-# Triton's decorators have no types, and what they take is no tensor of ours.
+# Triton's decorators and the arguments of its kernels have no types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Blob: TypeAlias = tuple[Tensor, Tensor]
 """Keys [num_layers, num_tokens, num_kv_heads, head_dim] and values [.., v_head_dim], contiguous."""
 
 TILE_BYTES = 8192
-"""Of rows that one program moves: four 16-byte loads a thread. Reckoned from latency times bandwidth, not measured."""
+"""Of rows that one program moves: four 16-byte loads a thread. Computed from latency times bandwidth, not measured."""
 
-# Fused multiply-add would round otherwise than torch does.
+# Fused multiply-add would round differently from torch.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -55,7 +55,7 @@ def relocate(
         sin: Like `cos`.
         is_neox: As in `RotaryTable`.
         source: [num_tokens] int64 slots of the pool, or a blob of its dtype; only read.
-        target: Likewise, each slot once and none the source of another token. Not both are blobs.
+        target: Likewise, each slot once and none the source of another token. One of the two is no blob.
     Raises:
         ValueError: a tensor is not contiguous; names it.
     """
@@ -113,19 +113,19 @@ def launch_arguments(
 
 @lru_cache(maxsize=8)
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
-    """The addresses on the device, and what all of them divide by, in bytes up to 16.
+    """The addresses on the device, and the alignment in bytes that all of them share, up to 16.
 
-    By address, not by pool: one that is given new buffers has new ones.
+    Cached by address, not by pool: a pool may be given new buffers.
     """
     return torch.tensor(pointers, dtype=torch.int64, device=device), math.gcd(16, *pointers)
 
 
 def _power_of_two(size: int) -> int:
-    """At least `size`. Not Triton's: SGLang puts a function of its own in that one's place, which no kernel can call."""
+    """At least `size`. Not Triton's: SGLang replaces that by a function of its own, which no kernel can call."""
     return 1 << max(0, size - 1).bit_length()
 
 
-# One compilation for all moves of a kind: neither the number of tokens nor where a slice of slots begins makes another.
+# Compiled once per kind of move: neither the number of tokens nor the offset of a slice of slots causes another compilation.
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["source_slots", "target_slots"])
 def _relocate(
     addresses,
@@ -150,7 +150,7 @@ def _relocate(
     V_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Move TOKENS tokens of one layer's keys or values; slots None stand for the blob, whose rows are the tokens."""
+    """Move TOKENS tokens of one layer's keys or values; slots None mean the blob, whose rows are the tokens."""
     K_ROW: tl.constexpr = NUM_HEADS * HEAD_DIM
     part = tl.program_id(0) % (2 * NUM_LAYERS)
     tokens = (tl.program_id(0) // (2 * NUM_LAYERS)) * TOKENS + tl.arange(0, TOKENS)
@@ -202,7 +202,7 @@ def _copy_heads(
     HEADS_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The numbers of every head from FIRST on."""
+    """The elements of every head from FIRST on."""
     column = tl.arange(0, HEADS_WIDTH * WIDTH)
     head, number = column // WIDTH, FIRST + column % WIDTH
     mask = live[:, None] & ((head < NUM_HEADS) & (number < HEAD_DIM))[None, :]
@@ -239,7 +239,7 @@ def _turn_heads(
         first, second = _turn(first, second, cos + turn_at, sin + turn_at, mask, ELEMENT)
         tl.store(to_rows + at, first, mask=mask)
         tl.store(to_rows + at + NUM_PAIRS, second, mask=mask)
-    else:  # 2i with 2i + 1: loaded side by side, for wide loads, and parted in registers
+    else:  # 2i with 2i + 1: loaded together, for wide loads, and split in registers
         both = tl.arange(0, 2 * PAIRS)
         both_head, number = both // (2 * WIDTH), both % (2 * WIDTH)
         both_mask = live[:, None] & ((both_head < NUM_HEADS) & (number < 2 * NUM_PAIRS))[None, :]

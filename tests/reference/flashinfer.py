@@ -29,13 +29,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self,
         float_workspace_buffer: Tensor,
         kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None,
-        paged_kv_indptr_buf: Tensor | None = None,
-        paged_kv_indices_buf: Tensor | None = None,
-        paged_kv_last_page_len_buf: Tensor | None = None,
-        custom_mask_buf: Tensor | None = None,
-        mask_indptr_buf: Tensor | None = None,
         backend: str = "auto",
         jit_args: tuple[Any, ...] | None = None,
     ) -> None:
@@ -46,19 +39,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self.device = float_workspace_buffer.device
         self.backend = backend
         self._jit_args = jit_args
-        self._graph = use_cuda_graph
-        self._mask, self._mask_indptr = custom_mask_buf, mask_indptr_buf
+        self._mask: Tensor | None = None
         self._arrays: tuple[Tensor, ...] = ()
-        self._max_rows: int | None = None
         self._num_rows: int | None = None
-        if use_cuda_graph:
-            buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf, paged_kv_indices_buf)
-            self._arrays = tuple(buffer for buffer in buffers if buffer is not None)
-            if len(self._arrays) < len(buffers):
-                raise ValueError("every buffer should be a torch.Tensor in CUDA graph mode")
-            qo, kv, last, _ = map(len, self._arrays)
-            if qo != kv or last != qo - 1:
-                raise ValueError("the buffers' lengths should be batch_size + 1, batch_size + 1 and batch_size")
 
     def plan(
         self,
@@ -76,7 +59,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         q_data_type: torch.dtype = torch.float16,
         max_token_per_sequence: int | None = None,
     ) -> None:
-        """Keep the pass. In graph mode into the buffers that `run` reads, whatever its arguments were since."""
+        """Keep the pass."""
         host = {
             "qo_indptr": qo_indptr,
             "paged_kv_indptr": paged_kv_indptr,
@@ -106,12 +89,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             *(head_dim_qk,) * 2,
         ):
             raise ValueError("the variant was compiled for another dtype or head size")
-        arrays = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices)
-        if self._graph:
-            self._plan_into_buffers(arrays, packed_custom_mask)
-        else:
-            self._arrays = (*(array.clone() for array in arrays[:3]), paged_kv_indices)
-            self._mask = packed_custom_mask
+        self._arrays = (*(array.clone() for array in host.values()), paged_kv_indices)
+        self._mask = packed_custom_mask
         self._num_rows = int(qo_indptr[-1])
 
     def run(
@@ -153,22 +132,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
             out[rows] = part.to(out.dtype)
             lse[rows] = part_lse
         return (out, lse) if return_lse else out
-
-    def _plan_into_buffers(self, arrays: tuple[Tensor, ...], mask: Tensor | None) -> None:
-        num_rows = int(arrays[0][-1])
-        self._max_rows = num_rows if self._max_rows is None else self._max_rows
-        if num_rows > self._max_rows:
-            raise ValueError("The total number of rows cannot exceed the number of rows set during initialization")
-        if len(arrays[0]) != len(self._arrays[0]):
-            raise ValueError("The batch size should be fixed during the lifecycle of the wrapper in cuda graph mode")
-        if len(arrays[3]) > len(self._arrays[3]):
-            raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
-        for buffer, array in zip(self._arrays, arrays, strict=True):
-            buffer[: len(array)].copy_(array)
-        if mask is not None and (self._mask is None or self._mask_indptr is None):
-            raise ValueError("custom_mask_buf and mask_indptr_buf must be initialized in cuda graph mode")
-        if mask is None and self._mask is not None:
-            raise ValueError("not modelled: a mask's buffer, but no mask")
 
     def _extra(self, args: tuple[Any, ...], num_rows: int) -> tuple[Tensor | None, float]:
         if self._jit_args is None:

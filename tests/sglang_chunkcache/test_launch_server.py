@@ -224,7 +224,7 @@ SPARSE = ["--recompute-attention", "sparse"]
 
 @pytest.mark.usefixtures("cpu")
 def test_main_sparse_attention_without_cuda_exits_with_2(run: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """Before the model is loaded. What only the loaded model tells is refused by the cache (test_sparse_backend.py)."""
+    """Before the model is loaded. What only the loaded model tells is refused by the cache (test_choice.py)."""
     with pytest.raises(SystemExit) as caught:
         launch_server.main(["--model-path", "m", "--reuse", "fused", *SPARSE])
     assert caught.value.code == 2

@@ -25,7 +25,7 @@ class Case:
     shape: HeadShape
     scale: float
     queries: Tensor = field(repr=False)
-    """[n, num_qo_heads, head_dim] of `shape.dtype`, one request behind the other."""
+    """[n, num_qo_heads, head_dim] of `shape.dtype`, the requests concatenated."""
     keys: Tensor = field(repr=False)
     """[num_pages, page_size, num_kv_heads, head_dim] of `shape.dtype`."""
     values: Tensor = field(repr=False)

@@ -42,14 +42,31 @@ def test_visible_counts_keys_at_or_before(
         ([-1, 1], None, 4, "positions: expected strictly ascending"),
         ([3], [0, 2, 2, 3], 4, "kv_positions: expected strictly ascending"),
         ([3], [0, 2, 3], 4, "kv_positions: expected 4, got 3"),
-        ([1, 3], [2, 3], 2, "position 1 has nothing to attend to"),
-        ([1], None, 0, "position 1 has nothing to attend to"),
     ],
 )
 def test_request_refuses(positions: list[int], kv_positions: list[int] | None, num_keys: int, message: str) -> None:
-    """A query without keys has no softmax; positions out of order would make `visible` fall."""
+    """Positions out of order would make `visible` fall."""
     with pytest.raises(ValueError, match=message):
         make_request(positions, kv_positions, num_keys)
+
+
+@pytest.mark.parametrize(("positions", "kv_positions"), [([1, 3], [2, 3]), ([1], []), ([1], None)])
+def test_a_query_without_keys_is_refused(positions: list[int], kv_positions: list[int] | None) -> None:
+    """It has no softmax."""
+    request = make_request(positions, kv_positions, len(kv_positions or []))
+    with pytest.raises(ValueError, match="position 1 has nothing to attend to"):
+        request.visible()
+
+
+@pytest.mark.parametrize(
+    ("positions", "kv_positions", "expected"),
+    [([0, 3, 4, 9], None, [True, True, False, False]), ([2, 4, 8, 99], [2, 3, 5, 8], [True, False, True, False])],
+)
+def test_has_key_compares_positions(positions: list[int], kv_positions: list[int] | None, expected: list[bool]) -> None:
+    """A gap has none, whatever its neighbours are."""
+    request = make_request(positions, kv_positions, 4)
+    assert request.has_key().tolist() == expected
+    assert request.key_positions().tolist() == (kv_positions or [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The fastest kernel that is right is taken; one that does not compile or is wrong is named. FlashInfer is its model here."""
+"""The fastest kernel that is right is taken; one that does not compile or is wrong is named. FlashInfer is its model here.
+
+That the passes are right: test_recompute.py.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from sglang_chunkcache.attention import choice as kernel_choice
+from sglang_chunkcache.attention import choice as attention_choice
 from sglang_chunkcache.attention.base import HeadShape
-from sglang_chunkcache.attention.choice import Choice, Timer, choose
+from sglang_chunkcache.attention.choice import Choice, Timer, choose, create
 from sglang_chunkcache.attention.flashinfer import KERNELS
 from tests.reference import flashinfer
 
@@ -62,7 +65,7 @@ def test_the_fastest_is_taken(page_size: int) -> None:
     def timer(run: Callable[[], Any]) -> float:
         out = run()
         assert bool(out.isfinite().all())
-        assert 0.14 < len(out) / kernel_choice.TIMED_KEYS < 0.16
+        assert 0.14 < len(out) / attention_choice.TIMED_KEYS < 0.16
         return next(times)
 
     choice = choose_with(flashinfer, timer, page_size=page_size)
@@ -124,3 +127,107 @@ def test_a_machine_without_cuda_is_not_tried() -> None:
     """Nothing is imported or compiled for it."""
     choice = choose(SHAPE, device=CPU, scale=0.125)
     assert choice == Choice(None, {}, dict.fromkeys(KERNELS, "the kernels need CUDA, not cpu"))
+
+
+# For a loaded model
+
+
+def make_layer(**changes: Any) -> Any:
+    fields = {"tp_q_head_num": 4, "tp_k_head_num": 2, "qk_head_dim": 64, "v_head_dim": 64, "scaling": 0.125}
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def make_runner(*layers: Any, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> Any:
+    """What `create` looks at."""
+    layers = layers or (make_layer(), make_layer())
+    inner = SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=layer)) for layer in layers])
+    return SimpleNamespace(
+        model=SimpleNamespace(model=inner),
+        dtype=dtype,
+        device="cpu",
+        token_to_kv_pool=SimpleNamespace(dtype=kv_dtype or dtype),
+    )
+
+
+def test_the_mask_needs_no_looking() -> None:
+    """Nothing is asked of the model, the machine or FlashInfer."""
+    assert create(None, "masked") == (None, {"kind": "masked", "kernel": None, "reason": "asked for", "ms": {}})
+
+
+REASONS = {
+    "no CUDA": (make_runner(), "need CUDA, not cpu"),
+    "dtype": (make_runner(dtype=torch.float32), "float32"),
+    "head_dim": (make_runner(make_layer(qk_head_dim=80, v_head_dim=80)), "head_dim 80"),
+    "scales": (make_runner(make_layer(), make_layer(scaling=0.5)), "layers differ"),
+    "values": (make_runner(make_layer(v_head_dim=32)), "values of 32 dimensions under keys of 64"),
+    "kv dtype": (make_runner(kv_dtype=torch.float16), "a KV cache of torch.float16 under a model of torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize(("runner", "reason"), REASONS.values(), ids=REASONS)
+def test_auto_says_why_it_is_masked(runner: Any, reason: str) -> None:
+    """A machine or model that cannot is no mistake."""
+    attention, chosen = create(runner, "auto")
+    assert attention is None
+    assert reason in chosen.pop("reason")
+    assert chosen == {"kind": "masked", "kernel": None, "ms": {}}
+
+
+@pytest.mark.parametrize(("runner", "reason"), REASONS.values(), ids=REASONS)
+def test_sparse_is_refused_by_the_same_reason(runner: Any, reason: str) -> None:
+    """Otherwise a measurement of the sparse pass would be one of the mask."""
+    with pytest.raises(ValueError, match=f"--recompute-attention sparse: .*{reason}"):
+        create(runner, "sparse")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which kernels could be tried."""
+    monkeypatch.setattr(attention_choice, "unsupported", lambda *args, **kwargs: None)
+    monkeypatch.setattr(attention_choice, "FlashInferSparse", lambda shape, **kwargs: (shape, kwargs))
+
+
+def choose_always(monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
+    monkeypatch.setattr(attention_choice, "choose", lambda *_, **__: Choice(*args))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_fastest_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model's heads and scale; a kernel that is out is named."""
+    choose_always(monkeypatch, "fa3", {"fa2": 2.0, "fa3": 1.0}, {"fa3_two_part": "nvcc: no"})
+    attention, chosen = create(make_runner(), "auto")
+    shape, kwargs = attention  # type: ignore[misc]
+    assert (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, shape.dtype) == (4, 2, 64, torch.bfloat16)
+    assert kwargs == {"device": torch.device("cpu"), "scale": 0.125, "kernel": "fa3"}
+    assert chosen == {
+        "kind": "sparse",
+        "kernel": "fa3",
+        "reason": "the fastest here; fa3_two_part left out: nvcc: no",
+        "ms": {"fa2": 2.0, "fa3": 1.0},
+    }
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("option", ["auto", "sparse"])
+def test_no_kernel_is_left(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    """Every one with its reason, in the stats or in the refusal."""
+    choose_always(monkeypatch, None, {}, {"fa2": "wrong: off by 3", "fa3": "nvcc: no"})
+    reason = "fa2 left out: wrong: off by 3; fa3 left out: nvcc: no"
+    if option == "sparse":
+        with pytest.raises(ValueError, match=reason):
+            create(make_runner(), option)
+    else:
+        assert create(make_runner(), option) == (None, {"kind": "masked", "kernel": None, "reason": reason, "ms": {}})
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_error_on_the_way_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken compiler or a full GPU does not stop a server that can do without."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(attention_choice, "choose", fail)
+    assert create(make_runner(), "auto")[1]["reason"] == "RuntimeError: out of memory"
+    with pytest.raises(ValueError, match="sparse: RuntimeError: out of memory"):
+        create(make_runner(), "sparse")

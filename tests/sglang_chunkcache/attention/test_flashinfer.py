@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
-from sglang_chunkcache.attention.flashinfer import KERNELS, Capacity, FlashInferSparse, tile_rows
+from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse, tile_rows
 from sglang_chunkcache.attention.reference import attend
 from tests.examples import examples
 from tests.reference import flashinfer
@@ -31,7 +31,6 @@ HALF = (torch.float16, torch.bfloat16)
 SHAPE = HeadShape(num_qo_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
 SCALE = 0.125
 NUM_PAGES = 600
-ROOM = Capacity(rows=700, entries=24, indices=8000)
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 any_pass = cases(dtypes=HALF, head_dims=(64, 128), max_keys=160, max_requests=3)
@@ -42,18 +41,15 @@ def make(kernel: str = "fa2", shape: HeadShape = SHAPE, **kwargs: Any) -> FlashI
     return FlashInferSparse(shape, kernel=kernel, **arguments)
 
 
-def run(attention: FlashInferSparse, case: Case, capacity: Capacity | None = None) -> Tensor:
+def run(attention: FlashInferSparse, case: Case) -> Tensor:
     """The pass's result in the requests' order."""
     order = attention.plan(case.requests)
     queries = case.queries if order is None else case.queries[order]
-    num_rows = len(queries)
-    if capacity:
-        queries = torch.cat([queries, queries.new_full((capacity.rows - num_rows, *queries.shape[1:]), torch.nan)])
     got = attention.run(queries, case.keys, case.values)
     assert got.shape == queries.shape
     assert got.dtype == queries.dtype
-    out = torch.full_like(got[:num_rows], torch.nan)
-    out[slice(None) if order is None else order] = got[:num_rows]
+    out = torch.full_like(got, torch.nan)
+    out[slice(None) if order is None else order] = got
     return out
 
 
@@ -112,25 +108,14 @@ def test_every_pass_equals_the_reference(kernel: str, case: Case) -> None:
 
 
 @every_kernel
-@settings(max_examples=examples(40))
-@given(case=any_pass)
-def test_every_pass_equals_the_reference_with_fixed_buffers(kernel: str, case: Case) -> None:
-    """Padding of rows, entries and indices changes nothing."""
-    room = Capacity(rows=500, entries=30, indices=5000)
-    attention = make(kernel, case.shape, scale=case.scale, page_size=case.page_size, capacity=room)
-    assert_near(run(attention, case, room), expected(case), case.shape.dtype)
-
-
-@every_kernel
-@pytest.mark.parametrize("capacity", [None, ROOM])
-def test_replanned_for_smaller_and_larger_passes(kernel: str, capacity: Capacity | None) -> None:
+def test_replanned_for_smaller_and_larger_passes(kernel: str) -> None:
     """Nothing of the pass before is left."""
-    attention = make(kernel, capacity=capacity)
+    attention = make(kernel)
     every_other = range(0, 300, 2)
     passes: list[list[Sequence[int]]] = [[[7]], [range(5, 400)], [[3, 5], every_other], [[]], [[250], range(9)], []]
     for seed, lists in enumerate(passes):
         case = make_case(lists, seed=seed)
-        assert_near(run(attention, case, capacity), expected(case), SHAPE.dtype)
+        assert_near(run(attention, case), expected(case), SHAPE.dtype)
 
 
 @every_kernel
@@ -172,56 +157,16 @@ def test_two_parts_are_merged() -> None:
 
 
 @every_kernel
-@pytest.mark.parametrize("capacity", [None, ROOM])
-def test_warm_up_leaves_nothing_to_compile(kernel: str, capacity: Capacity | None) -> None:
+def test_warm_up_leaves_nothing_to_compile(kernel: str) -> None:
     """A request must not wait minutes for a module: wrappers are made, planned, run and merged before."""
     log: list[str] = []
-    attention = make(kernel, modules=spied(log), capacity=capacity)
+    attention = make(kernel, modules=spied(log))
     attention.warm_up()
     warmed = set(log)
     log.clear()
-    run(attention, MIXED, capacity)
+    run(attention, MIXED)
     assert log
     assert set(log) <= warmed
-
-
-@every_kernel
-def test_addresses_stay_with_fixed_buffers(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured graph holds addresses: whatever `run` hands to a kernel lies where it lay."""
-    seen: list[list[int]] = []
-    original = flashinfer.BatchPrefillWithPagedKVCacheWrapper.run
-
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handed = [*self._arrays, *filter(torch.is_tensor, [self._mask, *args[2:]])]
-        seen[-1] += [tensor.data_ptr() for tensor in handed] + [args[0].data_ptr() - queries.data_ptr()]
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "run", watched)
-    attention = make(kernel, capacity=ROOM)
-    queries = torch.zeros(ROOM.rows, SHAPE.num_qo_heads, SHAPE.head_dim, dtype=SHAPE.dtype)
-    for case in (MIXED, make_case([[1]]), make_case([]), make_case([list(range(250, 480, 3))])):
-        seen.append([])
-        attention.plan(case.requests)
-        attention.run(queries, case.keys, case.values)
-    assert seen[0]
-    assert seen == [seen[0]] * 4
-
-
-@every_kernel
-def test_a_pass_may_fill_the_entries(kernel: str) -> None:
-    """The padding's own entries do not count against the capacity."""
-    case, room = make_case([[0, 4], [300, 310]]), Capacity(rows=9, entries=2, indices=400)
-    assert_near(run(make(kernel, capacity=room), case, room), expected(case), SHAPE.dtype)
-
-
-@pytest.mark.parametrize(
-    ("capacity", "what"),
-    [(ROOM._replace(rows=20), "rows"), (ROOM._replace(entries=1), "entries"), (ROOM._replace(indices=99), "indices")],
-)
-def test_plan_refuses_a_pass_beyond_the_capacity(capacity: Capacity, what: str) -> None:
-    """Written past a buffer's end, it would be another tensor's memory."""
-    with pytest.raises(ValueError, match=f"the pass needs .* {what}, the capacity is"):
-        make("fa2", capacity=capacity).plan(MIXED.requests)
 
 
 def test_an_unforced_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

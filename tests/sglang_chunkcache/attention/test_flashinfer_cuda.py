@@ -182,7 +182,7 @@ def test_modules_of_different_shapes_have_different_names(backend: Backend) -> N
     ],
 )
 def test_unsupported_names_the_reason(shape: HeadShape, page_size: int, what: str) -> None:
-    """It stands in the log when the server falls back to the masked pass."""
+    """The log names it when the server falls back to the masked pass."""
     assert what in str(unsupported_shape(shape, page_size=page_size))
     assert unsupported(shape, page_size=page_size, device=CUDA) == unsupported_shape(shape, page_size=page_size)
 

@@ -16,8 +16,9 @@ from sglang.srt.layers.radix_attention import AttentionType
 from torch import Tensor
 
 from sglang_chunkcache.attention import masked
+from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.attention.masked import MaskedAttention, Observer, SequenceAttention, StopPass
-from sglang_chunkcache.attention.masked_layout import PassSequence, plan
+from sglang_chunkcache.attention.masked_layout import plan
 from tests.reference.attention import attend
 
 HEAD_DIM = 16
@@ -80,9 +81,12 @@ def make_sequence(
     """Tokens at `positions` over `kv`: position -> slot."""
     return PassSequence(
         token_ids=torch.zeros(len(positions), dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        kv_slots=torch.tensor(list(kv.values()), dtype=torch.int64),
-        kv_positions=torch.tensor(list(kv), dtype=torch.int64),
+        request=SparseRequest(
+            positions=torch.tensor(positions, dtype=torch.int64),
+            kv_pages=torch.tensor(list(kv.values()), dtype=torch.int64),
+            num_keys=len(kv),
+            kv_positions=torch.tensor(list(kv), dtype=torch.int64),
+        ),
         out_slots=torch.tensor([kv[p] for p in positions], dtype=torch.int64) if writes else None,
         own=own,
     )
@@ -115,14 +119,15 @@ def run(
 def expect(
     sequence: PassSequence, pool: Pool, rows: slice, queries: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The reference's output and weights for one sequence; the pool as it stands after the pass."""
-    seen_keys, seen_values = pool.keys[sequence.kv_slots], pool.values[sequence.kv_slots]
-    key_positions = sequence.kv_positions
+    """The reference's output and weights for one sequence; the pool as it is after the pass."""
+    positions, slots = sequence.request.positions, sequence.request.kv_pages
+    seen_keys, seen_values = pool.keys[slots], pool.values[slots]
+    key_positions = sequence.request.key_positions()
     if sequence.out_slots is None and sequence.own:
-        key_positions, order = torch.cat([key_positions, sequence.positions]).sort()
+        key_positions, order = torch.cat([key_positions, positions]).sort()
         seen_keys = torch.cat([seen_keys, keys[rows]])[order]
         seen_values = torch.cat([seen_values, values[rows]])[order]
-    return attend(queries[rows], seen_keys, seen_values, sequence.positions, key_positions, SCALE)
+    return attend(queries[rows], seen_keys, seen_values, positions, key_positions, SCALE)
 
 
 def row_of(num_positions: int, *, first_slot: int = 1) -> dict[int, int]:
@@ -148,7 +153,7 @@ PAIRWISE = [
 def test_scattered_tokens_equal_the_reference(
     positions: list[int], num_kv_heads: int, block_rows: int, dtype: torch.dtype
 ) -> None:
-    """Each token sees what stands at or before it, however queries are blocked and heads are grouped."""
+    """Each token sees the keys at or before its position, however queries are blocked and heads are grouped."""
     pool = Pool(40, num_kv_heads, dtype)
     sequence = make_sequence(positions, row_of(30), writes=True)
     queries, keys, values, out = run([sequence], pool, block_rows=block_rows)
@@ -161,7 +166,7 @@ def test_scattered_tokens_equal_the_reference(
 @pytest.mark.parametrize("positions", [[10, 11, 12], [3, 5, 14], [0, 1, 2], [19]])
 @pytest.mark.parametrize("block_rows", [1, 2, 1024])
 def test_reading_only_leaves_the_pool_alone(positions: list[int], block_rows: int) -> None:
-    """Tokens join the keys at their own places, between those of the pool and behind them."""
+    """Fresh keys are sorted in by position, between those of the pool and after them."""
     pool = Pool(40, 2, torch.float32)
     before = pool.keys.clone(), pool.values.clone()
     kv = {p: s for p, s in row_of(20).items() if p not in positions and p not in (7, 8)}
@@ -192,7 +197,7 @@ def test_tokens_over_their_own_cached_kv() -> None:
 
 
 def test_one_sequence_reads_what_another_writes() -> None:
-    """All writes come before any attention, also for a sequence that stands in front of the writer."""
+    """All writes come before any attention, also for a sequence before the writer."""
     pool = Pool(60, 2, torch.float32)
     shared = row_of(10)
     writer = make_sequence([4, 5, 6, 7], shared, writes=True)
@@ -202,7 +207,7 @@ def test_one_sequence_reads_what_another_writes() -> None:
         queries, keys, values, out = run(sequences, pool)
         at = 0
         for sequence in sequences:
-            rows = slice(at, at + len(sequence.positions))
+            rows = slice(at, at + len(sequence.token_ids))
             if sequence.out_slots is not None:
                 assert torch.equal(pool.keys[sequence.out_slots], keys[rows])
                 assert torch.equal(pool.values[sequence.out_slots], values[rows])
@@ -250,7 +255,7 @@ def test_an_observer_may_stop_before_anything_is_written() -> None:
 
 
 def test_blocks_end_at_their_last_query() -> None:
-    """A block looks at no key behind its last query, and has no mask where all its queries see the same keys."""
+    """A block reads no key after its last query, and has no mask where all its queries see the same keys."""
     layout = plan([make_sequence([2, 3, 8], row_of(10), writes=True)], "cpu", block_rows=2).sequences[0]
     assert layout.blocks == ((0, 2, 4, True), (2, 3, 9, False))
 
@@ -284,13 +289,12 @@ def test_a_call_that_is_more_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("field", ["token_ids", "positions", "kv_slots", "kv_positions", "out_slots"])
+@pytest.mark.parametrize("field", ["token_ids", "out_slots"])
 def test_wrong_shape_or_dtype_is_named(field: str) -> None:
+    """What is wrong with the request itself is test_base.py's."""
     good: dict[str, Any] = {
         "token_ids": torch.tensor([7, 8]),
-        "positions": torch.tensor([1, 2]),
-        "kv_slots": torch.tensor([4, 5, 6]),
-        "kv_positions": torch.tensor([0, 1, 2]),
+        "request": SparseRequest(torch.tensor([1, 2]), torch.tensor([4, 5, 6]), 3),
         "out_slots": torch.tensor([5, 6]),
     }
     PassSequence(**good)
@@ -298,6 +302,12 @@ def test_wrong_shape_or_dtype_is_named(field: str) -> None:
         PassSequence(**{**good, field: good[field].int()})
     with pytest.raises(ValueError, match="expected"):
         PassSequence(**{**good, field: good[field][:1]})
+
+
+def test_pages_of_more_than_a_slot_are_refused() -> None:
+    """SGLang's pool is read by slot."""
+    with pytest.raises(ValueError, match="kv_pages: expected 32 pages of 1"):
+        PassSequence(torch.tensor([7]), SparseRequest(torch.tensor([3]), torch.tensor([4, 5]), 32))
 
 
 def test_no_tokens_and_no_sequences_are_refused() -> None:
@@ -313,17 +323,17 @@ def test_no_tokens_and_no_sequences_are_refused() -> None:
         (lambda: make_sequence([3, 2], row_of(9), writes=True), "positions: expected strictly ascending"),
         (lambda: make_sequence([-1, 2], {}), "positions: expected strictly ascending"),
         (lambda: make_sequence([5], {2: 1, 1: 2}), "kv_positions: expected strictly ascending"),
-        (lambda: make_sequence([2], row_of(9)), "position 2 stands in kv_positions"),
+        (lambda: make_sequence([2], row_of(9)), "position 2 is in kv_positions"),
         (lambda: make_sequence([1], {3: 1, 4: 2}, own=False), "position 1 has nothing to attend to"),
         (
             lambda: PassSequence(
-                torch.tensor([1]), torch.tensor([5]), torch.tensor([1]), torch.tensor([0]), torch.tensor([2])
+                torch.tensor([1]), SparseRequest(torch.tensor([5]), torch.tensor([1]), 1), torch.tensor([2])
             ),
-            "position 5 is written but stands not in kv_positions",
+            "position 5 is written but is not in kv_positions",
         ),
     ],
 )
 def test_impossible_positions_are_refused(sequence: Any, message: str) -> None:
     """Softmax over nothing, or over a token twice, would be a wrong answer without an error."""
     with pytest.raises(ValueError, match=message):
-        plan([sequence()], "cpu")
+        sequence()

@@ -28,7 +28,6 @@ KINDS = ("causal", "full", "limited")
 PLANS = st.fixed_dictionaries(
     {
         "tile_rows": st.sampled_from([1, 2, 3, 4, 8, 32]),
-        "min_run": st.sampled_from([None, 1, 2, 5, 1000]),
         "two_part": st.booleans(),
         "max_indices": st.sampled_from([0, 20, 100, 1 << 24]),
     }
@@ -288,9 +287,9 @@ def test_rows_leave_runs_request_by_request() -> None:
     assert [(launch.kind, sizes(launch)) for launch in layout.launches] == [("causal", [5, 5])]
 
 
-@pytest.mark.parametrize(("min_run", "kind"), [(None, "limited"), (3, "causal"), (4, "limited")])
-def test_runs_have_at_least_min_run_rows(min_run: int | None, kind: str) -> None:
-    (launch,) = plan_sparse([make_request([1, 2, 3], 8)], tile_rows=8, min_run=min_run).launches
+@pytest.mark.parametrize(("tile_rows", "kind"), [(3, "causal"), (4, "limited")])
+def test_runs_fill_a_tile_at_least(tile_rows: int, kind: str) -> None:
+    (launch,) = plan_sparse([make_request([1, 2, 3], 8)], tile_rows=tile_rows).launches
     assert launch.kind == kind
 
 
@@ -301,12 +300,12 @@ def test_runs_have_at_least_min_run_rows(min_run: int | None, kind: str) -> None
         ([3, 4, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]),
         ([6, 7, 8, 9], [0, 1, 2, 3, 4, 5, 6, 7]),
     ],
-    ids=["a query in a gap", "a key between queries", "queries behind the keys"],
+    ids=["a query in a gap", "a key between queries", "queries after the keys"],
 )
 def test_run_ends_where_a_query_does_not_see_one_key_more(positions: list[int], kv_positions: list[int]) -> None:
     """Causal entries are aligned at the end: a row that sees as many or two more would be a key off in all before it."""
     request = SparseRequest(torch.tensor(positions), torch.arange(8), 8, torch.tensor(kv_positions))
-    layout = plan_sparse([request], tile_rows=1, min_run=4)
+    layout = plan_sparse([request], tile_rows=4)
     assert [launch.kind for launch in layout.launches] == ["limited"]
 
 
@@ -385,7 +384,7 @@ def test_page_indices_equal_a_slow_loop(case: Case, plan: dict[str, Any], dtype:
 def test_planning_and_indices_look_at_no_device_tensor() -> None:
     """Each look would wait for the device. Tensors on `meta` have nothing to look at."""
     requests = [SparseRequest(torch.tensor([1, 2, 3, 30, 50]), torch.arange(4, device="meta"), 60) for _ in range(3)]
-    layout = plan_sparse(requests, page_size=16, tile_rows=2, min_run=3, two_part=True)
+    layout = plan_sparse(requests, page_size=16, tile_rows=2, two_part=True)
     pages = torch.cat([request.kv_pages for request in requests])
     assert [launch.kind for launch in layout.launches] == ["causal", "full", "limited"]
     for launch in layout.launches:

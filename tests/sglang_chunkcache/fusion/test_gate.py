@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 import torch
 
+from sglang_chunkcache.attention import choice as attention_choice
 from sglang_chunkcache.attention import flashinfer as flashinfer_sparse
-from sglang_chunkcache.attention import sparse_backend
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.reference import ReferenceAttention
@@ -360,8 +360,8 @@ def test_dummy_weights_pass_and_say_nothing(half: Any) -> None:
 @pytest.fixture
 def offered(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer is there."""
-    choice = on_flashinfer(half, "fa2"), sparse_backend.described("sparse", "the fastest here", "fa2", {"fa2": 1.0})
-    monkeypatch.setattr(sparse_backend, "create", lambda runner, wish: choice if wish != "masked" else (None, {}))
+    choice = on_flashinfer(half, "fa2"), attention_choice.described("sparse", "the fastest here", "fa2", {"fa2": 1.0})
+    monkeypatch.setattr(attention_choice, "create", lambda runner, wish: choice if wish != "masked" else (None, {}))
 
 
 def gated(runner: Any, wish: str) -> Any:

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from torch import Tensor
 
-from sglang_chunkcache.attention import sparse_backend
+from sglang_chunkcache.attention import choice as attention_choice
 from sglang_chunkcache.fusion import fill as fusion_pass
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.promise import Fuser
@@ -72,7 +72,7 @@ class EngineScheduler(Scheduler):
         store = ChunkStore(max_bytes=1 << 30, max_chunks=10, max_variants=1)
         choice = None
         if attention != "masked":
-            choice = make_attention(runner, attention), sparse_backend.described("sparse", "a test", attention)
+            choice = make_attention(runner, attention), attention_choice.described("sparse", "a test", attention)
         self.fuser = Fuser(self.cache, FusionPass(runner, table, settings, choice), store, ROOMY, extend_reserve=256)
         self.cache.fuser = self.fuser
         self.logits: dict[FakeReq, list[Tensor]] = {}
@@ -160,8 +160,8 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def alone(runner: Any, first: str, reuse: ReuseRequest | None) -> tuple[Tensor, list[Tensor]]:
-    """KV rows and logits of one request that shares nothing: copies of its own, SGLang's own attention."""
-    scheduler = EngineScheduler(runner, exclusive_slots="off", recompute_attention="virtual")
+    """KV rows and logits of one request that shares nothing: copies of its own, recomputed with the mask."""
+    scheduler = EngineScheduler(runner, exclusive_slots="off", recompute_attention="masked")
     if reuse is not None:
         scheduler.serve(make_request("A", None))
     req = make_request(first, reuse)

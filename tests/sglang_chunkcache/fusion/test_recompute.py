@@ -20,11 +20,11 @@ import torch
 from sglang.srt.model_executor.forward_context import has_forward_context
 from torch import Tensor
 
-from sglang_chunkcache.attention.base import HeadShape, SparseAttention
+from sglang_chunkcache.attention.base import HeadShape, PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.masked import Observer, StopPass
 from sglang_chunkcache.attention.reference import ReferenceAttention
-from sglang_chunkcache.fusion.recompute import PassSequence, PlanError, run_pass, run_virtual
+from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from tests import models
 from tests.models import FAMILIES, MAX_REQUESTS, kv_of, logits_of, make_row, prefill
 from tests.reference import flashinfer
@@ -137,7 +137,9 @@ def sequences_of(tokens: Tensor, slots: Tensor, start: int, run_len: int) -> lis
     positions = torch.arange(len(tokens))
     return [
         PassSequence(
-            tokens[at : at + run_len], positions[at : at + run_len], slots, positions, slots[at : at + run_len]
+            tokens[at : at + run_len],
+            SparseRequest(positions[at : at + run_len], slots[: len(tokens)], len(tokens)),
+            slots[at : at + run_len],
         )
         for at in range(start, len(tokens), run_len)
     ]
@@ -205,7 +207,7 @@ def test_some_tokens_equal_virtual_sequences(runner: Any, sparse: SparseAttentio
     hidden = run_pass(
         runner,
         [
-            PassSequence(prompt[p], p, row, torch.arange(NUM_TOKENS), row[p])
+            PassSequence(prompt[p], SparseRequest(p, row, NUM_TOKENS), row[p])
             for p, row in zip(chosen, rows, strict=True)
         ],
         sparse=sparse,
@@ -248,11 +250,9 @@ def test_one_request_builds_on_anothers_region(
     logits = prefill(runner, other.tolist(), REFERENCE[: len(other)])
     spoil(runner, TARGET)
     positions = torch.arange(len(other))
-    ours = PassSequence(
-        prompt[:shared], positions[:shared], TARGET[:shared], positions[:shared], out_slots=TARGET[:shared]
-    )
+    ours = PassSequence(prompt[:shared], SparseRequest(positions[:shared], TARGET[:shared], shared), TARGET[:shared])
     slots = TARGET[: len(other)]
-    theirs = PassSequence(tail, positions[shared:], slots, positions, out_slots=slots[shared:])
+    theirs = PassSequence(tail, SparseRequest(positions[shared:], slots, len(slots)), slots[shared:])
     hidden = run_pass(runner, [theirs, ours] if reader_first else [ours, theirs], sparse=sparse)
     assert hidden is not None
     assert_same_kv(runner, slots, REFERENCE[: len(other)])
@@ -265,7 +265,7 @@ def test_gaps_are_left_out(runner: Any, prompt: Tensor) -> None:
     prefill(runner, prompt.tolist(), REFERENCE)
     there = torch.tensor([p for p in range(100) if not 20 <= p < 50])
     question = torch.arange(100, 110)
-    sequence = PassSequence(prompt[question], question, REFERENCE[there], there)
+    sequence = PassSequence(prompt[question], SparseRequest(question, REFERENCE[there], len(there), there))
     before = run_pass(runner, [sequence])
     spoil(runner, REFERENCE[20:50])
     after = run_pass(runner, [sequence])
@@ -283,7 +283,8 @@ def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> N
     for name in ("masked", "reference"):
         prefill(runner, make_tokens(1).tolist(), REFERENCE)
         spoil(runner, REFERENCE[20:50])
-        sequence = PassSequence(prompt[chosen], chosen, REFERENCE[there], there, REFERENCE[chosen])
+        request = SparseRequest(chosen, REFERENCE[there], len(there), there)
+        sequence = PassSequence(prompt[chosen], request, REFERENCE[chosen])
         hidden = run_pass(runner, [sequence], sparse=make_attention(runner, name))
         assert hidden is not None
         written.append((hidden, *kv_of(runner, REFERENCE[chosen])))
@@ -300,7 +301,7 @@ def test_reading_only_equals_prefill_and_writes_nothing(runner: Any, prompt: Ten
     before = kv_of(runner, everything)
     positions = torch.arange(NUM_TOKENS)
     hidden = run_pass(
-        runner, [PassSequence(prompt[150:], positions[150:], REFERENCE[:150], positions[:150]) for _ in range(2)]
+        runner, [PassSequence(prompt[150:], SparseRequest(positions[150:], REFERENCE[:150], 150)) for _ in range(2)]
     )
     assert hidden is not None
     assert_same_answer(runner, hidden[-1], logits)
@@ -387,7 +388,7 @@ def test_sparse_attention_is_for_passes_that_only_write(runner: Any, prompt: Ten
     planless = Planless(HeadShape(4, 2, 16, torch.float32), scale=1.0)
     prefill(runner, prompt.tolist(), REFERENCE)
     positions = torch.arange(NUM_TOKENS)
-    reading = PassSequence(prompt[150:], positions[150:], REFERENCE[:150], positions[:150])
+    reading = PassSequence(prompt[150:], SparseRequest(positions[150:], REFERENCE[:150], 150))
     run_pass(runner, [*sequences_of(prompt, TARGET, 0, NUM_TOKENS), reading], sparse=planless)
     run_pass(runner, sequences_of(prompt, TARGET, 0, NUM_TOKENS), sparse=planless, observer=Observer())
     assert_same_kv(runner, TARGET, REFERENCE)
@@ -399,25 +400,24 @@ no_model = pytest.mark.parametrize(
 )
 
 
-@no_model
 @pytest.mark.parametrize(
     ("positions", "kv_positions", "message"),
     [
         ([4, 3], range(9), "positions: expected strictly ascending"),
         ([3, 4], [*range(8), 5], "kv_positions: expected strictly ascending"),
-        ([3, 4], [0, 1, 2, 4, 5, 6, 7, 8, 9], "position 3 is written but stands not in kv_positions"),
-        ([3, 9], range(9), "position 9 is written but stands not in kv_positions"),
+        ([3, 4], [0, 1, 2, 4, 5, 6, 7, 8, 9], "position 3 is written but is not in kv_positions"),
+        ([3, 9], range(9), "position 9 is written but is not in kv_positions"),
     ],
     ids=str,
 )
-def test_impossible_sequences_are_refused(
-    prompt: Tensor, sparse: SparseAttention | None, positions: list[int], kv_positions: Sequence[int], message: str
-) -> None:
-    """By the same words, whatever attends; before anything of the model is touched."""
-    out_slots = REFERENCE[torch.tensor(positions)]
-    sequence = PassSequence(prompt[:2], torch.tensor(positions), REFERENCE[:9], torch.tensor(kv_positions), out_slots)
+def test_impossible_sequences_are_refused(positions: list[int], kv_positions: Sequence[int], message: str) -> None:
+    """By the same words, whatever attends."""
     with pytest.raises(ValueError, match=message):
-        run_pass(NO_MODEL, [sequence], sparse=sparse)
+        PassSequence(
+            torch.arange(2),
+            SparseRequest(torch.tensor(positions), REFERENCE[:9], 9, torch.tensor(kv_positions)),
+            REFERENCE[torch.tensor(positions)],
+        )
 
 
 @no_model
