@@ -1,7 +1,7 @@
 """Which rank serves a request: CRAFT's round-robin baseline, or the rank that already holds the most of its prompt.
 
 A router knows the prompt tokens in flight per rank (`begin` and `end`) and, per request, the tokens that each rank has
-cached. It knows no tree and no clock.
+cached. It knows no tree and no clock. Choosing changes nothing; only `begin` does.
 """
 
 from abc import ABC, abstractmethod
@@ -23,13 +23,14 @@ class Router(ABC):
     def choose(self, cached_tokens: Mapping[int, int]) -> int:
         """Name the rank for a request of which rank r holds `cached_tokens[r]` tokens (absent: none).
 
-        Equal candidates take turns, in rank order, beginning after the last one chosen.
+        Equal candidates take turns, in rank order, starting after the rank of the last `begin`.
         """
 
     def begin(self, rank: int, num_tokens: int) -> None:
         """A prompt of `num_tokens` is on its way to `rank`. Raises LimitError for a rank that does not exist."""
         self._check(rank, num_tokens)
         self._in_flight[rank] += num_tokens
+        self._next = (rank + 1) % self.num_ranks
 
     def end(self, rank: int, num_tokens: int) -> None:
         """That prompt is answered, failed or was aborted. Raises LimitError if more ends than began."""
@@ -52,16 +53,12 @@ class Router(ABC):
         """How many ranks are asked before this one."""
         return (rank - self._next) % self.num_ranks
 
-    def _chosen(self, rank: int) -> int:
-        self._next = (rank + 1) % self.num_ranks
-        return rank
-
 
 class RoundRobin(Router):
     """Each rank in turn, whatever it holds (CRAFT 4.2, the paper's baseline)."""
 
     def choose(self, cached_tokens: Mapping[int, int]) -> int:
-        return self._chosen(self._next)
+        return self._next
 
 
 class KvAware(Router):
@@ -92,4 +89,4 @@ class KvAware(Router):
         def preference(rank: int) -> tuple[int, int, int]:
             return -cached_tokens.get(rank, 0), self._in_flight[rank], self._turn(rank)
 
-        return self._chosen(min(candidates, key=preference))
+        return min(candidates, key=preference)

@@ -8,17 +8,13 @@ from typing import Any
 
 import requests
 
+from sglang_chunkcache.errors import RefusedError, ServerError
+
+__all__ = ["Client", "RefusedError", "ServerError", "settle"]
+
 SETTLE_TIMEOUT_S = 60.0
 """For captures that wait for the next forward; each takes one prefill of its chunk at most."""
 POLL_S = 0.1
-
-
-class ServerError(ValueError):
-    """What a user can get wrong, or a server that does not serve: shown as one line."""
-
-
-class RefusedError(ServerError):
-    """The server answers 400: this request cannot be had, others can."""
 
 
 class Client:
@@ -32,7 +28,7 @@ class Client:
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/")
         self._session = requests.Session()
-        self._session.trust_env = False  # a proxy has no business between us and the server
+        self._session.trust_env = False  # no proxy between a command and its server
         if api_key:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
 
@@ -59,7 +55,7 @@ class Client:
 
 
 def settle(client: Client, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
-    """Wait until no rank has a capture waiting. They are done beside the next forward, so requests are sent.
+    """Wait until no rank has a capture waiting. A rank captures during its next forward, so requests are sent.
 
     Raises:
         ServerError: some still wait after `timeout_s`.

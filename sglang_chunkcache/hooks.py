@@ -2,23 +2,24 @@
 
 - AFTER `Scheduler.get_internal_state`: the only way from the HTTP process to a scheduler's state, and no registry adds to it.
 - AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` only: promised slots must be filled on the forward
-  stream behind earlier forwards, which may still write what is moved, and before the batch's own extend.
+  stream after earlier forwards, which may still write what is moved, and before the batch's own extend.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_chunkcache.wire.message import decode, encode
+from sglang_chunkcache.wire.state import STATE_KEY, ExplainRequest
+
+if TYPE_CHECKING:
+    from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+
 GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
-STATE_KEY = "chunkcache"
-"""Where our stats stand in SGLang's internal state."""
-EXPLAIN_KEY = "chunkcache_explain"
-"""Marks a state request whose `rid` is a JSON object with a request to explain: the struct has no other free field."""
 
 
 def register_hooks(*, reuse: str) -> None:
@@ -35,22 +36,27 @@ def missing_hooks(*, reuse: str) -> list[str]:
 
 
 def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    stats = getattr(scheduler.tree_cache, "stats", None)
-    if stats is not None:
+    cache = _ours(scheduler.tree_cache)
+    if cache is not None:
+        # `rid` is the only field of a state request that carries text. SGLang leaves it empty.
+        text = args[0].rid if args else None
+        asked = decode(text, ExplainRequest) if text else None
         # SGLang collects the ranks in the order of their replies, so each says who it is.
-        state = {"dp_rank": get_parallel().dp_rank or 0, **stats()}
-        asked = getattr(args[0], "rid", None) if args else None
-        if asked and EXPLAIN_KEY in asked:
-            state["explain"] = scheduler.tree_cache.explain(json.loads(asked)[EXPLAIN_KEY])
-        result.internal_state[STATE_KEY] = state
+        result.internal_state[STATE_KEY] = encode(cache.rank_state(get_parallel().dp_rank or 0, asked))
     return result
 
 
 def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    fuser = getattr(getattr(batch, "tree_cache", None), "fuser", None)
-    if fuser is None:
+    cache = _ours(None if batch is None else batch.tree_cache)
+    if cache is None or cache.promiser is None:
         return forward(worker, batch, *args, **kwargs)
-    fuser.before(batch)
+    cache.promiser.before(batch)
     result = forward(worker, batch, *args, **kwargs)
-    fuser.after()
+    cache.promiser.after()
     return result
+
+
+def _ours(cache: Any) -> ChunkRadixCache | None:
+    from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+
+    return cache if isinstance(cache, ChunkRadixCache) else None

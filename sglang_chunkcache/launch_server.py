@@ -138,7 +138,7 @@ def _check_attention(settings: config.ChunkCacheConfig) -> None:
 
 def _open_index(settings: config.ChunkCacheConfig, fail: Callable[[str], NoReturn]) -> Any:
     from retrieval.errors import RetrievalError
-    from sglang_chunkcache.front.search import open_retriever
+    from sglang_chunkcache.front.startup import open_retriever
 
     try:
         return open_retriever(settings)
@@ -155,11 +155,12 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
         if stock:
             launch_server(server_args)
         else:
-            from sglang_chunkcache.front.routes import check_ranks, search_with
+            from sglang_chunkcache.front.app import search_with
+            from sglang_chunkcache.front.startup import check_ranks
 
             if retriever is not None:
                 search_with(retriever)
-            launch_server(server_args, launch_callback=lambda: check_ranks(server_args))
+            launch_server(server_args, launch_callback=lambda: check_ranks(server_args, retriever))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

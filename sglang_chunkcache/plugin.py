@@ -36,7 +36,7 @@ def register() -> None:
     settings = config.from_env()
     register_hooks(reuse=settings.reuse if settings else "exact")
     if settings is not None and multiprocessing.parent_process() is None:
-        from sglang_chunkcache.front.routes import install
+        from sglang_chunkcache.front.app import install
 
         install(settings)
 
@@ -70,63 +70,10 @@ def create_cache(ctx: Any) -> Any:
         raise ValueError(f"sliding-window and hybrid models are not supported (KV allocator {allocator})")
     cache = ChunkRadixCache(ctx.params, settings)
     if settings.reuse == "fused":
-        cache.fuser = create_fuser(cache, ctx, settings)
+        from sglang_chunkcache.fusion.build import create_fuser
+
+        cache.promiser = create_fuser(cache, ctx, settings)
     return cache
-
-
-def create_fuser(cache: Any, ctx: Any, settings: config.ChunkCacheConfig) -> Any:
-    """Any-position reuse for one rank, checked on the model it will serve.
-
-    Raises:
-        ValueError: the model or a flag does not suit it, or the gate found it wrong; names what, with the figures.
-    """
-    from sglang_chunkcache.fusion.fill import FusionPass
-    from sglang_chunkcache.fusion.gate import gated_attention
-    from sglang_chunkcache.fusion.model_support import unsupported
-    from sglang_chunkcache.fusion.plan import Limits
-    from sglang_chunkcache.fusion.promise import Fuser
-    from sglang_chunkcache.fusion.relocate import RotaryTable
-    from sglang_chunkcache.fusion.store import ChunkStore
-
-    runner = ctx.tp_worker.model_runner
-    if reasons := unsupported(runner, ctx.server_args):
-        raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
-    table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
-    args = ctx.server_args
-    prefill_budget = args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else args.max_prefill_tokens
-    sparse, attention, figures = gated_attention(runner, table, ctx.params, settings.recompute_attention)
-    logger.info("chunk cache: attention of the recompute pass: %s", attention)
-    fuser = Fuser(
-        cache,
-        FusionPass(runner, table, settings, (sparse, attention)),
-        ChunkStore(
-            max_bytes=settings.store_mib << 20, max_chunks=settings.store_chunks, max_variants=settings.store_variants
-        ),
-        Limits(
-            max_pass_tokens=settings.max_pass_tokens or prefill_budget,
-            max_gap_tokens=settings.max_gap_tokens,
-            min_saved_tokens=settings.min_saved_tokens,
-        ),
-        extend_reserve=prefill_budget,
-    )
-    fuser.gate = figures.as_dict()
-    logger.info("chunk cache: start-up gate: %s", figures)
-    if prefill_budget >= runner.token_to_kv_pool.size:
-        logger.warning(
-            "--reuse fused moves nothing: a KV pool of %d tokens never has room beside one prefill budget of %d "
-            "(--chunked-prefill-size)",
-            runner.token_to_kv_pool.size,
-            prefill_budget,
-        )
-    if not figures.passed and settings.gate == "refuse":
-        raise ValueError(
-            f"--reuse fused with {attention['kind']} attention: this model's answers would be wrong, the gate says {figures}"
-        )
-    if not figures.conclusive:
-        logger.warning(
-            "--reuse fused: the gate says nothing of recomputation on this model (dummy weights?): %s", figures
-        )
-    return fuser
 
 
 def create_python_tree(ctx: Any) -> Any:

@@ -100,7 +100,9 @@ def test_only_plugin_and_hooks_write_into_sglang() -> None:
         ("radix_ext", ("torch", "sglang", "numpy")),
         ("retrieval", ("torch", "numpy", "faiss", "tantivy", "sklearn")),
         ("sglang_chunkcache.front.search", ("numpy", "faiss", "tantivy", "torch", "retrieval.retriever")),
-        ("sglang_chunkcache.front.service", ("torch", "sglang", "transformers", "prometheus_client")),
+        ("sglang_chunkcache.front.startup", ("numpy", "faiss", "tantivy", "torch", "sglang", "retrieval.retriever")),
+        ("sglang_chunkcache.front.planner", ("torch", "sglang", "transformers", "prometheus_client")),
+        ("sglang_chunkcache.front.bookkeeper", ("torch", "sglang", "transformers", "prometheus_client")),
         ("sglang_chunkcache.plugin", ("torch", "sglang")),
     ],
 )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
+from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.fusion_options import fused_request
-from sglang_chunkcache.front.prompt import PromptError
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -37,7 +39,7 @@ class ChunkIn(BaseModel):
 
 
 class ReuseIn(BaseModel):
-    """What a request may ask of any-position reuse; what is left out is the server's default."""
+    """What a request may ask of moved KV; what is left out is the server's default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     mode: Literal["exact", "fused"]
@@ -54,8 +56,8 @@ class ReuseIn(BaseModel):
             raise ValueError(f"must be one of {', '.join(SELECTORS)}")
         return name
 
-    def to_request(self, config: ChunkCacheConfig) -> ReuseRequest | None:
-        """For the service; None for exact reuse. Raises PromptError where the server does not move KV."""
+    def to_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
+        """None for exact reuse. Raises RequestError where the server does not move KV."""
         if self.mode == "exact":
             return None
         named = {"selector": self.selector, "ratio": self.ratio, "alpha": self.alpha, "focus": self.focus}
@@ -75,7 +77,7 @@ class ReuseFields(BaseModel):
     order: Order | None = None
     reuse: Annotated[ReuseIn | None, BeforeValidator(_named_mode)] = None
 
-    def reuse_request(self, config: ChunkCacheConfig) -> ReuseRequest | None:
+    def fusion_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
         """See `ReuseIn.to_request`."""
         return self.reuse.to_request(config) if self.reuse else None
 
@@ -109,7 +111,7 @@ def _true_or_object(value: Any) -> Any:
 
 
 class RagFields(ReuseFields):
-    """What a RAG chat request has beside OpenAI's fields."""
+    """What a RAG chat request has besides OpenAI's fields."""
 
     chunks: Annotated[list[ChunkIn], BeforeValidator(_none_or_list)] = []
     retrieve: Annotated[RetrieveIn | None, BeforeValidator(_true_or_object)] = None
@@ -123,12 +125,40 @@ class ChunkArea(BaseModel):
     chunks: list[ChunkIn]
 
 
+def _must(be: str, holds: Callable[[Any], bool]) -> BeforeValidator:
+    """Null or a value for which `holds`; else the message "must `be`"."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not holds(value):
+            raise PydanticCustomError("value_error", f"must {be}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+class SamplingParams(BaseModel):
+    """SGLang's, of which we read three; SGLang checks the others."""
+
+    model_config = ConfigDict(extra="allow")
+    max_new_tokens: Annotated[int | None, _must("be a number of tokens", _is_count)] = None
+    n: Annotated[Any, _must("be 1", lambda n: n == 1)] = None
+    custom_params: Annotated[Any, _must("be an object", lambda given: not given or isinstance(given, dict))] = None
+
+    def given(self) -> dict[str, Any]:
+        """As the client sent them."""
+        return self.model_dump(exclude_unset=True)
+
+
 class GenerateIn(ReuseFields):
     """Body of `/rag/v1/generate`."""
 
     model_config = ConfigDict(extra="forbid")
     parts: list[str | ChunkArea] = Field(min_length=1, max_length=10_000)
-    sampling_params: dict[str, Any] = {}
+    sampling_params: SamplingParams = SamplingParams()
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = -1
@@ -139,7 +169,7 @@ class GenerateIn(ReuseFields):
 
 
 class SystemMessage(BaseModel):
-    """What may stand in front of a chunk that is preprocessed."""
+    """What may precede a chunk that is preprocessed."""
 
     model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer"]
@@ -158,11 +188,11 @@ class PreprocessIn(BaseModel):
 
 
 def parse(model: type[Model], body: dict[str, Any]) -> Model:
-    """The body as `model`. Raises PromptError naming the fields that are wrong."""
+    """The body as `model`. Raises RequestError naming the fields that are wrong."""
     try:
         return model.model_validate(body)
     except (ValidationError, RequestValidationError) as error:
-        raise PromptError("; ".join(_field_error(item) for item in error.errors()[:5])) from None
+        raise RequestError("; ".join(_field_error(item) for item in error.errors()[:5])) from None
 
 
 def _field_error(error: Any) -> str:

@@ -1,8 +1,8 @@
 """What of a conversation goes into a turn's prompt when not everything fits, and which chunks it has shown already.
 
-    all that fits  ->  the newest stored turns behind the head  ->  messages alone, the oldest exchanges left out
+    all that fits  ->  the newest stored turns after the head  ->  messages alone, the oldest exchanges left out
 
-Counts tokens, tokenises what is new, and decides; the stored turns themselves are `radix_ext.ConversationMap`'s.
+Counts tokens, tokenises what is new, and decides; `radix_ext.ConversationMap` keeps the turns.
 """
 
 from __future__ import annotations
@@ -10,21 +10,58 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from radix_ext import Turn, keep_recent, shown
+from radix_ext import ChunkId, ConversationKey, Span, Turn, keep_recent, running_hashes, shown
 from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces
 
 
 @dataclass(frozen=True, slots=True)
 class PromptContext:
-    """What shapes a chat prompt beside its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
+    """What shapes a chat prompt besides its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
     old exchanges may be left out, which only a conversation has asked for."""
 
     tools: Sequence[Mapping[str, Any]] | None
     template_kwargs: Mapping[str, Any] | None
     reserve: int
     may_shorten: bool
+
+
+class Fitted(NamedTuple):
+    """A turn that fits the context."""
+
+    turns: tuple[Turn, ...]
+    """Earlier turns that stay."""
+    pieces: TurnPieces
+    kept: tuple[TokenizedChunk, ...]
+    """Its chunks that the conversation has not shown yet."""
+    num_departed: int
+    """Turns or exchanges left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTurn:
+    """A conversation's turn before its answer is complete."""
+
+    key: ConversationKey
+    history: tuple[Turn, ...]
+    """The earlier turns in its prompt."""
+    lead: tuple[int, ...]
+    messages: Sequence[Mapping[str, Any]]
+    """The client's, after the settings."""
+    seen: frozenset[ChunkId] | None
+    """Chunks of all earlier turns. None where departed turns do not matter: only `--chunkcache-dedup paper` reads them."""
+
+    def closed(
+        self, input_ids: Sequence[int], spans: Sequence[Span], output_ids: Sequence[int], *, content: str, tag: str
+    ) -> Turn:
+        """The turn with its answer, under the hash of all messages, the answer included."""
+        start = sum(turn.num_tokens for turn in self.history) + len(self.lead)
+        own = tuple(Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start)
+        seen = frozenset[ChunkId]() if self.seen is None else self.seen | {span.chunk for span in own}
+        messages = [*self.messages, {"role": "assistant", "content": content}]
+        body = array("i", [*input_ids[start:], *output_ids])
+        return Turn(len(messages), running_hashes(messages)[-1], array("i", self.lead), body, own, seen, tag)
 
 
 class TurnFitter:
@@ -39,17 +76,17 @@ class TurnFitter:
         agreed: tuple[Turn, ...],
         chunks: Sequence[TokenizedChunk],
         context: PromptContext,
-    ) -> tuple[tuple[Turn, ...], TurnPieces, list[TokenizedChunk], int]:
-        """(turns to keep, the new turn's pieces, its chunks that are not seen, exchanges that had to leave).
+    ) -> Fitted:
+        """Choose what stays. All that fits does.
 
-        All that fits stays. Otherwise the oldest turns leave until half of the context is free, so that the prefix breaks
-        once and not every turn; CRAFT 4.3 says why that is safe.
+        Otherwise the oldest turns leave until half of the context is free, so that the prefix breaks once and not every
+        turn; CRAFT 4.3 says why that is safe.
         """
         kept = self._unseen(chunks, agreed, agreed)
         pieces = self._pieces(messages, agreed, kept, context)
         new_len = _num_tokens(pieces, kept)
         if sum(turn.num_tokens for turn in agreed) + new_len + context.reserve <= self._context_len:
-            return agreed, pieces, kept, 0
+            return Fitted(agreed, pieces, kept, 0)
         if agreed:
             head = array(
                 "i", self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
@@ -60,12 +97,12 @@ class TurnFitter:
             if turns:
                 kept = self._unseen(chunks, turns, agreed)
                 turns = (replace(turns[0], lead_ids=head), *turns[1:])
-                return turns, self._pieces(messages, agreed, kept, context), kept, len(agreed) - len(turns)
+                return Fitted(turns, self._pieces(messages, agreed, kept, context), kept, len(agreed) - len(turns))
         if not context.may_shorten:
-            return (), pieces, kept, 0
+            return Fitted((), pieces, kept, 0)
         kept = self._unseen(chunks, (), agreed)
         pieces, num_departed = self._shorten(messages, kept, context)
-        return (), pieces, kept, num_departed
+        return Fitted((), pieces, kept, num_departed)
 
     def _shorten(
         self, messages: Sequence[Mapping[str, Any]], kept: Sequence[TokenizedChunk], context: PromptContext
@@ -101,18 +138,18 @@ class TurnFitter:
             template_kwargs=context.template_kwargs,
         )
         if agreed and pieces.lead and agreed[-1].body_ids[-1] == pieces.lead[0]:
-            # The answer ended with the token that the template puts behind it: once is enough.
+            # The answer ended with the token that the template puts after it: once is enough.
             pieces = replace(pieces, lead=pieces.lead[1:])
         return pieces
 
     def _unseen(
         self, chunks: Sequence[TokenizedChunk], turns: Sequence[Turn], agreed: Sequence[Turn]
-    ) -> list[TokenizedChunk]:
+    ) -> tuple[TokenizedChunk, ...]:
         """The chunks that the conversation has not shown yet, given the turns that stay."""
         if self._dedup == "off":
-            return list(chunks)
+            return tuple(chunks)
         seen = shown(agreed, "paper") if self._dedup == "paper" else shown(turns, "kept")
-        return [chunk for chunk in chunks if chunk.chunk.id not in seen]
+        return tuple(chunk for chunk in chunks if chunk.chunk.id not in seen)
 
 
 def _num_tokens(pieces: TurnPieces, chunks: Sequence[TokenizedChunk]) -> int:

@@ -3,9 +3,9 @@
     recipe   query/0.15/alpha=-/focus=0/without=-/question=9f86d081884c7d65
              the policy                           only where the choice of tokens depends on the question
 
-Fused KV is shared between requests by its recipe alone, so the recipe names all that the KV depends on beside its chunks and
-what stands before them; of a conversation the first fused turn's question stands for all. Knows no token's KV and no source:
-what is moved is the scheduler's to decide.
+Fused KV is shared between requests by its recipe alone, so the recipe names all that the KV depends on besides its chunks and
+what precedes them; in a conversation the first fused turn's question counts for all later turns. Knows no token's KV and no
+source: the scheduler decides what is moved.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from hashlib import blake2b
 
 from radix_ext import AccessTable, Span
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.front.prompt import PromptError
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 ASKS_THE_QUESTION = frozenset({"query"})
 """Selectors whose choice depends on the question; so does the focus, with any selector."""
 
 
 def check_fused(config: ChunkCacheConfig, field: str) -> None:
-    """Raise PromptError, naming `field` and the flag, where the server does not move KV."""
+    """Raise RequestError, naming `field` and the flag, where the server does not move KV."""
     if config.reuse != "fused":
-        raise PromptError(f"{field}: this server reuses exact prefixes only; start it with --reuse fused")
+        raise RequestError(f"{field}: this server reuses exact prefixes only; start it with --reuse fused")
 
 
 def fused_request(
@@ -37,47 +37,46 @@ def fused_request(
     alpha: float | None = None,
     focus: bool | None = None,
     without: Iterable[str] = (),
-) -> ReuseRequest:
+) -> FusionRequest:
     """The client's wish with the server's defaults filled in; the recipe comes with the prompt.
 
     `focus` is part of Cache-Craft's selector (algorithm 1), so it is on by default for `context` alone.
 
     Raises:
-        PromptError: a server that was started without `--reuse fused`.
+        RequestError: a server that was started without `--reuse fused`.
     """
     check_fused(config, "reuse")
     selector = config.selector if selector is None else selector
-    return ReuseRequest(
+    return FusionRequest(
         selector=selector,
         ratio=float(config.recompute_ratio if ratio is None else ratio),
-        recipe="",
         alpha=None if alpha is None else float(alpha),
         focus=selector == "context" if focus is None else focus,
         without=frozenset(without),
     )
 
 
-def recipe_of(reuse: ReuseRequest, question: Sequence[int], earlier: str = "") -> str:
+def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "") -> str:
     """The recipe of one prompt.
 
     Args:
-        question: token ids behind the first chunk area.
+        question: token ids after the first chunk area.
         earlier: recipe of the conversation's last fused turn, "" for none. It is kept while the policy stays the same: the
-            history's fused KV hangs below it, and a later question does not change what was chosen for an earlier one.
+            history's fused KV is cached under it, and a later question does not change what was chosen for an earlier one.
     """
     policy = "/".join(
         (
-            reuse.selector,
-            repr(reuse.ratio),
-            f"alpha={'-' if reuse.alpha is None else repr(reuse.alpha)}",
-            f"focus={reuse.focus:d}",
-            f"without={'+'.join(sorted(reuse.without)) or '-'}",
-            *([f"fresh={'+'.join(map(str, sorted(reuse.fresh)))}"] if reuse.fresh else []),
+            fusion.selector,
+            repr(fusion.ratio),
+            f"alpha={'-' if fusion.alpha is None else repr(fusion.alpha)}",
+            f"focus={fusion.focus:d}",
+            f"without={'+'.join(sorted(fusion.without)) or '-'}",
+            *([f"fresh={'+'.join(map(str, sorted(fusion.fresh)))}"] if fusion.fresh else []),
         )
     )
     if earlier == policy or earlier.startswith(f"{policy}/question="):
         return earlier
-    if reuse.selector not in ASKS_THE_QUESTION and not reuse.focus:
+    if fusion.selector not in ASKS_THE_QUESTION and not fusion.focus:
         return policy
     return f"{policy}/question={blake2b(array('i', question), digest_size=8).hexdigest()}"
 

@@ -15,7 +15,7 @@ COUNTERS = {
     "chunks": ("kind", "chunks by kind: retrieved, repeated (in one request), dropped (already seen), planned, hit"),
     "sources": (
         "source",
-        "chunks of fused requests behind their exact prefix, by source: device, host, fused, gap (none)",
+        "chunks of fused requests after their exact prefix, by source: device, host, fused, gap (none)",
     ),
     "searches": ("outcome", "searches of the index by outcome: found, empty, refused, failed, cancelled, full (queue)"),
     "fallbacks": ("reason", "things that were computed because reuse was not possible, by reason"),

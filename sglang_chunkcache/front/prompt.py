@@ -3,7 +3,7 @@
     <bos><system>…<user> | You may use: | chunk 1 + separator | chunk 2 + separator | question<end><assistant>
            lead          |     intro    |            spans, one per chunk            |          outro
 
-The pieces are tokenised apart, so that a chunk has the same ids wherever it stands; ids go to the engine as they are, since
+The pieces are tokenised apart, so that a chunk has the same ids at every place; ids go to the engine as they are, since
 tokenising the text again would move the borders. Nothing here knows the cache, an order or a conversation's past tokens.
 """
 
@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from radix_ext import Chunk, Span, chunk_id
+from radix_ext import Chunk, ChunkId, Span, chunk_id
+from sglang_chunkcache.errors import RequestError
 
 CHUNK_CACHE_SIZE = 4096
 """Chunk texts whose token ids are remembered: a popular chunk is tokenised once, not once a request."""
 
 CHUNK_CACHE_CHARS = 16_384
-"""Longer texts are not remembered, so that the memory is bounded: 4 bytes a token beside the text."""
+"""Longer texts are not remembered, so that the memory is bounded: 4 bytes a token and the text."""
 
 DEFAULT_TEMPLATE = "{chunks}{question}"
 
 
-class PromptError(ValueError):
-    """The caller's messages, chunks or template cannot become a prompt; the message names the field."""
+Piece = tuple[Sequence[int], ChunkId | None]
+"""Token ids, and the chunk that they are, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +43,21 @@ class TokenizedChunk:
 
 @dataclass(frozen=True, slots=True)
 class TurnPieces:
-    """Token ids of one turn around its chunks. `lead` joins it to what stands before; the body is the rest."""
+    """Token ids of one turn around its chunks. `lead` joins it to what comes before: nothing, or an answer."""
 
     lead: tuple[int, ...]
     intro: tuple[int, ...]
     outro: tuple[int, ...]
 
-    def body(self, chunks: Sequence[TokenizedChunk]) -> tuple[array[int], tuple[Span, ...]]:
-        """Ids (array 'i') of intro, chunks and outro, and the spans in them."""
-        ids, spans = array("i", self.intro), []
-        for item in chunks:
-            spans.append(Span(len(ids), len(ids) + len(item.token_ids), item.chunk.id))
-            ids.extend(item.token_ids)
-        ids.extend(self.outro)
-        return ids, tuple(spans)
+
+def joined(before: Sequence[int], pieces: Iterable[Piece]) -> tuple[array[int], tuple[Span, ...]]:
+    """`before` and the pieces in a row: their ids (array 'i'), and a span for each piece that is a chunk."""
+    ids, spans = array("i", before), []
+    for token_ids, chunk in pieces:
+        if chunk is not None:
+            spans.append(Span(len(ids), len(ids) + len(token_ids), chunk))
+        ids.extend(token_ids)
+    return ids, tuple(spans)
 
 
 class PromptAssembler:
@@ -64,29 +66,29 @@ class PromptAssembler:
     Args:
         tokenizer: the served model's Hugging Face tokenizer.
         template: the user message around the chunks; holds `{chunks}`, then `{question}`, each once.
-        separator: text behind every chunk.
+        separator: text after every chunk.
     Raises:
-        PromptError: the template's placeholders, or a tokenizer whose pieces cannot be put together again.
+        ValueError: the template's placeholders, or a tokenizer whose pieces cannot be put together again.
     """
 
     def __init__(self, tokenizer: Any, *, template: str = DEFAULT_TEMPLATE, separator: str) -> None:
         if template.count("{chunks}") != 1 or template.count("{question}") != 1:
-            raise PromptError("the rag template must hold {chunks} and {question}, each once")
+            raise ValueError("the rag template must hold {chunks} and {question}, each once")
         self._intro, rest = template.split("{chunks}")
         if "{question}" not in rest:
-            raise PromptError(
-                "the rag template must name {chunks} before {question}: nothing behind the question is shared"
+            raise ValueError(
+                "the rag template must name {chunks} before {question}: nothing after the question is shared"
             )
         self._before_question, self._after_question = rest.split("{question}")
         self._tokenizer, self._separator = tokenizer, separator
-        # Stand-ins for the places where the rendered text is cut; random, so that no message can hold them.
+        # Marks at the places where the rendered text is cut; random, so that no message can hold them.
         nonce = secrets.token_hex(8)
         self._start, self._chunks, self._answer = (f"\ue000{name}{nonce}\ue001" for name in ("s", "c", "a"))
         self._guard = self._find_guard()
         self._remembered_chunk = lru_cache(CHUNK_CACHE_SIZE)(self._tokenize_chunk)
 
     def chunk(self, text: str) -> TokenizedChunk:
-        """A chunk's ids, its separator included; the same wherever it stands."""
+        """A chunk's ids, its separator included; the same at every place."""
         return self._remembered_chunk(text) if len(text) <= CHUNK_CACHE_CHARS else self._tokenize_chunk(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -97,7 +99,7 @@ class PromptAssembler:
             return self._raw(text)
         guarded, guard = self._raw(self._guard + text), self._raw(self._guard)
         if guarded[: len(guard)] != guard:
-            raise PromptError("the tokenizer joins a piece to what stands before it")
+            raise RequestError("the tokenizer joins a piece to what stands before it")
         return guarded[len(guard) :]
 
     @property
@@ -123,16 +125,16 @@ class PromptAssembler:
     ) -> TurnPieces:
         """The pieces of the turn that the last message opens.
 
-        `num_agreed` messages, the last an answer, are there as tokens already: `lead` begins behind that answer.
+        `num_agreed` messages, the last an answer, are there as tokens already: `lead` begins after that answer.
 
         Raises:
-            PromptError: the last message is not a user's text, or the chat template refuses the messages.
+            RequestError: the last message is not a user's text, or the chat template refuses the messages.
         """
         if not messages or messages[-1].get("role") != "user":
-            raise PromptError("messages: the last one must have role 'user'")
+            raise RequestError("messages: the last one must have role 'user'")
         question = text_of(messages[-1], len(messages) - 1)
         if not isinstance(question, str):
-            raise PromptError(f"messages.{len(messages) - 1}.content: must be text")
+            raise RequestError(f"messages.{len(messages) - 1}.content: must be text")
         shaped = [{**message, "content": text_of(message, i)} for i, message in enumerate(messages)]
         intro, before, after = (
             (self._intro, self._before_question, self._after_question) if has_chunks else ("", "", "")
@@ -169,7 +171,7 @@ class PromptAssembler:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, kwargs: Mapping[str, Any] | None) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
-            raise PromptError("messages: the model has no chat template; start the server with --chat-template FILE")
+            raise RequestError("messages: the model has no chat template; start the server with --chat-template FILE")
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -177,12 +179,12 @@ class PromptAssembler:
                 )
             )
         except Exception as error:  # jinja's and the template's own, which share no base
-            raise PromptError(f"messages: the chat template refuses them: {error}") from error
+            raise RequestError(f"messages: the chat template refuses them: {error}") from error
 
     def _split(self, text: str, mark: str) -> tuple[str, str]:
         parts = text.split(mark)
         if len(parts) != 2:
-            raise PromptError(f"messages: the chat template shows a message {len(parts) - 1} times instead of once")
+            raise RequestError(f"messages: the chat template shows a message {len(parts) - 1} times instead of once")
         return parts[0], parts[1]
 
     def _raw(self, text: str) -> tuple[int, ...]:
@@ -196,18 +198,18 @@ class PromptAssembler:
             self._guard = guard
             try:
                 ids = [i for word in words for i in self.encode(word)]
-            except PromptError:
+            except RequestError:
                 continue
             if self.decode(ids).removeprefix(" ") == "".join(words):
                 return guard
-        raise PromptError("the tokenizer's pieces cannot be put together again: text would change between chunks")
+        raise ValueError("the tokenizer's pieces cannot be put together again: text would change between chunks")
 
 
 def text_of(message: Mapping[str, Any], index: int) -> Any:
     """A message's content as text; parts are joined. Content that is no text (null in tool calls) is passed on.
 
     Raises:
-        PromptError: a part that is not text.
+        RequestError: a part that is not text.
     """
     content = message.get("content")
     if not isinstance(content, list):
@@ -215,16 +217,16 @@ def text_of(message: Mapping[str, Any], index: int) -> Any:
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise PromptError(f"messages.{index}.content: only text parts are supported")
+            raise RequestError(f"messages.{index}.content: only text parts are supported")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 def read_template(path: str | None) -> str:
-    """The user's template file, or the default. Raises PromptError for a file that cannot be read."""
+    """The user's template file, or the default. Raises ValueError for a file that cannot be read."""
     if path is None:
         return DEFAULT_TEMPLATE
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"--chunkcache-rag-template: {error}") from error
+        raise ValueError(f"--chunkcache-rag-template: {error}") from error

@@ -1,16 +1,17 @@
 """The front's view of one rank: applies the rank's event log to the global tree, in order and each event once.
 
 Answers may arrive late or not at all; since each carries everything unread, only sequence numbers matter. A new epoch or
-a gap drops what the tree says about this rank, and the tree fills again from what enters the rank's cache from then on.
+a gap drops what the tree records about this rank, and the tree fills again from what enters the rank's cache from then on.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
-from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Tier
-from sglang_chunkcache.wire.events import Batch, Event, Evicted, Inserted
-from sglang_chunkcache.wire.spans import Acknowledgement
+from radix_ext import Chunk, ChunkPrefixTree, Tier
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Evicted
+from sglang_chunkcache.wire.state import RankState
 
 
 class RankMirror:
@@ -50,13 +51,26 @@ class RankMirror:
         self.num_restarts += bool(self._epoch)
         self._epoch, self._seq = epoch, 0
 
+    def compared(self, state: RankState) -> dict[str, Any]:
+        """How far the mirror is from what the rank says of itself. A new epoch restarts it."""
+        if self._epoch and self._epoch != state.epoch:
+            self.restart(state.epoch)
+        nodes, digest = self._tree.digest(self._rank)
+        behind = state.seq - self._seq
+        return {
+            "chunk_nodes": nodes,
+            "events_behind": behind,
+            "agrees": (nodes, digest) == (state.chunk_nodes, state.digest) if behind == 0 else None,
+            "restarts": self.num_restarts,
+            "gaps": self.num_gaps,
+        }
+
     def _apply_one(self, event: Event) -> None:
-        if len(event) == len(Evicted._fields):
-            self._tree.evict(Evicted(*event).chain, rank=self._rank)  # type: ignore[arg-type]
+        if isinstance(event, Evicted):
+            self._tree.evict(event.chain, rank=self._rank)
             return
-        chunk_id, num_tokens, parent, namespace, promoted = Inserted(*event)  # type: ignore[arg-type]
-        chunks, promoted_len = [Chunk(ChunkId(chunk_id), num_tokens)], int(promoted)
-        if parent is None:
-            self._tree.insert(namespace, chunks, rank=self._rank, tier=Tier.DEVICE, promoted_len=promoted_len)
+        chunks, promoted_len = [Chunk(event.chunk, event.num_tokens)], int(event.promoted)
+        if event.parent is None:
+            self._tree.insert(event.namespace, chunks, rank=self._rank, tier=Tier.DEVICE, promoted_len=promoted_len)
         else:
-            self._tree.extend(parent, chunks, rank=self._rank, tier=Tier.DEVICE, promoted_len=promoted_len)
+            self._tree.extend(event.parent, chunks, rank=self._rank, tier=Tier.DEVICE, promoted_len=promoted_len)

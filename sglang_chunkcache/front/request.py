@@ -1,19 +1,23 @@
-"""A RAG request: what a client sends, whose it is, and what becomes of it in the front process.
+"""A RAG request's stages in the front process. Data only.
 
-Data only; `service` does the work, and `answer()` is everything the client may see of it.
+Draft        what the client sent, tokenised; its chunks are not in order yet                       (drafter.py)
+Planned      rank, order, token ids and spans: all that is decided before the engine is asked       (planner.py)
+RagRequest   a planned request that runs, and what its answer has taught so far                     (bookkeeper.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from radix_ext import Plan, Span
-from sglang_chunkcache.wire.spans import ReuseRequest
-
-FATES = ("exact", "relocated", "recomputed")
-"""The fates that the scheduler tells of; `computed` is the rest of the prompt."""
+from radix_ext import ChunkId, OrderPolicy, Plan, Span
+from sglang_chunkcache.front.conversation import OpenTurn
+from sglang_chunkcache.front.prompt import Piece, TokenizedChunk, joined
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Answer, Fallback, Report
+from sglang_chunkcache.wire.spans import KEY_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose request it is; keeps caches and conversations of different tenants apart."""
+    """The tenant of a request; keeps caches and conversations of different tenants apart."""
 
     api_key: str = ""
     cache_salt: str | None = None
@@ -34,156 +38,146 @@ class Identity:
     lora: str | None = None
 
 
-@dataclass
-class RagRequest:
-    """One request under way. Everything the client may see is in `answer()`."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a request asks for besides its prompt."""
 
+    max_new_tokens: int | None = None
+    order: OrderPolicy | None = None
+    """Of the chunks. None: the server's."""
+    fusion: FusionRequest | None = None
+    """None: exact reuse only. The planner fills in the recipe."""
+    rank: int | None = None
+    """None: the router's choice."""
+    num_answers: int = 1
+    """With more than one SGLang fills its cache with a request of its own first, and does not report what was cached."""
+    retrieval: Mapping[str, Any] | None = None
+    """What was searched for and found, to be shown. None: the client sent its chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt whose chunks are not in order yet: `before`, the chunks, `after`."""
+
+    before: array[int]
+    """Token ids: a conversation's history, and this turn's text before its chunks."""
+    history: tuple[Span, ...]
+    """Chunks in `before`."""
+    chunks: tuple[TokenizedChunk, ...]
+    """To be ordered, in retriever order."""
+    after: tuple[Piece, ...]
+    """Text, and chunks of later areas, which stay in place."""
+    labels: Mapping[ChunkId, str]
+    """Of `chunks`."""
+    identity: Identity
+    options: Options
+    later_labels: tuple[str, ...] = ()
+    """Of the chunks in `after`."""
+    retrieved: tuple[ChunkId, ...] = ()
+    """What counts as an access, dropped chunks included."""
+    repeated: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    num_turns: int = 0
+    """Earlier turns in `before`."""
+    num_departed: int = 0
+    """Turns or exchanges left out because the context is full."""
+    earlier_recipe: str = ""
+    """Of the conversation's last fused turn."""
+    turn: OpenTurn | None = None
+    """What the conversation keeps when the answer is complete. None: the request belongs to no conversation."""
+    is_preprocessing: bool = False
+    """Fills the store ahead of requests: its chunks count neither as accesses nor as hits."""
+
+    @property
+    def head(self) -> array[int]:
+        """Token ids before the first chunk."""
+        return self.before[: self.history[0].start] if self.history else self.before
+
+    def assemble(self, ordered: Sequence[TokenizedChunk]) -> tuple[array[int], tuple[Span, ...]]:
+        """The prompt's ids and spans with the chunks in this order."""
+        ids, spans = joined(self.before, [*((item.token_ids, item.chunk.id) for item in ordered), *self.after])
+        return ids, (*self.history, *spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What is sent to which rank. Nothing is counted or taken for it yet."""
+
+    draft: Draft
     input_ids: list[int]
-    rank: int
-    namespace: str
     spans: tuple[Span, ...]
     area: tuple[Span, ...]
+    """The spans of the first chunk area."""
+    namespace: str
+    rank: int
     order: list[str]
+    """Labels of the chunks that are sent with this turn."""
     planned_len: int
-    reuse: ReuseRequest | None
-    custom_params: dict[str, Any] = field(default_factory=dict)
-    plan: Plan | None = None
-    """What the tree knows of the request; None before it is booked, and for one that only asks."""
-    dropped: list[str] = field(default_factory=list)
-    repeated: list[str] = field(default_factory=list)
-    num_turns: int = 0
-    num_departed: int = 0
-    remember: Callable[[Sequence[int], str], None] | None = None
-    output_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    is_cut: bool = False
-    """The answer ended at a stop string: the client does not see all of its tokens, so they cannot be its history."""
-    is_answered: bool = False
-    """The first token is there, and with it all that the scheduler tells."""
-    known: dict[str, int] | None = None
-    """Prompt tokens by the fates of `FATES`; None where they are not known."""
-    report: Mapping[str, Any] | None = None
-    """What the scheduler did for a fused request."""
-    retrieval: dict[str, Any] | None = None
-    """What was searched for and found; None where the client sent its chunks."""
-    hit_len: int = 0
-    served_by: int | None = None
-    fallbacks: list[str] = field(default_factory=list)
-    is_parallel: bool = False
-    """More than one answer: SGLang fills its cache with a request of its own first, so what was cached is not reported."""
-    is_preprocessing: bool = False
-    """Nobody retrieved its chunks: they count neither as accesses nor as hits."""
-    is_refused: bool = False
-    released: bool = False
+    """Leading chunks of `area` that the tree expects to be cached."""
+    fusion: FusionRequest | None
+    order_seconds: float
+    """What ordering and routing took."""
 
     @property
     def labels(self) -> list[str]:
-        """One per span. Those of earlier turns are not kept: such chunks are named by the front of their hash."""
+        """One per span. Those of earlier turns are not kept: such chunks are named by the first characters of their hash."""
         earlier = self.spans[: len(self.spans) - len(self.order)]
         return [*(span.chunk[:8] for span in earlier), *self.order]
-
-    @property
-    def exact(self) -> int | None:
-        """Prompt tokens found under the very same prefix; None before the first token, or where that is not known."""
-        return self.known["exact"] if self.known else None
 
     @property
     def predicted_exact(self) -> int:
         """Prompt tokens up to the end of the chunks that the tree expects to be cached."""
         return self.area[self.planned_len - 1].end if self.planned_len else 0
 
+
+@dataclass
+class RagRequest:
+    """A planned request: `begin` of the bookkeeper fills the first two fields, `observe` the others."""
+
+    planned: Planned
+    custom_params: dict[str, str] = field(default_factory=dict)
+    """What the scheduler is told."""
+    plan: Plan | None = None
+    """What the tree expects of the request while it runs."""
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    is_cut: bool = False
+    """The answer ended at a stop string: the client does not see all of its tokens, so they cannot be its history."""
+    is_answered: bool = False
+    """The first token is there, and with it all that the rank reports."""
+    served_by: int | None = None
+    known: dict[str, int] | None = None
+    """Prompt tokens by the fates that a rank reports; None where they are not known."""
+    hit_len: int = 0
+    """Chunks of the first area found cached under the very same prefix."""
+    report: Report | None = None
+    """What the rank did for a fused request."""
+    fallbacks: list[Fallback] = field(default_factory=list)
+    is_refused: bool = False
+    """SGLang raised an error about the request's parameters."""
+    heard: str = ""
+    """The rank's last message as it came: a stream repeats it with every output."""
+    decoded: Answer | None = None
+    """That message, decoded. None if that failed."""
+
+    @property
+    def has_begun(self) -> bool:
+        """The bookkeeper has counted it."""
+        return self.plan is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """The answer ended by itself or at its length limit."""
+        return self.finish_reason in ("stop", "length")
+
     def params_with(self, theirs: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The engine's `custom_params`: the client's, and ours. Ours stand beside the server's secret mark and are believed,
-        so a client's key that could be taken for one of them is left out."""
-        others = {key: value for key, value in (theirs or {}).items() if not key.startswith("chunkcache_")}
+        """The engine's `custom_params`: the client's and ours. Ours come with the server's secret mark and are believed, so a
+        client's key that could be taken for one of them is left out."""
+        others = {key: value for key, value in (theirs or {}).items() if not key.startswith(KEY_PREFIX)}
         return {**others, **self.custom_params}
 
     def fates(self) -> dict[str, int] | None:
-        """Prompt tokens by fate; they sum to the prompt's length. None where the scheduler does not tell."""
+        """Prompt tokens by fate; they sum to the prompt's length. None where the rank does not report them."""
         if self.known is None:
             return None
-        return {**self.known, "computed": len(self.input_ids) - sum(self.known.values())}
-
-    def answer(self) -> dict[str, Any]:
-        """The `chunkcache` object of an answer."""
-        return {
-            "order": self.order,
-            "dropped": self.dropped,
-            "repeated": self.repeated,
-            "fates": self.fates(),
-            "chunks_hit": self.hit_len if self.known else None,
-            "chunks_planned": self.planned_len,
-            "head_tokens": self.area[0].start if self.area else 0,
-            "predicted_exact": self.predicted_exact,
-            "turns_reused": self.num_turns,
-            "turns_departed": self.num_departed,
-            "dp_rank": self.served_by,
-            "reuse": self._fused() if self.reuse else None,
-            "retrieval": self.retrieval,
-            "fallbacks": self.fallbacks,
-        }
-
-    def explained(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """The plan, for people: what the front would send, and `found`, what the rank would do with it."""
-        labels = self.labels
-        return {
-            "order": self.order,
-            "dropped": self.dropped,
-            "repeated": self.repeated,
-            "dp_rank": self.rank,
-            "prompt_tokens": len(self.input_ids),
-            "chunks_planned": self.planned_len,
-            "predicted_exact": self.predicted_exact,
-            "turns_reused": self.num_turns,
-            "turns_departed": self.num_departed,
-            "spans": [
-                {"chunk": label, "id": span.chunk, "start": span.start, "end": span.end}
-                for label, span in zip(labels, self.spans, strict=True)
-            ],
-            "reuse": None
-            if self.reuse is None
-            else {
-                "mode": "fused",
-                "selector": self.reuse.selector,
-                "ratio": self.reuse.ratio,
-                "alpha": self.reuse.alpha,
-                "focus": self.reuse.focus,
-                "without": sorted(self.reuse.without),
-                "recipe": self.reuse.recipe,
-            },
-            "retrieval": self.retrieval,
-            "exact": found["exact"],
-            "end": found["end"],
-            "fused_hit": found.get("fused_hit", 0),
-            "sources": [{**_source(labels, row), "start": start, "end": end} for *row, start, end in found["sources"]],
-            "fallbacks": list(found["fallbacks"]),
-        }
-
-    def _fused(self) -> dict[str, Any]:
-        assert self.reuse is not None
-        report, labels = self.report or {}, self.labels
-        focused = report.get("focused")
-        return {
-            "mode": "fused",
-            "selector": report.get("selector", self.reuse.selector),
-            "ratio": report.get("ratio", self.reuse.ratio),
-            "sources": [_source(labels, row) for row in report.get("sources", ())],
-            "focused": None if focused is None else [labels[i] for i in focused],
-            "gap": report.get("gap", 0),
-            "shared": report.get("shared", 0),
-            "fused_hit": report.get("fused_hit", 0),
-            "fallbacks": list(report.get("fallbacks", ())),
-            "ms": dict(report.get("ms", {})),
-        }
-
-
-def _source(labels: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
-    """A piece's source as the scheduler names it, for a reader. `chunk` is None for text between chunks."""
-    span, source, variant_prefix, overlap, cfo = row
-    return {
-        "chunk": None if span is None else labels[span],
-        "from": source,
-        "variant_prefix": variant_prefix,
-        "overlap": overlap,
-        "cfo": cfo,
-    }
+        return {**self.known, "computed": len(self.planned.input_ids) - sum(self.known.values())}

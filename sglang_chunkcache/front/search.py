@@ -1,49 +1,30 @@
 """Retrieval for requests: which query, searched how, and what the client sees of it.
 
-    {"retrieve": {"turns": 2}}, messages -> query -> SearchQueue -> Retrieval: chunks for the service, an object for the answer
+    {"retrieve": {"turns": 2}}, messages -> query -> SearchQueue -> Retrieval: chunks to plan with, an object for the answer
 
-Knows messages and the index; no HTTP and no tokens. What is found goes the way of chunks that a client sends: the service
-does not know where its passages come from.
-
-NOTE: RAGCache starts the prefill on the chunks that are likely to come out on top while the search still runs. That would
-go here: `find` would first hand out a provisional ranking, for whose leading chunks the endpoint sends a request that
-generates nothing, and then the final one. `RagService.begin_chat` must only ever be called with the final one, because it
-counts accesses and opens a plan.
+Knows messages and the index; no HTTP and no tokens. What is found is planned like chunks that a client sends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from retrieval.errors import RetrievalError
-from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.errors import RequestError, SearchFailedError
 from sglang_chunkcache.front.bodies import RetrieveIn
 from sglang_chunkcache.front.metrics import Metrics
-from sglang_chunkcache.front.prompt import PromptError, text_of
+from sglang_chunkcache.front.prompt import text_of
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.front.search_queue import Found, QueueFullError, SearchQueue, is_clients_fault
 
 if TYPE_CHECKING:
     from retrieval.retriever import Hit, Mode, Retriever
 
-logger = logging.getLogger(__name__)
-
 GONE_POLL_S = 0.5
 """How often a request that waits for its search looks whether its client is still there."""
-
-
-class SearchFailedError(Exception):
-    """A search that is not the client's fault. `status`: of the HTTP answer."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,29 +87,29 @@ class RagSearch:
         Args:
             messages: where the query comes from, unless the wish has one.
             field: put in front of the names of the wish's fields in errors; "retrieve." in a chat request.
-            is_gone: whether the client has hung up; looked at while the search takes long.
+            is_gone: whether the client has hung up; asked again and again while the search takes long.
         Raises:
-            PromptError: a wish that this server or index cannot serve, or no query; names the field.
+            RequestError: a wish that this server or index cannot serve, or no query; names the field.
             SearchFailedError: too many requests wait, or the search failed.
         """
         config = self._config
         k = wish.k or config.retrieve_k
         if k > config.max_chunks:
-            raise PromptError(f"{field}k: {k} asked for, at most {config.max_chunks}")
+            raise RequestError(f"{field}k: {k} asked for, at most {config.max_chunks}")
         mode = wish.mode or default_mode(self._retriever, config)
         if mode not in self._retriever.modes:
-            raise PromptError(f"{field}mode: this index offers {', '.join(self._retriever.modes)}")
+            raise RequestError(f"{field}mode: this index offers {', '.join(self._retriever.modes)}")
         query = query_of(wish, messages, field=field, max_chars=config.max_query_chars)
         search = self._queue.search(query, k=k, mode=mode, nprobe=wish.nprobe or config.retrieve_nprobe)
         try:
             return Retrieval(query, mode, k, await _unless_gone(search, is_gone))
-        except PromptError:
+        except RequestError:
             raise
         except QueueFullError as error:
             raise SearchFailedError(str(error), 503) from None
         except Exception as error:
             if is_clients_fault(error):
-                raise PromptError(f"{field}query: {error}") from None
+                raise RequestError(f"{field}query: {error}") from None
             raise SearchFailedError("the search failed; the server's log says why", 500) from None
 
     def stats(self) -> dict[str, Any]:
@@ -148,50 +129,6 @@ class RagSearch:
         self._queue.close()
 
 
-def open_retriever(config: ChunkCacheConfig) -> Retriever:
-    """The index and encoder of the flags, after a search that shows that they work.
-
-    Raises:
-        RetrievalError: an index or encoder that cannot be served, a mode that the index does not offer, or packages missing.
-    """
-    assert config.index is not None
-    import torch
-
-    torch.set_num_threads(config.retrieve_threads)  # of this process, in which only the encoder computes
-    try:
-        from retrieval.retriever import Retriever
-
-        retriever = Retriever.open(
-            Path(config.index),
-            encoder=config.encoder,
-            device=config.retrieve_device,
-            verify=config.index_verify == "on",
-            threads=config.retrieve_threads,
-        )
-        mode = default_mode(retriever, config)
-        if mode not in retriever.modes:
-            flag = flag_name("retrieve_mode")
-            raise RetrievalError(f"{flag} {mode}: the index {config.index} offers {', '.join(retriever.modes)}")
-        retriever.search(["Does it work?"], k=1, mode=mode, nprobe=config.retrieve_nprobe)
-    except ModuleNotFoundError as error:  # FAISS at once, others only where the index needs them
-        raise RetrievalError(f"needs the extra 'retrieval': {error.name} is not installed") from None
-    return retriever
-
-
-def check_tokenizer(retriever: Retriever, path: str) -> None:
-    """Log what the passages were measured in; a warning if that is another tokenizer than the served model's, at `path`."""
-    info = retriever.info()
-    name = info["tokenizer"]
-    logger.info("retrieval: %d passages, measured in tokens of %s", info["passages"], name)
-    if "@" not in name or not Path(path).is_dir():  # words, or a model on the hub
-        return
-    from retrieval.tokens import load_tokens
-
-    with contextlib.suppress(RetrievalError, OSError):  # a tokenizer without tokenizer.json: no reason to stop a server
-        if load_tokens(path).name.rpartition("@")[2] != name.rpartition("@")[2]:
-            logger.warning("retrieval: that is not the served model's tokenizer: passages are longer or shorter for it")
-
-
 def default_mode(retriever: Retriever, config: ChunkCacheConfig) -> Mode:
     """How a request is searched that does not say."""
     return retriever.modes[0] if config.retrieve_mode == "auto" else cast("Mode", config.retrieve_mode)
@@ -201,15 +138,15 @@ def query_of(wish: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, field: 
     """The wish's query, or the last user messages, oldest first: as many as wished and fit; of one too long, its end.
 
     Raises:
-        PromptError: nothing to search for, or a query given that is longer than `max_chars`; names the field.
+        RequestError: nothing to search for, or a query given that is longer than `max_chars`; names the field.
     """
     if wish.query is not None:
         if wish.turns is not None:
-            raise PromptError(f"{field}turns: not together with {field}query")
+            raise RequestError(f"{field}turns: not together with {field}query")
         if not wish.query.strip():
-            raise PromptError(f"{field}query: is empty")
+            raise RequestError(f"{field}query: is empty")
         if len(wish.query) > max_chars:
-            raise PromptError(f"{field}query: {len(wish.query)} characters, at most {max_chars}")
+            raise RequestError(f"{field}query: {len(wish.query)} characters, at most {max_chars}")
         return wish.query
     texts: list[str] = []
     for index in reversed(range(len(messages))):
@@ -217,7 +154,7 @@ def query_of(wish: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, field: 
             continue
         text = text_of(messages[index], index)
         if not isinstance(text, str):
-            raise PromptError(f"messages.{index}.content: must be text")
+            raise RequestError(f"messages.{index}.content: must be text")
         if texts and len(text) + sum(len(later) + 1 for later in texts) > max_chars:
             break
         texts.insert(0, text)
@@ -225,7 +162,7 @@ def query_of(wish: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, field: 
             break
     query = "\n".join(texts)[-max_chars:]
     if not query.strip():
-        raise PromptError(f"messages: no user's text to search for; say what in {field}query")
+        raise RequestError(f"messages: no user's text to search for; say what in {field}query")
     return query
 
 
@@ -237,12 +174,12 @@ def _brief(hit: Hit) -> dict[str, Any]:
 
 
 async def _unless_gone(search: Awaitable[Found], is_gone: Callable[[], Awaitable[bool]]) -> Found:
-    """The search's result. When the client hangs up the search is cancelled: the framework does not do that."""
+    """The search's result. If the client disconnects the search is cancelled: the framework does not do that."""
     task = asyncio.ensure_future(search)
     try:
         while not (await asyncio.wait({task}, timeout=GONE_POLL_S))[0]:
             if await is_gone():
-                raise PromptError("body: the client has hung up")
+                raise RequestError("body: the client has hung up")
         return task.result()
     finally:
         task.cancel()

@@ -4,9 +4,9 @@
     search(): append, await a future   ->   take all that wait, by settings  every refresh_s:
     _settle(): results to the futures  <-   Retriever.search, together       Retriever.refresh, atomic
 
-While a batch is searched the next one gathers, so batches grow with the load and nobody waits for company. What one finds
-does not depend on who else is searched for. Knows queries and hits; no messages, no HTTP. Nothing here blocks the event loop,
-counts are kept on it alone, and a failing search is its own request's matter: the worker goes on.
+While a batch is searched the next one gathers, so batches grow with the load and no query waits for others. What one finds
+does not depend on the others of its batch. Knows queries and hits; no messages, no HTTP. Nothing here blocks the event loop,
+and counts are kept on it alone. A search that fails fails for its own request only: the worker goes on.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SearchQueue:
 
     Args:
         max_batch: queries searched together.
-        max_waiting: requests that may wait, beside those being searched.
+        max_waiting: requests that may wait, without those being searched.
         refresh_s: seconds between looks for a newer generation of the index; 0: never.
     """
 
@@ -156,11 +156,11 @@ class SearchQueue:
                 logger.exception("retrieval: a search failed")
             outcome = error
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
             self._loop.call_soon_threadsafe(self._settle, items, outcome, start)
 
     def _settle(self, items: Sequence[_Waiting], outcome: SearchResult | Exception, start: float) -> None:
-        """On the event loop: count, and answer who still waits."""
+        """On the event loop: count, and answer the requests that still wait."""
         self.num_batches += 1
         for item in items:
             self._metrics.observe_search("queued", start - item.since)
@@ -192,5 +192,5 @@ class SearchQueue:
 
 
 def is_clients_fault(error: Exception) -> bool:
-    """Whether a search failed because of what was asked; a damaged index is nobody's who asks."""
+    """Whether a search failed because of what was asked. A damaged index is never a client's fault."""
     return isinstance(error, RetrievalError) and not isinstance(error, CorruptIndexError)

@@ -1,12 +1,12 @@
 """Fills promised slots: move KV, choose the critical tokens, run them through the model. All requests of a batch together.
 
     move      every piece with slots of its own: gather, rotate keys to their new positions, scatter
-    choose    what a selector needs to know is measured by read-only passes (probe.py), then the selector decides; critical
-              tokens among slots shared with a source get slots of their own (exclusive_rows.py)
+    choose    read-only passes measure what a selector needs (measure.py), then the selector decides. Critical tokens that
+              share a source's slots get slots of their own (own_slots.py)
     compute   one pass over critical tokens and gaps (recompute.py)
 
-Knows slots and positions, no tree: whoever calls holds sources and targets. What goes wrong here is computed through:
-the whole region goes through SGLang's own attention instead, as an ordinary prefill would.
+It knows slots and positions, no tree: the caller keeps sources and targets locked. After an error the whole region is computed by
+SGLang's own attention instead, as in an ordinary prefill.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
 from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Fallback
 
 logger = logging.getLogger(__name__)
 
 MAX_QUESTION_TOKENS = 256
-"""The last tokens behind the chunks stand for the question: instructions in front of them would drown it."""
+"""The last tokens after the chunks count as the question: instructions in front of them would drown it."""
 
 RESCUE_PIECE = 512
 """Tokens at a time when a region is computed after all."""
@@ -60,7 +61,7 @@ FOCUS_WINDOW = 3
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """A chunk that stands in the pool, with all before it."""
+    """A chunk in the pool, with all before it."""
 
     token_ids: array[int]
     """Up to the chunk's end."""
@@ -152,7 +153,7 @@ class FusionPass:
                 target = move.slots[piece.start : piece.end]
                 positions = torch.arange(piece.start, piece.end, device=target.device)
                 if isinstance(source, DeviceCopy):
-                    start = source.node.start
+                    start = source.start
                     origin = torch.arange(start, start + piece.end - piece.start, device=target.device)
                     copies.append((source.node.value, origin, target, positions))
                 elif isinstance(source, HostCopy):
@@ -174,17 +175,17 @@ class FusionPass:
 
     def _choose(self, moves: Sequence[Move]) -> list[list[int]]:
         """Positions to compute, per move: the selector's critical tokens and all of the gaps."""
-        choosers = [_selector_of(move.reuse) for move in moves]
+        choosers = [_selector_of(move.fusion) for move in moves]
         needs = [set(chooser.needs) for chooser in choosers]
         for move, need in zip(moves, needs, strict=True):
-            if move.reuse.focus and move.reuse.is_choice:
+            if move.fusion.focus and move.fusion.is_choice:
                 need.add(Need.QUESTION)
         evidence = self._measure(moves, needs)
         critical = []
         for move, chooser, seen in zip(moves, choosers, evidence, strict=True):
             chunks = [_chunk_of(move, piece) for piece in move.moved]
-            selection = chooser.select(chunks, move.reuse, seen)
-            if move.reuse.focus and seen.question_by_layer is not None:
+            selection = chooser.select(chunks, move.fusion, seen)
+            if move.fusion.focus and seen.question_by_layer is not None:
                 window = min(FOCUS_WINDOW, len(seen.question_by_layer))
                 focused, _ = focus.focused_chunks(seen.question_by_layer, window=window)
                 selection = focus.spare_unfocused(selection, focused)
@@ -230,7 +231,7 @@ class FusionPass:
             run_pass(self.runner, sequences)
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
-        """An ordinary prefill of every promised region, in batch order and in pieces: room may be what was missing.
+        """An ordinary prefill of every promised region, in batch order and in pieces, since memory may have been short.
 
         What shares slots and gets none of its own stays as moved.
         """
@@ -243,7 +244,7 @@ class FusionPass:
                     token_ids=move.token_ids,
                     max_sequences=1,
                 )
-            move.fallbacks.append("pass_failed")
+            move.fallbacks.append(Fallback.PASS_FAILED)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -254,9 +255,9 @@ class FusionPass:
             self.seconds[phase] += time.perf_counter() - started
 
 
-def _selector_of(reuse: ReuseRequest) -> Selector:
+def _selector_of(fusion: FusionRequest) -> Selector:
     """The selector asked for; `first` in its place where nothing or everything is taken, which needs no measuring."""
-    return selectors.get(reuse.selector if reuse.is_choice or not reuse.recomputes else "first")
+    return selectors.get(fusion.selector if fusion.is_choice or not fusion.recomputes else "first")
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,17 +1,18 @@
-"""Why a server cannot move KV: asked once, when the cache is built, so that it is refused by name and not found out later.
+"""Why a server cannot move KV: asked once, when the cache is built, so that it is refused by name at the start.
 
 Moving needs plain keys, rotated by one table, in rows of their own. Recomputing needs attention that is softmax(q k) v over
-all earlier tokens and nothing else, in a model that runs on one rank without other passes beside it. Whatever is not known to
-be so is refused. What a class does inside its `forward` is not seen here: the start-up gate (`check.py`) computes it.
+all earlier tokens and nothing else, in a model that runs on one rank without other passes. A model that is not known to be so is
+refused. What a class does inside its `forward` is not seen here: the start-up gate (gate.py) computes it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from sglang_chunkcache.fusion.relocate import DTYPES, ROTARY_CLASSES
 
@@ -98,43 +99,41 @@ def _pool(pool: Any) -> Iterator[str]:
 
 def _model(runner: Any) -> Iterator[str]:
     model, pool = runner.model, runner.token_to_kv_pool
-    layers = getattr(getattr(model, "model", None), "layers", None)
+    layers = list(dict(model.named_modules()).get("model.layers", nn.ModuleList()))
     if not layers:
         yield f"{type(model).__name__} has no model.layers"
         return
-    # Such a model writes K/V at the batch's slots, which in our passes are nobody's; what of it is known is the import.
-    is_fused = hasattr(sys.modules.get(type(model).__module__), "enable_fused_set_kv_buffer")
+    # Such a model writes K/V at its batch's slots, which are padding in our passes. All that tells it is an import.
+    is_fused = "enable_fused_set_kv_buffer" in vars(sys.modules[type(model).__module__])
     if is_fused and torch.device(pool.device).type == "cuda" and pool.dtype == torch.bfloat16:
         yield f"K/V written by the rotary kernel ({type(model).__name__})"
-    num_layers = getattr(pool, "layer_num", None)
-    if len(layers) != num_layers:
-        yield f"{len(layers)} layers in the model, {num_layers} in the KV pool"
+    if type(pool).__name__ == POOL_CLASS and len(layers) != pool.layer_num:
+        yield f"{len(layers)} layers in the model, {pool.layer_num} in the KV pool"
     first_at: dict[str, int] = {}
-    first_rotary = getattr(getattr(layers[0], "self_attn", None), "rotary_emb", None)
-    for index, layer in enumerate(layers):
-        attention = getattr(layer, "self_attn", None)
-        for reason in (*_rotary(attention, first_rotary), *_attention(attention, index)):
+    parts = [dict(layer.named_modules()) for layer in layers]
+    for index, modules in enumerate(parts):
+        first_rotary = parts[0].get("self_attn.rotary_emb")
+        for reason in (*_rotary(modules, first_rotary), *_attention(modules, index)):
             first_at.setdefault(reason, index)
     yield from (f"{reason} (layer {index})" for reason, index in first_at.items())
 
 
-def _rotary(attention: Any, first: Any) -> Iterator[str]:
-    rotary = getattr(attention, "rotary_emb", None)
+def _rotary(modules: Mapping[str, nn.Module], first: nn.Module | None) -> Iterator[str]:
+    rotary: Any = modules.get("self_attn.rotary_emb")
+    radix: Any = modules.get("self_attn.attn")
     if rotary is None:
         yield "no self_attn.rotary_emb"
-        return
-    if type(rotary).__name__ not in ROTARY_CLASSES:
+    elif type(rotary).__name__ not in ROTARY_CLASSES:
         yield f"rotary embedding {type(rotary).__name__}"
     elif rotary is not first and first is not None:
         yield "another rotary embedding than layer 0"
-    head_dim = getattr(getattr(attention, "attn", None), "head_dim", None)
-    if head_dim is not None and getattr(rotary, "head_size", head_dim) != head_dim:
-        yield f"rotary head size {rotary.head_size}, attention {head_dim}"
+    elif type(radix).__name__ == ATTENTION_CLASS and rotary.head_size != radix.head_dim:
+        yield f"rotary head size {rotary.head_size}, attention {radix.head_dim}"
 
 
-def _attention(attention: Any, index: int) -> Iterator[str]:
+def _attention(modules: Mapping[str, nn.Module], index: int) -> Iterator[str]:
     """What our masked attention would leave out."""
-    radix: Any = getattr(attention, "attn", None)
+    radix: Any = modules.get("self_attn.attn")
     if type(radix).__name__ != ATTENTION_CLASS:
         yield f"self_attn.attn is {type(radix).__name__}, not {ATTENTION_CLASS}"
         return
@@ -154,5 +153,5 @@ def _attention(attention: Any, index: int) -> Iterator[str]:
         yield f"attention temperature by length ({radix.xai_temperature_len})"
     if any(scale not in (None, 1.0) for scale in (radix.k_scale_float, radix.v_scale_float)):
         yield f"scaled KV (k {radix.k_scale_float}, v {radix.v_scale_float})"
-    if sinks := [name for name, _ in attention.named_parameters() if "sink" in name]:
+    if sinks := [name for name, _ in modules["self_attn"].named_parameters() if "sink" in name]:
         yield f"attention sinks ({sinks[0]})"

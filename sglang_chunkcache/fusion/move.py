@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sglang_chunkcache.fusion.plan import Piece, ReusePlan
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Fallback
 
 if TYPE_CHECKING:
-    from sglang_chunkcache.fusion.own_slots import ExclusiveRows
+    from sglang_chunkcache.fusion.own_slots import OwnSlots
 
 
 @dataclass(eq=False)
@@ -21,7 +22,7 @@ class Move:
     """One request's promised region, and afterwards what became of it."""
 
     plan: ReusePlan
-    reuse: ReuseRequest
+    fusion: FusionRequest
     slots: Tensor
     """[plan.end] int64: the slots of the whole prompt up to there."""
     token_ids: array[int]
@@ -32,14 +33,14 @@ class Move:
     """The request's row in `req_to_token`, once it has one."""
     shared: frozenset[int] = frozenset()
     """Span indices of the pieces that were promised with their source's slots."""
-    exclusive: ExclusiveRows | None = None
+    own_slots: OwnSlots | None = None
     """Theirs; None: all are copied."""
     recomputed_len: int = 0
     shared_len: int = 0
     """Tokens whose slots are the source's, in the end."""
     focused: list[int] | None = None
     """Span indices of the chunks the question looks at; None: not asked for."""
-    fallbacks: list[str] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
     ms: dict[str, float] = field(default_factory=dict)
     """Phase -> milliseconds of the whole batch, as the host sees them (queued work on a GPU is not waited for)."""
 
@@ -57,7 +58,7 @@ class Move:
         writable = self._claim(positions, evicts=False)
         if len(writable) < len(positions):
             self.recomputed_len -= len(positions) - len(writable)
-            self.fallbacks.append("no_own_slots")
+            self.fallbacks.append(Fallback.NO_OWN_SLOTS)
         return writable
 
     def claim_all(self) -> list[int]:
@@ -68,8 +69,8 @@ class Move:
         return writable
 
     def _claim(self, positions: list[int], *, evicts: bool) -> list[int]:
-        if self.exclusive is None:
+        if self.own_slots is None:
             return positions
-        self.slots, refused = self.exclusive.own(self.slots, positions, evicts=evicts)
+        self.slots, refused = self.own_slots.own(self.slots, positions, evicts=evicts)
         left = set(refused)
         return [position for position in positions if position not in left]

@@ -1,12 +1,12 @@
-"""Slots of a request's own where it may not write: FusionRAG 4.3's exclusive pages, with a token for a page.
+"""A request's own slots for critical tokens of shared chunks: FusionRAG 4.3's exclusive pages, with a token for a page.
 
     promised   h h h | S S S S S | g g        S: the source's slots at the very positions, to be read only
     critical               ^   ^
-    filled     h h h | S S x S x | g g        x: from the reserve that was taken with the promise
+    filled     h h h | S S x S x | g g        x: from the reserve that was allocated with the promise
 
-The scheduler reads the same rows and nodes as the pass, in a stream that does not wait for the pass's: what both see is
-changed in the scheduler's stream, and the pass's waits for that. The promise's own row is read by the pass alone: old ones live
-as long as the request, since queued work may still read them.
+The scheduler and the pass read the same nodes and request rows, each on a stream of its own. Nodes and rows are updated on the
+scheduler's stream, and the pass's stream waits for it. The pass also reads the promise's row, so replaced rows stay alive until
+the request ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import TreeNode
 from torch import Tensor
 
-from sglang_chunkcache.scheduler.shared_cache import holding_of
+from sglang_chunkcache.scheduler.node import facts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
 
 
-class ExclusiveRows:
+class OwnSlots:
     """What one promise shares with its sources. Made in the scheduler's stream, where `reserve` was allocated.
 
     Args:
@@ -42,7 +42,7 @@ class ExclusiveRows:
         self.cache, self.nodes, self.reserve = cache, nodes, reserve
         cache.num_reserved += len(reserve)
         self.reqs: Sequence[Req] = ()
-        """The batch: whoever matched these nodes while they were promised has their slots in his row."""
+        """Requests of the batch. One that matched these nodes before they were filled has their old slots in its row."""
         self._device = torch.get_device_module(cache.device)
         self._stream = self._device.current_stream()
         self._rows: list[Tensor] = []
@@ -51,7 +51,7 @@ class ExclusiveRows:
     @property
     def num_shared(self) -> int:
         """Tokens whose slots are the source's."""
-        return sum(int(held.offsets.sum()) for node in self.nodes if (held := holding_of(node)) is not None)
+        return sum(int(held.offsets.sum()) for node in self.nodes if (held := facts(node).holding) is not None)
 
     def own(self, row: Tensor, positions: Sequence[int], *, evicts: bool = False) -> tuple[Tensor, list[int]]:
         """Give shared positions slots of their own, whose content is undefined; the others are not touched.
@@ -59,7 +59,7 @@ class ExclusiveRows:
         Args:
             row: [end] int64, the request's slots; not written.
             positions: ascending, any of the request's.
-            evicts: take more than the reserve where there is room.
+            evicts: allocate more than the reserve, evicting for it.
         Returns:
             (the row with the new slots, the positions that got none).
         """
@@ -77,12 +77,12 @@ class ExclusiveRows:
             row = row.clone()
             for node, offsets in shared:
                 granted, left = offsets[: len(self.reserve)], offsets[len(self.reserve) :]
-                refused += (node.start + left).tolist()
+                refused += (facts(node).start + left).tolist()
                 if not len(granted):
                     continue
                 slots, self.reserve = self.reserve[: len(granted)], self.reserve[len(granted) :]
                 self.cache.unshare(node, granted, slots)
-                row[node.start : node.start + len(node.key)] = node.value
+                row[facts(node).start : facts(node).start + len(node.key)] = node.value
                 changed.add(node)
             self._rewrite(changed)
         return row, refused
@@ -100,11 +100,12 @@ class ExclusiveRows:
     @staticmethod
     def _shared_at(node: TreeNode, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Offsets of the node that are among `positions` and shared."""
-        held = holding_of(node)
+        held = facts(node).holding
         if held is None:
             return np.empty(0, dtype=np.int64)
         offsets: NDArray[np.int64] = (
-            positions[(positions >= node.start) & (positions < node.start + len(node.key))] - node.start
+            positions[(positions >= facts(node).start) & (positions < facts(node).start + len(node.key))]
+            - facts(node).start
         )
         shared: NDArray[np.int64] = offsets[held.offsets[offsets]]
         return shared
@@ -124,14 +125,14 @@ class ExclusiveRows:
         self.reserve = torch.cat([self.reserve, slots])
 
     def _rewrite(self, changed: set[TreeNode]) -> None:
-        """Rows of the batch's requests that stand on nodes with other slots now."""
+        """Update the rows of the batch's requests on whose paths a node has other slots now."""
         if not changed:
             return
         for req in self.reqs:
             node = req.last_node
             while node is not None:
                 if node in changed:
-                    span = slice(node.start, node.start + len(node.key))
+                    span = slice(facts(node).start, facts(node).start + len(node.key))
                     req.prefix_indices[span] = node.value
                     self.cache.req_to_token_pool.write((req.kv.req_pool_idx, span), node.value.to(torch.int32))
                 node = node.parent

@@ -1,10 +1,10 @@
-"""Which chunk of a prompt is moved from where: the plan behind a promise. Pure: no tensors, no tree, nothing allocated.
+"""Which chunk of a prompt is moved from which source: the plan of a promise. Pure: no tensors, no tree, nothing allocated.
 
     prompt    head | A | B | C | D | question        A is the exact prefix
     pieces             gap  C   -                    B cached nowhere, C found: [B, C] is promised, D and the rest prefilled
 
-Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute pass, so that a hit behind it
-still counts; it is only promised where a hit follows. Chunks are moved whole or not at all.
+Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute pass, so that a hit after it
+still counts. It is only promised where a hit follows. Chunks are moved whole or not at all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from radix_ext import ChunkId, Span
 from sglang_chunkcache.fusion.selectors import context
 from sglang_chunkcache.fusion.selectors.set import admissible
 from sglang_chunkcache.fusion.store import ChunkScores
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Fallback
 
 
 class Candidate(Protocol):
-    """One place where a chunk's KV stands, computed behind `prefix`."""
+    """One place where a chunk's KV is stored, computed after `prefix`."""
 
     @property
     def where(self) -> str:
@@ -46,7 +47,7 @@ class Candidate(Protocol):
 
     @property
     def preprocessed(self) -> bool:
-        """Computed ahead of requests behind similar chunks."""
+        """Computed ahead of requests, after similar chunks."""
         ...
 
 
@@ -61,15 +62,15 @@ class Piece:
     source: Candidate | None
     chunk: ChunkId | None = None
     prefix: tuple[ChunkId, ...] = ()
-    """Chunks that stand before it in this prompt."""
+    """The chunks before it in this prompt."""
     overlap: int = 0
-    """Chunks that stood before the source as well."""
+    """Of these, chunks that were before the source as well."""
     cfo: float | None = None
     """Cache-Craft's fix overhead with alpha 1, where the source is scored."""
 
     @property
     def stays(self) -> bool:
-        """Whether it is moved to the very position its source stands at: its KV is the source's, un-rotated."""
+        """Whether it keeps its source's position: its KV is the source's, without a rotation."""
         return self.source is not None and self.source.start == self.start
 
 
@@ -78,7 +79,7 @@ class ReusePlan:
     """What one request has moved. Empty `pieces`: nothing, for the reasons in `fallbacks`."""
 
     pieces: tuple[Piece, ...]
-    fallbacks: tuple[str, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
     recomputed_len: int = 0
     """Moved tokens that the selector will take, estimated."""
 
@@ -124,19 +125,19 @@ def make_plan(
     start: int,
     limit: int,
     candidates: Callable[[ChunkId], Sequence[Candidate]],
-    reuse: ReuseRequest,
+    fusion: FusionRequest,
     limits: Limits,
 ) -> ReusePlan:
-    """Plan the region behind the cached prefix `[0, start)`, no further than `limit`.
+    """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
     `candidates` is asked once per chunk; an empty answer makes the chunk a gap.
     """
-    chosen = _choose(spans, start, limit, candidates, reuse)
+    chosen = _choose(spans, start, limit, candidates, fusion)
     if not chosen:
-        return ReusePlan((), ("no_source",) if any(s.start >= start and s.end <= limit for s in spans) else ())
+        return ReusePlan((), (Fallback.NO_SOURCE,) if any(s.start >= start and s.end <= limit for s in spans) else ())
     pieces: list[Piece] = []
-    waiting: list[Piece] = []  # gaps, until a hit behind them makes them worth it
-    fallbacks: list[str] = []
+    waiting: list[Piece] = []  # gaps, until a hit after them makes them worth it
+    fallbacks: list[Fallback] = []
     position, moved_len, gap_len, recomputed_len, by_alpha = start, 0, 0, 0, 0
     for index, span in enumerate(spans):
         if span.start < start or span.end > limit:
@@ -151,41 +152,41 @@ def make_plan(
         gaps = gap_len + sum(gap.end - gap.start for gap in waiting)
         moved = moved_len + piece.end - piece.start
         if gaps > limits.max_gap_tokens:
-            fallbacks.append("gap_too_long")
+            fallbacks.append(Fallback.GAP_TOO_LONG)
             break
-        by_alpha += _num_by_alpha(piece, reuse)
-        recomputed = by_alpha if _goes_by_alpha(reuse) else math.ceil(reuse.ratio * moved) if reuse.recomputes else 0
-        measured = piece.end - start if reuse.selector == "deviation" and reuse.is_choice else 0  # the whole region
+        by_alpha += _num_by_alpha(piece, fusion)
+        recomputed = by_alpha if _goes_by_alpha(fusion) else math.ceil(fusion.ratio * moved) if fusion.recomputes else 0
+        measured = piece.end - start if fusion.selector == "deviation" and fusion.is_choice else 0  # the whole region
         if max(gaps + recomputed, measured) > limits.max_pass_tokens:
-            fallbacks.append("pass_budget")
+            fallbacks.append(Fallback.PASS_BUDGET)
             break
         pieces += [*waiting, piece]
         waiting, moved_len, gap_len, recomputed_len = [], moved, gaps, recomputed
     if pieces and moved_len - recomputed_len < limits.min_saved_tokens:
-        return ReusePlan((), (*fallbacks, "not_worth_it"))
+        return ReusePlan((), (*fallbacks, Fallback.NOT_WORTH_IT))
     return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len)
 
 
-def max_critical(pieces: Sequence[Piece], plan: ReusePlan, reuse: ReuseRequest) -> int:
+def max_critical(pieces: Sequence[Piece], plan: ReusePlan, fusion: FusionRequest) -> int:
     """How many tokens of these moved pieces of the plan its selector may take, at most."""
-    if not reuse.recomputes or (reuse.alpha is None and reuse.ratio == 0):
+    if not fusion.recomputes or (fusion.alpha is None and fusion.ratio == 0):
         return 0
     num_tokens = sum(piece.end - piece.start for piece in pieces)
-    if _goes_by_alpha(reuse):
+    if _goes_by_alpha(fusion):
         # CFO is at least a token's worth, and what a request leaves out of it (`without`) only makes it grow.
-        known = [replace(piece, cfo=1.0) if reuse.without and piece.cfo is not None else piece for piece in pieces]
-        return min(num_tokens, sum(max(1, _num_by_alpha(piece, reuse)) for piece in known))
+        known = [replace(piece, cfo=1.0) if fusion.without and piece.cfo is not None else piece for piece in pieces]
+        return min(num_tokens, sum(max(1, _num_by_alpha(piece, fusion)) for piece in known))
     num_moved = sum(piece.source is not None for piece in plan.pieces)  # rounded up for each at most
-    return min(num_tokens, math.ceil(reuse.ratio * plan.moved_len) + num_moved)
+    return min(num_tokens, math.ceil(fusion.ratio * plan.moved_len) + num_moved)
 
 
-def _goes_by_alpha(reuse: ReuseRequest) -> bool:
-    return reuse.selector == "context" and reuse.alpha is not None
+def _goes_by_alpha(fusion: FusionRequest) -> bool:
+    return fusion.selector == "context" and fusion.alpha is not None
 
 
-def _num_by_alpha(piece: Piece, reuse: ReuseRequest) -> int:
+def _num_by_alpha(piece: Piece, fusion: FusionRequest) -> int:
     """Tokens of a moved chunk that `context` takes at the request's alpha; by the ratio where its source is not scored."""
-    share = reuse.ratio if piece.cfo is None else min(1.0, (reuse.alpha or 0.0) * piece.cfo)
+    share = fusion.ratio if piece.cfo is None else min(1.0, (fusion.alpha or 0.0) * piece.cfo)
     return math.ceil(share * (piece.end - piece.start))
 
 
@@ -194,16 +195,16 @@ def _choose(
     start: int,
     limit: int,
     candidates: Callable[[ChunkId], Sequence[Candidate]],
-    reuse: ReuseRequest,
+    fusion: FusionRequest,
 ) -> dict[int, Piece]:
     """Span index -> the piece that moves it from its best source."""
     ids = [span.chunk for span in spans]
     offered = {  # among equals the first is taken: one that need not be rotated
         index: tuple(sorted(candidates(span.chunk), key=lambda option: option.start != span.start))
         for index, span in enumerate(spans)
-        if span.end <= limit and index not in reuse.fresh and (span.start >= start or reuse.selector == "set")
+        if span.end <= limit and index not in fusion.fresh and (span.start >= start or fusion.selector == "set")
     }
-    if reuse.selector == "set":
+    if fusion.selector == "set":
         offered = _of_one_set(ids, offered)
     chosen = {}
     for index, options in offered.items():
@@ -211,7 +212,7 @@ def _choose(
         if span.start < start or not options:
             continue
         known = frozenset(before)
-        best = options[_best(options, before, known, reuse)]
+        best = options[_best(options, before, known, fusion)]
         chosen[index] = Piece(
             span.start,
             span.end,
@@ -228,13 +229,13 @@ def _choose(
 
 
 def _best(
-    options: Sequence[Candidate], before: tuple[ChunkId, ...], known: frozenset[ChunkId], reuse: ReuseRequest
+    options: Sequence[Candidate], before: tuple[ChunkId, ...], known: frozenset[ChunkId], fusion: FusionRequest
 ) -> int:
-    """Index of the source to move: Cache-Craft takes the lowest CFO. Elsewhere the one that has seen most of what stands
-    before the chunk now, preprocessed ones first: FusionRAG's whole point is to use those."""
-    if reuse.selector == "context":
+    """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise preprocessed sources come first, as FusionRAG
+    wants them used, then the one computed after most of the chunks that precede this one now."""
+    if fusion.selector == "context":
         variants = [(option.prefix, option.scores) for option in options]
-        return context.best_variant(variants, before, without=reuse.without)
+        return context.best_variant(variants, before, without=fusion.without)
 
     def merit(index: int) -> tuple[bool, int, bool, int]:
         option = options[index]

@@ -10,6 +10,7 @@ from typing import Any
 
 from radix_ext import ChunkId
 from sglang_chunkcache.fusion.store import ChunkScores, Variant
+from sglang_chunkcache.scheduler.node import facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,16 @@ class DeviceCopy:
 
     @property
     def start(self) -> int:
-        return self.node.start  # type: ignore[no-any-return]
+        return facts(self.node).start
 
     @property
     def prefix(self) -> tuple[ChunkId, ...]:
-        return self.node.prefix  # type: ignore[no-any-return]
+        return facts(self.node).prefix
 
     @property
     def scores(self) -> ChunkScores | None:
-        return self.node.scores  # type: ignore[no-any-return]
+        scores: ChunkScores | None = facts(self.node).scores
+        return scores
 
 
 @dataclass(frozen=True, slots=True)

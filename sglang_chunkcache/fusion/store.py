@@ -3,9 +3,9 @@
     ChunkIdentity ──► prefix () ────────► Variant: blob, scores, f_r
                       prefix (c7, c2) ──► Variant: ...            at most `max_variants`
 
-What leaves first has the lowest f_r (1/CFO summed over its uses), among equals the least recently used. "Recently" is a
-counter and never the clock: tensor-parallel ranks decide alike. f_r does not age, so a variant that was popular once stays
-until others overtake it. The store knows no positions, no device and no prompt; one thread uses it.
+The variant with the lowest f_r (1/CFO summed over its uses) leaves first, among equals the least recently used one. "Recently" is
+a counter and never the clock: tensor-parallel ranks decide alike. f_r does not age, so a variant that was popular once stays
+until others overtake it. The store knows no positions, no device and no prompt. One thread uses it.
 
 Invariant: bytes, chunks and variants of each chunk are within their limits whenever a method returns.
 """
@@ -15,21 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from radix_ext import ChunkId, IntegrityError
 from radix_ext.errors import check_at_least
-
-
-class ChunkIdentity(NamedTuple):
-    """Whose KV it is: tenants that SGLang keeps apart never share a chunk."""
-
-    chunk: ChunkId
-    extra_key: str | None
-    cache_salt: str | None
+from sglang_chunkcache.scheduler.node import ChunkIdentity
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,27 +59,9 @@ class ChunkScores:
         return self.context.nbytes + self.received.nbytes
 
 
-class Blob(Protocol):
-    """One chunk's KV, wherever it lies. `num_tokens` and `nbytes` hold from the start, also while it is being filled."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the chunk."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it takes; never changes."""
-        ...
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """(un-rotated keys, values), each [num_layers, num_tokens, num_kv_heads, head_dim]; waits until they are there."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class HostBlob:
-    """A blob of plain CPU tensors.
+    """One chunk's KV: plain CPU tensors, keys un-rotated.
 
     Raises:
         ValueError: not [num_layers, num_tokens, num_kv_heads, head_dim], sizes disagree, not on the CPU, or a view of
@@ -126,14 +101,14 @@ class HostBlob:
 
 @dataclass(eq=False)
 class Variant:
-    """One chunk's KV as computed behind `prefix`. A reader keeps it alive: leaving the store takes nothing from him."""
+    """One chunk's KV as computed after `prefix`. Its readers keep it alive when it leaves the store."""
 
     prefix: tuple[ChunkId, ...]
-    """The chunks that stood before it, in order, the template head excluded."""
-    blob: Blob
+    """The chunks before it, in order, the template head excluded."""
+    blob: HostBlob
     scores: ChunkScores | None = None
     preprocessed: bool = False
-    """Computed ahead of requests behind similar chunks (FusionRAG 3.1)."""
+    """Computed ahead of requests, after similar chunks (FusionRAG 3.1)."""
     reuse: float = 0.0
     """f_r. Written by the store alone, like the fields below."""
     last_used: int = 0
@@ -178,8 +153,8 @@ class ChunkStore:
         self._chunks: dict[ChunkIdentity, dict[tuple[ChunkId, ...], Variant]] = {}
         self._held: dict[int, tuple[ChunkIdentity, Variant, int]] = {}  # serial -> ..., bytes when it came
         self._order: list[tuple[float, int, int]] = []
-        """Heap of (f_r, last used, serial). Both only grow, so an entry may lag behind its variant: it is put right when it
-        surfaces. Serials instead of variants: an entry left behind keeps no KV in memory."""
+        """Heap of (f_r, last used, serial). Both only grow, so an entry may be older than its variant: it is corrected when it
+        surfaces. Serials instead of variants: an outdated entry keeps no KV in memory."""
         self._clock = 0
         self._num_bytes = 0
         self._num_added = self._num_replaced = self._num_refused = self._num_evicted = self._num_uses = 0

@@ -1,4 +1,4 @@
-"""The scheduler's tree: SGLang's `RadixCache` with one node per chunk. It owns KV slots; it decides no order.
+"""The scheduler's tree: SGLang's `RadixCache` with one node per chunk. It owns KV slots and decides no order.
 
     root ── head tokens ── C1 ── C2 ── question ── answer          chunk nodes: `chunk`, `chain`, `promoted`
                             └─── C3 ── question                    token nodes: as in SGLang
@@ -6,13 +6,15 @@
 Requests without spans pass through untouched, so plain traffic sees stock SGLang. For the front's requests the key that
 SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay SGLang's.
 
-Requests that opted into moved KV (`--reuse fused`) get more promised than is cached: `match_prefix` plans, `init_load_back`
-allocates and hangs empty nodes under fused keys, and `fuser` fills them before the batch runs. A moved chunk that keeps its
-source's position holds the source's slots (sharing_radix_cache.py).
+Requests that opted into moved KV (`--reuse fused`) are promised more than is cached, by a `Promiser`: `match_prefix` plans,
+`init_load_back` allocates and inserts empty nodes under fused keys, which are filled before the batch runs. A moved chunk that
+keeps its source's position holds the source's slots (shared_cache.py).
 
-Invariants beside SGLang's own: a node of ours is one segment of its key (a chunk or tokens between chunks); no inserted
-key ends inside a chunk, or two chunks that begin alike would give one slot two owners; a key is never cut shorter than
-what the tree already owns of the request (`cache_protected_len`), or the caller would free the tree's slots.
+Invariants in addition to SGLang's own:
+- A node of ours is one segment of its key: a chunk, or tokens between chunks.
+- No inserted key ends inside a chunk. Otherwise two chunks that begin alike would give one slot two owners.
+- A key is never cut shorter than what the tree already owns of the request (`cache_protected_len`). Otherwise the caller would
+  free the tree's slots.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -42,23 +44,25 @@ from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.copies import ChunkCopies
-from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger, chain_id_of
+from sglang_chunkcache.scheduler.event_log import EventLog
+from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
+from sglang_chunkcache.scheduler.node import facts, state
+from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
-from sglang_chunkcache.wire.events import EventLog, Evicted, Inserted
-from sglang_chunkcache.wire.spans import ANSWER_KEY, RequestSpans, unpack
+from sglang_chunkcache.wire.events import Evicted, Inserted
+from sglang_chunkcache.wire.message import encode
+from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Explanation, Fallback
+from sglang_chunkcache.wire.spans import RequestSpans, unpack
+from sglang_chunkcache.wire.state import ExplainRequest, RankState
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from sglang_chunkcache.fusion.promise import Fuser
-
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_EVENTS = 65_536
 """Events kept for the front; a rank that is not asked for longer has its mirror rebuilt. About 150 bytes each."""
-
-_UNREAD = object()
 
 
 class ChunkRadixCache(SharingRadixCache):
@@ -76,10 +80,10 @@ class ChunkRadixCache(SharingRadixCache):
             raise ValueError("the chunk cache does not support speculative decoding (--speculative-algorithm)")
         self.config = config
         self.log = EventLog(MAX_UNREAD_EVENTS)
-        self.fallbacks: Counter[str] = Counter()
+        self.fallbacks: Counter[Fallback] = Counter()
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.match_seconds = self.insert_seconds = 0.0
-        self.fuser: Fuser | None = None
+        self.promiser: Promiser | None = None
         self.copies = ChunkCopies()
         self._clock = 0
         self._clear_counts()
@@ -101,9 +105,9 @@ class ChunkRadixCache(SharingRadixCache):
             params = dataclasses.replace(params, key=key)
         result = super().match_prefix(params)
         if spans is not None and isinstance(params.key, ChunkKey):
-            params.req.chunkcache_fused = None
-            if spans.reuse is not None and self.fuser is not None:
-                result = self.fuser.match(params.req, params.key, spans, result)
+            state(params.req).fused = None
+            if spans.fusion is not None and self.promiser is not None:
+                result = self.promiser.match(params.req, params.key, spans, result)
         self._touch(result.last_device_node)
         if spans is not None:
             self.match_seconds += time.perf_counter() - start
@@ -111,8 +115,8 @@ class ChunkRadixCache(SharingRadixCache):
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode] | None:
         """Keep what `match_prefix` promised: slots for all of it, or an empty tensor (declined), or None (next batch)."""
-        assert self.fuser is not None, "only a fuser promises"
-        return self.fuser.commit(params.req, params.best_match_node)
+        assert self.promiser is not None, "only a promiser promises"
+        return self.promiser.commit(params.req, params.best_match_node)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
@@ -139,8 +143,8 @@ class ChunkRadixCache(SharingRadixCache):
         self.log.restart()
         self._clear_counts()
         self.copies.clear()
-        if self.fuser is not None:
-            self.fuser.reset()
+        if self.promiser is not None:
+            self.promiser.reset()
 
     # What we add
 
@@ -164,12 +168,10 @@ class ChunkRadixCache(SharingRadixCache):
             found, node = self._insert_helper(node, key[start:end], values[start:end], priority, chunked)
             if matched == start:
                 matched += found
-            node.chunk = chunk
+            known = facts(node)
             if found < end - start:  # a new node
-                node.is_filled = False
-                if chunk is not None:
-                    node.start, node.prefix, node.is_moved, node.scores = start, tuple(before), False, None
-            if are_filled and not node.is_filled:
+                known.chunk, known.start, known.prefix, known.is_filled = chunk, start, tuple(before), False
+            if are_filled and not known.is_filled:
                 self.fill(node)
             if chunk is not None:
                 before.append(chunk)
@@ -179,18 +181,26 @@ class ChunkRadixCache(SharingRadixCache):
 
     def fill(self, node: TreeNode) -> None:
         """The node's slots hold its KV. A chunk's computed KV (not moved) may serve as a source from now on."""
-        node.is_filled = True
+        facts(node).is_filled = True
         if self._is_copy(node):
             self.copies.add(node)
 
-    def stats(self) -> dict[str, int | float | dict[str, int]]:
+    def rank_state(self, dp_rank: int, asked: ExplainRequest | None = None) -> RankState:
+        """What the front asks of this rank."""
+        return RankState(
+            dp_rank=dp_rank,
+            epoch=self.log.epoch,
+            seq=self.log.seq,
+            digest=self._digest,
+            chunk_nodes=self._num_chunk_nodes,
+            counts=self.stats(),
+            explanation=None if asked is None else self.explain(asked),
+        )
+
+    def stats(self) -> dict[str, Any]:
         """Counts for `/chunkcache/stats`: tokens unless they say chunks, nodes or seconds. No chunk is named."""
         allocator = self.token_to_kv_pool_allocator
         return {
-            "epoch": self.log.epoch,
-            "seq": self.log.seq,
-            "digest": self._digest,
-            "chunk_nodes": self._num_chunk_nodes,
             "chunk_tokens": self._num_chunk_tokens,
             "promoted_nodes": self._num_promoted,
             "inserted_chunks": self.num_inserted_chunks,
@@ -202,27 +212,22 @@ class ChunkRadixCache(SharingRadixCache):
             "evictable": self.evictable_size(),
             "protected": self.protected_size(),
             "fallbacks": dict(self.fallbacks),
-            **(self.fuser.stats() if self.fuser is not None else {}),
+            **(self.promiser.stats() if self.promiser is not None else {}),
         }
 
-    def explain(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What a request would find, as `fuser.report` shows it, without running it.
-
-        Args:
-            asked: `input_ids`, `custom_params`, `extra_key`, `cache_salt`, as SGLang would get them.
-        """
-        ids = array("q", asked["input_ids"])
+    def explain(self, asked: ExplainRequest) -> Explanation:
+        """What a request would find, without running it."""
+        ids = array("q", asked.input_ids)
         req: Any = SimpleNamespace(
             origin_input_ids=ids,
-            extra_key=asked["extra_key"],
-            cache_salt=asked["cache_salt"],
-            sampling_params=SimpleNamespace(custom_params=asked["custom_params"]),
+            extra_key=asked.extra_key,
+            cache_salt=asked.cache_salt,
+            sampling_params=SimpleNamespace(custom_params=asked.custom_params),
         )
         key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
         exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
-        if self.fuser is None or not hasattr(req, "chunkcache_outcome"):
-            return {"exact": exact, "fused_hit": 0, "end": exact, "sources": [], "fallbacks": []}
-        return self.fuser.explain(req.chunkcache_outcome)
+        planned = self.promiser.explain(req) if self.promiser is not None else None
+        return planned or Explanation(exact, 0, exact)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
@@ -233,9 +238,9 @@ class ChunkRadixCache(SharingRadixCache):
                 violations.append(f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots")
             if isinstance(node.key, ChunkKey) and len(list(node.key.segments())) != 1:
                 violations.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
-            if (chain := chain_id_of(node)) is not None:
+            if (chain := facts(node).chain) is not None:
                 chunks, digest, tokens = chunks + 1, digest ^ chain, tokens + len(node.key)
-                promoted += node.promoted
+                promoted += facts(node).promoted
             if self.copies.holds(node) != self._is_copy(node):
                 violations.append(f"node {node.id}: findable as a source is {self.copies.holds(node)}")
         if len(self.copies) != sum(self._is_copy(node) for node in self._nodes()):
@@ -259,11 +264,10 @@ class ChunkRadixCache(SharingRadixCache):
         split_prompt: bool = False,
     ) -> tuple[Any, torch.Tensor, int]:
         """SGLang builds a plain key of the request here; ours is chunk-keyed, and ends at a whole chunk."""
-        spans = self._spans_of(req)
-        if not hasattr(req, "chunkcache_inserted"):
-            self._clock += 1  # once a request
+        spans, known = self._spans_of(req), state(req)
+        is_first, known.is_inserted = not known.is_inserted, True
+        self._clock += is_first
         if spans is None:
-            req.chunkcache_inserted = True
             return super()._insert_cache(  # type: ignore[no-any-return]
                 req, token_ids, chunked=chunked, key_limit=key_limit, split_prompt=split_prompt
             )
@@ -273,32 +277,32 @@ class ChunkRadixCache(SharingRadixCache):
         up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
         if self.config.admission == "promoted":
             up_to = spans.promoted_end(up_to)
-        key = self._key(req, token_ids, spans, max(up_to, owned), getattr(req, "chunkcache_fused", None))
+        key = self._key(req, token_ids, spans, max(up_to, owned), known.fused)
         borders = (len(req.origin_input_ids),) if split_prompt else ()
         values = row[: len(key)].to(dtype=torch.int64, copy=True)
         matched, path = self.insert_segments(key, values, req.priority or 0, chunked, borders)
         # A conversation's own later turns are no sign that others will ask for its chunks: counted, they would keep
         # finished conversations in the pool while the running ones' histories leave.
-        self._mark(path, spans, counts_hits=not hasattr(req, "chunkcache_inserted") and not spans.is_later_turn)
-        req.chunkcache_inserted = True
-        if self.fuser is not None and not chunked:
-            self.fuser.keep(path, spans)
+        self._mark(path, spans, counts_hits=is_first and not spans.is_later_turn)
+        if self.promiser is not None and not chunked:
+            self.promiser.keep(path, spans)
         self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
         self.insert_seconds += time.perf_counter() - start
         return key, row, matched
 
     def _split_node(self, key: Any, child: TreeNode, split_len: int) -> TreeNode:
         node = super()._split_node(key, child, split_len)
-        node.is_filled = getattr(child, "is_filled", True)
-        node.used = child.used = self._clock  # SGLang splits a node that is being used, and counts both halves as used
+        upper, lower = facts(node), facts(child)
+        upper.is_filled = lower.is_filled
+        upper.used = lower.used = self._clock  # SGLang splits a node that is being used, and counts both halves as used
         return node
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
         self.copies.drop(node)
-        if (chain := chain_id_of(node)) is not None:
+        if (chain := facts(node).chain) is not None:
             self._count(chain, -len(node.key))
-            self._num_promoted -= node.promoted
+            self._num_promoted -= facts(node).promoted
             self.num_evicted_chunks += 1
             self.log.append(Evicted(chain))
 
@@ -308,20 +312,14 @@ class ChunkRadixCache(SharingRadixCache):
         """The request's spans, read once; None for plain requests."""
         if req is None:
             return None
-        spans: Any = getattr(req, "chunkcache_spans", _UNREAD)
-        if spans is _UNREAD:
+        known = state(req)
+        if not known.is_read:
+            known.is_read = True
             try:
-                spans = unpack(
-                    req.sampling_params.custom_params,
-                    req.origin_input_ids,
-                    prompt_len=len(req.origin_input_ids),
-                    secret=self.config.secret,
-                )
-            except (ValueError, LookupError, TypeError, ArithmeticError) as error:
-                self._fall_back("bad_spans", error)
-                spans = None
-            req.chunkcache_spans = spans
-        return spans  # type: ignore[no-any-return]
+                known.spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=self.config.secret)
+            except ValueError as error:
+                self._fall_back(Fallback.BAD_SPANS, error)
+        return known.spans
 
     def _key(
         self, req: Req, token_ids: array[int], spans: RequestSpans, up_to: int, fused: Fused | None = None
@@ -336,38 +334,37 @@ class ChunkRadixCache(SharingRadixCache):
         `counts_hits`: every chunk that was there before counts one.
         """
         exact = itertools.takewhile(lambda node: node.key.fused is None, path)
-        parent, area = None, [node for node in exact if node.chunk is not None][: spans.area_len]
+        parent, area = None, [node for node in exact if facts(node).chunk is not None][: spans.area_len]
         for index, node in enumerate(area):
-            promoted = index < spans.promoted_len
-            if chain_id_of(node) is None:
-                node.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, node.chunk)
-                node.promoted = False
-                self._count(node.chain, len(node.key))
+            known, promoted = facts(node), index < spans.promoted_len
+            assert known.chunk is not None
+            if known.chain is None:
+                known.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, known.chunk)
+                self._count(known.chain, len(node.key))
                 self.num_inserted_chunks += 1
-                self.log.append(Inserted(node.chunk, len(node.key), parent, spans.namespace, promoted))
-                node.hits = 0
+                self.log.append(Inserted(known.chunk, len(node.key), parent, spans.namespace, promoted))
             elif counts_hits:
-                node.hits += 1
-            self._num_promoted += promoted - node.promoted
-            node.promoted, parent = promoted, node.chain
+                known.hits += 1
+            self._num_promoted += promoted - known.promoted
+            known.promoted, parent = promoted, known.chain
 
     def _touch(self, node: TreeNode | None) -> None:
         """This node and all above it were used by the request of this moment."""
         while node is not None:
-            node.used = self._clock
+            facts(node).used = self._clock
             node = node.parent
 
     def _report(self, req: Req) -> None:
         """Attach the unread events to the request's first token, once."""
-        spans = self._spans_of(req)
-        if spans is None or self.disable or getattr(req, "chunkcache_reported", False):
+        spans, known = self._spans_of(req), state(req)
+        if spans is None or self.disable or known.is_reported:
             return
-        req.chunkcache_reported = True
-        moved = self.fuser.report(req) if self.fuser is not None and spans.reuse is not None else None
-        entry = (tuple(self.log.unread(spans.ack)), moved)
-        req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [entry]}
+        known.is_reported = True
+        report = self.promiser.report(req) if self.promiser is not None and spans.fusion is not None else None
+        answer = encode(Answer(self.log.unread(spans.ack), report))
+        req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [answer]}
 
-    def _fall_back(self, reason: str, error: Exception) -> None:
+    def _fall_back(self, reason: Fallback, error: Exception) -> None:
         if not self.fallbacks[reason]:
             logger.warning(
                 "chunk cache: %s, the request is computed as plain text (further ones are counted): %s", reason, error
@@ -384,8 +381,9 @@ class ChunkRadixCache(SharingRadixCache):
 
     @staticmethod
     def _is_copy(node: TreeNode) -> bool:
-        """Whether the node is a chunk whose KV was computed where it stands."""
-        return getattr(node, "chunk", None) is not None and node.is_filled and not node.is_moved
+        """Whether the node is a chunk whose KV was computed for its own place."""
+        known = facts(node)
+        return known.chunk is not None and known.is_filled and not known.is_moved
 
     def _nodes(self) -> Iterator[TreeNode]:
         stack = list(self.root_node.children.values())

@@ -6,8 +6,8 @@
 Inside the chunk area `child_key()` is the chunk's id and `match()` one comparison; outside it, tokens as in SGLang.
 Invariant: spans are whole (no key begins or ends inside one), sorted and disjoint; a node's key is one segment.
 
-From the first moved chunk on, KV is approximate: there and below, child keys also carry the recipe by which it came
-about ("fused"), which no exact key can form. So approximate KV is out of reach for everybody who did not ask for it.
+From the first moved chunk on, KV is approximate: there and below, child keys also carry the recipe that made it ("fused"),
+which no exact key can form. So only requests that asked for approximate KV can match it.
 
 Chunk-keyed and plain keys never share nodes: every child key of ours carries `_TAG`, also in front of the chunks, since
 a plain node may run on into what is a chunk here and a match would end inside it.

@@ -1,19 +1,21 @@
-"""Where a chunk's KV stands in the tree, whatever stands before it: the device side of the alternative path (FusionRAG 4.1)."""
+"""Where a chunk's KV is in the tree, whatever precedes it: the device side of the alternative path (FusionRAG 4.1)."""
 
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.radix_cache import TreeNode
+from sglang_chunkcache.scheduler.node import ChunkIdentity, identity_of
 
-from sglang_chunkcache.fusion.store import ChunkIdentity
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 
 class ChunkCopies:
-    """Where a chunk's computed KV stands in the tree: every filled chunk node that was not moved there itself."""
+    """The filled chunk nodes of a tree whose KV was computed, not moved, by chunk."""
 
     def __init__(self) -> None:
-        self._nodes: dict[ChunkIdentity, dict[TreeNode, None]] = {}
+        self._nodes: dict[ChunkIdentity | None, dict[TreeNode, None]] = {}
 
     def find(self, identity: ChunkIdentity, num: int) -> list[TreeNode]:
         """The latest `num`."""
@@ -21,7 +23,7 @@ class ChunkCopies:
 
     def holds(self, node: TreeNode) -> bool:
         """Whether the node is one of them, and so still in the tree."""
-        return getattr(node, "chunk", None) is not None and node in self._nodes.get(identity_of(node), {})
+        return node in self._nodes.get(identity_of(node), {})
 
     def add(self, node: TreeNode) -> None:
         """A filled chunk node."""
@@ -41,8 +43,3 @@ class ChunkCopies:
 
     def __len__(self) -> int:
         return sum(map(len, self._nodes.values()))
-
-
-def identity_of(node: TreeNode) -> ChunkIdentity:
-    """Whose chunk a chunk node holds."""
-    return ChunkIdentity(node.chunk, node.key.extra_key, node.key.cache_salt)

@@ -7,8 +7,9 @@ from typing import Any
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from radix_ext import ChainId, reused_priority
+from radix_ext import reused_priority
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.node import facts
 
 
 class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
@@ -22,8 +23,9 @@ class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
         self.base, self.window = base, window
 
     def get_priority(self, node: TreeNode) -> tuple[tuple[int, int], Any]:
-        used, hits = getattr(node, "used", 0), getattr(node, "hits", 0)
-        return reused_priority(hits=hits, last_access=used, window=self.window), self.base.get_priority(node)
+        known = facts(node)
+        priority = reused_priority(hits=known.hits, last_access=known.used, window=self.window)
+        return priority, self.base.get_priority(node)
 
 
 class PromotedFirst(EvictionStrategy):  # type: ignore[misc]
@@ -45,12 +47,7 @@ def is_promoted(node: TreeNode | None) -> bool:
     if node is not None and isinstance(node.key, ChunkKey) and node.key.fused is not None:
         return False
     while node is not None:
-        if chain_id_of(node) is not None:
-            return bool(node.promoted)
+        if facts(node).chain is not None:
+            return facts(node).promoted
         node = node.parent
     return True
-
-
-def chain_id_of(node: TreeNode) -> ChainId | None:
-    """The node's place in the global tree; None for token nodes and for chunks of later turns, which it does not hold."""
-    return getattr(node, "chain", None)

@@ -1,7 +1,8 @@
-"""SGLang's `RadixCache` whose nodes may hold the same slots: each counted once, and freed with its last holder.
+"""SGLang's `RadixCache` whose nodes may share slots. A shared slot is counted once and freed with its last node.
 
-A holder is a chunk node, which is never split, with a `holding` (shared_slots.py). As long as there is none, every call is
-SGLang's own. `reserved` slots are taken for nodes under way: in no node yet, and counted as protected.
+Only chunk nodes share, since SGLang never splits them. What a node shares is its `holding` (shared_slots.py). As long as no node
+shares, every call is SGLang's own. Reserved slots are allocated for moves that are not filled yet: they are in no node, and count
+as protected.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
 
 from sglang_chunkcache.attention.upload import upload
-from sglang_chunkcache.scheduler.shared_slots import Holding, SharedSlots, violations
+from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.shared_slots import SharedSlots, violations
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,16 +44,15 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
 
     def share(self, source: TreeNode, node: TreeNode) -> None:
         """`node`, new in the tree and unlocked, has the source's slots for values."""
-        if holding_of(source) is None:
-            source.holding = self.shared.open(len(source.key), is_locked=source.lock_ref > 0)
-        node.holding = self.shared.join(source.holding)
+        held = facts(source).holding or self.shared.open(len(source.key), is_locked=source.lock_ref > 0)
+        facts(source).holding, facts(node).holding = held, self.shared.join(held)
 
     def unshare(self, node: TreeNode, offsets: NDArray[np.int64], slots: torch.Tensor) -> None:
         """The node has `slots` of its own at `offsets`, which it has shared so far; they were reserved.
 
-        The node's value is another tensor afterwards: whoever reads the old one still may.
+        The node's value is another tensor afterwards. The old one stays valid for its readers.
         """
-        holding = holding_of(node)
+        holding = facts(node).holding
         assert holding is not None
         self.shared.give_up(holding, offsets)
         value = node.value.clone()
@@ -60,17 +61,21 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
         self.num_reserved -= len(slots)
         if not holding.offsets.any():
             self.shared.leave(holding)
-            node.holding = None
+            facts(node).holding = None
 
     def sharing_violations(self, nodes: Iterable[TreeNode]) -> list[str]:
         """What is wrong with shared slots and the sizes, given all nodes; for tests and idle moments."""
         nodes = list(nodes)
         found = violations(
-            [(held, node.lock_ref > 0, node.value.tolist()) for node in nodes if (held := holding_of(node)) is not None]
+            [
+                (held, node.lock_ref > 0, node.value.tolist())
+                for node in nodes
+                if (held := facts(node).holding) is not None
+            ]
         )
         slots: dict[int, list[tuple[TreeNode, bool]]] = {}
         for node in nodes:
-            held = holding_of(node)
+            held = facts(node).holding
             for offset, slot in enumerate(node.value.tolist()):
                 slots.setdefault(slot, []).append((node, held is not None and bool(held.offsets[offset])))
         twice = [slot for slot, users in slots.items() if len(users) > 1 and not all(shares for _, shares in users)]
@@ -106,7 +111,7 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
     def evict(self, params: EvictParams) -> EvictResult:
         """As SGLang's, until as many slots are free: a slot that another node still holds is none.
 
-        A leaf whose slots are all locked through other nodes is the last to go: it frees nothing.
+        A leaf whose slots are all locked through other nodes leaves last: it frees nothing.
         """
         if not self.shared.num_holdings:
             return super().evict(params)
@@ -116,7 +121,7 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
         num_evicted = 0
         while num_evicted < params.num_tokens and heap:
             is_late, priority, node = heapq.heappop(heap)
-            holding = holding_of(node)
+            holding = facts(node).holding
             if not is_late and holding is not None and self.shared.is_locked_elsewhere(holding):
                 heapq.heappush(heap, (True, priority, node))
                 continue
@@ -146,25 +151,20 @@ class SharingRadixCache(RadixCache):  # type: ignore[misc]
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
-        if (holding := holding_of(node)) is not None:
+        if (holding := facts(node).holding) is not None:
             self.shared.leave(holding)
 
     # Private
 
     def _book_locks(self, node: TreeNode) -> None:
         while node is not self.root_node:
-            if (holding := holding_of(node)) is not None:
+            if (holding := facts(node).holding) is not None:
                 self.shared.set_locked(holding, node.lock_ref > 0)
             node = node.parent
 
     def _freed_with(self, node: TreeNode) -> torch.Tensor:
         slots: torch.Tensor = node.value
-        holding = holding_of(node)
+        holding = facts(node).holding
         if holding is None or (sole := self.shared.sole(holding)).all():
             return slots
         return slots[upload(torch.from_numpy(np.flatnonzero(sole)), slots.device)]
-
-
-def holding_of(node: TreeNode) -> Holding | None:
-    """What the node holds of shared slots."""
-    return getattr(node, "holding", None)

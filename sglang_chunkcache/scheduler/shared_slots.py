@@ -75,7 +75,7 @@ class SharedSlots:
         """The node has slots of its own at `offsets` now, which are among those it holds.
 
         Raises:
-            ValueError: an offset it does not hold, or that nobody else holds: its slot would be lost.
+            ValueError: an offset that it does not hold, or that no other node holds: the slot would be lost.
         """
         given = np.zeros_like(holding.offsets)
         given[offsets] = True
@@ -87,7 +87,7 @@ class SharedSlots:
         self._change(holding.group, given, -1, -int(holding.is_locked))
 
     def sole(self, holding: Holding) -> NDArray[np.bool_]:
-        """[num_tokens]: the node's tokens whose slots nobody else holds, its own ones included: free once it leaves."""
+        """[num_tokens]: the node's tokens whose slots no other node holds. They are free once it leaves."""
         is_sole: NDArray[np.bool_] = ~holding.offsets | (holding.group.owners == 1)
         return is_sole
 
@@ -140,7 +140,7 @@ def violations(held: Sequence[tuple[Holding, bool, Sequence[int]]]) -> list[str]
             locks[holding.offsets] += is_locked
             for offset in np.flatnonzero(holding.offsets).tolist():
                 if owner_of.setdefault(slots[offset], (group, offset)) != (group, offset):
-                    found.append(f"slot {slots[offset]} stands at two places of shared chunks")
+                    found.append(f"slot {slots[offset]} is at two places of shared chunks")
         if not np.array_equal(owners, group.owners) or not np.array_equal(locks, group.locks):
             found.append(
                 f"owners {owners.tolist()}, locks {locks.tolist()} but booked {group.owners.tolist()}, {group.locks.tolist()}"

@@ -227,7 +227,7 @@ def test_release_inserts_then_frees_then_unlocks() -> None:
 def test_tree_node_takes_attributes_of_ours() -> None:
     """Chunk, chain and mark hang on SGLang's nodes."""
     node = TreeNode()
-    node.chunk = "x"
+    node.chunkcache = "x"
     assert {"key", "value", "parent", "children", "lock_ref", "last_access_time", "priority"} <= set(vars(node))
 
 
@@ -420,13 +420,16 @@ def test_kill_process_tree_parameters() -> None:
 
 
 def test_add_stats_writes_into_the_internal_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our hook against an object of SGLang's shape; another cache has no stats and is left alone."""
+    """Our hook against an object of SGLang's shape. Another cache has no stats and is left alone."""
     from sglang_chunkcache import hooks
+    from sglang_chunkcache.wire.message import decode
+    from sglang_chunkcache.wire.state import STATE_KEY, RankState
+    from tests.reference.scheduler import Scheduler, config
 
     result = SimpleNamespace(internal_state={})
-    cache = SimpleNamespace(stats=lambda: {"epoch": 1})
     assert hooks._add_stats(result, SimpleNamespace(tree_cache=SimpleNamespace())) is result
     assert result.internal_state == {}
     monkeypatch.setattr(hooks, "get_parallel", lambda: SimpleNamespace(dp_rank=1))
+    cache = Scheduler(8, config()).cache
     hooks._add_stats(result, SimpleNamespace(tree_cache=cache))
-    assert result.internal_state[hooks.STATE_KEY] == {"dp_rank": 1, "epoch": 1}
+    assert decode(result.internal_state[STATE_KEY], RankState) == cache.rank_state(1)

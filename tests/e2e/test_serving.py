@@ -13,7 +13,8 @@ from eval.http import get, post
 from eval.server import Server
 from eval.tasks.world import world_requests
 from radix_ext import ChunkId, Span
-from sglang_chunkcache.wire.spans import Acknowledgement, pack
+from sglang_chunkcache.wire.events import Acknowledgement
+from sglang_chunkcache.wire.spans import RequestSpans, pack
 
 pytestmark = pytest.mark.engine
 
@@ -114,7 +115,8 @@ def test_nothing_of_ours_leaks_into_meta_info(rag_server: Server) -> None:
 
 def test_forged_params_on_generate_do_nothing(rag_server: Server) -> None:
     """A client that writes our keys into SGLang's own route gets a plain request."""
-    params = pack([Span(0, 4, ChunkId(""))], namespace="x", promoted_len=1, ack=Acknowledgement(0, 0), secret="guess")
+    request = RequestSpans((Span(0, 4, ChunkId("")),), "x", 1, Acknowledgement(0, 0))
+    params = pack(request, secret="guess")
     body = {"text": "a b c d e f", "sampling_params": {"max_new_tokens": 1, "custom_params": params}}
     before = get(rag_server.url + "/chunkcache/stats")["ranks"][0]
     assert "chunkcache" not in post(rag_server.url + "/generate", body)["meta_info"]

@@ -5,10 +5,19 @@ import pytest
 from radix_ext import KvAware, LimitError, RoundRobin, Router
 
 
+def served(router: Router) -> int:
+    """The rank that the next request goes to."""
+    rank = router.choose({})
+    router.begin(rank, 0)
+    return rank
+
+
 def test_round_robin_takes_turns_whatever_is_cached() -> None:
     """CRAFT's baseline ignores what ranks hold."""
     router = RoundRobin(3)
-    assert [router.choose({0: 999}) for _ in range(5)] == [0, 1, 2, 0, 1]
+    router.begin(0, 999)
+    assert [served(router) for _ in range(5)] == [1, 2, 0, 1, 2]
+    assert router.choose({1: 999}) == 0
 
 
 def test_kv_aware_prefers_the_longest_chain() -> None:
@@ -35,11 +44,16 @@ def test_kv_aware_allows_load_up_to_the_ratio() -> None:
 def test_kv_aware_breaks_ties_by_load_then_turn() -> None:
     """Cold requests go to the less loaded rank and otherwise around, so that every rank's cache gets used."""
     router = KvAware(3, max_load_ratio=2)
-    assert [router.choose({}) for _ in range(4)] == [0, 1, 2, 0]
+    assert [served(router) for _ in range(4)] == [0, 1, 2, 0]
     router.begin(1, 10)
-    assert router.choose({}) == 2
-    assert router.choose({}) == 0
-    assert router.choose({}) == 2
+    assert [served(router) for _ in range(3)] == [2, 0, 2]
+
+
+@pytest.mark.parametrize("router", [RoundRobin(3), KvAware(3, max_load_ratio=2)])
+def test_choosing_changes_nothing(router: Router) -> None:
+    """A request may be planned without being sent."""
+    router.begin(0, 5)
+    assert [router.choose({}) for _ in range(3)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("router", [RoundRobin(2), KvAware(2, max_load_ratio=1)])

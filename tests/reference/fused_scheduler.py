@@ -26,6 +26,8 @@ from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.fusion.store import ChunkScores, ChunkStore, HostBlob
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.node import facts, state
+from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
@@ -111,13 +113,13 @@ class FakePass:
         if self.fails:
             for move in moves:
                 self._compute(move, move.claim_all())
-                move.fallbacks.append("pass_failed")
+                move.fallbacks.append(Fallback.PASS_FAILED)
             self.fails = False
             return
         claimed = []
         for move in moves:
             moved = [position for piece in move.moved for position in range(piece.start, piece.end)]
-            critical = moved[: 0 if move.reuse.selector == "none" else math.ceil(move.reuse.ratio * len(moved))]
+            critical = moved[: 0 if move.fusion.selector == "none" else math.ceil(move.fusion.ratio * len(moved))]
             gaps = {p for piece in move.plan.pieces if piece.source is None for p in range(piece.start, piece.end)}
             move.recomputed_len = len(critical)
             claimed.append(move.claim(sorted(gaps.union(critical))))
@@ -155,7 +157,7 @@ class FakePass:
         if isinstance(source, DeviceCopy):
             slots = source.node.value.tolist()
             for offset, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
-                self.contents.read(slot, token, source.node.start + offset)
+                self.contents.read(slot, token, source.start + offset)
         else:
             assert isinstance(source, HostCopy)
             assert source.variant.blob.read()[0].flatten().tolist() == tokens
@@ -191,7 +193,7 @@ class FusedScheduler(Scheduler):
             limits,
             extend_reserve=prefill_budget,
         )
-        self.cache.fuser = self.fuser
+        self.cache.promiser = self.fuser
         self.evicted_before_load_back = 0
         """Tokens that leave between a match and the promise: SGLang has no reason to, but its calls allow for it."""
 
@@ -215,7 +217,7 @@ class FusedScheduler(Scheduler):
 
     def tree_slots(self) -> list[int]:
         """Each slot once, and what is reserved for promises; `check_integrity` says which may have several holders."""
-        rows = [pending.move.exclusive for pending in self.fuser._pending]
+        rows = [pending.move.own_slots for pending in self.fuser._pending]
         reserved = [int(slot) for each in rows if each is not None for slot in each.reserve]
         return [*set(super().tree_slots()), *reserved]
 
@@ -231,7 +233,7 @@ class FusedScheduler(Scheduler):
         stack: list[tuple[Any, int, int | None, str | None]] = [(self.cache.root_node, 0, 0, None)]
         while stack:
             node, position, context, recipe = stack.pop()
-            if not getattr(node, "is_filled", True):
+            if not facts(node).is_filled:
                 assert self.batch, "a promise outlived its batch"
                 continue  # nor is anything below it filled
             taint = node.key.fused if isinstance(node.key, ChunkKey) else None
@@ -253,7 +255,8 @@ class FusedScheduler(Scheduler):
 
     def _check_locks(self, reqs: Sequence[FakeReq]) -> None:
         holders = [req.last_node for req in reqs]
-        holders += [source for pending in self.fuser._pending for source in pending.sources]
+        pieces = [piece for pending in self.fuser._pending for piece in pending.move.plan.pieces]
+        holders += [piece.source.node for piece in pieces if isinstance(piece.source, DeviceCopy)]
         expected: Counter[Any] = Counter()
         for node in holders:
             while node is not self.cache.root_node:
@@ -271,9 +274,9 @@ class FusedScheduler(Scheduler):
         self.fuser.before(SimpleNamespace(reqs=[req for req, _, _ in batch]))
         for req, start, end in batch:
             slots, ids = self.slots(req, 0, end), array("q", req.all_ids[:end])
-            spans = getattr(req, "chunkcache_spans", None)
+            spans = state(req).spans
             exact_len = self.contents.exact_len(slots[:start], ids[:start])
-            if spans is None or spans.reuse is None:
+            if spans is None or spans.fusion is None:
                 assert exact_len == start, "an exact request stands on approximate KV"
             self.contents.compute(slots, ids, range(start, end))
         self.fuser.after()

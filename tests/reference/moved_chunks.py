@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from radix_ext import ChunkId
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection
 from sglang_chunkcache.fusion.store import ChunkScores
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 def ids(names: str) -> tuple[ChunkId, ...]:
@@ -51,9 +51,9 @@ def make_request(
     alpha: float | None = None,
     without: Sequence[str] = (),
     recipe: str = "r",
-) -> ReuseRequest:
+) -> FusionRequest:
     """Without focus; a selector does not look at it."""
-    return ReuseRequest(selector, ratio, recipe, alpha=alpha, without=frozenset(without))
+    return FusionRequest(selector, ratio, recipe, alpha=alpha, without=frozenset(without))
 
 
 def as_lists(selection: Selection) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radix_ext import ChunkId
-from sglang_chunkcache.fusion.store import ChunkIdentity
+from sglang_chunkcache.scheduler.node import ChunkIdentity
 
 
 @dataclass

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from msgspec import structs
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -31,13 +32,18 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from radix_ext import ChunkId, Span, chunk_id
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
-from sglang_chunkcache.wire.spans import Acknowledgement, ReuseRequest, pack
+from sglang_chunkcache.wire.events import Acknowledgement
+from sglang_chunkcache.wire.message import decode
+from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
+from sglang_chunkcache.wire.spans import RequestSpans, pack
 
 SECRET = "s3cret"
 MAX_CONTEXT = 128
 MAX_REQS = 16
+NOTHING_READ = Acknowledgement(0, 0)
 
 
 class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
@@ -73,6 +79,8 @@ class FakeReq:
         self.origin_input_ids = array("q", token_ids)
         self.output_ids = array("q")
         self.extra_key, self.cache_salt = extra_key, cache_salt
+        if isinstance(custom_params, RequestSpans):
+            custom_params = packed(custom_params, self.origin_input_ids)
         self.sampling_params = SimpleNamespace(custom_params=custom_params)
         self.kv = ReqKvInfo()
         self.priority = 0
@@ -100,24 +108,26 @@ def marked(
     *,
     namespace: str = "n",
     promoted_len: int = 0,
-    ack: tuple[int, int] = (0, 0),
-    keep: Sequence[int] = (),
-    reuse: ReuseRequest | None = None,
-    is_later_turn: bool = False,
-) -> dict[str, Any]:
-    """The `custom_params` of a request of the front."""
-    return dict(
-        pack(
-            [SimpleNamespace(start=start, end=end) for start, end in spans],  # type: ignore[misc]
-            namespace=namespace,
-            promoted_len=promoted_len,
-            ack=Acknowledgement(*ack),
-            secret=SECRET,
-            keep=keep,
-            reuse=reuse,
-            is_later_turn=is_later_turn,
-        )
-    )
+    ack: Acknowledgement = NOTHING_READ,
+    keep: Iterable[int] = (),
+    **fields: Any,
+) -> RequestSpans:
+    """A request of the front, the chunks' ids to be filled in with its tokens."""
+    nameless = tuple(Span(start, end, ChunkId("")) for start, end in spans)
+    return RequestSpans(nameless, namespace, promoted_len, ack, frozenset(keep), **fields)
+
+
+def packed(request: RequestSpans, token_ids: Sequence[int]) -> dict[str, str]:
+    """The `custom_params` of the request with these tokens."""
+    spans = tuple(Span(start, end, chunk_id(token_ids[start:end])) for start, end, _ in request.spans)
+    return pack(structs.replace(request, spans=spans), secret=SECRET)
+
+
+def answer_of(req: FakeReq) -> Answer:
+    """What travels with the request's first token."""
+    assert req.customized_info is not None
+    (text,) = req.customized_info[ANSWER_KEY]
+    return decode(text, Answer)
 
 
 class Scheduler:

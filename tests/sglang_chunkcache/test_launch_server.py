@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 
 from retrieval.errors import CorruptIndexError
 from sglang_chunkcache import config, launch_server
-from sglang_chunkcache.front import search as rag_search
+from sglang_chunkcache.front import startup
 from sglang_chunkcache.launch_server import CPU_FLAGS, refusals, server_flags
 from sglang_chunkcache.plugin import BACKEND
 
@@ -174,7 +174,7 @@ def test_main_stock_leaves_no_configuration(run: list[Any]) -> None:
 
 def test_main_opens_the_index_first(run: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """By either name; `--stock` has no use for one."""
-    monkeypatch.setattr(rag_search, "open_retriever", lambda settings: f"retriever of {settings.index}")
+    monkeypatch.setattr(startup, "open_retriever", lambda settings: f"retriever of {settings.index}")
     for flags in (["--index", "i"], ["--chunkcache-index", "i"], ["--index", "i", "--stock"], []):
         launch_server.main(["--model-path", "m", *flags])
     assert [kwargs["retriever"] for _, kwargs in run] == ["retriever of i", "retriever of i", None, None]
@@ -188,7 +188,7 @@ def test_main_bad_index_exits_with_2(
     def refuse(settings: Any) -> Any:
         raise CorruptIndexError(f"{settings.index}: a checksum differs")
 
-    monkeypatch.setattr(rag_search, "open_retriever", refuse)
+    monkeypatch.setattr(startup, "open_retriever", refuse)
     with pytest.raises(SystemExit) as caught:
         launch_server.main(["--model-path", "m", "--index", "i"])
     assert caught.value.code == 2
@@ -199,7 +199,7 @@ def test_main_bad_index_exits_with_2(
 def test_without_an_index_nothing_of_retrieval_is_loaded() -> None:
     """faiss is no dependency of a server that does not search; SGLang's processes import the launcher as well."""
     code = (
-        "import sys; from sglang_chunkcache import launch_server; from sglang_chunkcache.front import search;"
+        "import sys; from sglang_chunkcache import launch_server; from sglang_chunkcache.front import startup;"
         "sys.exit(any(name in sys.modules for name in ('faiss', 'tantivy', 'retrieval.retriever')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

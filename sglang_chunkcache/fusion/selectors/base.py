@@ -16,7 +16,8 @@ from torch import Tensor
 
 from radix_ext import ChunkId
 from sglang_chunkcache.fusion.store import ChunkScores
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Fallback
 
 
 class Need(Enum):
@@ -75,7 +76,7 @@ class Selection:
     """Each [num_critical] int64 on the CPU, ascending, unique: offsets from the chunk's first token."""
     cfo: tuple[float | None, ...]
     """Cache-Craft's recompute share where it was worked out, else None."""
-    fallbacks: tuple[str, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
     """Why tokens were chosen otherwise than asked, each reason once."""
 
 
@@ -87,7 +88,7 @@ class Selector(ABC):
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     @abstractmethod
-    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """Choose for all chunks of the request together; `chunks` may be empty.
 
         Ratio 0 chooses nothing and ratio 1 everything, except where a selector's docstring says otherwise.

@@ -20,7 +20,8 @@ from radix_ext import ChunkId
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import highest, leading, num_critical
 from sglang_chunkcache.fusion.store import ChunkScores
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Fallback
 
 Prefix = tuple[ChunkId, ...]
 
@@ -35,7 +36,7 @@ class ContextGuided(Selector):
 
     name = "context"
 
-    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """Chunks without scores: as `first` with the ratio, fallback "unscored"."""
         scored = [chunk for chunk in chunks if chunk.scores is not None]
         overheads = [
@@ -56,7 +57,7 @@ class ContextGuided(Selector):
                 share = cfo(alpha, next(shares), chunk.num_tokens)
                 cfos.append(share)
                 offsets.append(highest(chunk.scores.context, num_critical(share, chunk.num_tokens)))
-        return Selection(tuple(offsets), tuple(cfos), ("unscored",) if len(scored) < len(chunks) else ())
+        return Selection(tuple(offsets), tuple(cfos), (Fallback.UNSCORED,) if len(scored) < len(chunks) else ())
 
 
 SELECTOR = ContextGuided()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import leading
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 class FirstTokens(Selector):
@@ -14,7 +14,7 @@ class FirstTokens(Selector):
 
     name = "first"
 
-    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """Also what the others fall back to, chunk by chunk, where they lack what they choose by."""
         offsets = tuple(leading(request.ratio, chunk.num_tokens) for chunk in chunks)
         return Selection(offsets, (None,) * len(chunks))

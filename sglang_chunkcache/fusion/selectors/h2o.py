@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import highest, leading, num_critical
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Fallback
 
 
 class MostAttended(Selector):
@@ -17,7 +18,7 @@ class MostAttended(Selector):
 
     name = "h2o"
 
-    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """Chunks without scores: as `first`, fallback "unscored"."""
         offsets = tuple(
             highest(chunk.scores.received, num_critical(request.ratio, chunk.num_tokens))
@@ -26,7 +27,7 @@ class MostAttended(Selector):
             for chunk in chunks
         )
         unscored = any(chunk.scores is None for chunk in chunks)
-        return Selection(offsets, (None,) * len(chunks), ("unscored",) if unscored else ())
+        return Selection(offsets, (None,) * len(chunks), (Fallback.UNSCORED,) if unscored else ())
 
 
 SELECTOR = MostAttended()

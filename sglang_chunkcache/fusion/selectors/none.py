@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 class NoTokens(Selector):
@@ -15,7 +15,7 @@ class NoTokens(Selector):
 
     name = "none"
 
-    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """Nothing, at ratio 1 too."""
         return Selection(tuple(torch.arange(0) for _ in chunks), (None,) * len(chunks))
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from sglang_chunkcache.fusion.selectors import first
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import jointly_highest
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Fallback
 
 
 class QueryGuided(Selector):
@@ -17,10 +18,10 @@ class QueryGuided(Selector):
     name = "query"
     needs = frozenset({Need.QUESTION})
 
-    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """Without evidence: as `first`, fallback "no_question"."""
         if evidence.question is None:
-            return replace(first.SELECTOR.select(chunks, request, evidence), fallbacks=("no_question",))
+            return replace(first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_QUESTION,))
         return Selection(jointly_highest(evidence.question, chunks, request.ratio), (None,) * len(chunks))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import num_critical
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 class RandomTokens(Selector):
@@ -19,12 +19,12 @@ class RandomTokens(Selector):
 
     name = "random"
 
-    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """No token is drawn twice."""
         return Selection(tuple(_draw(chunk, request) for chunk in chunks), (None,) * len(chunks))
 
 
-def _draw(chunk: MovedChunk, request: ReuseRequest) -> Tensor:
+def _draw(chunk: MovedChunk, request: FusionRequest) -> Tensor:
     seed = blake2b(
         f"{request.recipe}\0{chunk.chunk}".encode(), digest_size=8
     ).digest()  # hash() differs between processes

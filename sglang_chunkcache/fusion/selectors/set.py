@@ -11,7 +11,7 @@ import torch
 
 from radix_ext import ChunkId
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 class SetCache(Selector):
@@ -19,7 +19,7 @@ class SetCache(Selector):
 
     name = "set"
 
-    def select(self, chunks: Sequence[MovedChunk], request: ReuseRequest, evidence: Evidence) -> Selection:
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """Nothing, at ratio 1 too."""
         return Selection(tuple(torch.arange(0) for _ in chunks), (None,) * len(chunks))
 

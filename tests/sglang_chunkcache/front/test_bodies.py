@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("fastapi")
 
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
+from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bodies import GenerateIn, PreprocessIn, RagFields, RetrieveBody, RetrieveIn, parse
-from sglang_chunkcache.front.prompt import PromptError
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 FUSED = ChunkCacheConfig(reuse="fused")
 
@@ -22,24 +22,24 @@ FUSED = ChunkCacheConfig(reuse="fused")
 @pytest.mark.parametrize("config", [FUSED, ChunkCacheConfig()], ids=["fused", "exact"])
 def test_exact_reuse(body: dict[str, Any], config: ChunkCacheConfig) -> None:
     """The default, on every server."""
-    assert parse(RagFields, body).reuse_request(config) is None
+    assert parse(RagFields, body).fusion_request(config) is None
 
 
 @pytest.mark.parametrize("reuse", ["fused", {"mode": "fused"}], ids=str)
 def test_fused_reuse_with_defaults(reuse: Any) -> None:
     """The short form is the object with the mode alone."""
     fields = parse(RagFields, {"reuse": reuse})
-    assert fields.reuse_request(FUSED) == ReuseRequest("query", 0.15, "")
-    with pytest.raises(PromptError, match="--reuse fused"):
-        fields.reuse_request(ChunkCacheConfig())
+    assert fields.fusion_request(FUSED) == FusionRequest("query", 0.15, "")
+    with pytest.raises(RequestError, match="--reuse fused"):
+        fields.fusion_request(ChunkCacheConfig())
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_every_selector_is_accepted(selector: str) -> None:
     """By the names in config.py."""
     wish = {"mode": "fused", "selector": selector, "ratio": 1, "alpha": 3, "focus": False, "without": ["beta", "cci"]}
-    expected = ReuseRequest(selector, 1.0, "", 3.0, False, frozenset({"beta", "cci"}))
-    assert parse(RagFields, {"reuse": wish}).reuse_request(FUSED) == expected
+    expected = FusionRequest(selector, 1.0, "", 3.0, False, frozenset({"beta", "cci"}))
+    assert parse(RagFields, {"reuse": wish}).fusion_request(FUSED) == expected
 
 
 @pytest.mark.parametrize("order", ["retriever", "frequency", "tree", None])
@@ -79,7 +79,7 @@ BAD_REUSE: list[tuple[Any, str]] = [
 def test_bad_reuse_names_the_field(reuse: Any, field: str) -> None:
     """In both bodies, by the same path."""
     for model, body in ((RagFields, {}), (GenerateIn, {"parts": ["a"]})):
-        with pytest.raises(PromptError) as caught:
+        with pytest.raises(RequestError) as caught:
             parse(model, {**body, "reuse": reuse})
         assert str(caught.value).split(": ")[0] == field
 
@@ -102,7 +102,7 @@ def test_bad_reuse_names_the_field(reuse: Any, field: str) -> None:
 )
 def test_bad_preprocessing_names_the_field(body: dict[str, Any], field: str) -> None:
     """Only system messages may stand in front."""
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(RequestError) as caught:
         parse(PreprocessIn, body)
     assert str(caught.value).split(": ")[0] == field
 
@@ -161,11 +161,11 @@ BAD_RETRIEVE: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("retrieve", "field"), BAD_RETRIEVE, ids=[str(case[0]) for case in BAD_RETRIEVE])
 def test_bad_retrieve_names_the_field(retrieve: Any, field: str) -> None:
     """In a chat under `retrieve`, in a body of its own without."""
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(RequestError) as caught:
         parse(RagFields, {"retrieve": retrieve})
     assert str(caught.value).split(": ")[0] == f"retrieve.{field}".rstrip(".")
     if field:
-        with pytest.raises(PromptError) as caught:
+        with pytest.raises(RequestError) as caught:
             parse(RetrieveBody, retrieve)
         assert str(caught.value).split(": ")[0] == field
 
@@ -185,14 +185,14 @@ def test_bad_retrieve_names_the_field(retrieve: Any, field: str) -> None:
 )
 def test_bad_search_names_the_field(body: dict[str, Any], field: str) -> None:
     """What a search has beside `retrieve`."""
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(RequestError) as caught:
         parse(RetrieveBody, body)
     assert str(caught.value).split(": ")[0] == field
 
 
 def test_refusals_are_listed() -> None:
     """Several mistakes at once, a handful of them named."""
-    with pytest.raises(PromptError, match=r"order: .*; reuse\.mode: .*; chunks: "):
+    with pytest.raises(RequestError, match=r"order: .*; reuse\.mode: .*; chunks: "):
         parse(RagFields, {"order": "x", "reuse": "y", "chunks": 7})
 
 

@@ -1,4 +1,4 @@
-"""What is taken from outputs on their way, and that a stream nobody reads gives its plan and load back."""
+"""SGLang's chat serving with a planned request: which outcome is counted, and what of the stream is read."""
 
 from __future__ import annotations
 
@@ -11,90 +11,75 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_chunkcache.front.chat import DONE, TappedManager, _delta, _sse
+from fastapi.responses import ORJSONResponse
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+
+from sglang_chunkcache.front.chat import DONE, RagServingChat, _delta, _sse
+from sglang_chunkcache.front.engine import Engine, hand_over
+from tests.sglang_chunkcache.front.front_bench import A, Asked, Bench, make_output
+
+# FastAPI would have us return plain objects, SGLang returns ORJSONResponse.
+pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")
 
 
-class Service:
-    """Notes what it is told."""
+def make_chat(bench: Bench, respond: Any) -> RagServingChat:
+    """Serving whose `handle_request` is `respond(raw_request)`; nothing of SGLang is started."""
+    chat = RagServingChat.__new__(RagServingChat)
+    chat._books = bench.books
 
-    def __init__(self) -> None:
-        self.observed: list[tuple[Any, int, bool]] = []
-        self.released: list[Any] = []
+    async def handle_request(request: Any, raw_request: Any) -> Any:
+        return respond(raw_request)
 
-    def observe(self, request: Any, output: Any, *, index: int, incremental: bool) -> None:
-        self.observed.append((output["text"], index, incremental))
-
-    def release(self, request: Any) -> None:
-        self.released.append(request)
+    chat.handle_request = handle_request
+    return chat
 
 
-class Manager:
-    """SGLang's manager: some outputs, and attributes of its own."""
-
-    incremental_streaming_output = True
-    name = "manager"
-
-    def __init__(self, *outputs: Any) -> None:
-        self.outputs = outputs
-
-    async def generate_request(self, obj: Any, request: Any) -> AsyncIterator[Any]:
-        for output in self.outputs:
-            yield output
-
-
-def make_request(rag: Any = "rag") -> Any:
-    return SimpleNamespace(state=SimpleNamespace(chunkcache=rag) if rag else SimpleNamespace())
+@pytest.mark.parametrize(("status", "outcome"), [(400, "refused"), (422, "refused"), (500, "aborted")])
+def test_request_that_never_reaches_the_engine_is_counted(status: int, outcome: str) -> None:
+    """SGLang refuses while it converts the body: nothing was taken, so nothing is left."""
+    bench = Bench()
+    chat = make_chat(bench, lambda raw_request: ORJSONResponse({}, status_code=status))
+    request, raw_request = SimpleNamespace(input_ids=None), SimpleNamespace(state=SimpleNamespace())
+    response = asyncio.run(chat.serve(request, bench.plan("q", A), raw_request))  # type: ignore[arg-type]
+    assert response.status_code == status
+    assert bench.books.metrics.totals()["requests"] == {outcome: 1}
+    assert bench.books.table.num_requests == 0
+    assert bench.is_idle()
 
 
-def run(manager: Manager, request: Any, *, stream: bool = True) -> tuple[Service, list[Any]]:
-    service = Service()
+@pytest.mark.parametrize("num_events", [0, 1, 2])
+def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may leave before the first event, between two, or stay; SGLang closes nothing by itself."""
+    bench = Bench()
+    rag = Asked(bench.plan("q", A))
 
-    async def collect() -> list[Any]:
-        tapped = TappedManager(manager, service)  # type: ignore[arg-type]
-        return [output async for output in tapped.generate_request(SimpleNamespace(stream=stream), request)]
+    class Manager:
+        async def generate_request(self, obj: Any, request: Any) -> AsyncIterator[Any]:
+            for ids in ([65], [65, 66], [65, 66, 67]):
+                yield make_output(ids, 0, None, 0, None)
 
-    return service, asyncio.run(collect())
+    async def stream(self: Any, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
+        async for output in self.tokenizer_manager.generate_request(adapted_request, raw_request):
+            yield f"data: {len(output['output_ids'])}"
 
+    monkeypatch.setattr(OpenAIServingChat, "_generate_chat_stream", stream)
+    chat = make_chat(bench, None)
+    chat.tokenizer_manager = Engine(Manager(), bench.books)
+    raw_request = SimpleNamespace(state=SimpleNamespace())
+    hand_over(raw_request, rag)  # type: ignore[arg-type]
 
-def test_outputs_pass_and_are_observed() -> None:
-    """Single outputs, which in a stream say whose they are, and lists of all n, which do not."""
-    sent = [{"text": "a", "index": 1}, [{"text": "b"}, {"text": "c"}]]
-    service, outputs = run(Manager(*sent), make_request())
-    assert outputs == sent
-    assert service.observed == [("a", 1, True), ("b", 0, True), ("c", 1, True)]
+    async def leave() -> None:
+        obj = SimpleNamespace(stream=True, sampling_params={})
+        events = chat._generate_chat_stream(obj, SimpleNamespace(model="m"), raw_request)  # type: ignore[arg-type]
+        for _ in range(num_events):
+            await anext(events)
+        assert bench.is_idle() is (num_events == 0)
+        del events
+        for _ in range(10):  # Python closes the generators that nothing refers to, one turn of the loop each
+            await asyncio.sleep(0)
+        assert bench.is_idle()
 
-
-def test_whole_answers_are_not_incremental() -> None:
-    """Only streams are."""
-    service, _ = run(Manager({"text": "a"}), make_request(), stream=False)
-    assert service.observed == [("a", 0, False)]
-
-
-def test_requests_of_others_pass_unobserved() -> None:
-    """Health checks come without a request or a plan."""
-    for request in (None, make_request(None)):
-        service, outputs = run(Manager(1), request)
-        assert (service.observed, outputs) == ([], [1])
-
-
-def test_manager_shows_through() -> None:
-    """SGLang's serving classes read attributes of it."""
-    assert TappedManager(Manager(), Service()).name == "manager"  # type: ignore[arg-type]
-
-
-def test_stream_that_is_never_read_on_is_released() -> None:
-    """A client gone between the engine's first output and HTTP 200: Starlette never iterates the body, so the body's own
-    `finally` never runs; closing the engine's stream must be enough, or load and plan count for ever."""
-    service = Service()
-
-    async def abandon() -> None:
-        tapped = TappedManager(Manager({"text": "a"}, {"text": "b"}), service)  # type: ignore[arg-type]
-        outputs: Any = tapped.generate_request(SimpleNamespace(stream=True), make_request())
-        await outputs.__anext__()
-        await outputs.aclose()
-
-    asyncio.run(abandon())
-    assert service.released == ["rag"]
+    asyncio.run(leave())
 
 
 @pytest.mark.parametrize(

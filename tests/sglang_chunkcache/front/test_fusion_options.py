@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from radix_ext import AccessTable, ChunkId, Span
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
+from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.fusion_options import check_fused, fused_request, recipe_of, spans_to_keep
-from sglang_chunkcache.front.prompt import PromptError
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 FUSED = ChunkCacheConfig(reuse="fused", selector="first", recompute_ratio=0.3, store_threshold=2)
 QUESTION = (1, 2, 3)
@@ -20,13 +21,13 @@ QUESTION = (1, 2, 3)
 
 def test_what_is_left_out_is_the_servers() -> None:
     """Selector and ratio by flag; the rest off."""
-    assert fused_request(FUSED) == ReuseRequest("first", 0.3, "")
+    assert fused_request(FUSED) == FusionRequest("first", 0.3, "")
 
 
 def test_what_is_given_wins() -> None:
     """Zeros and False are given, too."""
     given = fused_request(FUSED, selector="context", ratio=0, alpha=0, focus=False, without=["cci", "beta"])
-    assert given == ReuseRequest("context", 0.0, "", 0.0, False, frozenset({"beta", "cci"}))
+    assert given == FusionRequest("context", 0.0, "", 0.0, False, frozenset({"beta", "cci"}))
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -41,7 +42,7 @@ def test_focus_is_cache_crafts(selector: str) -> None:
 )
 def test_exact_server_names_the_flag(refusing: Callable[[ChunkCacheConfig], Any]) -> None:
     """The field that is refused, and what would allow it."""
-    with pytest.raises(PromptError, match=r"^reuse: .*--reuse fused"):
+    with pytest.raises(RequestError, match=r"^reuse: .*--reuse fused"):
         refusing(ChunkCacheConfig())
 
 
@@ -50,15 +51,15 @@ def test_exact_server_names_the_flag(refusing: Callable[[ChunkCacheConfig], Any]
 
 def test_every_choice_is_in_the_recipe() -> None:
     """Requests that would make other KV must not share fused nodes."""
-    base = ReuseRequest("context", 0.15, "")
+    base = FusionRequest("context", 0.15, "")
     others = [
-        replace(base, selector="first"),
-        replace(base, ratio=0.25),
-        replace(base, alpha=0.15),
-        replace(base, focus=True),
-        replace(base, without=frozenset({"beta"})),
-        replace(base, without=frozenset({"beta", "cci"})),
-        replace(base, fresh=frozenset({0})),
+        structs.replace(base, selector="first"),
+        structs.replace(base, ratio=0.25),
+        structs.replace(base, alpha=0.15),
+        structs.replace(base, focus=True),
+        structs.replace(base, without=frozenset({"beta"})),
+        structs.replace(base, without=frozenset({"beta", "cci"})),
+        structs.replace(base, fresh=frozenset({0})),
     ]
     recipes = {recipe_of(reuse, QUESTION) for reuse in [base, *others]}
     assert len(recipes) == len(others) + 1
@@ -75,20 +76,20 @@ def test_recipe_is_canonical() -> None:
 @pytest.mark.parametrize("focus", [False, True])
 def test_question_counts_where_the_choice_depends_on_it(selector: str, focus: bool) -> None:
     """`query` and any focus look at the question; the others choose the same tokens for every question."""
-    reuse = ReuseRequest(selector, 0.15, "", focus=focus)
+    reuse = FusionRequest(selector, 0.15, "", focus=focus)
     differs = recipe_of(reuse, QUESTION) != recipe_of(reuse, (1, 2, 4))
     assert differs is (selector == "query" or focus)
 
 
 def test_recipe_without_a_question() -> None:
     """A prompt may end with its last chunk."""
-    assert recipe_of(ReuseRequest("query", 0.15, ""), ()).startswith("query/0.15/")
+    assert recipe_of(FusionRequest("query", 0.15, ""), ()).startswith("query/0.15/")
 
 
 @pytest.mark.parametrize(
-    "reuse", [ReuseRequest("query", 0.15, ""), ReuseRequest("none", 0.15, "")], ids=["query", "none"]
+    "reuse", [FusionRequest("query", 0.15, ""), FusionRequest("none", 0.15, "")], ids=["query", "none"]
 )
-def test_earlier_recipe_is_kept(reuse: ReuseRequest) -> None:
+def test_earlier_recipe_is_kept(reuse: FusionRequest) -> None:
     """The history's fused KV hangs below it."""
     earlier = recipe_of(reuse, QUESTION)
     assert recipe_of(reuse, (9,), earlier) == earlier
@@ -96,10 +97,10 @@ def test_earlier_recipe_is_kept(reuse: ReuseRequest) -> None:
 
 def test_earlier_recipe_of_another_policy_is_not_kept() -> None:
     """Nor one whose policy merely begins alike."""
-    earlier = recipe_of(ReuseRequest("query", 0.15, ""), QUESTION)
-    for other in (ReuseRequest("query", 0.2, ""), ReuseRequest("query", 0.15, "", fresh=frozenset({1}))):
+    earlier = recipe_of(FusionRequest("query", 0.15, ""), QUESTION)
+    for other in (FusionRequest("query", 0.2, ""), FusionRequest("query", 0.15, "", fresh=frozenset({1}))):
         assert recipe_of(other, (9,), earlier) == recipe_of(other, (9,))
-        assert recipe_of(ReuseRequest("query", 0.15, ""), (9,), recipe_of(other, (9,))) != recipe_of(other, (9,))
+        assert recipe_of(FusionRequest("query", 0.15, ""), (9,), recipe_of(other, (9,))) != recipe_of(other, (9,))
 
 
 # What is kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ pytest.importorskip("transformers")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radix_ext import chunk_id
+from radix_ext import Span, chunk_id
+from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.prompt import (
     DEFAULT_TEMPLATE,
     PromptAssembler,
-    PromptError,
     TurnPieces,
+    joined,
     read_template,
     text_of,
 )
@@ -69,8 +71,15 @@ def text(assembler: PromptAssembler, ids: Sequence[int]) -> str:
 
 
 def ids_of(assembler: PromptAssembler, pieces: TurnPieces, chunks: Sequence[str]) -> list[int]:
-    body, _ = pieces.body([assembler.chunk(chunk) for chunk in chunks])
-    return [*pieces.lead, *body]
+    return [*pieces.lead, *body_of(assembler, pieces, chunks)[0]]
+
+
+def body_of(
+    assembler: PromptAssembler, pieces: TurnPieces, chunks: Sequence[str]
+) -> tuple[array[int], tuple[Span, ...]]:
+    """What follows the lead: ids, and the chunks' spans in them."""
+    items = [assembler.chunk(chunk) for chunk in chunks]
+    return joined(pieces.intro, [*((item.token_ids, item.chunk.id) for item in items), (pieces.outro, None)])
 
 
 CHUNK_TEXTS = ["Bako ranis.", "zweite Fundstelle: é 中 🙂", "{curly} {{ braces }} <tag>", "two\nlines\n\nand more"]
@@ -124,7 +133,7 @@ def test_chunk_has_the_same_ids_wherever_it_stands(kind: str) -> None:
     pieces = assembler.turn([user("Q")], num_agreed=0, has_chunks=True)
     seen: dict[str, set[tuple[int, ...]]] = {}
     for chunks in (CHUNK_TEXTS, CHUNK_TEXTS[::-1]):
-        body, spans = pieces.body([assembler.chunk(chunk) for chunk in chunks])
+        body, spans = body_of(assembler, pieces, chunks)
         for span, chunk in zip(spans, chunks, strict=True):
             assert chunk_id(body[span.start : span.end]) == span.chunk
             seen.setdefault(chunk, set()).add(tuple(body[span.start : span.end]))
@@ -135,7 +144,7 @@ def test_spans_touch_and_lie_between_intro_and_outro() -> None:
     """The chunk area is contiguous: separators belong to the chunks."""
     assembler = make_assembler(template="chatml")
     pieces = assembler.turn([user("Q")], num_agreed=0, has_chunks=True)
-    body, spans = pieces.body([assembler.chunk(chunk) for chunk in CHUNK_TEXTS])
+    body, spans = body_of(assembler, pieces, CHUNK_TEXTS)
     assert spans[0].start == len(pieces.intro)
     assert [span.end for span in spans[:-1]] == [span.start for span in spans[1:]]
     assert spans[-1].end == len(body) - len(pieces.outro)
@@ -143,7 +152,8 @@ def test_spans_touch_and_lie_between_intro_and_outro() -> None:
 
 def test_no_chunks_gives_no_spans() -> None:
     """An empty list is an ordinary prompt."""
-    body, spans = make_assembler().turn([user("Q")], num_agreed=0, has_chunks=False).body([])
+    assembler = make_assembler()
+    body, spans = body_of(assembler, assembler.turn([user("Q")], num_agreed=0, has_chunks=False), [])
     assert spans == ()
     assert body.typecode == "i"
 
@@ -170,7 +180,7 @@ def test_template_texts_are_left_out_without_chunks() -> None:
 )
 def test_bad_rag_template_is_refused(template: str) -> None:
     """Each placeholder once, chunks first."""
-    with pytest.raises(PromptError, match="rag template"):
+    with pytest.raises(ValueError, match="rag template"):
         PromptAssembler(tokenizer_of("byte_level"), template=template, separator="")
 
 
@@ -188,7 +198,7 @@ def test_question_that_names_a_placeholder_is_only_text() -> None:
 )
 def test_last_message_must_be_the_users(messages: list[dict[str, Any]]) -> None:
     """There would be no place for the chunks."""
-    with pytest.raises(PromptError, match=r"messages.*'user'"):
+    with pytest.raises(RequestError, match=r"messages.*'user'"):
         make_assembler().turn(messages, num_agreed=0, has_chunks=True)
 
 
@@ -205,19 +215,19 @@ def test_text_parts_are_joined() -> None:
 )
 def test_part_that_is_no_text_is_refused_by_place(part: Any) -> None:
     """400 with the message's number."""
-    with pytest.raises(PromptError, match=r"messages\.1\.content"):
+    with pytest.raises(RequestError, match=r"messages\.1\.content"):
         make_assembler().turn([user("a"), {"role": "user", "content": [part]}], num_agreed=0, has_chunks=False)
 
 
 def test_null_question_is_refused_as_a_prompt_error() -> None:
     """`content: null` in the last message is the caller's mistake, not a crash."""
-    with pytest.raises(PromptError, match="messages"):
+    with pytest.raises(RequestError, match="messages"):
         make_assembler().turn([{"role": "user", "content": None}], num_agreed=0, has_chunks=True)
 
 
 def test_refusing_chat_template_is_a_prompt_error() -> None:
     """What the template raises reaches the client as a 400."""
-    with pytest.raises(PromptError, match="roles must alternate"):
+    with pytest.raises(RequestError, match="roles must alternate"):
         make_assembler(template="alternating").turn([user("a"), user("b")], num_agreed=0, has_chunks=False)
 
 
@@ -225,7 +235,7 @@ def test_missing_chat_template_is_a_prompt_error() -> None:
     """With the flag that helps."""
     assembler = make_assembler()
     assembler._tokenizer.chat_template = None
-    with pytest.raises(PromptError, match="--chat-template"):
+    with pytest.raises(RequestError, match="--chat-template"):
         assembler.turn([user("a")], num_agreed=0, has_chunks=False)
 
 
@@ -233,7 +243,7 @@ def test_template_that_drops_the_user_is_a_prompt_error() -> None:
     """Without its place the chunks cannot stand anywhere."""
     assembler = make_assembler()
     assembler._tokenizer.chat_template = "nothing"
-    with pytest.raises(PromptError, match="0 times"):
+    with pytest.raises(RequestError, match="0 times"):
         assembler.turn([user("a")], num_agreed=0, has_chunks=False)
 
 
@@ -266,7 +276,7 @@ def test_read_template(tmp_path: Path) -> None:
     assert read_template(None) == DEFAULT_TEMPLATE
     assert read_template(str(good)) == "é{chunks}{question}"
     for path in (bad, tmp_path / "none"):
-        with pytest.raises(PromptError, match="--chunkcache-rag-template"):
+        with pytest.raises(ValueError, match="--chunkcache-rag-template"):
             read_template(str(path))
 
 
@@ -285,5 +295,5 @@ class JoiningTokenizer:
 
 def test_tokenizer_whose_pieces_do_not_join_is_refused() -> None:
     """At start, not in wrong answers."""
-    with pytest.raises(PromptError, match="pieces"):
+    with pytest.raises(ValueError, match="pieces"):
         PromptAssembler(JoiningTokenizer(), separator="\n")

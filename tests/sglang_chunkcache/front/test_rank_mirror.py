@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from radix_ext import ChainId, ChunkId, ChunkPrefixTree
 from sglang_chunkcache.front.rank_mirror import RankMirror
-from sglang_chunkcache.wire.events import Batch, EventLog, Evicted, Inserted
-from sglang_chunkcache.wire.spans import Acknowledgement
+from sglang_chunkcache.scheduler.event_log import EventLog
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted
+from sglang_chunkcache.wire.state import RankState
 from tests.reference.chains import chain_of
 
 
@@ -137,17 +139,31 @@ def test_ranks_are_apart() -> None:
     tree = ChunkPrefixTree(max_nodes=100)
     mirrors = [RankMirror(tree, rank) for rank in range(2)]
     for rank, mirror in enumerate(mirrors):
-        mirror.apply(Batch(7 + rank, 0, (tuple(inserted("a")),)))
+        mirror.apply(Batch(7 + rank, 0, (inserted("a"),)))
     mirrors[0].restart(99)
     assert [tree.digest(rank)[0] for rank in range(2)] == [0, 1]
+
+
+def test_mirror_is_compared_with_the_ranks_state() -> None:
+    """Up to date and alike, up to date and not, behind; another epoch makes it start again."""
+    log, (_, mirror) = EventLog(100), make_mirror()
+    log.append(inserted("a"))
+    read(log, mirror)
+    state = RankState(0, log.epoch, seq=1, digest=chain("a"), chunk_nodes=1, counts={})
+    shown = {"chunk_nodes": 1, "events_behind": 0, "agrees": True, "restarts": 0, "gaps": 0}
+    assert mirror.compared(state) == shown
+    assert mirror.compared(structs.replace(state, digest=0)) == {**shown, "agrees": False}
+    assert mirror.compared(structs.replace(state, seq=3)) == {**shown, "events_behind": 2, "agrees": None}
+    restarted = mirror.compared(structs.replace(state, epoch=log.epoch + 1, seq=0, digest=0, chunk_nodes=0))
+    assert restarted == {**shown, "chunk_nodes": 0, "restarts": 1}
 
 
 def test_unknown_parent_is_counted_not_raised() -> None:
     """The tree is bounded: a chain it has forgotten is no error."""
     tree, mirror = make_mirror()
-    mirror.apply(Batch(1, 0, (tuple(inserted("a", "b")), tuple(Evicted(chain("x"))))))
+    mirror.apply(Batch(1, 0, (inserted("a", "b"), Evicted(chain("x")))))
     assert tree.stats.num_unknown_notices == 2
-    assert mirror.acknowledgement == (1, 2)
+    assert mirror.acknowledgement == Acknowledgement(1, 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=25), st.integers(3, 50))

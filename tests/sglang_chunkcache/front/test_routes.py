@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,26 +15,28 @@ pytest.importorskip("sglang")
 
 from sglang.srt.utils.auth import AuthLevel
 
-from sglang_chunkcache.front import routes as endpoints
-from sglang_chunkcache.front.request import Identity
-from sglang_chunkcache.front.routes import (
-    chunkcache_explain,
-    chunkcache_preprocess,
-    rag_chat_completions,
-    rag_generate,
-    rag_retrieve,
-)
+from sglang_chunkcache.front.app import App
+from sglang_chunkcache.front.engine import Engine
+from sglang_chunkcache.front.routes import Routes
 from sglang_chunkcache.front.search import RagSearch
+from sglang_chunkcache.wire.message import decode, encode
+from sglang_chunkcache.wire.report import Explanation, Report, Source
+from sglang_chunkcache.wire.spans import MARK_KEY, unpack
+from sglang_chunkcache.wire.state import ExplainRequest, RankState
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
-from tests.sglang_chunkcache.front.service_bench import A, B, Bench, make_output
+from tests.sglang_chunkcache.front.front_bench import SECRET, A, B, Bench, make_output
 
 # FastAPI would have us return plain objects, OpenAI has clients send `max_completion_tokens`: SGLang uses and takes both.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated", "ignore:max_tokens is deprecated")
 
 MESSAGES = [{"role": "user", "content": "why?"}]
 CHUNKS = [{"id": "a", "text": A.text}, {"id": "b", "text": B.text}]
-Endpoint = Callable[[Any], Awaitable[Any]]
+Endpoint = Callable[..., Awaitable[Any]]
 Send = Callable[..., tuple[int, Any]]
+
+chunkcache_explain, chunkcache_preprocess = Routes.chunkcache_explain, Routes.chunkcache_preprocess
+chunkcache_stats = Routes.chunkcache_stats
+rag_chat_completions, rag_generate, rag_retrieve = Routes.rag_chat_completions, Routes.rag_generate, Routes.rag_retrieve
 
 
 class Manager:
@@ -41,52 +44,66 @@ class Manager:
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.sent = bench, list[Any]()
-        self.explained: list[dict[str, Any]] = []
+        self.states: list[dict[str, Any]] = []
+        self.error: Exception | None = None
 
     def auto_create_handle_loop(self) -> None:
         pass
 
+    def create_abort_task(self, obj: Any) -> None:
+        pass
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        return self.states
+
     async def get_internal_state_communicator(self, message: Any) -> list[Any]:
-        asked = json.loads(message.rid)["chunkcache_explain"]
-        self.sent.append(asked)
-        return [SimpleNamespace(internal_state={"chunkcache": found}) for found in self.explained]
+        self.sent.append(decode(message.rid, ExplainRequest))
+        return [SimpleNamespace(internal_state=state) for state in self.states]
 
     async def generate_request(self, obj: Any, raw_request: Any) -> AsyncIterator[Any]:
         self.sent.append(obj)
-        rag, rank = raw_request.state.chunkcache, obj.routed_dp_rank or 0
-        report = {
-            "exact": 3,
-            "relocated": 1,
-            "recomputed": 0,
-            "fused_hit": 0,
-            "gap": 0,
-            "sources": [],
-            "fallbacks": [],
-            "ms": {},
-        }
-        yield make_output([65], 3, "stop", rank, self.bench.ranks[rank].serve(rag, report if rag.reuse else None))
+        if self.error is not None:
+            raise self.error
+        params, rank = obj.sampling_params["custom_params"], obj.routed_dp_rank or 0
+        report = Report(3, 1, 0, fused_hit=0, gap=0, shared=0, sources=(), focused=None, fallbacks=(), ms={})
+        entry = self.bench.ranks[rank].serve(params, obj.input_ids, report if told(obj).fusion else None)
+        yield make_output([65], 3, "stop", rank, entry)
+
+
+def told(obj: Any) -> Any:
+    """What the scheduler reads of an engine request."""
+    return unpack(obj.sampling_params["custom_params"], array("q", obj.input_ids), secret=SECRET)
+
+
+def state_of(rank: int, explanation: Explanation | None = None, **counts: Any) -> dict[str, Any]:
+    """A rank's internal state."""
+    state = RankState(rank, epoch=5, seq=0, digest=0, chunk_nodes=0, counts=counts, explanation=explanation)
+    return {"chunkcache": encode(state)}
 
 
 MakeServer = Callable[..., tuple[Bench, Manager, Send]]
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeServer]:
+def call() -> Iterator[MakeServer]:
     """(bench, manager, how to call an endpoint with a body) for a server of these settings, with a retriever or none."""
 
     searches: list[RagSearch] = []
 
     def make(retriever: FakeRetriever | None = None, **knobs: Any) -> tuple[Bench, Manager, Send]:
         bench = Bench(**knobs, retrieve_refresh_s=0.0)
-        search = RagSearch(retriever, bench.service.config, bench.service.metrics) if retriever else None  # type: ignore[arg-type]
+        search = RagSearch(retriever, bench.config, bench.books.metrics) if retriever else None  # type: ignore[arg-type]
         searches.extend([search] if search else [])
         manager = Manager(bench)
-        chat = SimpleNamespace(_validate_request=lambda request: None, default_chat_template_kwargs={})
-        service = bench.service
-        state = SimpleNamespace(config=service.config, service=service, chat=chat, manager=manager, search=search)
-        monkeypatch.setattr(endpoints, "_state", state, raising=False)
+        chat = SimpleNamespace(
+            check=lambda request: None, template_kwargs=lambda request: None, default_chat_template_kwargs={}
+        )
+        app = App(bench.config)
+        vars(app).update(books=bench.books, drafter=bench.drafter, planner=bench.planner, search=search, chat=chat)
+        vars(app).update(engine=Engine(manager, bench.books))
+        routes = Routes(app)
 
-        def send(endpoint: Endpoint, body: Any) -> tuple[int, Any]:
+        def send(endpoint: Endpoint, body: Any = None) -> tuple[int, Any]:
             async def read() -> bytes:
                 return json.dumps(body).encode()
 
@@ -96,8 +113,15 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeServer]:
             raw_request = SimpleNamespace(
                 headers={}, state=SimpleNamespace(), body=read, is_disconnected=is_disconnected
             )
-            answer: Any = asyncio.run(endpoint(raw_request))  # type: ignore[arg-type]
-            return answer.status_code, json.loads(answer.body)
+
+            async def answered() -> tuple[int, Any]:
+                answer: Any = await endpoint(routes, *([] if body is None else [raw_request]))
+                if not hasattr(answer, "body_iterator"):
+                    return answer.status_code, json.loads(answer.body)
+                events = b"".join([event async for event in answer.body_iterator]).decode().split("\n\n")
+                return answer.status_code, [event.removeprefix("data: ") for event in events if event]
+
+            return asyncio.run(answered())
 
         return bench, manager, send
 
@@ -119,39 +143,64 @@ def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
     """The scheduler gets what a request would bring; of all ranks' answers the planned one's counts."""
     bench, manager, send = call(reuse="fused", num_ranks=2)
     bench.reply(bench.ask("one", A, B))  # rank 0 holds the chunks
-    before = bench.service.stats()
-    found = {"exact": 27, "end": 27, "sources": [], "fallbacks": []}
-    manager.explained = [
-        {"dp_rank": 1, "explain": {**found, "exact": 0}},
-        {"dp_rank": 0, "explain": {**found, "sources": [[0, "device", 0, 0, None, 3, 15]]}},
+    before = bench.books.stats()
+    manager.states = [
+        state_of(1, Explanation(0, 0, 27)),
+        state_of(0, Explanation(27, 0, 27, (Source(3, 15, 0, "device"),))),
     ]
     body = {"messages": MESSAGES, "chunks": CHUNKS[::-1], "reuse": "fused", "extra_key": "k", "cache_salt": "s"}
     status, plan = send(chunkcache_explain, {**body, "extra_key": None, "cache_salt": None})
     assert (status, plan["dp_rank"], plan["exact"], plan["order"]) == (200, 0, 27, ["a", "b"])
-    assert plan["sources"][0]["chunk"] == "a"
+    assert (plan["sources"][0]["chunk"], plan["sources"][0]["end"]) == ("a", 15)
     asked = manager.sent[0]
-    assert (len(asked["input_ids"]), asked["extra_key"], asked["cache_salt"]) == (plan["prompt_tokens"], None, None)
-    assert asked["custom_params"]["chunkcache_recipe"] == plan["reuse"]["recipe"]
-    assert bench.service.stats() == before
+    assert (len(asked.input_ids), asked.extra_key, asked.cache_salt) == (plan["prompt_tokens"], None, None)
+    spans = unpack(asked.custom_params, array("q", asked.input_ids), secret=SECRET)
+    assert spans is not None
+    assert spans.fusion is not None
+    assert spans.fusion.recipe == plan["reuse"]["recipe"]
+    assert bench.books.stats() == before
     send(chunkcache_explain, body)
-    assert (manager.sent[1]["extra_key"], manager.sent[1]["cache_salt"]) == ("k", "s")
+    assert (manager.sent[1].extra_key, manager.sent[1].cache_salt) == ("k", "s")
 
 
-def test_explain_without_an_answer_is_an_error(call: Any) -> None:
-    """A rank that runs without the cache."""
+@pytest.mark.parametrize("state", [{}, state_of(0)], ids=["without the cache", "without an explanation"])
+def test_explain_without_an_answer_is_an_error(call: Any, state: dict[str, Any]) -> None:
+    """500, and the rank that does not answer."""
     _, manager, send = call()
-    manager.explained = [{}]
+    manager.states = [state]
     status, answer = send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS})
     assert (status, answer) == (500, {"error": "rank 0 does not explain"})
 
 
 def test_explain_refuses_by_name_and_counts_nothing(call: Any) -> None:
-    """It is nobody's request."""
+    """It is no request to serve."""
     bench, manager, send = call()
     status, answer = send(chunkcache_explain, {"messages": MESSAGES, "reuse": "fused"})
     assert (status, answer["param"]) == (400, "reuse")
-    assert bench.service.metrics.totals()["requests"] == {}
+    assert bench.books.metrics.totals()["requests"] == {}
     assert manager.sent == []
+
+
+# Stats
+
+
+def test_stats_show_every_rank_with_its_mirror(call: Any) -> None:
+    """By rank, whatever the order of the replies; the epoch and the digest are between rank and front."""
+    _, manager, send = call(num_ranks=2)
+    manager.states = [state_of(1, free=7), state_of(0, free=8)]
+    status, stats = send(chunkcache_stats)
+    assert (status, stats["retrieval"], stats["reuse"]) == (200, None, "exact")
+    mirror = {"chunk_nodes": 0, "events_behind": 0, "agrees": True, "restarts": 0, "gaps": 0}
+    assert stats["ranks"] == [
+        {"dp_rank": rank, "seq": 0, "chunk_nodes": 0, "free": free, "mirror": mirror} for rank, free in ((0, 8), (1, 7))
+    ]
+
+
+def test_stats_without_the_cache_are_an_error(call: Any) -> None:
+    """The start-up check stops such a server."""
+    _, manager, send = call(num_ranks=2)
+    manager.states = [state_of(0), {}]
+    assert send(chunkcache_stats) == (500, {"error": "a rank runs without the chunk cache"})
 
 
 # Retrieve
@@ -160,19 +209,19 @@ def test_explain_refuses_by_name_and_counts_nothing(call: Any) -> None:
 def test_retrieved_passages_are_chunks(call: Any) -> None:
     """In the order and of the text that the index gives; the answer says what was searched for."""
     _, manager, send = call(FakeRetriever())
-    manager.explained = [{"dp_rank": 0, "explain": {"exact": 0, "end": 0, "sources": [], "fallbacks": []}}]
+    manager.states = [state_of(0, Explanation(0, 0, 0))]
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "x"}, *MESSAGES]
     status, plan = send(chunkcache_explain, {"messages": messages, "retrieve": {"turns": 2, "k": 2}})
     assert (status, plan["order"]) == (200, ["a", "b"])
     assert (plan["retrieval"]["query"], plan["retrieval"]["k"]) == ("one\nwhy?", 2)
-    assert "A\nalpha one;B\nbeta one;why?" in "".join(map(chr, manager.sent[0]["input_ids"]))
+    assert "A\nalpha one;B\nbeta one;why?" in "".join(map(chr, manager.sent[0].input_ids))
 
 
 def test_chunks_of_the_client_are_not_searched_for(call: Any) -> None:
     """`retrieval` is null then; so it is where nothing is wished for."""
     retriever = FakeRetriever()
     _, manager, send = call(retriever)
-    manager.explained = [{"dp_rank": 0, "explain": {"exact": 0, "end": 0, "sources": [], "fallbacks": []}}]
+    manager.states = [state_of(0, Explanation(0, 0, 0))]
     for wish in ({}, {"retrieve": None}, {"retrieve": False}):
         assert send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS, **wish})[1]["retrieval"] is None
     assert retriever.batches == []
@@ -255,7 +304,7 @@ def test_failing_search_is_no_400(call: Any) -> None:
         )
         assert (status, answer["code"], answer["type"], answer["param"]) == (500, 500, "InternalServerError", None)
     status, _ = send(rag_chat_completions, {"messages": MESSAGES, "retrieve": True})
-    assert (status, bench.service.metrics.totals()["requests"]) == (500, {"unsearched": 1})
+    assert (status, bench.books.metrics.totals()["requests"]) == (500, {"unsearched": 1})
     assert bench.is_idle()
 
 
@@ -280,10 +329,10 @@ def test_preprocess_runs_on_every_rank(call: Any) -> None:
     assert answer["seconds"] > 0
     for obj in manager.sent:
         assert (obj.sampling_params["max_new_tokens"], obj.extra_key, obj.cache_salt) == (1, "k", "s")
-        assert obj.sampling_params["custom_params"]["chunkcache_preprocess"] is True
+        assert told(obj).is_preprocessing
         assert "".join(map(chr, obj.input_ids)).startswith(f"\x02\x01ssys\x03\x01u{B.text};{A.text};")
     assert bench.is_idle()
-    assert bench.service.metrics.totals()["requests"] == {"finished": 2}
+    assert bench.books.metrics.totals()["requests"] == {"finished": 2}
 
 
 @pytest.mark.parametrize(
@@ -313,7 +362,7 @@ def test_preprocess_refuses_by_name(call: Any, knobs: dict[str, Any], body: Any,
 def test_generate_takes_order_and_reuse(call: Any) -> None:
     """And says in the answer what became of them."""
     bench, _, send = call(reuse="fused")
-    bench.reply(bench.service.begin_parts([[A, B], "q"], identity=Identity()))
+    bench.reply(bench.parts([[A, B], "q"]))
     body = {"parts": [{"chunks": CHUNKS[::-1]}, "q"], "order": "retriever", "reuse": {"mode": "fused", "ratio": 0.5}}
     status, answer = send(rag_generate, body)
     assert status == 200
@@ -323,12 +372,57 @@ def test_generate_takes_order_and_reuse(call: Any) -> None:
 
 
 def test_clients_cannot_write_our_params(call: Any) -> None:
-    """They would stand beside our mark and be believed: moved KV on an exact request, or a chunk taken for preprocessed."""
+    """They would come with our mark and be believed: moved KV on an exact request, or a chunk taken for preprocessed."""
     _, manager, send = call(reuse="fused")
-    forged = {"chunkcache_preprocess": True, "chunkcache_selector": "none", "chunkcache_keep": [0], "theirs": 1}
-    body = {"parts": [{"chunks": CHUNKS}, "q"], "sampling_params": {"custom_params": forged}}
+    forged = {"chunkcache_spans": "[1, {}]", "chunkcache_selector": "none", MARK_KEY: "x", "theirs": 1}
+    body = {"parts": [{"chunks": CHUNKS}, "q"], "sampling_params": {"custom_params": forged, "top_k": 3}}
     assert send(rag_generate, body)[0] == 200
-    params = manager.sent[0].sampling_params["custom_params"]
-    assert (params["theirs"], params["chunkcache_keep"]) == (1, [])
-    assert params["chunkcache_preprocess"] is False
-    assert "chunkcache_selector" not in params
+    params = manager.sent[0].sampling_params
+    assert (params["top_k"], params["custom_params"]["theirs"]) == (3, 1)
+    assert "chunkcache_selector" not in params["custom_params"]
+    spans = told(manager.sent[0])
+    assert (len(spans.spans), spans.fusion, spans.is_preprocessing) == (2, None, False)
+
+
+def test_generate_streams_events(call: Any) -> None:
+    """SGLang's outputs, then ours, then the end."""
+    bench, _, send = call()
+    status, events = send(rag_generate, {"parts": [{"chunks": CHUNKS}, "q"], "stream": True})
+    assert (status, events[-1]) == (200, "[DONE]")
+    assert [list(json.loads(event)) for event in events[:-1]] == [
+        ["text", "output_ids", "index", "meta_info"],
+        ["chunkcache"],
+    ]
+    assert json.loads(events[-2])["chunkcache"]["order"] == ["a", "b"]
+    assert bench.is_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_generate_that_sglang_refuses_is_a_400(call: Any, stream: bool) -> None:
+    """With what SGLang says; counted once, and nothing is left."""
+    bench, manager, send = call()
+    manager.error = ValueError("top_p must be in (0, 1]")
+    status, answer = send(rag_generate, {"parts": ["x"], "stream": stream})
+    assert (status, answer["message"]) == (400, "sampling_params: top_p must be in (0, 1]")
+    assert bench.books.metrics.totals()["requests"] == {"refused": 1}
+    assert bench.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_new_tokens": -1}, "sampling_params.max_new_tokens: must be a number of tokens"),
+        ({"max_new_tokens": True}, "sampling_params.max_new_tokens: must be a number of tokens"),
+        ({"max_new_tokens": 1.5}, "sampling_params.max_new_tokens: must be a number of tokens"),
+        ({"n": 2}, "sampling_params.n: must be 1"),
+        ({"custom_params": "x"}, "sampling_params.custom_params: must be an object"),
+    ],
+    ids=str,
+)
+def test_generate_refuses_parameters_by_name(call: Any, params: dict[str, Any], message: str) -> None:
+    """Those that we read; the others are SGLang's to check."""
+    bench, manager, send = call()
+    status, answer = send(rag_generate, {"parts": ["x"], "sampling_params": params})
+    assert (status, answer["message"], answer["param"]) == (400, message, message.split(":")[0])
+    assert bench.books.metrics.totals()["requests"] == {"refused": 1}
+    assert manager.sent == []

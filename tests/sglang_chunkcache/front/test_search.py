@@ -6,25 +6,21 @@ launch/test.sh tests/sglang_chunkcache/front/test_search.py
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.errors import CorruptIndexError
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.errors import RequestError, SearchFailedError
 from sglang_chunkcache.front import search as rag_search
 from sglang_chunkcache.front.bodies import RetrieveIn
 from sglang_chunkcache.front.metrics import Metrics
-from sglang_chunkcache.front.prompt import PromptError
 from sglang_chunkcache.front.request import Passage
-from sglang_chunkcache.front.search import RagSearch, Retrieval, SearchFailedError, open_retriever, query_of
+from sglang_chunkcache.front.search import RagSearch, Retrieval, query_of
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 
 Find = Callable[..., Retrieval]
@@ -117,7 +113,7 @@ def test_explicit_query_wins() -> None:
 )
 def test_no_query_is_refused_by_name(wish: dict[str, Any], messages: Any, message: str) -> None:
     """The field as the client wrote it."""
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(RequestError) as caught:
         query_of(RetrieveIn(**wish), messages, field="r.", max_chars=100)
     assert str(caught.value).startswith(message)
 
@@ -186,7 +182,7 @@ def test_wish_that_cannot_be_had_is_refused_by_name(make_search: Any, wish: dict
     """400: the client's matter."""
     _, retriever, find = make_search()
     retriever.modes = ("bm25",)
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(RequestError) as caught:
         find(**wish)
     assert str(caught.value) == message
 
@@ -240,7 +236,7 @@ def test_client_that_hangs_up_is_not_searched_for(make_search: Any, monkeypatch:
         running = asyncio.ensure_future(search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here))
         while not retriever.begun.is_set():
             await asyncio.sleep(0.001)
-        with pytest.raises(PromptError, match="hung up"):
+        with pytest.raises(RequestError, match="hung up"):
             await search.find(RetrieveIn(query="two"), [], field="", is_gone=is_gone)
         retriever.hold.set()
         await running
@@ -267,72 +263,3 @@ def test_stats(make_search: Any) -> None:
         "waiting": 0,
     }
     assert stats["modes"] == ["fusion", "dense", "bm25"]
-
-
-# The start
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `Retriever.open` was asked for; it opens a fake, under "retriever"."""
-    asked: dict[str, Any] = {"retriever": FakeRetriever()}
-
-    def open(folder: Path, **settings: Any) -> FakeRetriever:
-        asked.update(settings, folder=folder)
-        return asked["retriever"]  # type: ignore[no-any-return]
-
-    monkeypatch.setattr("torch.set_num_threads", lambda count: asked.update(encoder_threads=count))
-    module = SimpleNamespace(Retriever=SimpleNamespace(open=open))
-    monkeypatch.setitem(sys.modules, "retrieval.retriever", module)
-    return asked
-
-
-def test_start_opens_and_tries_the_index(opened: dict[str, Any]) -> None:
-    """An encoder that fails with its first query should fail before the model is loaded."""
-    config = ChunkCacheConfig(index="x", encoder="e", index_verify="off", retrieve_threads=3, retrieve_mode="bm25")
-    open_retriever(config)
-    settings = {name: opened[name] for name in ("folder", "encoder", "device", "verify", "threads")}
-    assert settings == {"folder": Path("x"), "encoder": "e", "device": "cpu", "verify": False, "threads": 3}
-    assert opened["encoder_threads"] == 3
-    assert [(k, mode) for _, k, mode, _ in opened["retriever"].batches] == [(1, "bm25")]
-
-
-def test_start_refuses_a_mode_the_index_lacks(opened: dict[str, Any]) -> None:
-    """Every request would fail."""
-    opened["retriever"].modes = ("bm25",)
-    with pytest.raises(RetrievalError, match="--chunkcache-retrieve-mode dense: the index x offers bm25"):
-        open_retriever(ChunkCacheConfig(index="x", retrieve_mode="dense"))
-    open_retriever(ChunkCacheConfig(index="x"))
-
-
-def test_another_tokenizer_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Passages cut for it may be too long for the model, or many and short; words claim to be nobody's."""
-    caplog.set_level(logging.INFO)
-    served = Path(rag_search.__file__).parents[1] / "bundled_model"
-    retriever = FakeRetriever()
-    names = ("words", tokens_name(served), tokens_name(served)[:-1] + "?")
-    for retriever.tokenizer, path in zip(names * 2, [served] * 3 + [tmp_path] * 3, strict=True):
-        rag_search.check_tokenizer(retriever, str(path))  # type: ignore[arg-type]
-    assert [record.levelname for record in caplog.records] == ["INFO"] * 3 + ["WARNING"] + ["INFO"] * 3
-
-
-def tokens_name(folder: Path) -> str:
-    """What an index that was built for the model in `folder` says."""
-    from retrieval.tokens import load_tokens
-
-    return load_tokens(str(folder)).name
-
-
-def test_start_without_the_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra is not installed with the server."""
-
-    class Missing:
-        def find_spec(self, name: str, *_: Any) -> None:
-            if name == "retrieval.retriever":
-                raise ModuleNotFoundError("No module named 'faiss'", name="faiss")
-
-    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
-    monkeypatch.delitem(sys.modules, "retrieval.retriever", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    with pytest.raises(RetrievalError, match="extra 'retrieval': faiss is not installed"):
-        open_retriever(ChunkCacheConfig(index="x"))

@@ -39,7 +39,7 @@ from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.fusion.store import Variant
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 from tests import models
 from tests.models import FAMILIES, kv_of, logits_of, make_row, prefill
 
@@ -109,7 +109,7 @@ class Scene:
             array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, tuple(THERE[each] for each in before)
         )
 
-    def move(self, reuse: ReuseRequest, *, target: Tensor = TARGET, row: int = 1, question: bool = True) -> Move:
+    def move(self, reuse: FusionRequest, *, target: Tensor = TARGET, row: int = 1, question: bool = True) -> Move:
         """The promised region, NaN so far, behind the head of the reference."""
         slots = torch.cat([REFERENCE[: LENS["head"]], target[LENS["head"] : END]])
         for buffer in (*self.runner.token_to_kv_pool.k_buffer, *self.runner.token_to_kv_pool.v_buffer):
@@ -124,7 +124,7 @@ class Scene:
             pieces.append(Piece(*HERE[name], index, source, chunk, before if source else ()))
         return Move(
             plan=ReusePlan(tuple(pieces)),
-            reuse=reuse,
+            fusion=reuse,
             slots=slots,
             token_ids=array("q", tokens_of(PROMPT)),
             question_ids=array("q", TOKENS["question"] if question else []),
@@ -180,8 +180,8 @@ def scene(request: pytest.FixtureRequest, make_scene: Callable[[str, str], Scene
     models.assert_given_back(scene.runner)
 
 
-def asked(selector: str, ratio: float, **fields: Any) -> ReuseRequest:
-    return ReuseRequest(selector, ratio, "recipe", **fields)
+def asked(selector: str, ratio: float, **fields: Any) -> FusionRequest:
+    return FusionRequest(selector, ratio, "recipe", **fields)
 
 
 def offsets_of(names: Sequence[str]) -> Tensor:

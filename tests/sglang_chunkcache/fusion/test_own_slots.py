@@ -17,12 +17,12 @@ pytest.importorskip("sglang")
 
 import torch
 
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq, config, marked
 
 HEAD, A, D, B, QUESTION = [90, 91], [1, 2, 3, 4], [6, 6, 6, 6], [1, 2, 5], [30, 31]
-HALF = ReuseRequest("query", 0.5, "half")
+HALF = FusionRequest("query", 0.5, "half")
 TAKEN = [
     "unshare in scheduling",
     "write in scheduling",
@@ -74,15 +74,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return device
 
 
-def rag(*chunks: Sequence[int], reuse: ReuseRequest | None = None) -> FakeReq:
+def rag(*chunks: Sequence[int], reuse: FusionRequest | None = None) -> FakeReq:
     ids, spans = list(HEAD), []
     for chunk in chunks:
         spans.append((len(ids), len(ids) + len(chunk)))
         ids += chunk
-    return FakeReq([*ids, *QUESTION], marked(spans, reuse=reuse))
+    return FakeReq([*ids, *QUESTION], marked(spans, fusion=reuse))
 
 
-def promise(reuse: ReuseRequest = HALF) -> tuple[FusedScheduler, FakeReq]:
+def promise(reuse: FusionRequest = HALF) -> tuple[FusedScheduler, FakeReq]:
     """head | D | B, whose B has the slots of the B behind A; not filled yet."""
     scheduler = FusedScheduler(100, config(reuse="fused"))
     scheduler.serve(rag(A, B))
@@ -123,7 +123,7 @@ def test_slots_change_hands_in_the_schedulers_stream(device: FakeDevice, monkeyp
 
 def test_more_is_taken_there_too(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing pass takes what was not reserved."""
-    scheduler, req = promise(ReuseRequest("none", 0.0, "none"))
+    scheduler, req = promise(FusionRequest("none", 0.0, "none"))
     scheduler.fusion_pass.fails = True
     queued = forward(scheduler, device, monkeypatch)
     assert queued == ["alloc in scheduling", *TAKEN, "free in scheduling", "forward waits for scheduling"]
@@ -132,7 +132,7 @@ def test_more_is_taken_there_too(device: FakeDevice, monkeypatch: pytest.MonkeyP
 
 def test_nothing_to_take_keeps_nobody_waiting(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what was reserved goes back."""
-    scheduler, req = promise(ReuseRequest("none", 0.0, "none"))
+    scheduler, req = promise(FusionRequest("none", 0.0, "none"))
     queued = forward(scheduler, device, monkeypatch)
     assert queued == ["compute in forward", "free in scheduling", "forward waits for scheduling"]
     scheduler.check([req])

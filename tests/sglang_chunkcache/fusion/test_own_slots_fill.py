@@ -31,11 +31,12 @@ from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.store import ChunkStore
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
-from sglang_chunkcache.wire.spans import ANSWER_KEY, ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Fallback, Report
 from tests import models
 from tests.models import POOL_SLOTS, kv_of
 from tests.reference.fused_scheduler import ROOMY
-from tests.reference.scheduler import FakeReq, Scheduler, config, marked
+from tests.reference.scheduler import FakeReq, Scheduler, answer_of, config, marked
 from tests.sglang_chunkcache.fusion.test_recompute import make_attention
 
 pytestmark = pytest.mark.engine
@@ -48,9 +49,9 @@ TOKENS = {name: torch.randint(0, 128, (n,), generator=_GENERATOR).tolist() for n
 B_START = LENS["head"] + LENS["A"]
 PROMPT_LEN = B_START + LENS["B"] + LENS["question"]
 ANSWER = (17, 93, 4, 55)
-ONE = ReuseRequest("random", 0.4, "one")
-TWO = ReuseRequest("query", 0.4, "two")
-THREE = ReuseRequest("query", 1.0, "three")
+ONE = FusionRequest("random", 0.4, "one")
+TWO = FusionRequest("query", 0.4, "two")
+THREE = FusionRequest("query", 1.0, "three")
 
 
 class EngineScheduler(Scheduler):
@@ -74,7 +75,7 @@ class EngineScheduler(Scheduler):
         if attention != "masked":
             choice = make_attention(runner, attention), attention_choice.described("sparse", "a test", attention)
         self.fuser = Fuser(self.cache, FusionPass(runner, table, settings, choice), store, ROOMY, extend_reserve=256)
-        self.cache.fuser = self.fuser
+        self.cache.promiser = self.fuser
         self.logits: dict[FakeReq, list[Tensor]] = {}
         """Request -> the last token's logits of each of its forwards."""
 
@@ -122,17 +123,16 @@ class EngineScheduler(Scheduler):
             self.logits.setdefault(req, []).append(row.clone())
 
 
-def make_request(first: str, reuse: ReuseRequest | None) -> FakeReq:
+def make_request(first: str, reuse: FusionRequest | None) -> FakeReq:
     """head | first | B | question."""
     ids = [token for name in ("head", first, "B", "question") for token in TOKENS[name]]
     spans = [(LENS["head"], B_START), (B_START, B_START + LENS["B"])]
-    return FakeReq(ids, marked(spans, reuse=reuse))
+    return FakeReq(ids, marked(spans, fusion=reuse))
 
 
-def report(req: FakeReq) -> dict[str, Any]:
-    assert req.customized_info is not None
-    ((_, told),) = req.customized_info[ANSWER_KEY]
-    assert isinstance(told, dict)
+def report(req: FakeReq) -> Report:
+    told = answer_of(req).report
+    assert told is not None
     return told
 
 
@@ -159,7 +159,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
     runner.req_to_token_pool.clear()
 
 
-def alone(runner: Any, first: str, reuse: ReuseRequest | None) -> tuple[Tensor, list[Tensor]]:
+def alone(runner: Any, first: str, reuse: FusionRequest | None) -> tuple[Tensor, list[Tensor]]:
     """KV rows and logits of one request that shares nothing: copies of its own, recomputed with the mask."""
     scheduler = EngineScheduler(runner, exclusive_slots="off", recompute_attention="masked")
     if reuse is not None:
@@ -168,7 +168,7 @@ def alone(runner: Any, first: str, reuse: ReuseRequest | None) -> tuple[Tensor, 
     assert scheduler.admit(req, 1000) is not None
     answer(scheduler, [req])
     if reuse is not None:
-        assert (report(req)["shared"], report(req)["fallbacks"]) == (0, [])
+        assert (report(req).shared, report(req).fallbacks) == (0, ())
     return scheduler.kv(scheduler.slots(req, 0, req.filled)), scheduler.logits[req]
 
 
@@ -208,7 +208,7 @@ def test_requests_recompute_different_tokens_of_one_chunk(runner: Any, attention
             torch.stack(scheduler.logits[req]), torch.stack(logits), rtol=0, atol=TOLERANCES[runner.dtype]
         )
     for req, num in zip((one, two, three), (10, 10, 24), strict=True):
-        assert (report(req)["shared"], report(req)["recomputed"]) == (LENS["B"] - num, num)
+        assert (report(req).shared, report(req).recomputed) == (LENS["B"] - num, num)
     stats = scheduler.cache.stats()
     assert stats["moves"]["attention"]["kernel"] == (None if attention == "masked" else attention)
     assert stats["moves"]["attention"]["fallbacks"] == 0
@@ -260,5 +260,5 @@ def test_failing_pass_leaves_shared_slots_alone(runner: Any, monkeypatch: pytest
     got = scheduler.kv(scheduler.slots(req, 0, PROMPT_LEN))
     torch.testing.assert_close(got, full, rtol=0, atol=TOLERANCES[runner.dtype])
     scheduler.sample(req, ANSWER[0])
-    assert (report(req)["fallbacks"], report(req)["shared"]) == (["pass_failed"], 0)
+    assert (report(req).fallbacks, report(req).shared) == ((Fallback.PASS_FAILED,), 0)
     scheduler.check([owner, req])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from radix_ext import ChunkId, Span
 from sglang_chunkcache.config import SELECTORS
@@ -19,7 +20,8 @@ from sglang_chunkcache.fusion import selectors
 from sglang_chunkcache.fusion.plan import Candidate, Limits, ReusePlan, make_plan, max_critical
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
 from sglang_chunkcache.fusion.store import ChunkScores
-from sglang_chunkcache.wire.spans import ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Fallback
 from tests.examples import examples
 from tests.reference.moved_chunks import cases, ids, make_request, make_scores
 
@@ -57,7 +59,7 @@ def plan_of(
     *,
     start: int = 0,
     limit: int | None = None,
-    reuse: ReuseRequest = NONE,
+    fusion: FusionRequest = NONE,
     limits: Limits = ROOMY,
 ) -> ReusePlan:
     """`sources` as letters: one copy computed behind nothing each."""
@@ -69,7 +71,7 @@ def plan_of(
         start=start,
         limit=len(layout) if limit is None else limit,
         candidates=lambda chunk: known.get(chunk, ()),
-        reuse=reuse,
+        fusion=fusion,
         limits=limits,
     )
 
@@ -127,8 +129,8 @@ def test_what_is_cached_already_is_not_planned() -> None:
 
 def test_fresh_spans_are_computed_though_a_source_exists() -> None:
     """FusionRAG preprocesses a chunk behind its neighbours: that chunk itself must not be moved."""
-    reuse = ReuseRequest("none", 0.0, "r", fresh=frozenset({1}))
-    assert pieces(plan_of("AABBCC.", "ABC", reuse=reuse)) == [(0, 2, True), (2, 4, False), (4, 6, True)]
+    fusion = FusionRequest("none", 0.0, "r", fresh=frozenset({1}))
+    assert pieces(plan_of("AABBCC.", "ABC", fusion=fusion)) == [(0, 2, True), (2, 4, False), (4, 6, True)]
 
 
 def test_repeated_chunk_is_moved_twice_from_one_source() -> None:
@@ -153,7 +155,7 @@ def test_piece_tells_what_stands_before_it_and_what_stood_before_its_source() ->
 
 def test_no_source_is_a_reason() -> None:
     """Chunks that could have been moved, and nothing to move them from."""
-    assert plan_of("AAABB.", "") == ReusePlan((), ("no_source",))
+    assert plan_of("AAABB.", "") == ReusePlan((), (Fallback.NO_SOURCE,))
 
 
 @pytest.mark.parametrize(("layout", "start", "limit"), [("...", 0, 3), ("AAA..", 3, 5), ("AAA", 0, 2)])
@@ -167,33 +169,33 @@ def test_gaps_beyond_their_budget_end_the_plan() -> None:
     limits = Limits(max_pass_tokens=1000, max_gap_tokens=3, min_saved_tokens=0)
     plan = plan_of("AABBBCCDDEE.", "ACE", limits=limits)
     assert pieces(plan) == [(0, 2, True), (2, 5, False), (5, 7, True)]
-    assert plan.fallbacks == ("gap_too_long",)
-    assert plan_of("BBBBCC.", "C", limits=limits) == ReusePlan((), ("gap_too_long",))
+    assert plan.fallbacks == (Fallback.GAP_TOO_LONG,)
+    assert plan_of("BBBBCC.", "C", limits=limits) == ReusePlan((), (Fallback.GAP_TOO_LONG,))
 
 
 def test_pass_budget_counts_gaps_and_recomputed_tokens() -> None:
     """4 of 8 moved tokens plus 2 of the gap is 6; with the last chunk it would be 7."""
-    layout, reuse = "AAAABBCCCCDD.", make_request("query", 0.5)
+    layout, fusion = "AAAABBCCCCDD.", make_request("query", 0.5)
     limits = Limits(max_pass_tokens=6, max_gap_tokens=10, min_saved_tokens=0)
-    plan = plan_of(layout, "ACD", reuse=reuse, limits=limits)
-    assert (plan.end, plan.fallbacks) == (10, ("pass_budget",))
+    plan = plan_of(layout, "ACD", fusion=fusion, limits=limits)
+    assert (plan.end, plan.fallbacks) == (10, (Fallback.PASS_BUDGET,))
     assert (plan.recomputed_len, plan.gap_len, plan.num_pass_tokens) == (4, 2, 6)
     roomier = Limits(max_pass_tokens=7, max_gap_tokens=10, min_saved_tokens=0)
-    assert plan_of(layout, "ACD", reuse=reuse, limits=roomier).end == 12
+    assert plan_of(layout, "ACD", fusion=fusion, limits=roomier).end == 12
 
 
-@pytest.mark.parametrize(("least", "fallbacks"), [(5, ()), (6, ("not_worth_it",))])
+@pytest.mark.parametrize(("least", "fallbacks"), [(5, ()), (6, (Fallback.NOT_WORTH_IT,))])
 def test_moving_must_save_enough(least: int, fallbacks: tuple[str, ...]) -> None:
     """10 moved tokens of which 5 are recomputed save 5."""
     limits = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=least)
-    plan = plan_of("AAAAAAAAAA..", "A", reuse=make_request("query", 0.5), limits=limits)
+    plan = plan_of("AAAAAAAAAA..", "A", fusion=make_request("query", 0.5), limits=limits)
     assert (plan.fallbacks, bool(plan.pieces)) == (fallbacks, not fallbacks)
 
 
 def test_reasons_add_up() -> None:
     """A plan cut short may not be worth it for that reason: both are told."""
     limits = Limits(max_pass_tokens=1000, max_gap_tokens=1, min_saved_tokens=5)
-    assert plan_of("AAABBCCC.", "AC", limits=limits) == ReusePlan((), ("gap_too_long", "not_worth_it"))
+    assert plan_of("AAABBCCC.", "AC", limits=limits) == ReusePlan((), (Fallback.GAP_TOO_LONG, Fallback.NOT_WORTH_IT))
 
 
 @settings(max_examples=examples(300))
@@ -201,7 +203,7 @@ def test_reasons_add_up() -> None:
 def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[list[MovedChunk], Evidence]) -> None:
     """Slots are reserved for as many: of any of the chunks, at any ratio, alpha or ablation."""
     chunks, evidence = case
-    reuse = make_request(
+    fusion = make_request(
         data.draw(st.sampled_from(SELECTORS)),
         data.draw(st.sampled_from([0.0, 0.01, 0.15, 0.5, 0.9, 1.0])),
         alpha=data.draw(st.sampled_from([None, None, 0.0, 0.1, 0.5, 2.0])),
@@ -215,17 +217,17 @@ def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[l
         start=0,
         limit=spans[-1].end,
         candidates=lambda chunk: by_chunk[chunk],
-        reuse=replace(reuse, selector="context") if reuse.selector == "set" else reuse,
+        fusion=structs.replace(fusion, selector="context") if fusion.selector == "set" else fusion,
         limits=ROOMY,
     )
     moved = [piece for piece in plan.pieces if piece.source is not None]
-    selection = selectors.get(reuse.selector).select(chunks, reuse, evidence)
+    selection = selectors.get(fusion.selector).select(chunks, fusion, evidence)
     which = data.draw(st.sets(st.integers(0, len(chunks) - 1)))
     taken = sum(len(selection.offsets[index]) for index in which)
-    bound = max_critical([moved[index] for index in which], plan, reuse)
+    bound = max_critical([moved[index] for index in which], plan, fusion)
     assert taken <= bound <= sum(chunks[index].num_tokens for index in which)
     if set(which) == set(range(len(chunks))):
-        assert bound <= max(taken, math.ceil(reuse.ratio * plan.moved_len)) + len(chunks) or reuse.alpha is not None
+        assert bound <= max(taken, math.ceil(fusion.ratio * plan.moved_len)) + len(chunks) or fusion.alpha is not None
 
 
 # From where
@@ -233,7 +235,7 @@ def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[l
 
 def chosen(options: Sequence[Copy], *, behind: str = "AB", selector: str = "query") -> Candidate:
     """What chunk Z is moved from where it stands behind `behind`."""
-    plan = plan_of(f"{behind}ZZ.", {"Z": options}, reuse=make_request(selector))
+    plan = plan_of(f"{behind}ZZ.", {"Z": options}, fusion=make_request(selector))
     source = plan.pieces[-1].source
     assert source is not None
     return source
@@ -294,20 +296,20 @@ def test_piece_carries_the_fix_overhead_of_a_scored_source() -> None:
 def test_set_takes_one_cached_chain_only() -> None:
     """SET-CACHE: B behind A and A behind nothing serve "BA"; C, not of that chain, is computed."""
     sources = {"A": [Copy()], "B": [Copy(ids("X")), Copy(ids("A"))], "C": [Copy()]}
-    plan = plan_of("BBAAC..", sources, reuse=make_request("set"))
+    plan = plan_of("BBAAC..", sources, fusion=make_request("set"))
     assert pieces(plan) == [(0, 2, True), (2, 4, True)]
     assert [piece.source.prefix for piece in plan.pieces if piece.source] == [ids("A"), ()]
-    assert plan_of("BB..", sources, reuse=make_request("set")) == ReusePlan((), ("no_source",))
+    assert plan_of("BB..", sources, fusion=make_request("set")) == ReusePlan((), (Fallback.NO_SOURCE,))
 
 
 def test_set_counts_chunks_of_the_exact_prefix() -> None:
     """The chain's first chunk is cached where it stands; the second is moved because of it."""
     sources = {"A": [Copy()], "B": [Copy(ids("A"))]}
-    assert pieces(plan_of("AA.BB.", sources, start=2, reuse=make_request("set"))) == [(2, 3, False), (3, 5, True)]
+    assert pieces(plan_of("AA.BB.", sources, start=2, fusion=make_request("set"))) == [(2, 3, False), (3, 5, True)]
 
 
 @pytest.mark.parametrize(
-    ("reuse", "expected"),
+    ("fusion", "expected"),
     [
         (make_request("query", 0.15), 2),  # ceil(0.15 * 12)
         (make_request("none", 0.5), 0),
@@ -319,13 +321,13 @@ def test_set_counts_chunks_of_the_exact_prefix() -> None:
         (make_request("query", 1.0), 12),
     ],
 )
-def test_recomputed_tokens_are_foreseen(reuse: ReuseRequest, expected: int) -> None:
+def test_recomputed_tokens_are_foreseen(fusion: FusionRequest, expected: int) -> None:
     """Both budgets rest on it. Z has a fix overhead of 0.25."""
     scores = make_scores([1.0, 1.0], [1000, 1000], intra=1e9, context=[0.0] * 8)
     sources = {"Z": [Copy(ids("AX"), scores=scores)], "Y": [Copy(ids("A"))], "A": [Copy()]}
-    if reuse.selector == "set":
+    if fusion.selector == "set":
         sources = {"A": [Copy()], "Z": [Copy(ids("A"))], "Y": [Copy(ids("AZ"))]}
-    plan = plan_of("AZZZZZZZZYYYY.", sources, start=1, reuse=reuse)
+    plan = plan_of("AZZZZZZZZYYYY.", sources, start=1, fusion=fusion)
     assert (plan.moved_len, plan.recomputed_len) == (12, expected)
 
 
@@ -337,34 +339,34 @@ def slow_plan(
     start: int,
     limit: int,
     sources: Mapping[str, Sequence[Copy]],
-    reuse: ReuseRequest,
+    fusion: FusionRequest,
     limits: Limits,
 ) -> tuple[set[int], int, tuple[str, ...]]:
     """(moved positions, end of the promise, reasons): as many hits as fit, tried one by one, each from scratch."""
     usable = [span for i, span in enumerate(spans) if span.start >= start and span.end <= limit]
-    hits = [span for span in usable if sources.get(span.chunk) and spans.index(span) not in reuse.fresh]
+    hits = [span for span in usable if sources.get(span.chunk) and spans.index(span) not in fusion.fresh]
     if not hits:
-        return set(), start, ("no_source",) if usable else ()
+        return set(), start, (Fallback.NO_SOURCE,) if usable else ()
 
     def promise(num_hits: int) -> tuple[set[int], int, int, int]:
         moved = {position for span in hits[:num_hits] for position in range(span.start, span.end)}
         end = max(moved, default=start - 1) + 1
-        recomputed = 0 if reuse.selector == "none" else math.ceil(reuse.ratio * len(moved))
+        recomputed = 0 if fusion.selector == "none" else math.ceil(fusion.ratio * len(moved))
         return moved, end, end - start - len(moved), recomputed
 
     num_hits, reasons = 0, []
     while num_hits < len(hits):
         _, _, gaps, recomputed = promise(num_hits + 1)
         if gaps > limits.max_gap_tokens:
-            reasons.append("gap_too_long")
+            reasons.append(Fallback.GAP_TOO_LONG)
             break
         if gaps + recomputed > limits.max_pass_tokens:
-            reasons.append("pass_budget")
+            reasons.append(Fallback.PASS_BUDGET)
             break
         num_hits += 1
     moved, end, _, recomputed = promise(num_hits)
     if moved and len(moved) - recomputed < limits.min_saved_tokens:
-        return set(), start, (*reasons, "not_worth_it")
+        return set(), start, (*reasons, Fallback.NOT_WORTH_IT)
     return moved, end, tuple(reasons)
 
 
@@ -394,7 +396,7 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
         max_size=3,
     )
     sources = {letter: data.draw(copies) for letter in "ABCD"}
-    reuse = ReuseRequest(
+    fusion = FusionRequest(
         data.draw(st.sampled_from(["none", "query", "context"])),
         data.draw(st.sampled_from([0.0, 0.15, 0.5, 1.0])),
         "r",
@@ -403,9 +405,9 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
     small = st.integers(0, 12)
     limits = Limits(data.draw(small), data.draw(small), data.draw(small))
 
-    plan = plan_of(layout, sources, start=start, limit=limit, reuse=reuse, limits=limits)
+    plan = plan_of(layout, sources, start=start, limit=limit, fusion=fusion, limits=limits)
 
-    moved, end, reasons = slow_plan(spans, start, limit, sources, reuse, limits)
+    moved, end, reasons = slow_plan(spans, start, limit, sources, fusion, limits)
     assert {p for piece in plan.pieces if piece.source for p in range(piece.start, piece.end)} == moved
     assert plan.fallbacks == reasons
     if not plan.pieces:
@@ -427,7 +429,7 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
             continue
         assert piece.chunk == spans[piece.span].chunk
         assert piece.prefix == tuple(span.chunk for span in spans[: piece.span])
-        if reuse.selector != "context":
+        if fusion.selector != "context":
             merits = [_merit(copy, piece.prefix) for copy in sources[piece.chunk]]
             assert _merit(piece.source, piece.prefix) == max(merits)
 

@@ -13,27 +13,29 @@ pytest.importorskip("sglang")
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
 from radix_ext import IntegrityError, chunk_id
-from sglang_chunkcache.fusion import promise as fuser_module
+from sglang_chunkcache.fusion import capture
 from sglang_chunkcache.fusion.plan import Limits
-from sglang_chunkcache.fusion.store import ChunkIdentity
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.wire.spans import ANSWER_KEY, ReuseRequest
+from sglang_chunkcache.scheduler.node import ChunkIdentity
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
+from sglang_chunkcache.wire.state import ExplainRequest
 from tests.reference.fused_scheduler import KV, FusedScheduler
-from tests.reference.scheduler import FakeReq, config, marked, walk
+from tests.reference.scheduler import FakeReq, answer_of, config, marked, walk
 
 HEAD, A, B, C, D, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [6, 6, 6, 6], [30, 31, 32]
 OTHER_HEAD = [95, 96, 97]
 
 
-def asks(selector: str = "none", ratio: float = 0.0, recipe: str = "r", *, fresh: Sequence[int] = ()) -> ReuseRequest:
-    return ReuseRequest(selector, ratio, recipe, fresh=frozenset(fresh))
+def asks(selector: str = "none", ratio: float = 0.0, recipe: str = "r", *, fresh: Sequence[int] = ()) -> FusionRequest:
+    return FusionRequest(selector, ratio, recipe, fresh=frozenset(fresh))
 
 
 def rag(
     *chunks: list[int],
     head: list[int] = HEAD,
     tail: list[int] = QUESTION,
-    reuse: ReuseRequest | None = None,
+    fusion: FusionRequest | None = None,
     keep: Sequence[int] = (),
     promoted_len: int = 0,
     is_preprocessing: bool = False,
@@ -44,15 +46,13 @@ def rag(
     for chunk in chunks:
         spans.append((len(ids), len(ids) + len(chunk)))
         ids += chunk
-    params = marked(spans, reuse=reuse, keep=keep, promoted_len=promoted_len)
-    if is_preprocessing:
-        params["chunkcache_preprocess"] = True
-    return FakeReq([*ids, *tail], params, **namespace)
+    request = marked(spans, fusion=fusion, keep=keep, promoted_len=promoted_len, is_preprocessing=is_preprocessing)
+    return FakeReq([*ids, *tail], request, **namespace)
 
 
 def fused(*chunks: list[int], **kwargs: Any) -> FakeReq:
     """One that lets KV be moved."""
-    return rag(*chunks, **{"reuse": asks(), **kwargs})
+    return rag(*chunks, **{"fusion": asks(), **kwargs})
 
 
 def make_scheduler(capacity: int = 60, *, limits: Any = None, prefill_budget: int = 20, **knobs: Any) -> FusedScheduler:
@@ -62,12 +62,16 @@ def make_scheduler(capacity: int = 60, *, limits: Any = None, prefill_budget: in
     return FusedScheduler(capacity, config(reuse="fused", **knobs), prefill_budget=prefill_budget, **more)
 
 
-def report(req: FakeReq) -> dict[str, Any]:
+def report(req: FakeReq) -> Report:
     """What the front is told of the request's KV."""
-    assert req.customized_info is not None
-    ((_, moved),) = req.customized_info[ANSWER_KEY]
-    assert isinstance(moved, dict)
-    return moved
+    found = answer_of(req).report
+    assert found is not None
+    return found
+
+
+def sources(req: FakeReq) -> list[tuple[Any, ...]]:
+    """Per piece: span, where from, chunks before the source, of these before it now, CFO."""
+    return [(each.span, each.where, each.num_before, each.overlap, each.cfo) for each in report(req).sources]
 
 
 def node_of(scheduler: FusedScheduler, *path: list[int], recipe: str | None = None) -> Any:
@@ -117,12 +121,12 @@ def test_fused_kv_is_found_again_by_its_recipe_only() -> None:
     """The next question about the same chunks moves nothing; another recipe and exact requests never see it."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
-    first, again, other, exact = fused(B), fused(B), fused(B, reuse=asks(recipe="s")), rag(B)
+    first, again, other, exact = fused(B), fused(B), fused(B, fusion=asks(recipe="s")), rag(B)
     assert scheduler.serve(first, answer=[50]) == 5
     assert scheduler.serve(again, answer=[50]) == 7  # into the question, up to its last token
-    assert report(again)["fused_hit"] == 5
+    assert report(again).fused_hit == 5
     assert scheduler.serve(other, answer=[50]) == 5
-    assert report(other)["fused_hit"] == 0
+    assert report(other).fused_hit == 0
     assert scheduler.serve(exact, answer=[50]) == 2
     scheduler.check()
 
@@ -136,7 +140,7 @@ def test_exact_and_fused_copies_live_side_by_side() -> None:
     assert node_of(scheduler, HEAD, B) is not node_of(scheduler, HEAD, B, recipe="r")
     req = fused(B, tail=[40, 41])
     scheduler.serve(req, answer=[50])
-    assert (report(req)["exact"], report(req)["fused_hit"]) == (5, 0)
+    assert (report(req).exact, report(req).fused_hit) == (5, 0)
     scheduler.check()
 
 
@@ -164,7 +168,7 @@ def test_gap_behind_a_moved_chunk_is_approximate() -> None:
     scheduler.evict(9)  # the exact request's own
     req = fused(D, head=OTHER_HEAD)
     scheduler.serve(req, answer=[50])
-    assert report(req)["sources"] == [[None, "gap", 0, 0, None], [0, "device", 1, 0, None]]
+    assert sources(req) == [(None, "gap", 0, 0, None), (0, "device", 1, 0, None)]
     scheduler.check()
 
 
@@ -191,19 +195,13 @@ def test_critical_tokens_are_recomputed_and_counted() -> None:
     """4 of 7 moved tokens, and 2 of a gap."""
     scheduler = make_scheduler()
     scheduler.serve(rag(C, A, B))
-    req = fused(D, A, B, reuse=asks("query", 0.5))
+    req = fused(D, A, B, fusion=asks("query", 0.5))
     scheduler.serve(req, answer=[50])
     told = report(req)
-    assert {key: told[key] for key in ("exact", "relocated", "recomputed", "fused_hit", "gap")} == {
-        "exact": 2,
-        "relocated": 3,
-        "recomputed": 4,
-        "fused_hit": 0,
-        "gap": 4,
-    }
-    assert (told["selector"], told["ratio"], told["focused"], told["fallbacks"]) == ("query", 0.5, None, [])
-    assert told["sources"] == [[0, "gap", 0, 0, None], [1, "device", 1, 0, None], [2, "device", 2, 1, None]]
-    assert set(told["ms"]) >= {"lookup"}
+    assert (told.exact, told.relocated, told.recomputed, told.fused_hit, told.gap) == (2, 3, 4, 0, 4)
+    assert (told.focused, told.fallbacks) == (None, ())
+    assert sources(req) == [(0, "gap", 0, 0, None), (1, "device", 1, 0, None), (2, "device", 2, 1, None)]
+    assert set(told.ms) >= {"lookup"}
 
 
 def test_later_turn_stands_on_the_fused_turns_before_it() -> None:
@@ -212,9 +210,9 @@ def test_later_turn_stands_on_the_fused_turns_before_it() -> None:
     scheduler.serve(rag(A, B))
     scheduler.serve(fused(B), answer=[50, 51])
     ids = [*HEAD, *B, *QUESTION, 50, 51, *A]
-    req = FakeReq([*ids, *QUESTION], marked([(2, 5), (10, 14)], reuse=asks()))
+    req = FakeReq([*ids, *QUESTION], marked([(2, 5), (10, 14)], fusion=asks()))
     assert scheduler.serve(req, answer=[60]) == 14
-    assert (report(req)["exact"], report(req)["fused_hit"], report(req)["gap"]) == (2, 7, 1)
+    assert (report(req).exact, report(req).fused_hit, report(req).gap) == (2, 7, 1)
     scheduler.check()
 
 
@@ -226,7 +224,7 @@ def test_tenants_do_not_share_sources(other: dict[str, Any]) -> None:
     scheduler.idle()
     stranger = fused(B, head=[], **other)
     assert scheduler.serve(stranger, answer=[50]) == 0
-    assert report(stranger)["fallbacks"] == ["no_source"]
+    assert report(stranger).fallbacks == (Fallback.NO_SOURCE,)
     assert scheduler.serve(fused(B, head=[])) == 3
 
 
@@ -248,21 +246,9 @@ def test_explain_tells_the_plan_and_changes_nothing() -> None:
     scheduler.serve(rag(A, B))
     req = fused(D, B)
     before = scheduler.tree_slots(), scheduler.cache.log.seq
-    told = scheduler.cache.explain(
-        {
-            "input_ids": list(req.origin_input_ids),
-            "custom_params": req.sampling_params.custom_params,
-            "extra_key": None,
-            "cache_salt": None,
-        }
-    )
-    assert told == {
-        "exact": 2,
-        "fused_hit": 0,
-        "end": 9,
-        "sources": [[0, "gap", 0, 0, None, 2, 6], [1, "device", 1, 0, None, 6, 9]],
-        "fallbacks": [],
-    }
+    asked = ExplainRequest(list(req.origin_input_ids), req.sampling_params.custom_params, None, None)
+    found = (Source(2, 6, 0, "gap"), Source(6, 9, 1, "device", 1))
+    assert scheduler.cache.explain(asked) == Explanation(2, 0, 9, found)
     assert (scheduler.tree_slots(), scheduler.cache.log.seq) == before
 
 
@@ -272,8 +258,7 @@ def test_exact_requests_are_served_as_without_a_fuser() -> None:
     scheduler.serve(rag(A, B))
     req = rag(B)
     assert scheduler.serve(req, answer=[50]) == 2
-    assert req.customized_info is not None
-    assert req.customized_info[ANSWER_KEY][0][1] is None
+    assert answer_of(req).report is None
     assert scheduler.serve(FakeReq([*HEAD, *B, *QUESTION])) == 0
     scheduler.check()
 
@@ -310,8 +295,8 @@ def test_source_that_left_since_the_match_is_computed() -> None:
     assert scheduler.admit(req, 100) == 2
     scheduler.check([req])
     finish(scheduler, req)
-    assert report(req)["fallbacks"] == ["source_gone"]
-    assert scheduler.cache.stats()["fallbacks"] == {"source_gone": 1}
+    assert report(req).fallbacks == (Fallback.SOURCE_GONE,)
+    assert scheduler.cache.stats()["fallbacks"] == {Fallback.SOURCE_GONE: 1}
     assert node_of(scheduler, HEAD, B) is not None
     scheduler.check()
 
@@ -323,7 +308,7 @@ def test_promise_leaves_room_for_the_batchs_extends() -> None:
     req = fused(B)
     assert scheduler.admit(req, 100) == 2
     finish(scheduler, req)
-    assert report(req)["fallbacks"] == ["no_room"]
+    assert report(req).fallbacks == (Fallback.NO_ROOM,)
     scheduler.check()
     roomier = make_scheduler(32, prefill_budget=20)
     roomier.serve(rag(A, B, tail=[30]))
@@ -337,7 +322,7 @@ def test_promise_leaves_room_for_a_prompt_beyond_the_budget() -> None:
     req = fused(B, tail=list(range(100, 119)))
     assert scheduler.admit(req, 100) == 2
     finish(scheduler, req)
-    assert report(req)["fallbacks"] == ["no_room"]
+    assert report(req).fallbacks == (Fallback.NO_ROOM,)
     scheduler.check()
 
 
@@ -363,7 +348,7 @@ def test_request_of_the_same_batch_shares_what_is_filled_with_it() -> None:
     scheduler.forward()
     scheduler.check([one, two])
     finish(scheduler, one, two)
-    assert report(two)["fused_hit"] == 3
+    assert report(two).fused_hit == 3
     scheduler.check()
 
 
@@ -410,7 +395,7 @@ def test_batch_recomputes_no_more_than_its_budget() -> None:
     """Further requests wait for the next batch; the first may always go."""
     scheduler = make_scheduler(limits={"max_pass_tokens": 5})
     scheduler.serve(rag(C, A, B))
-    one, two = (fused(A, reuse=asks("query", 1.0, recipe)) for recipe in "rs")
+    one, two = (fused(A, fusion=asks("query", 1.0, recipe)) for recipe in "rs")
     start_of(scheduler, one)
     assert scheduler.add(two, 100) is None
     scheduler.forward()
@@ -423,7 +408,7 @@ def test_two_recipes_move_in_one_batch() -> None:
     """From one source, side by side."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
-    one, two = fused(B), fused(B, reuse=asks(recipe="s"))
+    one, two = fused(B), fused(B, fusion=asks(recipe="s"))
     assert [start_of(scheduler, req) for req in (one, two)] == [5, 5]
     assert node_of(scheduler, HEAD, A, B).lock_ref == 2
     scheduler.check([one, two])
@@ -481,7 +466,7 @@ def test_retracted_before_its_first_token_finds_its_fused_kv_again() -> None:
     scheduler.check()
     assert scheduler.admit(req, 100) == 5
     finish(scheduler, req)
-    assert (report(req)["exact"], report(req)["fused_hit"], report(req)["relocated"]) == (2, 3, 3)
+    assert (report(req).exact, report(req).fused_hit, report(req).relocated) == (2, 3, 3)
     scheduler.check()
 
 
@@ -497,8 +482,8 @@ def test_retracted_before_its_first_token_moves_again_what_is_gone() -> None:
     assert scheduler.admit(req, 100) == 5
     finish(scheduler, req)
     told = report(req)
-    assert (told["exact"], told["fused_hit"], told["relocated"], told["gap"]) == (0, 0, 3, 2)
-    assert [source[1] for source in told["sources"]] == ["gap", "host"]
+    assert (told.exact, told.fused_hit, told.relocated, told.gap) == (0, 0, 3, 2)
+    assert [source.where for source in told.sources] == ["gap", "host"]
     scheduler.check()
 
 
@@ -516,7 +501,7 @@ def test_retracted_after_its_first_token_goes_on_where_it_was() -> None:
     scheduler.check()
     assert scheduler.admit(req, 100) == 8
     finish(scheduler, req)
-    assert report(req) is told
+    assert report(req) == told
     assert scheduler.serve(rag(B)) == 2
     scheduler.check()
 
@@ -584,12 +569,13 @@ def test_moved_chunks_have_no_place_in_the_global_tree() -> None:
     """The front routes by what is cached exactly: a fused node is nothing to send an exact request to."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B), answer=[50])
-    told = scheduler.cache.stats()
+    before = scheduler.cache.rank_state(0)
     scheduler.serve(fused(B, D), answer=[50])
-    for name in ("chunk_nodes", "chunk_tokens", "digest", "seq"):
-        assert scheduler.cache.stats()[name] == told[name]
+    after = scheduler.cache.rank_state(0)
+    assert (after.chunk_nodes, after.digest, after.seq) == (before.chunk_nodes, before.digest, before.seq)
+    assert after.counts["chunk_tokens"] == before.counts["chunk_tokens"]
     scheduler.serve(fused(C, B), answer=[50])  # C is a gap in front of the first moved chunk
-    assert scheduler.cache.stats()["chunk_nodes"] == 3
+    assert scheduler.cache.rank_state(0).chunk_nodes == 3
     scheduler.check()
 
 
@@ -668,7 +654,7 @@ def test_preprocessed_chunk_is_moved_first() -> None:
     scheduler.idle()
     req = fused(C, B)
     scheduler.serve(req, answer=[50])
-    assert report(req)["sources"][-1][1] == "host"
+    assert report(req).sources[-1].where == "host"
     scheduler.check()
 
 
@@ -688,11 +674,7 @@ def test_stored_chunk_outlives_the_tree() -> None:
     scheduler.evict(100)
     req = fused(C, B)
     assert scheduler.serve(req, answer=[50]) == len(HEAD) + len(C) + len(B)
-    assert [source[:4] for source in report(req)["sources"]] == [
-        [None, "gap", 0, 0],
-        [0, "gap", 0, 0],
-        [1, "host", 1, 0],
-    ]
+    assert [source[:4] for source in sources(req)] == [(None, "gap", 0, 0), (0, "gap", 0, 0), (1, "host", 1, 0)]
     assert scheduler.store.stats().num_uses == 1
     scheduler.check()
 
@@ -713,7 +695,7 @@ def test_variant_that_leaves_the_store_under_way_is_still_moved() -> None:
 
 def test_captures_of_one_forward_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers under way wait for it; a chunk that exceeds it alone goes alone."""
-    monkeypatch.setattr(fuser_module, "MAX_CAPTURE_TOKENS", 6)
+    monkeypatch.setattr(capture, "MAX_TOKENS", 6)
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, D, C, keep=[0, 1, 2, 3]), answer=[50])
     captured = []
@@ -726,7 +708,7 @@ def test_captures_of_one_forward_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_too_many_waiting_captures_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may earn their place another time."""
-    monkeypatch.setattr(fuser_module, "MAX_WAITING_CAPTURES", 2)
+    monkeypatch.setattr(capture, "MAX_WAITING", 2)
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, C, keep=[0, 1, 2]))
     assert (scheduler.fuser.stats()["store"]["pending"], scheduler.fuser.stats()["store"]["dropped"]) == (2, 1)
@@ -803,7 +785,7 @@ def test_stats_tell_sources_store_and_reasons() -> None:
     assert stats["sources"] == 3  # A, B and, just computed, D
     assert stats["store"]["num_chunks"] == 1
     assert stats["moves"] == {"captured": 1}
-    assert stats["fallbacks"] == {"no_source": 1}
+    assert stats["fallbacks"] == {Fallback.NO_SOURCE: 1}
     assert stats["gate"] == {}
 
 

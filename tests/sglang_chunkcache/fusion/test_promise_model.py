@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_chunkcache.fusion.plan import Limits
-from sglang_chunkcache.wire.spans import ANSWER_KEY, ReuseRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 from tests.examples import examples
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
-from tests.reference.scheduler import FakeReq, config, marked
+from tests.reference.scheduler import FakeReq, answer_of, config, marked
 
 CHUNKS = ((1, 2, 3, 4), (1, 2, 5, 5), (1, 2, 3, 4, 6), (7, 8))  # they begin alike, and two are of one length
 Shape = tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]
@@ -40,12 +40,12 @@ STAYING = st.builds(
 """What stands behind the first chunk was computed behind either, at the same position."""
 SHAPES = st.tuples(st.sampled_from(HEADS), AREAS, SALTS)
 RECIPES = (
-    ReuseRequest("none", 0.0, "none"),
-    ReuseRequest("query", 0.5, "query"),
-    ReuseRequest("context", 0.5, "context", fresh=frozenset({1})),
+    FusionRequest("none", 0.0, "none"),
+    FusionRequest("query", 0.5, "query"),
+    FusionRequest("context", 0.5, "context", fresh=frozenset({1})),
 )
 KINDS = ("plain", "exact", *RECIPES)
-STAYING_KINDS = ("exact", *RECIPES[:2], ReuseRequest("query", 1.0, "all"))
+STAYING_KINDS = ("exact", *RECIPES[:2], FusionRequest("query", 1.0, "all"))
 
 
 @dataclass
@@ -53,12 +53,12 @@ class Live:
     """A request under way."""
 
     req: FakeReq
-    reuse: ReuseRequest | None
+    reuse: FusionRequest | None
     sampled: bool = False
 
 
 def make_live(
-    kind: str | ReuseRequest,
+    kind: str | FusionRequest,
     head: Sequence[int],
     areas: Sequence[Sequence[tuple[int, ...]]],
     tail: Sequence[int],
@@ -74,9 +74,15 @@ def make_live(
             spans.append((len(ids), len(ids) + len(chunk)))
             ids += chunk
         ids += tail
-    reuse = kind if isinstance(kind, ReuseRequest) else None
-    params = marked(spans, namespace=f"{head}{salt}", promoted_len=promoted_len, keep=sorted(keep), reuse=reuse)
-    params["chunkcache_preprocess"] = is_preprocessing
+    reuse = kind if isinstance(kind, FusionRequest) else None
+    params = marked(
+        spans,
+        namespace=f"{head}{salt}",
+        promoted_len=promoted_len,
+        keep=keep,
+        fusion=reuse,
+        is_preprocessing=is_preprocessing,
+    )
     return Live(FakeReq(ids, None if kind == "plain" else params, cache_salt=salt), reuse)
 
 
@@ -143,7 +149,7 @@ class FuserMachine(RuleBasedStateMachine):
     )
     def admit(
         self,
-        kind: str | ReuseRequest,
+        kind: str | FusionRequest,
         shape: Shape,
         tail: tuple[int, ...],
         promoted_len: int,
@@ -153,7 +159,7 @@ class FuserMachine(RuleBasedStateMachine):
         joins: bool,
         num_matches: int,
         evicted: int,
-        again: str | ReuseRequest | None,
+        again: str | FusionRequest | None,
         moves: tuple[int, ...] | None,
     ) -> None:
         """Begin one, and in the same batch maybe another with the same chunks and one more, asked otherwise (`again`),
@@ -181,7 +187,7 @@ class FuserMachine(RuleBasedStateMachine):
     )
     def serve(
         self,
-        kind: str | ReuseRequest,
+        kind: str | FusionRequest,
         shape: Shape,
         keep: frozenset[int],
         promoted_len: int,
@@ -342,15 +348,15 @@ class FuserMachine(RuleBasedStateMachine):
 
     def _check_report(self, live: Live) -> None:
         """What the client is told of the fates adds up."""
-        ((_, told),) = (live.req.customized_info or {ANSWER_KEY: [((), None)]})[ANSWER_KEY]
+        told = answer_of(live.req).report if live.req.customized_info else None
         if live.reuse is None:
             assert told is None
             return
-        counts: dict[str, Any] = told
-        assert min(counts[name] for name in ("exact", "relocated", "recomputed", "fused_hit", "gap")) >= 0
-        promised = counts["relocated"] + counts["recomputed"] + counts["gap"]
-        assert counts["exact"] + promised < len(live.req.all_ids)
-        assert bool(counts["sources"]) == (promised > counts["fused_hit"])
+        assert told is not None
+        assert min(told.exact, told.relocated, told.recomputed, told.fused_hit, told.gap) >= 0
+        promised = told.relocated + told.recomputed + told.gap
+        assert told.exact + promised < len(live.req.all_ids)
+        assert bool(told.sources) == (promised > told.fused_hit)
 
 
 class SharingMachine(FuserMachine):

@@ -7,6 +7,8 @@ import pytest
 pytest.importorskip("sglang")
 
 from radix_ext import IntegrityError
+from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.wire.report import Fallback
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq
 from tests.sglang_chunkcache.fusion.test_promise import (
@@ -53,7 +55,7 @@ def test_chunk_that_keeps_its_position_has_its_sources_slots() -> None:
     scheduler.check([req])
     finish(scheduler, req)
     told = report(req)
-    assert (told["relocated"], told["recomputed"], told["shared"]) == (3, 0, 3)
+    assert (told.relocated, told.recomputed, told.shared) == (3, 0, 3)
     assert scheduler.cache.stats()["shared"] == {"tokens": 3, "bytes": 30, "tokens_ever": 3, "bytes_ever": 30}
     scheduler.check()
 
@@ -64,7 +66,7 @@ def test_critical_tokens_have_slots_of_their_own() -> None:
     scheduler.serve(rag(A, B))
     source = node_of(scheduler, HEAD, A, B)
     before = [scheduler.contents.slots[slot] for slot in source.value.tolist()]
-    req = fused(D, B, reuse=asks("query", 0.5))
+    req = fused(D, B, fusion=asks("query", 0.5))
     scheduler.admit(req, 100)
     shared = [mine == theirs for mine, theirs in zip(row_of(scheduler, req), source.value.tolist(), strict=True)]
     assert shared == [False, False, True]
@@ -72,7 +74,7 @@ def test_critical_tokens_have_slots_of_their_own() -> None:
     assert req.prefix_indices.tolist() == scheduler.slots(req, 0, B_PLACE.stop)
     scheduler.check([req])
     finish(scheduler, req)
-    assert (report(req)["recomputed"], report(req)["shared"]) == (2, 1)
+    assert (report(req).recomputed, report(req).shared) == (2, 1)
     scheduler.check()
 
 
@@ -80,9 +82,9 @@ def test_chunk_recomputed_in_full_shares_nothing() -> None:
     """And the tree's books are closed again."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
-    req = fused(D, B, reuse=asks("query", 1.0))
+    req = fused(D, B, fusion=asks("query", 1.0))
     scheduler.serve(req, answer=[50])
-    assert (report(req)["recomputed"], report(req)["shared"]) == (3, 0)
+    assert (report(req).recomputed, report(req).shared) == (3, 0)
     assert scheduler.cache.stats()["shared"]["tokens"] == 0
     scheduler.check()
 
@@ -95,7 +97,7 @@ def test_exclusive_slots_off_copies() -> None:
     scheduler.admit(req, 100)
     assert not set(row_of(scheduler, req)) & set(node_of(scheduler, HEAD, A, B).value.tolist())
     finish(scheduler, req)
-    assert report(req)["shared"] == 0
+    assert report(req).shared == 0
     scheduler.check()
 
 
@@ -104,7 +106,7 @@ def test_two_requests_of_a_batch_recompute_different_tokens_of_one_chunk() -> No
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     source = node_of(scheduler, HEAD, A, B)
-    one, two = fused(D, B, reuse=asks("query", 0.3)), fused(E, B, reuse=asks("query", 0.6, "s"))
+    one, two = fused(D, B, fusion=asks("query", 0.3)), fused(E, B, fusion=asks("query", 0.6, "s"))
     assert [start_of(scheduler, req) for req in (one, two)] == [B_PLACE.stop] * 2
     scheduler.check([one, two])
     scheduler.forward()
@@ -121,7 +123,7 @@ def test_request_of_the_same_batch_sees_slots_taken_later() -> None:
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     policy = asks("query", 0.5)
-    one, two = fused(D, B, reuse=policy), fused(D, B, reuse=policy, tail=[40, 41])
+    one, two = fused(D, B, fusion=policy), fused(D, B, fusion=policy, tail=[40, 41])
     assert [start_of(scheduler, req) for req in (one, two)] == [B_PLACE.stop] * 2
     scheduler.forward()
     assert row_of(scheduler, one) == row_of(scheduler, two) == two.prefix_indices[B_PLACE].tolist()
@@ -135,7 +137,7 @@ def test_slots_outlive_their_source() -> None:
     """They leave with their last holder; a source evicted frees what nobody shares."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, tail=[30]))
-    req = fused(D, B, reuse=asks("query", 0.5))
+    req = fused(D, B, fusion=asks("query", 0.5))
     scheduler.admit(req, 100)
     free = scheduler.allocator.available_size()
     assert scheduler.evict(100) == len(A) + 2 + 1  # B's two recomputed tokens and the question's last slot
@@ -197,7 +199,7 @@ def test_room_for_critical_tokens_is_reserved() -> None:
     scheduler.serve(rag(A, B))
     free = scheduler.allocator.available_size()
     policy = asks("query", 0.3)  # one token, at most two
-    req = fused(D, B, reuse=policy)
+    req = fused(D, B, fusion=policy)
     start_of(scheduler, req)
     assert free - scheduler.allocator.available_size() == len(D) + 2
     assert scheduler.cache.num_reserved == 2
@@ -208,7 +210,7 @@ def test_room_for_critical_tokens_is_reserved() -> None:
     assert scheduler.cache.num_reserved == 0
     scheduler.check([req])
     finish(scheduler, req)
-    assert report(req)["recomputed"] == 1
+    assert report(req).recomputed == 1
 
 
 def test_promise_without_room_for_its_critical_tokens_is_declined() -> None:
@@ -217,7 +219,7 @@ def test_promise_without_room_for_its_critical_tokens_is_declined() -> None:
     for spare, expected in ((len(D) + 2, B_PLACE.stop), (len(D) + 1, len(HEAD))):
         scheduler = make_scheduler(held + 20 + spare, prefill_budget=20)
         scheduler.serve(rag(A, B, tail=[30]))
-        assert scheduler.admit(fused(D, B, reuse=asks("query", 0.3), tail=[30]), 100) == expected
+        assert scheduler.admit(fused(D, B, fusion=asks("query", 0.3), tail=[30]), 100) == expected
 
 
 def test_critical_tokens_without_slots_stay_as_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +227,10 @@ def test_critical_tokens_without_slots_stay_as_moved(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sglang_chunkcache.fusion.promise.max_critical", lambda *args: 1)
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
-    req = fused(D, B, reuse=asks("query", 0.9))
+    req = fused(D, B, fusion=asks("query", 0.9))
     scheduler.serve(req, answer=[50])
-    assert report(req)["fallbacks"] == ["no_own_slots"]
-    assert (report(req)["recomputed"], report(req)["shared"]) == (1, 2)
+    assert report(req).fallbacks == (Fallback.NO_OWN_SLOTS,)
+    assert (report(req).recomputed, report(req).shared) == (1, 2)
     scheduler.check()
 
 
@@ -247,8 +249,8 @@ def test_failing_pass_computes_what_has_slots(capacity: int, recomputed: int) ->
     scheduler.check([req, keeper, plain])
     scheduler.release(plain, is_insert=False)
     finish(scheduler, req)
-    assert report(req)["fallbacks"] == ["pass_failed"]
-    assert (report(req)["recomputed"], report(req)["shared"]) == (recomputed, 3 - recomputed)
+    assert report(req).fallbacks == (Fallback.PASS_FAILED,)
+    assert (report(req).recomputed, report(req).shared) == (recomputed, 3 - recomputed)
     scheduler.check([keeper])
 
 
@@ -256,7 +258,7 @@ def test_flush_forgets_shared_slots() -> None:
     """Pool and books are as new."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
-    start_of(scheduler, fused(D, B, reuse=asks("query", 0.5)))
+    start_of(scheduler, fused(D, B, fusion=asks("query", 0.5)))
     scheduler.flush()
     scheduler.batch.clear()
     assert scheduler.cache.stats()["shared"]["tokens"] == 0
@@ -268,6 +270,6 @@ def test_check_integrity_names_shared_slots_that_are_not_booked() -> None:
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     scheduler.serve(fused(D, B))
-    scheduler.cache.shared.leave(node_of(scheduler, HEAD, D, B, recipe="r").holding)
+    scheduler.cache.shared.leave(facts(node_of(scheduler, HEAD, D, B, recipe="r")).holding)
     with pytest.raises(IntegrityError, match="two owners"):
         scheduler.cache.check_integrity()

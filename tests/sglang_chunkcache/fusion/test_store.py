@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 
 from radix_ext import ChunkId, IntegrityError  # noqa: E402
 from radix_ext.errors import LimitError  # noqa: E402
-from sglang_chunkcache.fusion.store import ChunkIdentity, ChunkScores, ChunkStore, HostBlob, Variant  # noqa: E402
+from sglang_chunkcache.fusion.store import ChunkScores, ChunkStore, HostBlob, Variant  # noqa: E402
+from sglang_chunkcache.scheduler.node import ChunkIdentity  # noqa: E402
 from tests.reference.naive_store import NaiveStore, NaiveVariant  # noqa: E402
 
 TOKEN_BYTES = 2 * 2 * 1 * 3 * 4  # keys and values, 2 layers, 1 head, 3 dimensions, float32

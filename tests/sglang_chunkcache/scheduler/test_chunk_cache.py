@@ -22,19 +22,21 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from radix_ext import ChunkId, IntegrityError, chunk_id
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.eviction import PromotedFirst, chain_id_of, is_promoted
-from sglang_chunkcache.wire.events import Batch, Evicted, Inserted
-from sglang_chunkcache.wire.spans import ANSWER_KEY
+from sglang_chunkcache.scheduler.eviction import PromotedFirst, is_promoted
+from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted
+from sglang_chunkcache.wire.report import ANSWER_KEY
+from sglang_chunkcache.wire.spans import pack
 from tests.examples import examples
 from tests.reference.chains import chain_of
-from tests.reference.scheduler import SECRET, FakeReq, Scheduler, config, marked, walk
+from tests.reference.scheduler import SECRET, FakeReq, Scheduler, answer_of, config, marked, walk
 
 HEAD, C1, C2, C3, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [30, 31, 32]
 
 
 def chunk_of(node: Any) -> ChunkId | None:
     """The chunk a node holds, None for a token node."""
-    return getattr(node, "chunk", None)
+    return facts(node).chunk
 
 
 def rag(*chunks: list[int], head: list[int] = HEAD, tail: list[int] = QUESTION, **params: Any) -> FakeReq:
@@ -48,10 +50,9 @@ def rag(*chunks: list[int], head: list[int] = HEAD, tail: list[int] = QUESTION, 
 
 
 def batch_of(req: FakeReq) -> Batch:
-    assert req.customized_info is not None
-    ((events, moved),) = req.customized_info[ANSWER_KEY]
-    assert moved is None
-    return Batch(*events)
+    answer = answer_of(req)
+    assert answer.report is None
+    return answer.events
 
 
 def nodes(scheduler: Scheduler) -> list[list[int]]:
@@ -371,15 +372,15 @@ def test_events_name_what_entered_and_left() -> None:
     scheduler.serve(first)
     one = chain_of("n", [chunk_id(C1)])
     assert batch_of(first).events == (
-        tuple(Inserted(chunk_id(C1), 4, None, "n", True)),
-        tuple(Inserted(chunk_id(C2), 3, one, "n", False)),
+        Inserted(chunk_id(C1), 4, None, "n", True),
+        Inserted(chunk_id(C2), 3, one, "n", False),
     )
     scheduler.evict(6)  # the question, then C2
     scheduler.serve(second)
     events = batch_of(second).events[2:]
     assert events == (
-        tuple(Evicted(chain_of("n", [chunk_id(C1), chunk_id(C2)]))),
-        tuple(Inserted(chunk_id(C3), 2, one, "n", False)),
+        Evicted(chain_of("n", [chunk_id(C1), chunk_id(C2)])),
+        Inserted(chunk_id(C3), 2, one, "n", False),
     )
 
 
@@ -390,7 +391,7 @@ def test_events_are_told_until_acknowledged() -> None:
     scheduler.serve(first)
     scheduler.serve(again)
     assert (batch_of(again).start, len(batch_of(again).events)) == (0, 2)
-    acknowledged = rag(C3, ack=(batch_of(again).epoch, 2))
+    acknowledged = rag(C3, ack=Acknowledgement(batch_of(again).epoch, 2))
     scheduler.serve(acknowledged)
     assert (batch_of(acknowledged).start, len(batch_of(acknowledged).events)) == (2, 1)
 
@@ -402,7 +403,7 @@ def test_answer_entry_is_attached_once() -> None:
     scheduler.serve(req, answer=[50, 51, 52])
     assert req.customized_info is not None
     assert len(req.customized_info[ANSWER_KEY]) == 1
-    assert batch_of(req).events == (tuple(Inserted(chunk_id(C1), 4, None, "n", False)),)
+    assert batch_of(req).events == (Inserted(chunk_id(C1), 4, None, "n", False),)
 
 
 def test_answer_entry_comes_with_the_first_token() -> None:
@@ -448,9 +449,9 @@ def test_later_areas_have_no_place_in_the_global_tree() -> None:
     scheduler = Scheduler(40, config())
     req = FakeReq([*HEAD, *C1, 30, *C2, 31], marked([(2, 6), (7, 10)]))
     scheduler.serve(req)
-    chunks = [(chunk_of(node), chain_id_of(node) is not None) for _, node in walk(scheduler.cache) if chunk_of(node)]
+    chunks = [(chunk_of(node), facts(node).chain is not None) for _, node in walk(scheduler.cache) if chunk_of(node)]
     assert sorted(chunks) == sorted([(chunk_id(C1), True), (chunk_id(C2), False)])
-    assert scheduler.cache.stats()["chunk_nodes"] == 1
+    assert scheduler.cache.rank_state(0).chunk_nodes == 1
 
 
 def test_reset_empties_and_changes_the_epoch() -> None:
@@ -460,9 +461,9 @@ def test_reset_empties_and_changes_the_epoch() -> None:
     epoch = scheduler.cache.log.epoch
     scheduler.cache.reset()
     scheduler.allocator.clear()
-    stats = scheduler.cache.stats()
-    assert stats["epoch"] != epoch
-    assert (stats["seq"], stats["digest"], stats["chunk_nodes"], stats["chunk_tokens"]) == (0, 0, 0, 0)
+    rank = scheduler.cache.rank_state(0)
+    assert rank.epoch != epoch
+    assert (rank.seq, rank.digest, rank.chunk_nodes, rank.counts["chunk_tokens"]) == (0, 0, 0, 0)
     scheduler.check()
 
 
@@ -490,29 +491,26 @@ def test_forged_params_are_plain_traffic(params: Any) -> None:
     req = FakeReq([*HEAD, *C1, *QUESTION], params)
     scheduler.serve(req, answer=[50, 51])
     assert req.customized_info is None
-    assert scheduler.cache.stats()["chunk_nodes"] == 0
+    assert scheduler.cache.rank_state(0).chunk_nodes == 0
     assert scheduler.cache.stats()["fallbacks"] == {}
     scheduler.check()
 
 
-def malformed(**fields: Any) -> dict[str, Any]:
-    return {**marked([(2, 6)]), **fields}
+def malformed(*spans: tuple[int, int]) -> dict[str, str]:
+    """The mark is right, the spans are not."""
+    return pack(marked(spans), secret=SECRET)
 
 
 MALFORMED = [
-    malformed(chunkcache_spans=[2]),
-    malformed(chunkcache_spans=None),
-    malformed(chunkcache_spans=[6, 2]),
-    malformed(chunkcache_spans=[2, 600]),
-    malformed(chunkcache_spans=[-3, 2]),
-    malformed(chunkcache_spans=[2, 6, 5, 7]),
-    malformed(chunkcache_spans=["2", "6"]),
-    malformed(chunkcache_spans=[2.0, 6.0]),
-    malformed(chunkcache_promoted="many"),
-    malformed(chunkcache_promoted=float("inf")),
-    malformed(chunkcache_ack=[1]),
-    malformed(chunkcache_ack=None),
+    malformed((2, 6)),  # names no chunk
+    malformed((6, 2)),
+    malformed((2, 600)),
+    malformed((-3, 2)),
+    malformed((2, 6), (5, 7)),
     {"chunkcache_mark": SECRET},
+    {"chunkcache_mark": SECRET, "chunkcache_spans": None},
+    {"chunkcache_mark": SECRET, "chunkcache_spans": [2, 6]},
+    {"chunkcache_mark": SECRET, "chunkcache_spans": "{}"},
 ]
 
 
@@ -557,11 +555,11 @@ def test_stats_count_chunks_and_duplicates() -> None:
     scheduler.serve(FakeReq([*HEAD, *C1, 1, 2, 77]))
     stats = scheduler.cache.stats()
     assert stats["duplicate_tokens"] == len(HEAD) + len(C1) + 2
-    assert (stats["chunk_nodes"], stats["chunk_tokens"], stats["inserted_chunks"]) == (2, 7, 2)
+    assert (stats["chunk_tokens"], stats["inserted_chunks"]) == (7, 2)
     assert stats["free"] + stats["evictable"] + stats["protected"] == 60
     scheduler.evict(60)
     stats = scheduler.cache.stats()
-    assert (stats["chunk_nodes"], stats["chunk_tokens"], stats["evicted_chunks"]) == (0, 0, 2)
+    assert (stats["chunk_tokens"], stats["evicted_chunks"]) == (0, 2)
     assert stats["duplicate_tokens"] == 0
 
 

@@ -25,9 +25,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from radix_ext import ChunkPrefixTree
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.eviction import chain_id_of
-from sglang_chunkcache.wire.events import Batch
-from sglang_chunkcache.wire.spans import ANSWER_KEY
+from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.wire.events import Acknowledgement, Batch
+from sglang_chunkcache.wire.message import decode
+from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
 from tests.examples import examples
 from tests.reference.naive_cache import NaiveCache, Path, num_tokens, units
 from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
@@ -208,10 +209,10 @@ class CacheMachine(RuleBasedStateMachine):
         log = self.scheduler.cache.log
         self.mirror.apply(log.unread(self.mirror.acknowledgement))
         self.acks.append(self.mirror.acknowledgement)
-        assert self.mirror.acknowledgement == (log.epoch, log.seq)
+        assert self.mirror.acknowledgement == Acknowledgement(log.epoch, log.seq)
         assert self.mirror.num_gaps == 0
-        stats = self.scheduler.cache.stats()
-        assert self.tree.digest(0) == (stats["chunk_nodes"], stats["digest"])
+        rank = self.scheduler.cache.rank_state(0)
+        assert self.tree.digest(0) == (rank.chunk_nodes, rank.digest)
         self.tree.check_integrity()
 
     # After every step
@@ -233,8 +234,8 @@ class CacheMachine(RuleBasedStateMachine):
             for n in range(len(path) - size + 1, len(path) + 1):
                 length = len(path[n - 1]) - 1
                 held[path[:n]], slots = tuple(slots[:length]), slots[length:]
-            if chain_id_of(node) is not None:
-                marks[path] = node.promoted
+            if facts(node).chain is not None:
+                marks[path] = facts(node).promoted
         assert held == self.model.slots
         assert marks == self.model.marks
 
@@ -254,7 +255,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.deliver_everything()
         self.scheduler.evict(CAPACITY)
         assert self.scheduler.allocator.available_size() == CAPACITY
-        assert self.scheduler.cache.stats()["chunk_nodes"] == 0
+        assert self.scheduler.cache.rank_state(0).chunk_nodes == 0
 
     # Helpers
 
@@ -317,7 +318,7 @@ class CacheMachine(RuleBasedStateMachine):
         entry = (live.req.customized_info or {}).pop(ANSWER_KEY, None)
         assert entry is None or (live.spans is not None and len(entry) == 1)
         if entry:
-            self.batches.append(Batch(*entry[0][0]))
+            self.batches.append(decode(entry[0], Answer).events)
 
     def _watch_eviction(self) -> Any:
         return _EvictionWatch(self)

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from sglang_chunkcache.fusion.selectors.base import Selection  # noqa: E402
 from sglang_chunkcache.fusion.selectors.focus import focused_chunks, spare_unfocused  # noqa: E402
+from sglang_chunkcache.wire.report import Fallback  # noqa: E402
 from tests.examples import examples  # noqa: E402
 from tests.reference.naive_selectors import predict_focused  # noqa: E402
 
@@ -70,7 +71,7 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_spare_unfocused_empties_the_others() -> None:
     """CFO and reasons stay: they say what was chosen before."""
-    selection = Selection(tuple(torch.tensor([0, n]) for n in (1, 2, 3)), (0.5, None, 1.0), ("unscored",))
+    selection = Selection(tuple(torch.tensor([0, n]) for n in (1, 2, 3)), (0.5, None, 1.0), (Fallback.UNSCORED,))
     spared = spare_unfocused(selection, {0, 2})
     assert [offsets.tolist() for offsets in spared.offsets] == [[0, 1], [], [0, 3]]
     assert spared.offsets[1].dtype == torch.int64

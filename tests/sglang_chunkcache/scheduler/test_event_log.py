@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from radix_ext import ChunkId
-from sglang_chunkcache.wire.events import EventLog, Evicted, Inserted
-from sglang_chunkcache.wire.spans import Acknowledgement
+from sglang_chunkcache.scheduler.event_log import EventLog
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted
 from tests.reference.chains import chain_of
 
 NOTHING = Acknowledgement(0, 0)
@@ -40,7 +40,7 @@ def test_unread_forgets_what_is_acknowledged() -> None:
 def test_unread_with_all_acknowledged_is_empty() -> None:
     """Nothing new, nothing sent; the start still says where the reader stands."""
     log = make_log(3)
-    assert log.unread(Acknowledgement(log.epoch, 3)) == (log.epoch, 3, ())
+    assert log.unread(Acknowledgement(log.epoch, 3)) == Batch(log.epoch, 3, ())
 
 
 def test_acknowledgement_of_another_epoch_is_ignored() -> None:
@@ -52,7 +52,7 @@ def test_acknowledgement_of_another_epoch_is_ignored() -> None:
 def test_acknowledgement_beyond_the_end_does_not_break() -> None:
     """A number from nowhere must not kill the scheduler."""
     log = make_log(2)
-    assert log.unread(Acknowledgement(log.epoch, 99)) == (log.epoch, 2, ())
+    assert log.unread(Acknowledgement(log.epoch, 99)) == Batch(log.epoch, 2, ())
 
 
 def test_older_acknowledgement_after_a_newer_one_changes_nothing() -> None:
@@ -75,23 +75,9 @@ def test_restart_changes_the_epoch_and_empties() -> None:
     epoch = log.epoch
     log.restart()
     assert log.epoch != epoch
-    assert log.unread(NOTHING) == (log.epoch, 0, ())
+    assert log.unread(NOTHING) == Batch(log.epoch, 0, ())
 
 
 def test_two_logs_have_different_epochs() -> None:
     """A restarted rank is told apart from the one before."""
     assert make_log(0).epoch != make_log(0).epoch
-
-
-def test_batch_is_plain_tuples() -> None:
-    """It is pickled between processes that do not all import us."""
-    log = EventLog(10)
-    log.append(Inserted(ChunkId("c"), 4, None, "n", True))
-    (event,) = log.unread(NOTHING).events
-    assert type(event) is tuple
-    assert event == ("c", 4, None, "n", True)
-
-
-def test_events_have_distinct_lengths() -> None:
-    """On the wire an event's kind is its length."""
-    assert len(Inserted._fields) != len(Evicted._fields)

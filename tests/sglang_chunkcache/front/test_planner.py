@@ -1,4 +1,4 @@
-"""`RagService` without an engine: what is sent to which rank, what an answer teaches, what a conversation keeps."""
+"""What is sent to which rank: order, limits, conversations, overflow, routing, parts."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 
 from radix_ext import ConversationMap
-from sglang_chunkcache.front.prompt import PromptError
-from sglang_chunkcache.front.request import Identity, Passage, RagRequest
-from sglang_chunkcache.wire.spans import ANSWER_KEY
-from tests.sglang_chunkcache.front.service_bench import (
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.request import Identity, Passage
+from tests.sglang_chunkcache.front.front_bench import (
     END,
-    ME,
-    SECRET,
     A,
+    Asked,
     B,
     Bench,
     C,
     D,
-    make_output,
     sent,
     text_of,
+    told,
     user,
 )
 
@@ -78,8 +76,8 @@ def test_a_request_under_way_is_planned_on() -> None:
     first = bench.ask("one", A, B)
     second = bench.ask("two", B, A)
     assert second.order == ["a", "b"]
-    bench.service.release(first)
-    bench.service.release(second)
+    bench.end(first)
+    bench.end(second)
     assert bench.ask("three", B, A).order == ["b", "a"]
 
 
@@ -100,8 +98,8 @@ def test_repeated_text_is_sent_once() -> None:
     """Identity is the text: the second label is reported, not sent."""
     bench = Bench()
     request = bench.ask("q", A, B, Passage("again", A.text))
-    assert (request.order, request.repeated) == (["a", "b"], ["again"])
-    assert bench.service.metrics.totals()["chunks"]["repeated"] == 1
+    assert (request.order, request.repeated) == (["a", "b"], ("again",))
+    assert bench.books.metrics.totals()["chunks"]["repeated"] == 1
 
 
 def test_same_label_with_other_text_is_another_chunk() -> None:
@@ -109,107 +107,12 @@ def test_same_label_with_other_text_is_another_chunk() -> None:
     assert Bench().ask("q", A, Passage("a", "other")).order == ["a", "a"]
 
 
-def test_fates_sum_to_the_prompt() -> None:
-    """Every prompt token has one fate."""
-    bench = Bench()
-    request = bench.ask("q", A, B)
-    answer = bench.reply(request, cached=request.spans[0].end + 2).answer()
-    assert sum(answer["fates"].values()) == len(request.input_ids)
-    assert (answer["fates"]["exact"], answer["chunks_hit"], answer["dp_rank"]) == (request.spans[0].end + 2, 1, 0)
-
-
-def test_fates_never_exceed_the_prompt() -> None:
-    """A retracted request's cached_tokens may count its own output."""
-    bench = Bench()
-    request = bench.reply(bench.ask("q", A), cached=10_000)
-    assert request.answer()["fates"]["computed"] == 0
-
-
-def test_fates_wait_for_the_first_token() -> None:
-    """An output without tokens says nothing of the cache yet."""
-    bench = Bench()
-    request = bench.ask("q", A)
-    bench.service.observe(request, make_output([], 5, None, 0, None), incremental=False)
-    assert request.exact is None
-    bench.service.observe(request, make_output([65], 5, None, 0, None), incremental=False)
-    assert request.exact == 5
-
-
-def test_observe_takes_our_entry_out() -> None:
-    """Nothing of the mirror's traffic reaches a client."""
-    bench = Bench()
-    request = bench.ask("q", A)
-    output = make_output([65], 0, None, 0, bench.ranks[0].serve(request))
-    bench.service.observe(request, output, incremental=False)
-    assert ANSWER_KEY not in output["meta_info"]
-
-
-def test_observe_incremental_output_adds_up() -> None:
-    """SGLang sends either everything so far or only what is new; the other choices of n > 1 are not the conversation's."""
-    bench = Bench()
-    request = bench.ask("q", A)
-    for ids, index in (([65], 0), ([70], 1), ([66, 67], 0)):
-        bench.service.observe(request, make_output(ids, 0, None, 0, None, index), index=index, incremental=True)
-    assert request.output_ids == [65, 66, 67]
-
-
-def test_custom_params_carry_mark_and_acknowledgement() -> None:
-    """The scheduler believes only our mark; what was read is acknowledged with the next request."""
-    bench = Bench()
-    assert bench.reply(bench.ask("q", A)).custom_params["chunkcache_mark"] == SECRET
-    log = bench.ranks[0].log
-    assert bench.ask("q", A).custom_params["chunkcache_ack"] == [log.epoch, log.seq]
-
-
-def test_promotion_counts_the_current_request() -> None:
-    """CRAFT: after counting, the leading run at the threshold is promoted."""
-    bench = Bench(promotion_threshold=2)
-    assert bench.reply(bench.ask("1", A)).custom_params["chunkcache_promoted"] == 0
-    assert bench.reply(bench.ask("2", A, B)).custom_params["chunkcache_promoted"] == 1
-    assert bench.reply(bench.ask("3", A, B)).custom_params["chunkcache_promoted"] == 2
-
-
-# Plan and load are given back
-
-
-@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
-def test_finished_request_gives_plan_and_load_back(reason: str) -> None:
-    """Also when SGLang aborted it; a second release changes nothing."""
-    bench = Bench()
-    request = bench.reply(bench.ask("q", A), reason=reason)
-    bench.service.release(request)
-    assert bench.is_idle()
-    outcome = "aborted" if reason == "abort" else "finished"
-    assert bench.service.metrics.totals()["requests"] == {outcome: 1}
-
-
-def test_abandoned_request_gives_plan_and_load_back() -> None:
-    """A client that leaves before any output."""
-    bench = Bench()
-    bench.service.release(bench.ask("q", A))
-    assert bench.is_idle()
-    assert bench.service.metrics.totals()["requests"] == {"aborted": 1}
-
-
-@pytest.mark.parametrize(
-    "passages", [[A, Passage("big", "x" * 300)], [Passage(str(i), str(i) * 50) for i in range(5)]], ids=len
-)
-def test_refused_request_leaves_nothing(passages: list[Passage]) -> None:
-    """A 400 must not count as load for ever."""
-    bench = Bench(context_len=200)
-    with pytest.raises(PromptError):
-        bench.ask("q", *passages)
-    assert bench.is_idle()
-    assert len(bench.service.tree) == 0
-    assert bench.service.table.num_requests == 0
-
-
 # Limits
 
 
 def test_chunk_longer_than_the_context_is_named() -> None:
     """400 with the label and both lengths."""
-    with pytest.raises(PromptError, match="'big' has 301 tokens, the context is 200"):
+    with pytest.raises(RequestError, match="'big' has 301 tokens, the context is 200"):
         Bench(context_len=200).ask("q", Passage("big", "x" * 300))
 
 
@@ -220,7 +123,7 @@ def test_prompt_that_just_fits_is_sent(max_new_tokens: int | None) -> None:
     bench = Bench(context_len=200)
     length = 200 - room - len(bench.ask("").input_ids)
     assert len(bench.ask("q" * length, max_new_tokens=max_new_tokens).input_ids) == 200 - room
-    with pytest.raises(PromptError, match="exceed the context of 200"):
+    with pytest.raises(RequestError, match="exceed the context of 200"):
         bench.ask("q" * (length + 1), max_new_tokens=max_new_tokens)
 
 
@@ -286,7 +189,7 @@ def test_shown_chunk_is_dropped() -> None:
     bench.turn(messages, A, B)
     messages.append(user("two"))
     request = bench.turn(messages, B, C)
-    assert (request.order, request.dropped) == (["c"], ["b"])
+    assert (request.order, request.dropped) == (["c"], ("b",))
     assert request.answer()["turns_reused"] == 1
 
 
@@ -303,7 +206,7 @@ def test_edited_history_starts_fresh() -> None:
     bench, messages = Bench(), [user("one")]
     bench.turn(messages, A)
     request = bench.ask([user("ONE"), messages[1], user("two")], A, to="c")
-    assert (request.num_turns, request.order, request.dropped) == (0, ["a"], [])
+    assert (request.num_turns, request.order, request.dropped) == (0, ["a"], ())
     assert "ONE" in text_of(request)
     assert "one" not in text_of(request)
 
@@ -353,7 +256,7 @@ def test_guessed_conversation_id_shows_nothing(who: Identity) -> None:
     bench, messages = Bench(), [user("one")]
     bench.turn(messages, A)
     request = bench.ask([*messages, user("two")], A, to="c", who=who)
-    assert (request.num_turns, request.dropped, request.order) == (0, [], ["a"])
+    assert (request.num_turns, request.dropped, request.order) == (0, (), ["a"])
 
 
 def test_guessed_id_without_the_messages_shows_nothing() -> None:
@@ -398,16 +301,6 @@ def test_two_turns_at_once_start_from_the_last_finished() -> None:
     assert bench.ask(histories["right"], to="c").num_turns == 1
 
 
-@pytest.mark.parametrize(("reason", "content"), [("abort", ""), ("stop", None)])
-def test_turn_without_a_whole_text_is_not_kept(reason: str, content: str | None) -> None:
-    """An aborted answer, or one of tool calls, is not what the client will send back."""
-    bench, messages = Bench(), [user("one")]
-    bench.turn(messages, A)
-    bench.reply(bench.ask([*messages, user("two")], to="c"), reason=reason, content=content)
-    next_turn = [*messages, user("two"), {"role": "assistant", "content": "ok"}, user("three")]
-    assert bench.ask(next_turn, to="c").num_turns == 1
-
-
 def test_idle_conversation_is_forgotten() -> None:
     """Bounded in time: the next turn is rendered whole."""
     bench, messages = Bench(conversation_idle_s=10), [user("one")]
@@ -421,7 +314,7 @@ def test_idle_conversation_is_forgotten() -> None:
 # Overflow
 
 
-def long_talk(bench: Bench, num_turns: int, system: str = "sys") -> tuple[list[dict[str, str]], list[RagRequest]]:
+def long_talk(bench: Bench, num_turns: int, system: str = "sys") -> tuple[list[dict[str, str]], list[Asked]]:
     """Turns of about 60 tokens, each with a chunk of its own."""
     messages, requests = [{"role": "system", "content": system}], []
     for i in range(num_turns):
@@ -482,7 +375,7 @@ def test_dropped_chunks_do_not_push_turns_out() -> None:
     for i in range(3):
         messages.append(user(f"again {i}"))
         request = bench.turn(messages, big, max_new_tokens=10)
-        assert (request.dropped, request.num_departed) == (["big"], 0)
+        assert (request.dropped, request.num_departed) == (("big",), 0)
         assert request.input_ids[: len(sent(first))] == sent(first)
 
 
@@ -490,7 +383,7 @@ def test_forgotten_long_conversation_is_still_answered() -> None:
     """A forgotten conversation costs a prefix, never an answer: the client sends all messages, more than fits."""
     bench = Bench(context_len=300)
     messages, _ = long_talk(bench, 30)
-    bench.service.conversations = ConversationMap(max_conversations=1, max_tokens=10_000, idle_s=60)
+    bench.books.conversations = ConversationMap(max_conversations=1, max_tokens=10_000, idle_s=60)
     messages.append(user("next"))
     assert len(bench.turn(messages, A, max_new_tokens=10).input_ids) <= 290
 
@@ -507,8 +400,8 @@ def test_kv_aware_goes_where_the_chain_is() -> None:
     assert homes["one"] != homes["two"]
     again = bench.ask("x", B, A)
     assert again.rank == homes["one"]
-    assert again.custom_params["chunkcache_ack"][0] == bench.ranks[again.rank].log.epoch
-    bench.service.release(again)
+    assert told(again).ack.epoch == bench.ranks[again.rank].log.epoch
+    bench.end(again)
     assert bench.ask("y", D, C).rank == homes["two"]
 
 
@@ -526,18 +419,6 @@ def test_round_robin_takes_turns() -> None:
     assert [bench.reply(bench.ask("q", A)).rank for _ in range(4)] == [0, 1, 0, 1]
 
 
-def test_answer_is_booked_where_it_was_served() -> None:
-    """Another rank than planned: its mirror learns, the planned one's load is given back."""
-    bench = Bench(num_ranks=2)
-    request = bench.ask("q", A, B)
-    other = 1 - request.rank
-    bench.reply(request, by=other)
-    assert request.answer()["dp_rank"] == other
-    assert bench.is_idle()
-    assert bench.service.tree.digest(other)[0] == 2
-    assert bench.service.tree.digest(request.rank)[0] == 0
-
-
 def test_history_goes_back_to_its_rank() -> None:
     """A conversation's KV is where its last turn was computed."""
     bench, messages = Bench(num_ranks=2), [user("one")]
@@ -552,7 +433,7 @@ def test_history_goes_back_to_its_rank() -> None:
 def test_parts_stand_as_they_come() -> None:
     """Texts, an area, text, an area; the tokenizer's own first token in front."""
     bench = Bench()
-    request = bench.service.begin_parts(["head ", [A, B], " mid ", [C, D], " end"], identity=ME)
+    request = bench.parts(["head ", [A, B], " mid ", [C, D], " end"])
     assert text_of(request) == f"\x02head {A.text};{B.text}; mid {C.text};{D.text}; end"
     assert request.order == ["a", "b", "c", "d"]
     assert len(request.spans) == 4
@@ -562,16 +443,16 @@ def test_parts_stand_as_they_come() -> None:
 def test_parts_order_only_the_first_area() -> None:
     """What stands behind another text is fixed."""
     bench = Bench()
-    bench.reply(bench.service.begin_parts(["h", [A, B], "m", [C, D]], identity=ME))
-    request = bench.service.begin_parts(["h", [B, A], "m", [D, C]], identity=ME)
+    bench.reply(bench.parts(["h", [A, B], "m", [C, D]]))
+    request = bench.parts(["h", [B, A], "m", [D, C]])
     assert request.order == ["a", "b", "d", "c"]
 
 
 def test_parts_continue_a_program() -> None:
     """A frontend program sends its text so far again; the spans must come out the same."""
     bench = Bench()
-    first = bench.service.begin_parts(["h", [A, B], "question"], identity=ME)
-    second = bench.service.begin_parts(["h", [A, B], "question", " answer", [C]], identity=ME)
+    first = bench.parts(["h", [A, B], "question"])
+    second = bench.parts(["h", [A, B], "question", " answer", [C]])
     assert second.input_ids[: len(first.input_ids)] == first.input_ids
     assert second.spans[:2] == first.spans
 
@@ -579,14 +460,14 @@ def test_parts_continue_a_program() -> None:
 def test_parts_report_repeats() -> None:
     """Within one area; in a later one the chunk is sent where the program put it."""
     bench = Bench()
-    request = bench.service.begin_parts([[A, Passage("again", A.text)], "m", [A]], identity=ME)
-    assert (request.order, request.repeated) == (["a", "a"], ["again"])
+    request = bench.parts([[A, Passage("again", A.text)], "m", [A]])
+    assert (request.order, request.repeated) == (["a", "a"], ("again",))
 
 
 def test_parts_labels_follow_their_area() -> None:
     """The same text under two labels: each place shows the label it was sent with."""
     bench = Bench()
-    request = bench.service.begin_parts([[A], "m", [Passage("other", A.text)]], identity=ME)
+    request = bench.parts([[A], "m", [Passage("other", A.text)]])
     assert request.order == ["a", "other"]
 
 
@@ -594,33 +475,20 @@ def test_parts_labels_follow_their_area() -> None:
 def test_parts_with_empty_areas_are_served(parts: list[Any]) -> None:
     """An empty area is no chunks."""
     bench = Bench()
-    bench.reply(bench.service.begin_parts(parts, identity=ME))
+    bench.reply(bench.parts(parts))
     assert bench.is_idle()
 
 
 def test_parts_without_anything_are_refused() -> None:
     """A tokenizer without a first token leaves nothing to send."""
     bench = Bench()
-    bench.service.assembler._tokenizer.bos_token_id = None
-    with pytest.raises(PromptError, match="empty"):
-        bench.service.begin_parts([""], identity=ME)
+    bench.assembler._tokenizer.bos_token_id = None
+    with pytest.raises(RequestError, match="empty"):
+        bench.parts([""])
     assert bench.is_idle()
 
 
 def test_parts_longer_than_the_context_are_refused() -> None:
     """As in chats."""
-    with pytest.raises(PromptError, match="exceed the context"):
-        Bench(context_len=50).service.begin_parts(["x" * 60], identity=ME)
-
-
-def test_stats_show_the_front() -> None:
-    """JSON-able counts, no texts."""
-    import json
-
-    bench = Bench()
-    bench.reply(bench.ask("q", A, B, to="c"))
-    stats = json.loads(json.dumps(bench.service.stats()))
-    assert stats["tree"]["nodes"] == 2
-    assert stats["conversations"]["count"] == 1
-    assert stats["requests"] == {"finished": 1}
-    assert stats["prompt_tokens_in_flight"] == [0]
+    with pytest.raises(RequestError, match="exceed the context"):
+        Bench(context_len=50).parts(["x" * 60])

@@ -1,57 +1,76 @@
-"""`RagService` with `--reuse fused`: what the scheduler is asked for, what its report becomes, dry runs and preprocessing."""
+"""`--reuse fused`: what the scheduler is asked for, what its report becomes, plans explained and preprocessing."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.fusion_options import fused_request
-from sglang_chunkcache.front.prompt import PromptError
-from sglang_chunkcache.front.request import Passage, RagRequest
-from tests.sglang_chunkcache.front.service_bench import END, ME, A, B, Bench, C, D, make_output, text_of, told, user
+from sglang_chunkcache.front.request import Passage
+from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
+from sglang_chunkcache.wire.spans import unpack
+from tests.sglang_chunkcache.front.front_bench import (
+    END,
+    ME,
+    SECRET,
+    A,
+    Asked,
+    B,
+    Bench,
+    C,
+    D,
+    make_output,
+    text_of,
+    told,
+    user,
+)
 
 FUSED: dict[str, Any] = {"reuse": "fused", "store_threshold": 2}
 
 
 def fused(bench: Bench, **wish: Any) -> Any:
     """A client's wish, defaults filled in."""
-    return fused_request(bench.service.config, **wish)
+    return fused_request(bench.config, **wish)
 
 
-def make_report(request: RagRequest, **fields: Any) -> dict[str, Any]:
+def make_report(request: Asked, **fields: Any) -> Report:
     """A scheduler's report: the first chunk moved from the host, 3 of its tokens recomputed, the second a gap."""
     first, second = request.spans[:2]
-    moved_len = first.end - first.start
-    report = {
-        "exact": first.start,
-        "relocated": moved_len - 3,
-        "recomputed": 3,
-        "fused_hit": 0,
-        "gap": second.end - second.start,
-        "shared": 5,
-        "selector": "query",
-        "ratio": 0.15,
-        "sources": [[0, "host", 2, 1, 0.5], [1, "gap", 0, 0, None]],
-        "focused": [0],
-        "fallbacks": [],
-        "ms": {"lookup": 1.0, "relocate": 2.0, "select": 0.5, "recompute": 4.0},
-    }
-    return {**report, **fields}
+    report = Report(
+        exact=first.start,
+        relocated=first.end - first.start - 3,
+        recomputed=3,
+        fused_hit=0,
+        gap=second.end - second.start,
+        shared=5,
+        sources=(
+            Source(first.start, first.end, 0, "host", num_before=2, overlap=1, cfo=0.5),
+            Source(second.start, second.end, 1, "gap"),
+        ),
+        focused=(0,),
+        fallbacks=(),
+        ms={"lookup": 1.0, "relocate": 2.0, "select": 0.5, "recompute": 4.0},
+    )
+    return structs.replace(report, **fields)
 
 
 def test_exact_requests_ask_for_nothing() -> None:
     """The default: no reuse, nothing kept, and the answer says so."""
     bench = Bench()
     request = bench.reply(bench.ask("q", A))
-    assert (told(request).reuse, told(request).keep) == (None, frozenset())
+    assert (told(request).fusion, told(request).keep) == (None, frozenset())
     assert request.answer()["reuse"] is None
 
 
 def test_fused_request_reaches_the_scheduler() -> None:
     """With the server's defaults, and a recipe."""
     bench = Bench(**FUSED, selector="first", recompute_ratio=0.25)
-    reuse = told(bench.ask("q", A, B, reuse=fused(bench))).reuse
+    reuse = told(bench.ask("q", A, B, fusion=fused(bench))).fusion
     assert reuse is not None
     assert (reuse.selector, reuse.ratio, reuse.focus, reuse.alpha) == ("first", 0.25, False, None)
     assert reuse.recipe == "first/0.25/alpha=-/focus=0/without=-"
@@ -60,7 +79,7 @@ def test_fused_request_reaches_the_scheduler() -> None:
 def test_recipe_knows_the_question_of_query() -> None:
     """Two questions choose other tokens; the same question behind the same chunks does not."""
     bench = Bench(**FUSED)
-    recipes = [told(bench.ask(text, A, B, reuse=fused(bench))).reuse.recipe for text in ("one", "two", "one")]  # type: ignore[union-attr]
+    recipes = [told(bench.ask(text, A, B, fusion=fused(bench))).fusion.recipe for text in ("one", "two", "one")]  # type: ignore[union-attr]
     assert recipes[0] == recipes[2] != recipes[1]
 
 
@@ -68,40 +87,40 @@ def test_recipe_knows_the_question_of_query() -> None:
 def test_recipe_of_a_conversation_stays(between: str | None) -> None:
     """Otherwise the next question would not find the history's fused KV; an exact turn between changes nothing."""
     bench, messages = Bench(**FUSED), [user("one")]
-    first = bench.turn(messages, A, reuse=fused(bench))
+    first = bench.turn(messages, A, fusion=fused(bench))
     if between:
         messages.append(user("exact"))
         bench.turn(messages, B)
     messages.append(user("two"))
-    second = bench.turn(messages, C, reuse=fused(bench))
+    second = bench.turn(messages, C, fusion=fused(bench))
     messages.append(user("three"))
-    third = bench.turn(messages, D, reuse=fused(bench))
-    assert first.reuse is not None
-    assert first.reuse == second.reuse == third.reuse
+    third = bench.turn(messages, D, fusion=fused(bench))
+    assert first.fusion is not None
+    assert first.fusion == second.fusion == third.fusion
 
 
 def test_recipe_of_another_policy_is_another() -> None:
     """KV made at one ratio is not to be taken for KV made at another."""
     bench, messages = Bench(**FUSED), [user("one")]
-    bench.turn(messages, A, reuse=fused(bench))
+    bench.turn(messages, A, fusion=fused(bench))
     messages.append(user("two"))
-    second = bench.turn(messages, B, reuse=fused(bench, ratio=0.5))
+    second = bench.turn(messages, B, fusion=fused(bench, ratio=0.5))
     messages.append(user("three"))
-    third = bench.turn(messages, C, reuse=fused(bench, ratio=0.5))
-    assert second.reuse is not None
-    assert second.reuse.recipe.startswith("query/0.5/")
-    assert second.reuse == third.reuse
+    third = bench.turn(messages, C, fusion=fused(bench, ratio=0.5))
+    assert second.fusion is not None
+    assert second.fusion.recipe.startswith("query/0.5/")
+    assert second.fusion == third.fusion
 
 
 def test_turn_without_chunks_has_no_recipe_to_keep() -> None:
     """Nothing was fused; its question must not stand for the next one's."""
     bench, messages = Bench(**FUSED), [user("one")]
-    first = bench.turn(messages, reuse=fused(bench))
+    first = bench.turn(messages, fusion=fused(bench))
     messages.append(user("two"))
-    second = bench.turn(messages, A, reuse=fused(bench))
-    assert first.reuse is not None
-    assert second.reuse is not None
-    assert first.reuse.recipe != second.reuse.recipe
+    second = bench.turn(messages, A, fusion=fused(bench))
+    assert first.fusion is not None
+    assert second.fusion is not None
+    assert first.fusion.recipe != second.fusion.recipe
 
 
 def test_chunks_over_the_threshold_are_kept() -> None:
@@ -122,7 +141,7 @@ def test_nothing_is_kept_without_the_flag() -> None:
 def test_report_becomes_the_answer() -> None:
     """All four fates, each chunk's source by its label, and what it took."""
     bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, reuse=fused(bench))
+    request = bench.ask("q", A, B, fusion=fused(bench))
     report = make_report(request)
     answer = bench.reply(request, cached=request.spans[1].end, report=report).answer()
     fates = answer["fates"]
@@ -142,12 +161,12 @@ def test_report_becomes_the_answer() -> None:
         "gap": 11,
         "shared": 5,
         "fallbacks": [],
-        "ms": report["ms"],
+        "ms": report.ms,
     }
-    totals = bench.service.metrics.totals()
+    totals = bench.books.metrics.totals()
     assert totals["prompt_tokens"] == fates
     assert totals["sources"] == {"host": 1, "gap": 1}
-    assert bench.service.stats()["reuse_seconds"] == {
+    assert bench.books.stats()["reuse_seconds"] == {
         "lookup": 0.001,
         "relocate": 0.002,
         "select": 0.0005,
@@ -158,9 +177,14 @@ def test_report_becomes_the_answer() -> None:
 def test_exact_prefix_of_a_fused_request_counts_as_hit() -> None:
     """`chunks_hit` says what the exact chain held, whatever was moved behind it."""
     bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, reuse=fused(bench))
+    request = bench.ask("q", A, B, fusion=fused(bench))
+    second = request.spans[1]
     report = make_report(
-        request, exact=request.spans[0].end, relocated=5, recomputed=2, sources=[[1, "device", 0, 0, None]]
+        request,
+        exact=request.spans[0].end,
+        relocated=5,
+        recomputed=2,
+        sources=(Source(second.start, second.end, 1, "device"),),
     )
     assert bench.reply(request, report=report).answer()["chunks_hit"] == 1
 
@@ -168,29 +192,31 @@ def test_exact_prefix_of_a_fused_request_counts_as_hit() -> None:
 def test_reported_fallbacks_are_said_and_counted() -> None:
     """In the answer, where every reason stands, and by reason in the counters."""
     bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, reuse=fused(bench))
-    report = make_report(request, relocated=0, recomputed=0, sources=[], focused=None, fallbacks=["no_room"], ms={})
+    request = bench.ask("q", A, B, fusion=fused(bench))
+    report = make_report(
+        request, relocated=0, recomputed=0, sources=(), focused=None, fallbacks=(Fallback.NO_ROOM,), ms={}
+    )
     answer = bench.reply(request, report=report).answer()
     assert answer["fallbacks"] == answer["reuse"]["fallbacks"] == ["no_room"]
     assert answer["reuse"]["focused"] is None
-    assert bench.service.metrics.totals()["fallbacks"] == {"no_room": 1}
+    assert bench.books.metrics.totals()["fallbacks"] == {"no_room": 1}
 
 
 def test_missing_report_is_said() -> None:
     """What SGLang counts as cached may then be moved KV: calling it exact would be a lie, so no fates."""
     bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, reuse=fused(bench))
+    request = bench.ask("q", A, B, fusion=fused(bench))
     answer = bench.reply(request, cached=request.spans[0].end).answer()
     assert (answer["fates"], answer["chunks_hit"], answer["fallbacks"]) == (None, None, ["no_report"])
-    assert bench.service.metrics.totals()["prompt_tokens"] == {}
+    assert bench.books.metrics.totals()["prompt_tokens"] == {}
     assert bench.is_idle()
 
 
 def test_fused_request_taken_for_plain_text_is_exact() -> None:
     """A rank that could not read our spans found plain prefixes only."""
     bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, reuse=fused(bench))
-    bench.service.observe(request, make_output([65], 5, "stop", 0, None), incremental=False)
+    request = bench.ask("q", A, B, fusion=fused(bench))
+    bench.observe(request, make_output([65], 5, "stop", 0, None))
     assert request.answer()["fallbacks"] == ["plain_text"]
     assert request.answer()["fates"]["exact"] == 5
 
@@ -198,19 +224,18 @@ def test_fused_request_taken_for_plain_text_is_exact() -> None:
 def test_fused_request_without_tokens_blames_nobody() -> None:
     """Asked for no token, SGLang drops our entry: not known, but nothing went wrong."""
     bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, reuse=fused(bench), max_new_tokens=0)
-    bench.service.observe(request, make_output([], 5, "length", 0, []), incremental=False)
+    request = bench.ask("q", A, B, fusion=fused(bench), max_new_tokens=0)
+    bench.observe(request, make_output([], 5, "length", 0, []))
     assert (request.answer()["fates"], request.answer()["fallbacks"]) == (None, [])
 
 
 def test_parallel_answers_tell_no_fates() -> None:
     """SGLang fills its cache with a request of its own first."""
     bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, reuse=fused(bench))
-    request.is_parallel = True
+    request = bench.ask("q", A, B, fusion=fused(bench), num_answers=2)
     answer = bench.reply(request, report=make_report(request)).answer()
     assert (answer["fates"], answer["chunks_hit"], answer["fallbacks"]) == (None, None, ["parallel_sampling"])
-    assert bench.service.metrics.totals()["sources"] == {}
+    assert bench.books.metrics.totals()["sources"] == {}
 
 
 def test_labels_of_the_history_are_hashes() -> None:
@@ -218,8 +243,8 @@ def test_labels_of_the_history_are_hashes() -> None:
     bench, messages = Bench(**FUSED), [user("one")]
     bench.turn(messages, A)
     messages.append(user("two"))
-    request = bench.ask(list(messages), B, to="c", reuse=fused(bench))
-    report = make_report(request, focused=[1])
+    request = bench.ask(list(messages), B, to="c", fusion=fused(bench))
+    report = make_report(request, focused=(1,))
     sources = bench.reply(request, report=report).answer()["reuse"]["sources"]
     assert [source["chunk"] for source in sources] == [request.spans[0].chunk[:8], "b"]
     assert request.answer()["reuse"]["focused"] == ["b"]
@@ -228,12 +253,10 @@ def test_labels_of_the_history_are_hashes() -> None:
 def test_parts_take_order_and_reuse() -> None:
     """Frontend programs have the same choices; labels of later areas are known."""
     bench = Bench(**FUSED)
-    bench.reply(bench.service.begin_parts([[A, B], "q"], identity=ME))
-    request = bench.service.begin_parts(
-        [[B, A], "mid", [C], "q"], identity=ME, order="retriever", reuse=fused(bench, selector="none", ratio=0)
-    )
+    bench.reply(bench.parts([[A, B], "q"]))
+    request = bench.parts([[B, A], "mid", [C], "q"], order="retriever", fusion=fused(bench, selector="none", ratio=0))
     assert request.labels == ["b", "a", "c"]
-    assert told(request).reuse == request.reuse
+    assert told(request).fusion == request.fusion
 
 
 @pytest.mark.parametrize(
@@ -246,44 +269,42 @@ def test_order_of_one_request(order: Any, expected: str) -> None:
     assert bench.ask("two", B, A, order=order).order == list(expected)
 
 
-# Dry runs
+# Plans that are not begun
 
 
 @pytest.mark.parametrize("routing", ["kv_aware", "round_robin"])
-def test_dry_run_leaves_nothing(routing: str) -> None:
-    """It is planned as the request would be, and the next request sees no trace of it."""
+def test_plan_alone_leaves_nothing(routing: str) -> None:
+    """It is what the request would get, and the next request sees no trace of it."""
     bench = Bench(num_ranks=2, routing=routing, **FUSED)
     bench.reply(bench.ask("one", A, B))
-    before = bench.service.stats()
-    options = {"reuse": fused(bench), "to": "c"}
-    plans = [bench.ask("two", C, B, A, dry_run=True, **options) for _ in range(2)]
-    bench.service.release(plans[0])
-    assert bench.service.stats() == before
+    before = bench.books.stats()
+    options = {"fusion": fused(bench), "to": "c"}
+    plans = [bench.plan("two", C, B, A, **options) for _ in range(2)]
+    told_alone = bench.books.told(plans[0])
+    assert bench.books.stats() == before
     assert bench.is_idle()
     real = bench.ask("two", C, B, A, **options)
     for plan in plans:
-        assert (plan.rank, plan.order, plan.input_ids, plan.reuse) == (
+        assert (plan.rank, plan.order, plan.input_ids, plan.spans, plan.fusion) == (
             real.rank,
             real.order,
             real.input_ids,
-            real.reuse,
+            real.spans,
+            real.fusion,
         )
-        assert told(plan).spans == told(real).spans
+    assert unpack(told_alone, array("q", real.input_ids), secret=SECRET).spans == told(real).spans  # type: ignore[union-attr]
 
 
-def test_dry_run_is_explained() -> None:
+def test_plan_is_explained() -> None:
     """What the front plans and what the rank found, by label."""
     bench = Bench(**FUSED)
-    plan = bench.ask("q", A, B, reuse=fused(bench, selector="context", alpha=2, without=["cci"]), dry_run=True)
+    plan = bench.plan("q", A, B, fusion=fused(bench, selector="context", alpha=2, without=["cci"]))
     (first, second), size = plan.spans, len(plan.input_ids)
-    found = {
-        "exact": first.start,
-        "end": second.end,
-        "fused_hit": 0,
-        "sources": [[0, "device", 1, 0, None, *first[:2]], [1, "gap", 0, 0, None, *second[:2]]],
-        "fallbacks": ["no_scores"],
-    }
-    shown = plan.explained(found)
+    sources = (
+        Source(first.start, first.end, 0, "device", num_before=1),
+        Source(second.start, second.end, 1, "gap"),
+    )
+    shown = explained(plan, Explanation(first.start, 0, second.end, sources, (Fallback.UNSCORED,)))
     assert shown["spans"][1] == {"chunk": "b", "id": second.chunk, "start": second.start, "end": second.end}
     assert shown["sources"][0] == {
         "chunk": "a",
@@ -294,6 +315,7 @@ def test_dry_run_is_explained() -> None:
         "start": first.start,
         "end": first.end,
     }
+    assert plan.fusion is not None
     assert shown["reuse"] == {
         "mode": "fused",
         "selector": "context",
@@ -301,25 +323,23 @@ def test_dry_run_is_explained() -> None:
         "alpha": 2.0,
         "focus": True,
         "without": ["cci"],
-        "recipe": plan.reuse.recipe,  # type: ignore[union-attr]
+        "recipe": plan.fusion.recipe,
     }
     assert (shown["order"], shown["dp_rank"], shown["prompt_tokens"]) == (["a", "b"], 0, size)
-    assert (shown["exact"], shown["end"], shown["fallbacks"]) == (first.start, second.end, ["no_scores"])
+    assert (shown["exact"], shown["end"], shown["fallbacks"]) == (first.start, second.end, ("unscored",))
 
 
-def test_exact_dry_run_is_explained() -> None:
+def test_exact_plan_is_explained() -> None:
     """Without moved KV there is nothing but the exact prefix."""
-    bench = Bench()
-    plan = bench.ask("q", A, dry_run=True)
-    shown = plan.explained({"exact": 3, "end": 3, "sources": [], "fallbacks": []})
+    shown = explained(Bench().plan("q", A), Explanation(3, 0, 3))
     assert (shown["reuse"], shown["sources"], shown["exact"]) == (None, [], 3)
 
 
 # Preprocessing
 
 
-def preprocess(bench: Bench, chunk: Passage, *neighbors: Passage, **options: Any) -> RagRequest:
-    return bench.service.begin_preprocessing([], neighbors, chunk, identity=ME, **options)
+def preprocess(bench: Bench, chunk: Passage, *neighbors: Passage, **options: Any) -> Asked:
+    return bench.begin(bench.planner.plan(bench.drafter.preprocessing([], neighbors, chunk, identity=ME, **options)))
 
 
 def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
@@ -329,22 +349,23 @@ def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
     request = preprocess(bench, C, B, A)
     assert text_of(request) == f"\x02\x01u{B.text};{A.text};{C.text};{END}\x01a"
     spans = told(request)
-    assert spans.reuse is not None
-    assert (spans.reuse.selector, spans.reuse.ratio, spans.reuse.fresh, spans.keep) == (
+    assert spans.fusion is not None
+    assert (spans.fusion.selector, spans.fusion.ratio, spans.fusion.fresh, spans.keep) == (
         "none",
         0.0,
         frozenset({2}),
         frozenset({2}),
     )
     assert spans.is_preprocessing
-    assert spans.reuse.recipe == "none/0.0/alpha=-/focus=0/without=-/fresh=2"
+    assert spans.fusion.recipe == "none/0.0/alpha=-/focus=0/without=-/fresh=2"
     assert not told(bench.ask("q", A)).is_preprocessing
 
 
 def test_preprocessing_alone() -> None:
     """The first pass: nothing in front but the head."""
     bench = Bench(**FUSED)
-    request = bench.service.begin_preprocessing([{"role": "system", "content": "sys"}], [], A, identity=ME, rank=0)
+    draft = bench.drafter.preprocessing([{"role": "system", "content": "sys"}], [], A, identity=ME, rank=0)
+    request = bench.begin(bench.planner.plan(draft))
     assert text_of(request) == f"\x02\x01ssys{END}\x01u{A.text};{END}\x01a"
     assert told(request).keep == {0}
 
@@ -354,8 +375,8 @@ def test_preprocessing_counts_as_no_access() -> None:
     bench = Bench(**FUSED)
     request = preprocess(bench, B, A)
     bench.reply(request, report=make_report(request, exact=request.spans[0].end, relocated=0, recomputed=0))
-    assert (bench.service.table.num_requests, len(bench.service.table)) == (0, 0)
-    totals = bench.service.metrics.totals()
+    assert (bench.books.table.num_requests, len(bench.books.table)) == (0, 0)
+    totals = bench.books.metrics.totals()
     assert totals["chunks"] == {}
     assert sum(totals["prompt_tokens"].values()) == len(request.input_ids)
     assert bench.is_idle()
@@ -380,6 +401,6 @@ def test_preprocessing_goes_to_the_given_rank() -> None:
 def test_preprocessing_is_refused(knobs: dict[str, Any], neighbors: list[Passage], named: str) -> None:
     """By name, and nothing is left behind."""
     bench = Bench(context_len=200, **knobs)
-    with pytest.raises(PromptError, match=named):
+    with pytest.raises(RequestError, match=named):
         preprocess(bench, B, *neighbors)
     assert bench.is_idle()

@@ -1,0 +1,34 @@
+"""The errors that clients and commands see, in one tree.
+
+ChunkCacheError
+  RequestError        a client's mistake: HTTP 400; the message begins with the field's name and a colon
+  SearchFailedError   the index gave no answer: HTTP 500 or 503
+  ServerError         a mistake on a command line, or a server that does not serve: one line on stderr
+    RefusedError      the server answered 400: this request is refused, others may be served
+"""
+
+from __future__ import annotations
+
+
+class ChunkCacheError(Exception):
+    """Base of all."""
+
+
+class RequestError(ChunkCacheError, ValueError):
+    """A request that cannot be served as it is. HTTP 400; the message names the field."""
+
+
+class SearchFailedError(ChunkCacheError):
+    """A search that failed without a mistake of the client's. `status`: of the HTTP answer."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerError(ChunkCacheError, ValueError):
+    """A user's mistake, or a server that does not serve. Commands show it as one line."""
+
+
+class RefusedError(ServerError):
+    """The server answered 400: this request is refused, others may be served."""

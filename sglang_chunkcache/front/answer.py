@@ -1,0 +1,104 @@
+"""What a client sees of its request: the `chunkcache` object of an answer, and a plan explained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.wire.report import Explanation, Source
+
+
+def answer(rag: RagRequest) -> dict[str, Any]:
+    """The `chunkcache` object of an answer."""
+    planned = rag.planned
+    return {
+        "order": planned.order,
+        "dropped": planned.draft.dropped,
+        "repeated": planned.draft.repeated,
+        "fates": rag.fates(),
+        "chunks_hit": rag.hit_len if rag.known else None,
+        "chunks_planned": planned.planned_len,
+        "head_tokens": planned.area[0].start if planned.area else 0,
+        "predicted_exact": planned.predicted_exact,
+        "turns_reused": planned.draft.num_turns,
+        "turns_departed": planned.draft.num_departed,
+        "dp_rank": rag.served_by,
+        "reuse": _fused(rag) if planned.fusion else None,
+        "retrieval": planned.draft.options.retrieval,
+        "fallbacks": rag.fallbacks,
+    }
+
+
+def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
+    """A plan, for people: what the front would send, and `found`, what the rank would do with it."""
+    labels = planned.labels
+    return {
+        "order": planned.order,
+        "dropped": planned.draft.dropped,
+        "repeated": planned.draft.repeated,
+        "dp_rank": planned.rank,
+        "prompt_tokens": len(planned.input_ids),
+        "chunks_planned": planned.planned_len,
+        "predicted_exact": planned.predicted_exact,
+        "turns_reused": planned.draft.num_turns,
+        "turns_departed": planned.draft.num_departed,
+        "spans": [
+            {"chunk": label, "id": span.chunk, "start": span.start, "end": span.end}
+            for label, span in zip(labels, planned.spans, strict=True)
+        ],
+        "reuse": _asked(planned),
+        "retrieval": planned.draft.options.retrieval,
+        "exact": found.exact,
+        "end": found.end,
+        "fused_hit": found.fused_hit,
+        "sources": [{**_shown(labels, source), "start": source.start, "end": source.end} for source in found.sources],
+        "fallbacks": found.fallbacks,
+    }
+
+
+# Private, in order of use
+
+
+def _fused(rag: RagRequest) -> dict[str, Any]:
+    fusion, report, labels = rag.planned.fusion, rag.report, rag.planned.labels
+    assert fusion is not None
+    focused = report.focused if report else None
+    return {
+        "mode": "fused",
+        "selector": fusion.selector,
+        "ratio": fusion.ratio,
+        "sources": [_shown(labels, source) for source in report.sources] if report else [],
+        "focused": None if focused is None else [labels[i] for i in focused],
+        "gap": report.gap if report else 0,
+        "shared": report.shared if report else 0,
+        "fused_hit": report.fused_hit if report else 0,
+        "fallbacks": report.fallbacks if report else [],
+        "ms": report.ms if report else {},
+    }
+
+
+def _asked(planned: Planned) -> dict[str, Any] | None:
+    fusion = planned.fusion
+    if fusion is None:
+        return None
+    return {
+        "mode": "fused",
+        "selector": fusion.selector,
+        "ratio": fusion.ratio,
+        "alpha": fusion.alpha,
+        "focus": fusion.focus,
+        "without": sorted(fusion.without),
+        "recipe": fusion.recipe,
+    }
+
+
+def _shown(labels: Sequence[str], source: Source) -> dict[str, Any]:
+    """`chunk` is None for text between chunks."""
+    return {
+        "chunk": None if source.span is None else labels[source.span],
+        "from": source.where,
+        "variant_prefix": source.num_before,
+        "overlap": source.overlap,
+        "cfo": source.cfo,
+    }

@@ -1,0 +1,258 @@
+"""The front's state, and what every request adds to it, takes of it and gives back.
+
+    begin     count the chunks, expect the chain in the tree, take the rank's load, write down what the scheduler is told;
+              a context manager: leaving it gives back all that was taken, whatever happened
+    observe   the answer's first token: the rank's events go to its mirror, its report or `cached_tokens` become fates
+    finish    the conversation gets its turn
+
+Holds no KV and no HTTP. One event loop, so nothing here is locked; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from radix_ext import (
+    AccessTable,
+    Chunk,
+    ChunkPrefixTree,
+    ConversationKey,
+    ConversationMap,
+    KvAware,
+    RoundRobin,
+    Router,
+    Turn,
+)
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.front.fusion_options import spans_to_keep
+from sglang_chunkcache.front.metrics import Metrics
+from sglang_chunkcache.front.rank_mirror import RankMirror
+from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.wire.message import decode
+from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Fallback, Report
+from sglang_chunkcache.wire.spans import RequestSpans, pack
+
+logger = logging.getLogger(__name__)
+
+
+class Bookkeeper:
+    """Access table, global tree, mirrors, router, conversations, counters.
+
+    Args:
+        num_ranks: DP ranks.
+        prometheus: whether SGLang serves metrics.
+    """
+
+    def __init__(
+        self,
+        config: ChunkCacheConfig,
+        *,
+        num_ranks: int,
+        prometheus: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._clock = config, clock
+        self.tree = ChunkPrefixTree(max_nodes=config.max_tree_nodes)
+        self.mirrors = [RankMirror(self.tree, rank) for rank in range(num_ranks)]
+        self.router: Router = (
+            KvAware(num_ranks, max_load_ratio=config.max_load_ratio)
+            if config.routing == "kv_aware"
+            else RoundRobin(num_ranks)
+        )
+        self.metrics = Metrics(prometheus=prometheus)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget which chunks were asked for and what conversations were like. The cache stays, and the tree that mirrors it."""
+        self.table = AccessTable(self._config.window_requests)
+        self.conversations = ConversationMap(
+            max_conversations=self._config.max_conversations,
+            max_tokens=self._config.max_conversation_tokens,
+            idle_s=self._config.conversation_idle_s,
+        )
+
+    def history(self, key: ConversationKey, hashes: Sequence[str]) -> tuple[Turn, ...]:
+        """The conversation's turns that agree with the client's messages."""
+        return self.conversations.agree(key, hashes, self._clock())
+
+    @contextmanager
+    def begin(self, rag: RagRequest) -> Iterator[RagRequest]:
+        """Count the request, take what it takes, and give that back at the end of the block."""
+        planned = rag.planned
+        area = [Chunk(span.chunk, span.end - span.start) for span in planned.area]
+        self._count_request(planned)
+        rag.custom_params = self.told(planned)
+        with ExitStack() as taken:
+            rag.plan = self.tree.plan(planned.namespace, area, rank=planned.rank)
+            taken.callback(self.tree.cancel, rag.plan)
+            promoted_len = self._promoted_len(planned)
+            self.tree.mark_promoted(planned.namespace, (chunk.id for chunk in area), promoted_len=promoted_len)
+            self.router.begin(planned.rank, len(planned.input_ids))
+            taken.callback(self.router.end, planned.rank, len(planned.input_ids))
+            taken.callback(self._count_outcome, rag)
+            yield rag
+
+    def told(self, planned: Planned) -> dict[str, str]:
+        """What the scheduler is told of a request: its `custom_params`. Counts nothing."""
+        fusion, is_preprocessing = planned.fusion, planned.draft.is_preprocessing
+        often = spans_to_keep(self._config, self.table, planned.spans)
+        request = RequestSpans(
+            spans=planned.spans,
+            namespace=planned.namespace,
+            promoted_len=self._promoted_len(planned),
+            ack=self.mirrors[planned.rank].acknowledgement,
+            keep=fusion.fresh if is_preprocessing and fusion else often,
+            is_preprocessing=is_preprocessing,
+            fusion=fusion,
+            is_later_turn=planned.draft.num_turns > 0,
+        )
+        return pack(request, secret=self._config.secret)
+
+    def observe(self, rag: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool) -> None:
+        """Take what is ours out of one output of SGLang's, and learn from it. `index`: which of the n answers it is of."""
+        meta = output["meta_info"]
+        entry = meta.pop(ANSWER_KEY, None)
+        if rag.served_by is None:
+            rag.served_by = meta.get("dp_rank") or 0
+        text = entry[0] if entry else None
+        answer = self._read(rag, text)
+        is_over = (meta.get("finish_reason") or {}).get("type") in ("stop", "length")
+        has_tokens = meta.get("completion_tokens", 0) > 0
+        if not rag.is_answered and (has_tokens or is_over):
+            rag.is_answered = True
+            self._book_answer(rag, answer, meta, was_heard=text is not None)
+        if index == 0:
+            ids = output.get("output_ids") or []
+            rag.output_ids = [*rag.output_ids, *ids] if incremental else ids
+            if meta.get("finish_reason"):
+                rag.finish_reason = meta["finish_reason"]["type"]
+                rag.is_cut = isinstance(meta["finish_reason"].get("matched"), str)
+
+    def finish(self, rag: RagRequest, content: str | None) -> None:
+        """The answer is complete; `content` is the message the client got, None where it is not plain text."""
+        planned, turn = rag.planned, rag.planned.draft.turn
+        if turn is None or content is None or rag.is_cut or not rag.is_complete:
+            return
+        tag = planned.fusion.recipe if planned.fusion and planned.spans else ""
+        closed = turn.closed(planned.input_ids, planned.spans, rag.output_ids, content=content, tag=tag)
+        self.conversations.finish(turn.key, turn.history, closed, self._clock())
+
+    def stats(self) -> dict[str, Any]:
+        """The front's part of `/chunkcache/stats`."""
+        tree = self.tree.stats
+        orders = self.metrics.num_orders
+        return {
+            "tree": {
+                "nodes": tree.num_nodes,
+                "promoted": tree.num_promoted,
+                "namespaces": tree.num_namespaces,
+                "open_plans": tree.num_open_plans,
+                "trimmed": tree.num_trimmed,
+                "unknown_notices": tree.num_unknown_notices,
+            },
+            "table": {"requests": self.table.num_requests, "chunks": len(self.table)},
+            "conversations": {"count": len(self.conversations), "tokens": self.conversations.num_tokens},
+            "prompt_tokens_in_flight": list(self.router.in_flight),
+            "hit_rates": self._hit_rates(),
+            "order_us_mean": round(1e6 * self.metrics.order_seconds / orders, 1) if orders else None,
+            "reuse": self._config.reuse,
+            "reuse_seconds": {phase: round(total, 6) for phase, total in self.metrics.phase_seconds.items()},
+            **self.metrics.totals(),
+        }
+
+    # Private, in order of use
+
+    def _hit_rates(self) -> dict[str, float | None]:
+        """Shares since the start: prompt tokens found cached, chunks found cached of those retrieved, None before any."""
+        totals = self.metrics.totals()
+        tokens, chunks = totals["prompt_tokens"], totals["chunks"]
+        num_tokens, num_chunks = sum(tokens.values()), chunks.get("retrieved", 0)
+        return {
+            "tokens": tokens.get("exact", 0) / num_tokens if num_tokens else None,
+            "chunks": chunks.get("hit", 0) / num_chunks if num_chunks else None,
+        }
+
+    def _promoted_len(self, planned: Planned) -> int:
+        return self.table.promoted_run((span.chunk for span in planned.area), self._config.promotion_threshold)
+
+    def _count_request(self, planned: Planned) -> None:
+        draft = planned.draft
+        self.metrics.observe_order(planned.order_seconds)
+        if draft.is_preprocessing:
+            return
+        self.table.observe(draft.retrieved)
+        for kind, amount in (
+            ("retrieved", len(draft.retrieved)),
+            ("repeated", len(draft.repeated)),
+            ("dropped", len(draft.dropped)),
+            ("planned", planned.planned_len),
+        ):
+            self.metrics.count("chunks", kind, amount)
+
+    def _count_outcome(self, rag: RagRequest) -> None:
+        outcome = "finished" if rag.is_complete else "aborted"
+        self.metrics.count("requests", "refused" if rag.is_refused else outcome)
+
+    def _read(self, rag: RagRequest, text: str | None) -> Answer | None:
+        """The rank's encoded answer, its events applied. None: it sent none, or one that cannot be read."""
+        if text is None:
+            return None
+        if text != rag.heard:
+            rag.heard, rag.decoded = text, None
+            try:
+                rag.decoded = decode(text, Answer)
+            except ValueError as error:
+                logger.warning("chunk cache: the answer of rank %s cannot be read: %s", rag.served_by, error)
+            else:
+                self.mirrors[rag.served_by or 0].apply(rag.decoded.events)
+        return rag.decoded
+
+    def _book_answer(self, rag: RagRequest, answer: Answer | None, meta: dict[str, Any], *, was_heard: bool) -> None:
+        """At the first token. Without a token SGLang drops the rank's answer, which is no fault."""
+        fusion, has_tokens = rag.planned.fusion, meta.get("completion_tokens", 0) > 0
+        is_plain = has_tokens and not was_heard  # the rank could not read our spans; its log says why
+        rag.report = answer.report if answer and fusion else None
+        if is_plain or (has_tokens and answer is None and fusion is None):
+            self._fall_back(rag, Fallback.PLAIN_TEXT)
+        elif has_tokens and fusion and rag.report is None:
+            self._fall_back(rag, Fallback.NO_REPORT)
+        if rag.planned.draft.options.num_answers > 1:
+            self._fall_back(rag, Fallback.PARALLEL_SAMPLING)
+            return
+        if rag.report:
+            rag.known = {
+                "exact": rag.report.exact,
+                "relocated": rag.report.relocated,
+                "recomputed": rag.report.recomputed,
+            }
+            self._book_report(rag, rag.report)
+        elif fusion is None or is_plain:  # else what SGLang counts as cached may be moved KV
+            cached = min(int(meta.get("cached_tokens", 0)), len(rag.planned.input_ids))
+            rag.known = {"exact": cached, "relocated": 0, "recomputed": 0}
+        self._book_fates(rag)
+
+    def _book_report(self, rag: RagRequest, report: Report) -> None:
+        for reason in report.fallbacks:
+            self._fall_back(rag, reason)
+        for source in report.sources:
+            self.metrics.count("sources", source.where)
+        for phase, milliseconds in report.ms.items():
+            self.metrics.observe_phase(phase, milliseconds / 1000)
+
+    def _book_fates(self, rag: RagRequest) -> None:
+        for fate, amount in (rag.fates() or {}).items():
+            self.metrics.count("prompt_tokens", fate, amount)
+        if rag.known is not None and not rag.planned.draft.is_preprocessing:
+            assert rag.plan is not None
+            exact = rag.known["exact"]
+            rag.hit_len = sum(1 for span in rag.planned.area if span.end <= exact)
+            self.tree.count_hits(rag.plan, rag.hit_len)
+            self.metrics.count("chunks", "hit", rag.hit_len)
+
+    def _fall_back(self, rag: RagRequest, reason: Fallback) -> None:
+        rag.fallbacks.append(reason)
+        self.metrics.count("fallbacks", reason.value)

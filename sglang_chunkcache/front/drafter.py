@@ -1,0 +1,216 @@
+"""From what a client sent to a Draft: chunks tokenised, each content once, and fitted to what the conversation has shown.
+
+Three kinds of prompt: a chat turn, parts as they come, and a chunk to preprocess. Reads the conversations, counts nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from radix_ext import ChunkId, ConversationKey, Span, Turn, running_hashes
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.bookkeeper import Bookkeeper
+from sglang_chunkcache.front.conversation import Fitted, OpenTurn, PromptContext, TurnFitter
+from sglang_chunkcache.front.fusion_options import check_fused
+from sglang_chunkcache.front.prompt import Piece, PromptAssembler, TokenizedChunk
+from sglang_chunkcache.front.request import Draft, Identity, Options, Passage
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+
+MAX_CHUNK_CONTEXTS = 4
+"""Chunks of one request are tokenised up to this many contexts: some may be dropped as already seen, the rest is refused."""
+
+
+class _Chunks(NamedTuple):
+    """An area's chunks, each content once."""
+
+    items: tuple[TokenizedChunk, ...]
+    labels: dict[ChunkId, str]
+    repeated: list[str]
+    """Labels of the others."""
+
+    @property
+    def ids(self) -> tuple[ChunkId, ...]:
+        return tuple(self.labels)
+
+
+class Drafter:
+    """Drafts for one model.
+
+    Args:
+        books: its conversations are read.
+        context_len: the model's context in tokens, prompt and answer together.
+    """
+
+    def __init__(
+        self, config: ChunkCacheConfig, assembler: PromptAssembler, books: Bookkeeper, *, context_len: int
+    ) -> None:
+        self._config, self._assembler, self._books, self._context_len = config, assembler, books, context_len
+        self._fitter = TurnFitter(assembler, context_len=context_len, dedup=config.dedup)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        passages: Sequence[Passage],
+        *,
+        identity: Identity,
+        options: Options,
+        conversation_id: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Draft:
+        """A chat turn.
+
+        Raises:
+            RequestError: messages or chunks that make no prompt; names the field.
+        """
+        chunks = self._tokenize(passages)
+        told = [{"role": "\0settings", "tools": tools, "kwargs": template_kwargs}, *messages]
+        hashes = running_hashes(told)
+        key = _conversation_key(identity, conversation_id)
+        agreed = self._books.history(key, hashes) if key else ()
+        context = PromptContext(tools, template_kwargs, self._reserve(options), may_shorten=key is not None)
+        fitted = self._fitter.fit(messages, agreed, chunks.items, context)
+        sent = {item.chunk.id for item in fitted.kept}
+        return Draft(
+            *_laid_out(fitted),
+            fitted.kept,
+            ((fitted.pieces.outro, None),),
+            chunks.labels,
+            identity,
+            options,
+            retrieved=chunks.ids,
+            repeated=tuple(chunks.repeated),
+            dropped=tuple(label for chunk, label in chunks.labels.items() if chunk not in sent),
+            num_turns=len(fitted.turns),
+            num_departed=fitted.num_departed,
+            earlier_recipe=next((turn.tag for turn in reversed(fitted.turns) if turn.tag), ""),
+            turn=OpenTurn(key, fitted.turns, fitted.pieces.lead, told, self._seen(agreed)) if key else None,
+        )
+
+    def parts(self, parts: Sequence[str | Sequence[Passage]], *, identity: Identity, options: Options) -> Draft:
+        """Texts and chunk areas as they come; only the first area is ordered.
+
+        Raises:
+            RequestError: a chunk longer than the context.
+        """
+        encode = self._assembler.encode
+        first = next((i for i, part in enumerate(parts) if part and not isinstance(part, str)), len(parts))
+        before = array("i", self._assembler.bos_ids)
+        for part in parts[:first]:
+            before.extend(encode(cast(str, part)) if part else ())
+        area = self._tokenize(cast(Sequence[Passage], parts[first]) if first < len(parts) else ())
+        after: list[Piece] = []
+        later_labels: list[str] = []
+        for part in parts[first + 1 :]:
+            if isinstance(part, str):
+                after.append((encode(part), None))
+                continue
+            later = self._tokenize(part)
+            later_labels += later.labels.values()
+            area.repeated.extend(later.repeated)
+            after += [(item.token_ids, item.chunk.id) for item in later.items]
+        return Draft(
+            before,
+            (),
+            area.items,
+            tuple(after),
+            area.labels,
+            identity,
+            options,
+            later_labels=tuple(later_labels),
+            retrieved=area.ids,
+            repeated=tuple(area.repeated),
+        )
+
+    def preprocessing(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        neighbors: Sequence[Passage],
+        chunk: Passage,
+        *,
+        identity: Identity,
+        template_kwargs: Mapping[str, Any] | None = None,
+        rank: int = 0,
+    ) -> Draft:
+        """`chunk` after its neighbours, whose KV is moved there, to be computed and stored (FusionRAG 3.1, eq. 10).
+
+        Args:
+            messages: system messages only, before the neighbours.
+            rank: every rank has a store of its own.
+        Raises:
+            RequestError: a server without `--reuse fused`, or `chunk` among its neighbours.
+        """
+        check_fused(self._config, "chunk")
+        chunks = self._tokenize([*neighbors, chunk])
+        if chunks.ids[-1] in {self._assembler.chunk(neighbor.text).chunk.id for neighbor in neighbors}:
+            raise RequestError("neighbors: the chunk itself is among them")
+        pieces = self._assembler.turn(
+            [*messages, {"role": "user", "content": ""}], num_agreed=0, has_chunks=True, template_kwargs=template_kwargs
+        )
+        fusion = FusionRequest("none", 0.0, fresh=frozenset({len(chunks.items) - 1}))
+        return Draft(
+            array("i", (*pieces.lead, *pieces.intro)),
+            (),
+            chunks.items,
+            ((pieces.outro, None),),
+            chunks.labels,
+            identity,
+            Options(max_new_tokens=1, order="retriever", fusion=fusion, rank=rank),
+            repeated=tuple(chunks.repeated),
+            is_preprocessing=True,
+        )
+
+    # Private, in order of use
+
+    def _tokenize(self, passages: Sequence[Passage]) -> _Chunks:
+        chunks: dict[ChunkId, TokenizedChunk] = {}
+        found = _Chunks((), {}, [])
+        num_tokens = 0
+        for passage in passages:
+            item = self._assembler.chunk(passage.text)
+            if item.chunk.id in chunks:
+                found.repeated.append(passage.label)
+                continue
+            if item.chunk.num_tokens >= self._context_len:
+                raise RequestError(
+                    f"chunks: {passage.label!r} has {item.chunk.num_tokens} tokens, the context is {self._context_len}"
+                )
+            num_tokens += item.chunk.num_tokens
+            if num_tokens > MAX_CHUNK_CONTEXTS * self._context_len:
+                raise RequestError(f"chunks: more than {num_tokens} tokens, the context is {self._context_len}")
+            chunks[item.chunk.id] = item
+            found.labels[item.chunk.id] = passage.label
+        return found._replace(items=tuple(chunks.values()))
+
+    def _seen(self, agreed: Sequence[Turn]) -> frozenset[ChunkId] | None:
+        if self._config.dedup != "paper":
+            return None
+        return agreed[-1].seen if agreed else frozenset()
+
+    def _reserve(self, options: Options) -> int:
+        """Tokens to keep free for the answer when old turns are weighed against it."""
+        if options.max_new_tokens is not None:
+            return max(1, options.max_new_tokens)
+        return min(self._config.answer_reserve_tokens, self._context_len // 8)
+
+
+def _conversation_key(identity: Identity, conversation_id: str | None) -> ConversationKey | None:
+    if not conversation_id:
+        return None
+    adapter = f"{identity.extra_key or ''}\0{identity.lora or ''}"
+    return ConversationKey(identity.api_key, identity.cache_salt or "", adapter, conversation_id)
+
+
+def _laid_out(fitted: Fitted) -> tuple[array[int], tuple[Span, ...]]:
+    """Token ids up to the turn's first chunk, and the earlier turns' chunks in them."""
+    ids, spans = array("i"), list[Span]()
+    for turn in fitted.turns:
+        offset = len(ids) + len(turn.lead_ids)
+        ids.extend(turn.lead_ids)
+        ids.extend(turn.body_ids)
+        spans += [Span(s + offset, e + offset, chunk) for s, e, chunk in turn.spans]
+    ids.extend((*fitted.pieces.lead, *fitted.pieces.intro))
+    return ids, tuple(spans)

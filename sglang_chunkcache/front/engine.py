@@ -1,0 +1,103 @@
+"""SGLang's tokenizer manager as the front uses it: the one way to the engine, for requests and for the ranks' state.
+
+Every RAG request runs in `Engine.run`. It begins there and ends there, however it ends: answered, refused by SGLang, failed, or
+abandoned by its client, in which case Python closes the generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from sglang.srt.managers.io_struct import GetInternalStateReq
+
+from sglang_chunkcache.errors import ChunkCacheError
+from sglang_chunkcache.front.bookkeeper import Bookkeeper
+from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.wire.message import decode, encode
+from sglang_chunkcache.wire.report import Explanation
+from sglang_chunkcache.wire.state import STATE_KEY, ExplainRequest, RankState
+
+
+def hand_over(raw_request: Request, rag: RagRequest) -> None:
+    """Attach `rag` to the HTTP request: SGLang's chat serving passes nothing else on to the engine."""
+    raw_request.state.chunkcache = rag
+
+
+def handed_over(raw_request: Request | None) -> RagRequest | None:
+    """What `hand_over` attached."""
+    return None if raw_request is None else getattr(raw_request.state, "chunkcache", None)
+
+
+class Engine:
+    """The manager; it looks like SGLang's to SGLang's serving classes."""
+
+    def __init__(self, manager: Any, books: Bookkeeper) -> None:
+        self._manager, self._books = manager, books
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def generate_request(self, obj: Any, request: Request | None = None) -> AsyncIterator[Any]:
+        """As SGLang's; a request that was handed over runs as ours."""
+        rag = handed_over(request)
+        if rag is None:
+            return self._manager.generate_request(obj, request)  # type: ignore[no-any-return]
+        return self.run(rag, obj, request)
+
+    async def run(self, rag: RagRequest, obj: Any, raw_request: Any) -> AsyncIterator[Any]:
+        """SGLang's outputs for a planned request, with what is ours taken out of them. Outputs of a request that does not stream
+        are handed out when it is over, since SGLang reads only the first."""
+        incremental = bool(obj.stream and getattr(self._manager, "incremental_streaming_output", False))
+        whole = []
+        with self._books.begin(rag):
+            self._address(obj, rag)
+            try:
+                async for output in self._manager.generate_request(obj, raw_request):
+                    for i, one in enumerate(output if isinstance(output, list) else [output]):
+                        self._books.observe(rag, one, index=one.get("index", i), incremental=incremental)
+                    if obj.stream:
+                        yield output
+                    else:
+                        whole.append(output)
+            except (ValueError, TypeError):  # SGLang's parameters raise both
+                rag.is_refused = not rag.is_answered and not await raw_request.is_disconnected()
+                raise
+        for output in whole:
+            yield output
+
+    async def states(self) -> list[RankState] | None:
+        """What every rank says of itself, by rank. None: one runs without the chunk cache."""
+        found = await self._manager.get_internal_state()
+        if any(STATE_KEY not in state for state in found):
+            return None
+        return sorted((decode(state[STATE_KEY], RankState) for state in found), key=lambda state: state.dp_rank)
+
+    async def explain(self, planned: Planned) -> Explanation:
+        """What its rank would do with the request.
+
+        Raises:
+            ChunkCacheError: the rank does not explain.
+        """
+        identity = planned.draft.identity
+        asked = ExplainRequest(
+            planned.input_ids, dict(self._books.told(planned)), identity.extra_key, identity.cache_salt
+        )
+        self._manager.auto_create_handle_loop()
+        # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this request that carries text.
+        answers = await self._manager.get_internal_state_communicator(GetInternalStateReq(rid=encode(asked)))
+        for answer in answers:
+            state = decode(answer.internal_state[STATE_KEY], RankState) if STATE_KEY in answer.internal_state else None
+            if state and state.dp_rank == planned.rank and state.explanation:
+                return state.explanation
+        raise ChunkCacheError(f"rank {planned.rank} does not explain")
+
+    # Private, in order of use
+
+    def _address(self, obj: Any, rag: RagRequest) -> None:
+        """Tell the scheduler what it must know, and SGLang which rank it is."""
+        params = obj.sampling_params
+        obj.sampling_params = {**params, "custom_params": rag.params_with(params.get("custom_params"))}
+        if len(self._books.mirrors) > 1:
+            obj.routed_dp_rank = rag.planned.rank

@@ -1,0 +1,95 @@
+"""Prompts that do not pass SGLang's chat serving: `/rag/v1/generate` and `/chunkcache/preprocess`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from fastapi import Request
+from fastapi.responses import ORJSONResponse, StreamingResponse
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.answer import answer
+from sglang_chunkcache.front.bodies import GenerateIn, PreprocessIn
+from sglang_chunkcache.front.request import Planned, RagRequest
+
+if TYPE_CHECKING:
+    from sglang_chunkcache.front.app import App
+
+
+async def generate(app: App, body: GenerateIn, planned: Planned, raw_request: Request) -> Any:
+    """SGLang's answer to a prompt of parts, whole or as events, with the `chunkcache` object.
+
+    Raises:
+        RequestError: SGLang refuses the sampling parameters.
+    """
+    rag = RagRequest(planned)
+    obj = GenerateReqInput(
+        input_ids=planned.input_ids,
+        sampling_params=body.sampling_params.given(),
+        stream=body.stream,
+        return_logprob=body.return_logprob,
+        logprob_start_len=body.logprob_start_len,
+        top_logprobs_num=body.top_logprobs_num,
+        return_text_in_logprobs=body.return_text_in_logprobs,
+        extra_key=body.extra_key,
+        cache_salt=body.cache_salt,
+    )
+    outputs = app.engine.run(rag, obj, raw_request)
+    try:
+        first = await anext(outputs)
+    except (ValueError, TypeError) as error:  # SGLang's parameters raise both
+        raise RequestError(f"sampling_params: {error}") from None
+    if not body.stream:
+        return ORJSONResponse({**first, "chunkcache": answer(rag)})
+    return StreamingResponse(
+        _events(first, outputs, rag),
+        media_type="text/event-stream",
+        background=app.engine.create_abort_task(obj),
+    )
+
+
+async def preprocess(app: App, body: PreprocessIn, raw_request: Request) -> dict[str, Any]:
+    """Put a chunk's KV into every rank's store; what became of the prompts' tokens.
+
+    Raises:
+        RequestError: names the field that is wrong.
+    """
+    fates: Counter[str] = Counter()
+    start = time.perf_counter()
+    for rank in range(len(app.books.mirrors)):
+        planned = app.intake.preprocessing(body, raw_request, rank=rank)
+        rag = RagRequest(planned)
+        obj = GenerateReqInput(
+            input_ids=planned.input_ids,
+            sampling_params={"max_new_tokens": 1, "temperature": 0},
+            extra_key=body.extra_key,
+            cache_salt=body.cache_salt,
+        )
+        async for _ in app.engine.run(rag, obj, raw_request):
+            pass
+        fates.update(rag.fates() or {})
+    span = planned.spans[-1]
+    return {"chunk_tokens": span.end - span.start, "fates": fates, "seconds": round(time.perf_counter() - start, 6)}
+
+
+async def _events(first: dict[str, Any], outputs: Any, rag: RagRequest) -> AsyncIterator[bytes]:
+    async with aclosing(outputs):
+        yield _event(first)
+        try:
+            async for output in outputs:
+                yield _event(output)
+        except ValueError as error:
+            yield _event({"error": {"message": str(error)}})
+            return
+        yield _event({"chunkcache": answer(rag)})
+        yield b"data: [DONE]\n\n"
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"

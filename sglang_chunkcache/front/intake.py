@@ -1,0 +1,172 @@
+"""From an HTTP request to a plan: its body is read, the index searched if it asks for that, the prompt drafted and planned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from fastapi import Request
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.bodies import (
+    MAX_ID_CHARS,
+    ChunkIn,
+    GenerateIn,
+    PreprocessIn,
+    RagFields,
+    RetrieveBody,
+    parse,
+)
+from sglang_chunkcache.front.request import Identity, Options, Passage, Planned
+from sglang_chunkcache.front.search import RagSearch, Retrieval
+
+if TYPE_CHECKING:
+    from sglang_chunkcache.front.app import App
+
+
+class Intake:
+    """Reads what clients send.
+
+    Raises:
+        RequestError: names the field that is wrong.
+        SearchFailedError: in `chat` and `retrieval`.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app, self._config = app, app.config
+
+    async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
+        """A chat completion over `chunks` or over what the index finds."""
+        body = await json_object(raw_request)
+        fields = parse(RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body})
+        request = self._openai_request(body)
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        identity = _identity(raw_request, request.cache_salt, request.extra_key, _adapter(request))
+        fusion = fields.fusion_request(self._config)
+        passages, found = self._passages(fields.chunks), None
+        if fields.retrieve is not None:
+            found = await self._search_for(fields, messages, raw_request)
+            passages = found.chunks
+        options = Options(
+            max_new_tokens=request.max_completion_tokens or request.max_tokens,
+            order=fields.order,
+            fusion=fusion,
+            num_answers=request.n,
+            retrieval=found.answer() if found else None,
+        )
+        try:
+            draft = self._app.drafter.chat(
+                messages,
+                passages,
+                identity=identity,
+                options=options,
+                conversation_id=fields.conversation_id,
+                tools=_tools(request),
+                template_kwargs=self._app.chat.template_kwargs(request),
+            )
+            return request, self._app.planner.plan(draft)
+        except RequestError as error:
+            raise _about_the_search(error, found) from None
+
+    async def retrieval(self, raw_request: Request) -> tuple[RetrieveBody, Retrieval]:
+        """The passages of a query or of messages, with what was asked for."""
+        body = parse(RetrieveBody, await json_object(raw_request))
+        if (body.query is None) == (not body.messages):
+            raise RequestError("query: give query or messages, one of them")
+        return body, await self._search().find(body, body.messages, field="", is_gone=raw_request.is_disconnected)
+
+    async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
+        """A prompt of `parts`."""
+        body = parse(GenerateIn, await json_object(raw_request))
+        parts = [part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts]
+        num_chunks = sum(len(part) for part in parts if not isinstance(part, str))
+        if num_chunks > self._config.max_chunks:
+            raise RequestError(f"parts: {num_chunks} chunks given, at most {self._config.max_chunks}")
+        options = Options(
+            max_new_tokens=body.sampling_params.max_new_tokens,
+            order=body.order,
+            fusion=body.fusion_request(self._config),
+        )
+        identity = _identity(raw_request, body.cache_salt, body.extra_key)
+        return body, self._app.planner.plan(self._app.drafter.parts(parts, identity=identity, options=options))
+
+    def preprocessing(self, body: PreprocessIn, raw_request: Request, *, rank: int) -> Planned:
+        """A chunk after its neighbours, on one rank."""
+        draft = self._app.drafter.preprocessing(
+            [message.model_dump() for message in body.messages],
+            self._passages(body.neighbors, "neighbors"),
+            *self._passages([body.chunk], "chunk"),
+            identity=_identity(raw_request, body.cache_salt, body.extra_key),
+            template_kwargs=self._app.chat.default_chat_template_kwargs or None,
+            rank=rank,
+        )
+        return self._app.planner.plan(draft)
+
+    # Private, in order of use
+
+    def _openai_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
+        for field in ("input_ids", "continue_final_message"):
+            if body.get(field):
+                raise RequestError(f"{field}: not supported here; use /v1/chat/completions")
+        request = parse(ChatCompletionRequest, body)
+        self._app.chat.check(request)
+        return request
+
+    def _passages(self, chunks: list[ChunkIn], field: str = "chunks") -> list[Passage]:
+        config = self._config
+        if len(chunks) > config.max_chunks:
+            raise RequestError(f"{field}: {len(chunks)} given, at most {config.max_chunks}")
+        for i, chunk in enumerate(chunks):
+            if len(chunk.text) > config.max_chunk_chars:
+                raise RequestError(f"{field}.{i}.text: {len(chunk.text)} characters, at most {config.max_chunk_chars}")
+            if chunk.id is not None and len(str(chunk.id)) > MAX_ID_CHARS:
+                raise RequestError(f"{field}.{i}.id: at most {MAX_ID_CHARS} characters")
+        return [Passage(str(i) if chunk.id is None else str(chunk.id), chunk.text) for i, chunk in enumerate(chunks)]
+
+    async def _search_for(self, fields: RagFields, messages: list[dict[str, Any]], raw_request: Request) -> Retrieval:
+        assert fields.retrieve is not None
+        if fields.chunks:
+            raise RequestError("retrieve: not together with chunks")
+        is_gone = raw_request.is_disconnected
+        return await self._search().find(fields.retrieve, messages, field="retrieve.", is_gone=is_gone)
+
+    def _search(self) -> RagSearch:
+        if self._app.search is None:
+            raise RequestError("retrieve: this server has no index (--index); send chunks")
+        return self._app.search
+
+
+async def json_object(raw_request: Request) -> dict[str, Any]:
+    """The request's body. Raises RequestError."""
+    try:
+        body = orjson.loads(await raw_request.body())
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"body: not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("body: must be a JSON object")
+    return body
+
+
+def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, adapter: str | None = None) -> Identity:
+    for name, value in (("cache_salt", cache_salt), ("extra_key", extra_key)):
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{name}: must be a string")
+    return Identity(raw_request.headers.get("authorization", ""), cache_salt, extra_key, adapter)
+
+
+def _adapter(request: ChatCompletionRequest) -> str | None:
+    adapter = request.lora_path or request.model.partition(":")[2]
+    return str(adapter) if adapter else None
+
+
+def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    return [tool.model_dump() for tool in request.tools] if request.tools and request.tool_choice != "none" else None
+
+
+def _about_the_search(error: RequestError, found: Retrieval | None) -> RequestError:
+    """The error, told of the field that the client has sent: passages that were found came of `retrieve`."""
+    if found is None or not str(error).startswith("chunks:"):
+        return error
+    reason = str(error).removeprefix("chunks:")
+    return RequestError(f"retrieve.k: of the {len(found.chunks)} passages found,{reason}")

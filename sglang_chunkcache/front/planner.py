@@ -1,0 +1,98 @@
+"""From a Draft to what is sent where: the order of its chunks, the rank, token ids and spans.
+
+Pure: reads the bookkeeper's tree, table and router; counts nothing and takes nothing. What explains a request plans it and stops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import cast
+
+from msgspec import structs
+
+from radix_ext import Chunk, Ordering, OrderPolicy, Span, TailPolicy, leading_area, order_per_rank
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.bookkeeper import Bookkeeper
+from sglang_chunkcache.front.fusion_options import recipe_of
+from sglang_chunkcache.front.request import Draft, Planned
+from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.wire.spans import namespace_of
+
+
+class Planner:
+    """Plans of one front. `context_len` is the model's in tokens, prompt and answer together."""
+
+    def __init__(self, config: ChunkCacheConfig, books: Bookkeeper, *, context_len: int) -> None:
+        self._config, self._books, self._context_len = config, books, context_len
+
+    def plan(self, draft: Draft) -> Planned:
+        """Order and route, then assemble. A history with chunks is fixed: then only its rank is chosen.
+
+        Raises:
+            RequestError: an empty prompt, or one longer than the context; names the field.
+        """
+        identity = draft.identity
+        namespace = namespace_of(draft.head, identity.extra_key, identity.cache_salt, identity.lora)
+        start = time.perf_counter()
+        rank, ordering = self._decide(draft, namespace)
+        seconds = time.perf_counter() - start
+        by_id = {item.chunk.id: item for item in draft.chunks}
+        ordered = list(draft.chunks) if draft.history else [by_id[chunk.id] for chunk in ordering.chunks]
+        ids, spans = draft.assemble(ordered)
+        self._check_length(len(ids), draft.options.max_new_tokens)
+        area = leading_area(spans)
+        return Planned(
+            draft,
+            ids.tolist(),
+            spans,
+            area,
+            namespace,
+            rank,
+            order=[*(draft.labels[item.chunk.id] for item in ordered), *draft.later_labels],
+            planned_len=ordering.held_len + ordering.planned_len,
+            fusion=_with_recipe(draft, ids[area[-1].end :] if area else ()),
+            order_seconds=seconds,
+        )
+
+    # Private, in order of use
+
+    def _decide(self, draft: Draft, namespace: str) -> tuple[int, Ordering]:
+        router, rank = self._books.router, draft.options.rank
+        by_turns = self._config.routing == "round_robin"
+        ranks = [rank] if rank is not None else [router.choose({})] if by_turns else range(router.num_ranks)
+        policy = draft.options.order or cast(OrderPolicy, self._config.order)
+        orderings = order_per_rank(
+            "retriever" if draft.history else policy,
+            cast(TailPolicy, self._config.tail),
+            self._books.tree,
+            self._books.table,
+            namespace,
+            _chunks_of(leading_area(draft.history)) if draft.history else [item.chunk for item in draft.chunks],
+            ranks=ranks,
+            max_visits=self._config.max_search_visits,
+        )
+        if rank is None:
+            cached = {rank: ordering.cached_tokens for rank, ordering in orderings.items()}
+            rank = ranks[0] if by_turns else router.choose(cached)
+        return rank, orderings[rank]
+
+    def _check_length(self, prompt_len: int, max_new_tokens: int | None) -> None:
+        answer_len = max(1, max_new_tokens or 1)
+        if prompt_len + answer_len > self._context_len:
+            raise RequestError(
+                f"messages: prompt of {prompt_len} tokens and answer of {answer_len} "
+                f"exceed the context of {self._context_len}"
+            )
+        if not prompt_len:
+            raise RequestError("messages: the prompt is empty")
+
+
+def _chunks_of(spans: Sequence[Span]) -> list[Chunk]:
+    return [Chunk(span.chunk, span.end - span.start) for span in spans]
+
+
+def _with_recipe(draft: Draft, question: Sequence[int]) -> FusionRequest | None:
+    fusion = draft.options.fusion
+    return fusion and structs.replace(fusion, recipe=recipe_of(fusion, question, draft.earlier_recipe))

@@ -1,0 +1,86 @@
+"""Before the first request: the index opens and answers, every rank runs our cache, the tokenizers suit each other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util.retry import Retry
+
+from retrieval.errors import RetrievalError
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.front.search import default_mode
+
+if TYPE_CHECKING:
+    from retrieval.retriever import Retriever
+
+logger = logging.getLogger(__name__)
+
+
+def open_retriever(config: ChunkCacheConfig) -> Retriever:
+    """The index and encoder of the flags, after a search that shows that they work.
+
+    Raises:
+        RetrievalError: an index or encoder that cannot be served, a mode that the index does not offer, or packages missing.
+    """
+    assert config.index is not None
+    import torch
+
+    torch.set_num_threads(config.retrieve_threads)  # of this process, in which only the encoder computes
+    try:
+        from retrieval.retriever import Retriever
+
+        retriever = Retriever.open(
+            Path(config.index),
+            encoder=config.encoder,
+            device=config.retrieve_device,
+            verify=config.index_verify == "on",
+            threads=config.retrieve_threads,
+        )
+        mode = default_mode(retriever, config)
+        if mode not in retriever.modes:
+            flag = flag_name("retrieve_mode")
+            raise RetrievalError(f"{flag} {mode}: the index {config.index} offers {', '.join(retriever.modes)}")
+        retriever.search(["Does it work?"], k=1, mode=mode, nprobe=config.retrieve_nprobe)
+    except ModuleNotFoundError as error:  # FAISS at once, others only where the index needs them
+        raise RetrievalError(f"needs the extra 'retrieval': {error.name} is not installed") from None
+    return retriever
+
+
+def check_tokenizer(retriever: Retriever, path: str) -> None:
+    """Log what the passages were measured in; a warning if that is another tokenizer than the served model's, at `path`."""
+    info = retriever.info()
+    name = info["tokenizer"]
+    logger.info("retrieval: %d passages, measured in tokens of %s", info["passages"], name)
+    if "@" not in name or not Path(path).is_dir():  # words, or a model on the hub
+        return
+    from retrieval.tokens import load_tokens
+
+    with contextlib.suppress(RetrievalError, OSError):  # a tokenizer without tokenizer.json: no reason to stop a server
+        if load_tokens(path).name.rpartition("@")[2] != name.rpartition("@")[2]:
+            logger.warning("retrieval: that is not the served model's tokenizer: passages are longer or shorter for it")
+
+
+def check_ranks(server_args: Any, retriever: Retriever | None) -> None:
+    """Start-up check: every rank reports our cache, and the tokenizer suits us. Otherwise the server stops, with the reason."""
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        headers = {"Authorization": f"Bearer {server_args.api_key}"} if server_args.api_key else {}
+        session = requests.Session()
+        session.trust_env = False  # no proxy between the server and itself
+        for scheme in ("http://", "https://"):  # the port may not be open yet
+            session.mount(scheme, HTTPAdapter(max_retries=Retry(connect=40, backoff_factor=0.2, backoff_max=2)))
+        answer = session.get(server_args.url() + "/chunkcache/stats", headers=headers, timeout=60, verify=False)
+        answer.raise_for_status()
+        logger.info("chunk cache: in on %d rank(s)", len(answer.json()["ranks"]))
+        if retriever is not None:
+            check_tokenizer(retriever, server_args.tokenizer_path or server_args.model_path)
+    except Exception as error:
+        logger.critical("chunk cache: start-up check failed, stopping: %s", error)
+        kill_process_tree(os.getpid())

@@ -1,0 +1,68 @@
+"""Fused reuse for one rank, from its configuration and the loaded model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.fusion.fill import FusionPass
+from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
+from sglang_chunkcache.fusion.model_support import unsupported
+from sglang_chunkcache.fusion.plan import Limits
+from sglang_chunkcache.fusion.promise import Fuser
+from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.fusion.store import ChunkStore
+from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+
+logger = logging.getLogger(__name__)
+
+
+def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> Fuser:
+    """Fused reuse, checked on the model it will serve. `ctx` is SGLang's TreeCacheBuildContext.
+
+    Raises:
+        ValueError: the model or a flag does not suit it, or the gate found it wrong; names what, with the figures.
+    """
+    runner, args = ctx.tp_worker.model_runner, ctx.server_args
+    if reasons := unsupported(runner, args):
+        raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
+    table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
+    sparse, attention, figures = gated_attention(runner, table, ctx.params, config.recompute_attention)
+    logger.info("chunk cache: attention of the recompute pass: %s", attention)
+    _judge(figures, attention["kind"], config.gate)
+    prefill_budget = args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else args.max_prefill_tokens
+    if prefill_budget >= runner.token_to_kv_pool.size:
+        logger.warning(
+            "--reuse fused moves nothing: a KV pool of %d tokens is never large enough for moved tokens and one prefill "
+            "budget of %d (--chunked-prefill-size)",
+            runner.token_to_kv_pool.size,
+            prefill_budget,
+        )
+    fuser = Fuser(
+        cache,
+        FusionPass(runner, table, config, (sparse, attention)),
+        ChunkStore(
+            max_bytes=config.store_mib << 20, max_chunks=config.store_chunks, max_variants=config.store_variants
+        ),
+        Limits(
+            max_pass_tokens=config.max_pass_tokens or prefill_budget,
+            max_gap_tokens=config.max_gap_tokens,
+            min_saved_tokens=config.min_saved_tokens,
+        ),
+        extend_reserve=prefill_budget,
+    )
+    fuser.gate = figures.as_dict()
+    return fuser
+
+
+def _judge(figures: GateFigures, attention: str, policy: str) -> None:
+    logger.info("chunk cache: start-up gate: %s", figures)
+    if not figures.passed and policy == "refuse":
+        raise ValueError(
+            f"--reuse fused with {attention} attention: this model's answers would be wrong, the gate says {figures}"
+        )
+    if not figures.conclusive:
+        logger.warning(
+            "--reuse fused: the gate says nothing of recomputation on this model (dummy weights?): %s", figures
+        )

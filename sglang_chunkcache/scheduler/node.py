@@ -1,0 +1,92 @@
+"""What we keep on SGLang's objects: one record on each `TreeNode`, one on each `Req`. Both are made when they are first read.
+
+`facts` and `state` are the only ways to them. Nothing else of ours is an attribute of an object of SGLang's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from radix_ext import ChainId, ChunkId
+from sglang_chunkcache.wire.spans import RequestSpans
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+    from sglang_chunkcache.scheduler.chunk_key import Fused
+    from sglang_chunkcache.scheduler.shared_slots import Holding
+
+
+class ChunkIdentity(NamedTuple):
+    """A chunk of one tenant: requests that SGLang keeps apart never share one."""
+
+    chunk: ChunkId
+    extra_key: str | None
+    cache_salt: str | None
+
+
+@dataclass(slots=True)
+class ChunkFacts:
+    """A node of the tree. The defaults are a node of plain traffic."""
+
+    chunk: ChunkId | None = None
+    """None: a token node. The next two fields are a chunk node's."""
+    start: int = 0
+    """Position of the first token."""
+    prefix: tuple[ChunkId, ...] = ()
+    """The chunks before it, in order."""
+    is_filled: bool = True
+    """False: promised, its slots are yet to be written."""
+    is_moved: bool = False
+    """Its KV was computed at another place."""
+    scores: Any = None
+    """What the promiser has measured of the chunk."""
+    holding: Holding | None = None
+    """Its part of slots that other nodes hold as well."""
+    chain: ChainId | None = None
+    """The place in the global tree. None: a token node, or a chunk of a later turn, which the global tree does not hold."""
+    promoted: bool = False
+    hits: int = 0
+    """Requests that found it cached."""
+    used: int = 0
+    """Number of the request that used it last."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request in the scheduler."""
+
+    is_read: bool = False
+    """Whether `spans` has been decoded."""
+    spans: RequestSpans | None = None
+    """None: a plain request."""
+    fused: Fused | None = None
+    """From where on its KV is approximate."""
+    is_inserted: bool = False
+    is_reported: bool = False
+    promise: Any = None
+    """The promiser's own record."""
+
+
+def facts(node: TreeNode) -> ChunkFacts:
+    """The node's record."""
+    found: ChunkFacts | None = getattr(node, "chunkcache", None)
+    if found is None:
+        found = node.chunkcache = ChunkFacts()
+    return found
+
+
+def state(req: Req) -> RequestState:
+    """The request's record."""
+    found: RequestState | None = getattr(req, "chunkcache", None)
+    if found is None:
+        found = req.chunkcache = RequestState()
+    return found
+
+
+def identity_of(node: TreeNode) -> ChunkIdentity | None:
+    """Which chunk the node holds. None: a token node."""
+    chunk = facts(node).chunk
+    return None if chunk is None else ChunkIdentity(chunk, node.key.extra_key, node.key.cache_salt)

@@ -1,0 +1,47 @@
+"""What the tree asks of fused reuse, which promises SGLang more tokens than are cached (fusion/promise.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.wire.report import Explanation, Report
+from sglang_chunkcache.wire.spans import RequestSpans
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+
+class Promiser(Protocol):
+    """Calls come in this order for one request."""
+
+    def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
+        """Extend an exact match by what can be had otherwise. Idempotent: takes nothing."""
+
+    def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode] | None:
+        """Slots for all that was promised, or an empty tensor (declined), or None (not with this batch)."""
+
+    def before(self, batch: ScheduleBatch) -> None:
+        """Fill the slots that this batch's requests were promised; before its forward."""
+
+    def keep(self, path: Sequence[TreeNode], spans: RequestSpans) -> None:
+        """The request's nodes are in the tree: note what is worth storing."""
+
+    def report(self, req: Req) -> Report:
+        """What became of the request."""
+
+    def after(self) -> None:
+        """Store some of what was noted; after a forward."""
+
+    def explain(self, req: Req) -> Explanation | None:
+        """What was planned for a request that was only matched. None: nothing was."""
+
+    def reset(self) -> None:
+        """The tree is empty."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counts for `/chunkcache/stats`."""

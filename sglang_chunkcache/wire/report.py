@@ -1,0 +1,185 @@
+"""What a rank reports with the first token of an answer, and why reuse did not happen where it did not."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from sglang_chunkcache.wire.events import Batch
+from sglang_chunkcache.wire.message import Record
+
+ANSWER_KEY = "chunkcache"
+"""Key of the encoded `Answer` in `meta_info`."""
+
+FATES = ("exact", "relocated", "recomputed")
+"""The fates of prompt tokens that a rank reports. `computed` is the rest of the prompt."""
+
+
+class Fallback(StrEnum):
+    """Why tokens were computed although reuse was asked for: every reason there is. README tables are made from it."""
+
+    meaning: str
+    """One sentence."""
+    remedy: str
+    """What an operator can do, one sentence."""
+
+    def __new__(cls, name: str, meaning: str, remedy: str) -> Self:
+        reason = str.__new__(cls, name)
+        reason._value_, reason.meaning, reason.remedy = name, meaning, remedy
+        return reason
+
+    PLAIN_TEXT = (
+        "plain_text",
+        "The rank could not read the chunks' offsets and computed the prompt as plain text.",
+        "Read the rank's log, which has the cause under `bad_spans`, and report it as a bug.",
+    )
+    BAD_SPANS = (
+        "bad_spans",
+        "The rank refused the chunks' offsets that came with a request (`/chunkcache/stats` only; the request's "
+        "answer says `plain_text`).",
+        "Read the rank's log and start front and ranks from the same installation.",
+    )
+    PARALLEL_SAMPLING = (
+        "parallel_sampling",
+        "The request asks for more than one answer (`n` > 1), for which SGLang does not report what it found cached.",
+        "Nothing is lost but the figures; send `n` requests if you need them.",
+    )
+    NO_REPORT = (
+        "no_report",
+        "The answer to a request with moved KV came without the rank's report, so its tokens cannot be counted by "
+        "fate.",
+        "Check in the rank's log that it was started with `--reuse fused`, and report it as a bug.",
+    )
+    NO_SOURCE = (
+        "no_source",
+        "None of the chunks after the exact prefix is cached anywhere, in the tree or in the store.",
+        "Expected for new chunks; if they were requested before, raise `--chunkcache-store-mib` or lower "
+        "`--chunkcache-store-threshold`.",
+    )
+    GAP_TOO_LONG = (
+        "gap_too_long",
+        "The uncached tokens before the next cached chunk exceed `--chunkcache-max-gap-tokens`; chunks from there "
+        "on are computed.",
+        "Raise that flag, or put the uncached chunks last.",
+    )
+    PASS_BUDGET = (
+        "pass_budget",
+        "Gaps and recomputed tokens exceed `--chunkcache-max-pass-tokens`; chunks from there on are computed.",
+        "Raise that flag (0 means one prefill budget, `--chunked-prefill-size`) or lower the ratio.",
+    )
+    NOT_WORTH_IT = (
+        "not_worth_it",
+        "Moving would save fewer tokens than `--chunkcache-min-saved-tokens`, as always with ratio 1.",
+        "Expected for short chunks; set the flag to 0 to move them all the same.",
+    )
+    ALREADY_CACHED = (
+        "already_cached",
+        "The place in the tree for the moved chunks was taken between matching and allocation.",
+        "The request is computed as usual; report it if it occurs regularly, since SGLang matches right before it "
+        "allocates.",
+    )
+    SOURCE_GONE = (
+        "source_gone",
+        "A source was evicted from the KV pool between planning and allocation.",
+        "Expected now and then under load; a larger KV pool (`--mem-fraction-static`, `--max-total-tokens`) makes "
+        "it rarer.",
+    )
+    NO_ROOM = (
+        "no_room",
+        "Free and evictable slots of the KV pool do not hold the moved tokens and one prefill budget (`--chunked-"
+        "prefill-size`).",
+        "Lower `--chunked-prefill-size` or enlarge the KV pool; a pool no larger than one budget never moves anything.",
+    )
+    PLAN_FAILED = (
+        "plan_failed",
+        "Planning the moves raised an error, and the prompt is computed as usual.",
+        "Read the traceback in the rank's log and report it as a bug.",
+    )
+    PASS_FAILED = (
+        "pass_failed",
+        "Moving, selecting or recomputing raised an error, and the whole region was computed as an ordinary prefill.",
+        "Read the traceback in the rank's log; if the device was out of memory, lower `--chunkcache-max-pass-"
+        "tokens` or `--mem-fraction-static`.",
+    )
+    NO_OWN_SLOTS = (
+        "no_own_slots",
+        "Some selected tokens share their source's slots, the reserve had no slot for them, and they keep their "
+        "moved KV.",
+        "Start with `--chunkcache-exclusive-slots off`, which copies every chunk; report it, since the reserve is "
+        "computed to suffice.",
+    )
+    UNSCORED = (
+        "unscored",
+        "A moved chunk has no attention scores, so `h2o` and `context` recomputed its first tokens.",
+        "Leave `--chunkcache-scoring on`; a chunk has scores once it has been stored (`--chunkcache-store-threshold`).",
+    )
+    NO_QUESTION = (
+        "no_question",
+        "No token follows the chunks, so `query` recomputed each chunk's first tokens.",
+        "Put the question after the chunks, or choose another selector.",
+    )
+    NO_DEVIATION = (
+        "no_deviation",
+        "KV deviation was not measured, so `deviation` recomputed each chunk's first tokens.",
+        "Report it as a bug: the pass measures it for every request with this selector.",
+    )
+    CAPTURE_FAILED = (
+        "capture_failed",
+        "Copying a chunk into the store raised an error; no answer is affected (`/chunkcache/stats` only).",
+        "Read the traceback in the rank's log; if host memory is short, lower `--chunkcache-store-mib`.",
+    )
+
+
+class Source(Record, frozen=True):
+    """Where one piece `[start, end)` of the prompt was moved from."""
+
+    start: int
+    end: int
+    span: int | None
+    """Index of the chunk's span. None: text between chunks."""
+    where: str
+    """The tier, or "gap": computed in the pass."""
+    num_before: int = 0
+    """Chunks before the source, where its KV was computed."""
+    overlap: int = 0
+    """Of these, chunks that are before it in this prompt as well."""
+    cfo: float | None = None
+    """Cache-Craft's fix overhead with alpha 1, where the source is scored."""
+
+
+class Report(Record, frozen=True):
+    """What became of one request that asked for moved KV. Counts are prompt tokens."""
+
+    exact: int
+    relocated: int
+    recomputed: int
+    fused_hit: int
+    """Of `relocated`: tokens of earlier requests' fused nodes."""
+    gap: int
+    shared: int
+    """Of `relocated`: tokens whose slots are their source's."""
+    sources: tuple[Source, ...]
+    focused: tuple[int, ...] | None
+    """Indices of the spans that the question attends to. None: not asked for."""
+    fallbacks: tuple[Fallback, ...]
+    ms: dict[str, float]
+    """Phase -> milliseconds of the whole batch, as the host sees them."""
+
+
+class Explanation(Record, frozen=True):
+    """What a request would find, without running it."""
+
+    exact: int
+    fused_hit: int
+    end: int
+    """Where the promised region ends, in prompt tokens."""
+    sources: tuple[Source, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
+
+
+class Answer(Record, frozen=True):
+    """What travels with the first token of every answer to a request of the front's."""
+
+    events: Batch
+    report: Report | None = None
+    """None: exact reuse only."""

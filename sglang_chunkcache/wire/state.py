@@ -1,0 +1,35 @@
+"""A rank's state as the front asks for it, through SGLang's internal state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_chunkcache.wire.message import Record
+from sglang_chunkcache.wire.report import Explanation
+
+STATE_KEY = "chunkcache"
+"""Key of the encoded `RankState` in a scheduler's internal state."""
+
+
+class ExplainRequest(Record, frozen=True):
+    """A request to explain, not to run: what SGLang would get of it."""
+
+    input_ids: list[int]
+    custom_params: dict[str, Any]
+    extra_key: str | None
+    cache_salt: str | None
+
+
+class RankState(Record, frozen=True):
+    """What one rank says of itself."""
+
+    dp_rank: int
+    epoch: int
+    seq: int
+    digest: int
+    """XOR of the chain ids in the rank's tree; the mirror has one to compare."""
+    chunk_nodes: int
+    counts: dict[str, Any]
+    """For `/chunkcache/stats`, as they are shown."""
+    explanation: Explanation | None = None
+    """The answer to an `ExplainRequest`."""

@@ -1,0 +1,187 @@
+"""What requests add to the front's state, what answers teach, and that all that was taken is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front import bookkeeper
+from sglang_chunkcache.front.request import Passage
+from sglang_chunkcache.wire.events import Acknowledgement
+from sglang_chunkcache.wire.message import decode
+from sglang_chunkcache.wire.report import ANSWER_KEY, Fallback
+from sglang_chunkcache.wire.spans import MARK_KEY
+from tests.sglang_chunkcache.front.front_bench import SECRET, A, Asked, B, Bench, make_output, told, user
+
+
+def test_fates_sum_to_the_prompt() -> None:
+    """Every prompt token has one fate."""
+    bench = Bench()
+    request = bench.ask("q", A, B)
+    answer = bench.reply(request, cached=request.spans[0].end + 2).answer()
+    assert sum(answer["fates"].values()) == len(request.input_ids)
+    assert (answer["fates"]["exact"], answer["chunks_hit"], answer["dp_rank"]) == (request.spans[0].end + 2, 1, 0)
+
+
+def test_fates_never_exceed_the_prompt() -> None:
+    """A retracted request's cached_tokens may count its own output."""
+    bench = Bench()
+    request = bench.reply(bench.ask("q", A), cached=10_000)
+    assert request.answer()["fates"]["computed"] == 0
+
+
+def test_fates_wait_for_the_first_token() -> None:
+    """An output without tokens says nothing of the cache yet."""
+    bench = Bench()
+    request = bench.ask("q", A)
+    bench.observe(request, make_output([], 5, None, 0, None))
+    assert request.known is None
+    bench.observe(request, make_output([65], 5, None, 0, None))
+    assert request.known == {"exact": 5, "relocated": 0, "recomputed": 0}
+
+
+def test_observe_takes_our_entry_out() -> None:
+    """Nothing of the mirror's traffic reaches a client."""
+    bench = Bench()
+    request = bench.ask("q", A)
+    output = make_output([65], 0, None, 0, bench.ranks[0].serve(request.custom_params, request.input_ids))
+    bench.observe(request, output)
+    assert ANSWER_KEY not in output["meta_info"]
+
+
+def test_observe_incremental_output_adds_up() -> None:
+    """SGLang sends either everything so far or only what is new; the other choices of n > 1 are not the conversation's."""
+    bench = Bench()
+    request = bench.ask("q", A)
+    for ids, index in (([65], 0), ([70], 1), ([66, 67], 0)):
+        bench.observe(request, make_output(ids, 0, None, 0, None, index), index=index, incremental=True)
+    assert request.output_ids == [65, 66, 67]
+
+
+def test_custom_params_carry_mark_and_acknowledgement() -> None:
+    """The scheduler believes only our mark; what was read is acknowledged with the next request."""
+    bench = Bench()
+    assert bench.reply(bench.ask("q", A)).custom_params[MARK_KEY] == SECRET
+    log = bench.ranks[0].log
+    assert told(bench.ask("q", A)).ack == Acknowledgement(log.epoch, log.seq)
+
+
+def test_promotion_counts_the_current_request() -> None:
+    """CRAFT: after counting, the leading run at the threshold is promoted."""
+    bench = Bench(promotion_threshold=2)
+    requests = [bench.reply(bench.ask("1", A)), bench.reply(bench.ask("2", A, B)), bench.reply(bench.ask("3", A, B))]
+    assert [told(request).promoted_len for request in requests] == [0, 1, 2]
+
+
+def test_repeated_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is not incremental carries the rank's events with every output."""
+    bench, reads = Bench(), list[str]()
+
+    def counted(text: str, kind: Any) -> Any:
+        reads.append(text)
+        return decode(text, kind)
+
+    monkeypatch.setattr(bookkeeper, "decode", counted)
+    request = bench.ask("q", A)
+    entry = bench.ranks[0].serve(request.custom_params, request.input_ids)
+    for ids in ([65], [65, 66], [65, 66, 67]):
+        bench.observe(request, make_output(ids, 0, None, 0, entry))
+    assert reads == entry[:1]
+    assert len(bench.books.tree) == 1
+
+
+def test_answer_that_cannot_be_read_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Front and rank of two versions: the mirror stays as it was, what SGLang found cached is exact."""
+    bench = Bench()
+    request = bench.ask("q", A)
+    with caplog.at_level(logging.WARNING):
+        bench.observe(request, make_output([65], 5, "stop", 0, ["[999, {}]"]))
+    assert "the answer of rank 0 cannot be read" in caplog.text
+    assert (request.answer()["fates"]["exact"], request.fallbacks) == (5, [Fallback.PLAIN_TEXT])
+    assert bench.books.mirrors[0].acknowledgement.seq == 0
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+def test_finished_request_gives_plan_and_load_back(reason: str) -> None:
+    """Also when SGLang aborted it."""
+    bench = Bench()
+    bench.reply(bench.ask("q", A), reason=reason)
+    assert bench.is_idle()
+    outcome = "aborted" if reason == "abort" else "finished"
+    assert bench.books.metrics.totals()["requests"] == {outcome: 1}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt])
+def test_any_way_out_gives_plan_and_load_back(error: type[BaseException]) -> None:
+    """Leaving the block is enough, and it hides no error."""
+    bench = Bench()
+
+    def fail() -> None:
+        with bench.books.begin(Asked(bench.plan("q", A))):
+            assert not bench.is_idle()
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert bench.is_idle()
+    assert bench.books.metrics.totals()["requests"] == {"aborted": 1}
+
+
+def test_abandoned_request_gives_plan_and_load_back() -> None:
+    """A client that leaves before any output."""
+    bench = Bench()
+    bench.end(bench.ask("q", A))
+    assert bench.is_idle()
+    assert bench.books.metrics.totals()["requests"] == {"aborted": 1}
+
+
+@pytest.mark.parametrize(
+    "passages", [[A, Passage("big", "x" * 300)], [Passage(str(i), str(i) * 50) for i in range(5)]], ids=len
+)
+def test_refused_request_leaves_nothing(passages: list[Passage]) -> None:
+    """A 400 must not count as load for ever."""
+    bench = Bench(context_len=200)
+    with pytest.raises(RequestError):
+        bench.ask("q", *passages)
+    assert bench.is_idle()
+    assert len(bench.books.tree) == 0
+    assert bench.books.table.num_requests == 0
+
+
+def test_answer_is_booked_where_it_was_served() -> None:
+    """Another rank than planned: its mirror learns, the planned one's load is given back."""
+    bench = Bench(num_ranks=2)
+    request = bench.ask("q", A, B)
+    other = 1 - request.rank
+    bench.reply(request, by=other)
+    assert request.answer()["dp_rank"] == other
+    assert bench.is_idle()
+    assert bench.books.tree.digest(other)[0] == 2
+    assert bench.books.tree.digest(request.rank)[0] == 0
+
+
+@pytest.mark.parametrize(("reason", "content"), [("abort", ""), ("stop", None)])
+def test_turn_without_a_whole_text_is_not_kept(reason: str, content: str | None) -> None:
+    """An aborted answer, or one of tool calls, is not what the client will send back."""
+    bench, messages = Bench(), [user("one")]
+    bench.turn(messages, A)
+    bench.reply(bench.ask([*messages, user("two")], to="c"), reason=reason, content=content)
+    next_turn = [*messages, user("two"), {"role": "assistant", "content": "ok"}, user("three")]
+    assert bench.ask(next_turn, to="c").num_turns == 1
+
+
+def test_stats_show_the_front() -> None:
+    """JSON-able counts, no texts."""
+    import json
+
+    bench = Bench()
+    bench.reply(bench.ask("q", A, B, to="c"))
+    stats = json.loads(json.dumps(bench.books.stats()))
+    assert stats["tree"]["nodes"] == 2
+    assert stats["conversations"]["count"] == 1
+    assert stats["requests"] == {"finished": 1}
+    assert stats["prompt_tokens_in_flight"] == [0]

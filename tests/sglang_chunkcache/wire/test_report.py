@@ -1,0 +1,46 @@
+"""What a rank tells the front: round trips, and a reason with its sentences for every fallback."""
+
+from __future__ import annotations
+
+import pytest
+
+from radix_ext import ChainId, ChunkId
+from sglang_chunkcache.wire.events import Batch, Evicted, Inserted
+from sglang_chunkcache.wire.message import decode, encode
+from sglang_chunkcache.wire.report import Answer, Explanation, Fallback, Report, Source
+from sglang_chunkcache.wire.state import ExplainRequest, RankState
+
+SOURCES = (Source(0, 3, None, "gap"), Source(3, 9, 0, "device", 2, 1, 0.25))
+REPORT = Report(1, 2, 3, 2, 4, 0, SOURCES, (0,), (Fallback.NO_ROOM,), {"lookup": 0.5})
+EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicted(ChainId(2**63 - 1))))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Answer(EVENTS),
+        Answer(EVENTS, REPORT),
+        Explanation(1, 2, 3, SOURCES, (Fallback.NO_SOURCE,)),
+        ExplainRequest([1, 2], {"chunkcache_mark": "s"}, None, "salt"),
+        RankState(1, 2, 3, 2**63 - 1, 4, {"free": 1, "store": {"pending": 0}}, Explanation(0, 0, 0)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_round_trip(message: Answer | Explanation | ExplainRequest | RankState) -> None:
+    """Equal on the other side, records and enums included."""
+    assert decode(encode(message), type(message)) == message
+
+
+def test_unknown_reason_is_refused() -> None:
+    """Front and rank know the same reasons."""
+    with pytest.raises(ValueError, match="no_idea"):
+        decode(encode(Answer(EVENTS, REPORT)).replace("no_room", "no_idea"), Answer)
+
+
+@pytest.mark.parametrize("reason", Fallback)
+def test_reason_says_what_it_means_and_what_to_do(reason: Fallback) -> None:
+    """One sentence each, for the README's table."""
+    assert str(reason) == reason.name.lower()
+    for text in (reason.meaning, reason.remedy):
+        assert text[0].isupper()
+        assert text.endswith((".", ")."))
