@@ -1,10 +1,10 @@
-"""Cache-Craft's alpha from a validation set (eq. 13): the least recomputation whose answers are good enough.
+"""Cache-Craft's alpha from a validation set (eq. 13): the least recomputation whose answers reach a target F1.
 
     alpha* = argmin E[CFO_alpha]  subject to  F1_alpha >= target * F1 of full prefill
 
-E[CFO] grows with alpha, so alpha* is the least that suffices. Quality need not grow with every step, so alpha is first
-raised along a grid until the target is reached, then halved in on between the last two. Each example's chunks are first served
-twice in another order (so that they stand in the store as computed behind others), then asked for with moved KV.
+E[CFO] grows with alpha, so alpha* is the least alpha that reaches the target. Quality need not grow with every step, so alpha is
+first raised along a grid until the target is reached, then bisected between the last two. Each example's chunks are first served
+twice in another order, so that the store has variants computed after other chunks, then requested with moved KV.
 
     examples   {"question": "...", "chunks": ["...", ...], "answers": ["...", ...]}     one JSON object a line
 """
@@ -24,7 +24,7 @@ from typing import Any
 from sglang_chunkcache.client import Client, ServerError, settle
 
 GRID = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""CFO is at most alpha, so from 1 on the paper's scale is left; there every context-laden chunk is recomputed whole."""
+"""CFO is at most alpha. Above 1, the end of the paper's scale, chunks that depend on their context are recomputed whole."""
 NUM_HALVINGS = 4
 
 
@@ -69,10 +69,10 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
     Args:
         target: share of full prefill's F1 to reach.
     Returns:
-        `alpha` (None if no alpha reaches the target), `full_f1`, and `steps`: alpha, mean CFO (share of the moved tokens that
-        were recomputed) and F1 of each try.
+        `alpha` (None if no alpha reaches the target), `full_f1`, and `steps`: alpha, mean CFO (recomputed share of the moved
+        tokens) and F1 of each step.
     Raises:
-        ServerError: the server refuses, or does not move KV.
+        ServerError: the server refuses a request, or moves no KV.
     """
     salt = f"calibrate-{time.time_ns()}"
     for _ in range(2):  # the store takes a chunk at its second use
@@ -92,7 +92,9 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
             num_recomputed += info["fates"]["recomputed"]
             num_moved += info["fates"]["recomputed"] + info["fates"]["relocated"]
         if not num_moved:
-            raise ServerError("no chunk was moved: are the examples' chunks long enough to be worth it?")
+            raise ServerError(
+                "no chunk was moved: the examples' chunks may be too short (--chunkcache-min-saved-tokens)"
+            )
         steps.append({"alpha": alpha, "mean_cfo": num_recomputed / num_moved, "f1": _mean(scores)})
         return steps[-1]["f1"] >= target * full_f1
 

@@ -1,11 +1,14 @@
-"""Would `--reuse fused` give right answers with this model on this machine? And which alpha does Cache-Craft's selector need?
+"""Check whether `--reuse fused` is right with this model on this machine, and calibrate alpha of the selector `context`.
 
     python -m sglang_chunkcache.check --model-path M [any SGLang flag]      load the model, run the start-up gate, stop
     python -m sglang_chunkcache.check --url http://127.0.0.1:30000          the figures of a running server's gate
     python -m sglang_chunkcache.check --url ... --calibrate FILE --f1 0.9   solve eq. 13 (calibrate.py says how)
 
-The last line of stdout is one JSON object. Exit code 0: passed; 1: the gate failed, or no alpha is good enough; 2: a mistake
-in the flags, a model that is not supported, or a server that does not serve.
+The last line of stdout is one JSON object. Exit codes:
+
+    0   passed
+    1   the gate failed, or no alpha reaches the target
+    2   a mistake in the flags, a model that is not supported, or a server that does not answer
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from sglang_chunkcache.calibrate import calibrate, read_examples
 from sglang_chunkcache.client import Client, ServerError
 
 START_TIMEOUT_S = 1800
-"""Loading a large model from a slow disk takes minutes; nothing takes this long."""
+"""Loading a large model from a slow disk takes minutes, and never this long."""
 
 _CHILD = "SGLANG_CHUNKCACHE_CHECK_OUT"
-"""Set for the process that loads the model: the file it writes to. SGLang kills the process whose scheduler fails."""
+"""Set for the child process that loads the model: its output file. SGLang kills a process whose scheduler fails."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what the flags ask for; the exit code."""
+    """Run the check or the calibration that the flags ask for; returns the exit code."""
     if out := os.environ.get(_CHILD):
         Path(out).write_text(json.dumps(_load_and_measure(argv)))
         return 0
@@ -71,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--url", help="a running server, instead of loading a model")
-    parser.add_argument("--api-key", metavar="KEY", help="the server's")
+    parser.add_argument("--api-key", metavar="KEY", help="the API key of the server")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="questions, one JSON object a line")
     parser.add_argument("--f1", type=float, default=0.95, help="F1 to reach, as a share of full prefill's: %(default)s")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
@@ -97,12 +100,12 @@ def _gates_of(client: Client) -> list[dict[str, Any]]:
 
 
 def _figures_of(rank: Mapping[str, Any]) -> dict[str, Any]:
-    """The gate's, and the attention that it has tried."""
+    """The gate's figures, and the attention that it has tested."""
     return {**rank["gate"], "attention": rank["moves"]["attention"]}
 
 
 def _measure(flags: Sequence[str]) -> dict[str, Any]:
-    """The gate's figures, from a process of its own."""
+    """The gate's figures, measured in a child process."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
         with log.open("wb") as stream:
@@ -124,14 +127,14 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
             lines = log.read_text(errors="replace").strip().splitlines()
             reason = next((line for line in reversed(lines) if "Error" in line or "error:" in line), "")
             raise ServerError(
-                reason or "\n".join(lines[-5:]) or "the process that loads the model ended without a word"
+                reason or "\n".join(lines[-5:]) or "the process that loads the model ended without a message"
             )
         figures: dict[str, Any] = json.loads(out.read_text())
         return figures
 
 
 def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
-    """In the process of its own: SGLang's engine with our cache, which runs the gate as it starts."""
+    """In the child process: start SGLang's engine with our cache, which runs the gate at the start."""
     from sglang_chunkcache.launch_server import prepare, server_flags
 
     parser = argparse.ArgumentParser(prog="python -m sglang_chunkcache.check", allow_abbrev=False)

@@ -1,4 +1,4 @@
-"""A running server of ours, for the commands: JSON in, JSON out, one line where something is wrong."""
+"""Admin client of a running server, for the commands: JSON in, JSON out, an error is one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_chunkcache.errors import RefusedError, ServerError
 __all__ = ["Client", "RefusedError", "ServerError", "settle"]
 
 SETTLE_TIMEOUT_S = 60.0
-"""For captures that wait for the next forward; each takes one prefill of its chunk at most."""
+"""For captures that wait for the next forward. Each takes one prefill of its chunk at most."""
 POLL_S = 0.1
 
 
@@ -22,7 +22,7 @@ class Client:
 
     Raises:
         RefusedError: the server answers a request with 400.
-        ServerError: it does not answer, or with anything else.
+        ServerError: it does not answer, or answers with another error.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:

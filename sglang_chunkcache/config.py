@@ -23,10 +23,10 @@ SHORT_FLAGS = {
     "encoder": "--encoder",
     "recompute_attention": "--recompute-attention",
 }
-"""What a newcomer types has a short name beside its long one."""
+"""Short names of frequent flags, in addition to the long ones."""
 
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
-"""Names of the selectors; tests check that each has its file in `selectors/`."""
+"""Names of the selectors; tests check that each has its file in `fusion/selectors/`."""
 
 
 def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
@@ -40,11 +40,11 @@ class ChunkCacheConfig:
 
     order: str = knob("tree", "how a request's chunks are ordered", choices=("retriever", "frequency", "tree"))
     """`tree` puts the deepest cached chain first; `frequency` is CRAFT's order; `retriever` leaves the order alone."""
-    tail: str = knob("rank", "order of the chunks behind the cached chain (tree)", choices=("rank", "frequency"))
+    tail: str = knob("rank", "order of the chunks after the cached chain (tree)", choices=("rank", "frequency"))
     """`rank` beats `frequency` on the RAGPulse trace at every capacity (radix_ext/README.md)."""
     admission: str = knob("all", "which chunks enter the cache", choices=("all", "promoted"))
-    """`promoted` is CRAFT to the letter: only leading chunks over the threshold are inserted."""
-    eviction: str = knob("reused", "what leaves the KV pool first", choices=("reused", "promoted", "lru"))
+    """`promoted` is CRAFT's rule to the letter: only leading chunks over the threshold are inserted."""
+    eviction: str = knob("reused", "what is evicted from the KV pool first", choices=("reused", "promoted", "lru"))
     """`reused`: least recently used, each doubling of a chunk's hits counting as one window; best on the RAGPulse trace
     (radix_ext/README.md). `promoted`: nodes that are not promoted first, then SGLang's policy; `lru`: SGLang's policy alone."""
     window_requests: int = knob(1000, "sliding window of the access table, in requests", low=1, high=10_000_000)
@@ -52,7 +52,7 @@ class ChunkCacheConfig:
     promotion_threshold: int = knob(2, "accesses within the window that promote a chunk", low=1, high=1_000_000)
     """CRAFT section 5."""
     max_tree_nodes: int = knob(200_000, "nodes of the global tree, oldest leaves go first", low=100, high=100_000_000)
-    """About 400 bytes each; far above what a KV pool holds in chunks."""
+    """About 400 bytes each; far more than the chunks that fit into a KV pool."""
     max_search_visits: int = knob(64, "nodes visited by one order decision", low=1, high=1_000_000)
     """Bounds the decision on adversarial trees; on RAGPulse 64 find what 1,000 find (radix_ext/README.md)."""
     routing: str = knob("kv_aware", "which DP rank serves a request", choices=("round_robin", "kv_aware"))
@@ -60,53 +60,51 @@ class ChunkCacheConfig:
     max_load_ratio: float = knob(1.25, "a rank over this multiple of the mean load gets no more (kv_aware)", low=1.0)
     """Load is prompt tokens in flight."""
     dedup: str = knob("shown", "what a conversation drops as already seen", choices=("shown", "paper", "off"))
-    """`shown`: chunks still in the prompt; `paper`: also chunks of turns that have left it (CRAFT 4.3)."""
+    """`shown`: chunks still in the prompt; `paper`: also chunks of turns that were removed from it (CRAFT 4.3)."""
     max_conversations: int = knob(10_000, "conversations remembered", low=1)
-    """Least recently used leave first."""
+    """The least recently used one is forgotten first."""
     max_conversation_tokens: int = knob(50_000_000, "prompt and answer tokens remembered over all conversations", low=1)
-    """4 bytes each; what chunks of a turn weigh is counted in (radix_ext.Turn.cost)."""
+    """4 bytes each; the chunk records of a turn are counted as tokens, too (radix_ext.Turn.cost)."""
     conversation_idle_s: float = knob(3600.0, "seconds after which an idle conversation is forgotten", low=1.0)
     """A forgotten conversation costs a prefix, never an answer."""
     max_chunks: int = knob(256, "chunks in one request", low=1, high=100_000)
-    """Bounds one request's work in the front process."""
+    """Bounds the work of one request in the front process."""
     max_chunk_chars: int = knob(200_000, "characters in one chunk", low=1)
     """Tokenised on the event loop; the context length bounds it further."""
-    answer_reserve_tokens: int = knob(256, "room kept for the answer when max_tokens is not given", low=1)
-    """Decides when a conversation overflows; at most an eighth of the context is kept."""
+    answer_reserve_tokens: int = knob(256, "tokens reserved for the answer when max_tokens is not given", low=1)
+    """Decides when a conversation overflows; at most an eighth of the context is reserved."""
     rag_template: str | None = knob(None, "file with {chunks} and {question}: the user message around the chunks")
     """Default: the chunks, then the question."""
-    chunk_separator: str = knob("\n\n", "text behind every chunk; part of the chunk's span")
+    chunk_separator: str = knob("\n\n", "text after every chunk; part of the chunk's span")
     """A span includes its separator, so that the chunk area is contiguous."""
     reuse: str = knob("exact", "what the server may reuse (also --reuse)", choices=("exact", "fused"))
-    """`fused` lets requests opt into moved chunk KV, which is approximate; without it nothing of that is loaded."""
-    selector: str = knob(
-        "query", "which tokens of a moved chunk are recomputed, unless a request says", choices=SELECTORS
-    )
-    """FusionRAG's choice; see selectors/README.md."""
+    """`fused` lets requests opt into moved KV, which is approximate; with `exact` none of that code is loaded."""
+    selector: str = knob("query", "which tokens of a moved chunk are recomputed by default", choices=SELECTORS)
+    """FusionRAG's selector; see fusion/selectors/README.md."""
     recompute_ratio: float = knob(0.15, "share of a request's moved tokens to recompute", low=0.0, high=1.0)
     """FusionRAG's and CacheBlend's operating point."""
     store_mib: int = knob(1024, "host memory for chunk KV, in MiB", low=1, high=100_000_000)
     """A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
     store_chunks: int = knob(10_000, "chunks in the store", low=1, high=100_000_000)
-    """Cache-Craft's N; the bytes bound first on any real model."""
+    """Cache-Craft's N; on any real model `store_mib` is reached first."""
     store_variants: int = knob(5, "variants of one chunk in the store", low=1, high=1000)
     """Cache-Craft's M (section 5)."""
     store_threshold: int = knob(
         2, "accesses within the window that bring a chunk into the store", low=1, high=1_000_000
     )
-    """Until then a chunk is found where the tree holds it."""
+    """Below it, a chunk is found only in the tree."""
     scoring: str = knob("on", "measure attention between chunks when one enters the store", choices=("on", "off"))
-    """Costs one more prefill of the chunk, once a variant; `context` and `h2o` need it."""
+    """Costs one more prefill of the chunk, once per variant; `context` and `h2o` need it."""
     max_pass_tokens: int = knob(0, "tokens recomputed before one batch; 0: SGLang's prefill budget", low=0)
-    """Bounds what a request's neighbours wait for."""
+    """Bounds how long the other requests of a batch wait."""
     max_gap_tokens: int = knob(2048, "tokens between moved chunks that one request may compute in the pass", low=0)
-    """A chunk that is cached nowhere hides all behind it unless it is computed first."""
-    min_saved_tokens: int = knob(32, "moved tokens beyond the recomputed ones that make moving worth it", low=0)
-    """Below, the request is prefilled as usual: moving has costs of its own (eval/LOG.md). 0: always move."""
+    """Chunks after an uncached one can only be moved if the uncached one is computed in the same pass."""
+    min_saved_tokens: int = knob(32, "least moved tokens that stay unrecomputed; below, nothing is moved", low=0)
+    """Moving has costs of its own (eval/LOG.md); a request below the limit is prefilled as usual. 0: always move."""
     exclusive_slots: str = knob(
         "on", "share the source's KV slots where a chunk keeps its position", choices=("on", "off")
     )
-    """FusionRAG 4.3: such a chunk takes memory for its critical tokens only, and nothing is copied. `off`: always copied."""
+    """FusionRAG 4.3: such a chunk takes memory for its critical tokens only and is not copied. `off`: it is always copied."""
     recompute_attention: str = knob(
         "auto",
         "attention of the recompute pass (also --recompute-attention)",
@@ -116,38 +114,39 @@ class ChunkCacheConfig:
     the keys that a token sees; where it cannot run, the server does not start. `auto`: `sparse` where it can run, else `masked`.
     """
     gate: str = knob("refuse", "what a failed start-up gate does in fused mode", choices=("refuse", "report"))
-    """`report` starts anyway, for `sglang_chunkcache.check`."""
+    """`report` starts all the same, for `sglang_chunkcache.check`."""
     index: str | None = knob(None, "directory of a retrieval index to search for requests (also --index)")
-    """Made by `python -m retrieval build`; without one, clients send their chunks."""
-    encoder: str | None = knob(None, "where the index's encoder lies now, if not where it was built (also --encoder)")
-    """Another model than the index was built with is refused."""
+    """Built by `python -m retrieval build`; without one, clients send their chunks."""
+    encoder: str | None = knob(None, "path of the index's encoder, if moved since the build (also --encoder)")
+    """Another encoder than the one that built the index is refused."""
     index_verify: str = knob("on", "check the checksums of the index's files", choices=("on", "off"))
-    """Reads the whole index once, and what is new of a newer generation; `off` for one of hundreds of GB."""
-    retrieve_k: int = knob(5, "passages retrieved, unless a request says", low=1, high=100_000)
+    """Reads the whole index once, and the new files of a newer generation; `off` for an index of hundreds of GB."""
+    retrieve_k: int = knob(5, "passages retrieved by default", low=1, high=100_000)
     """CRAFT section 5: top-5."""
     retrieve_mode: str = knob(
-        "auto", "how the index is searched, unless a request says", choices=("auto", "dense", "bm25", "fusion")
+        "auto", "how the index is searched by default", choices=("auto", "dense", "bm25", "fusion")
     )
-    """`auto`: what the index names first."""
-    retrieve_nprobe: int = knob(128, "clusters of an IVF index searched, unless a request says", low=1, high=1_000_000)
+    """`auto`: the first mode that the index names."""
+    retrieve_nprobe: int = knob(128, "clusters of an IVF index searched by default", low=1, high=1_000_000)
     """CRAFT section 5."""
-    retrieve_batch: int = knob(32, "queries searched together at most", low=1, high=10_000)
-    """Batches only form while a search runs; beyond 32 an encoder's time grows with the batch."""
+    retrieve_batch: int = knob(32, "queries in one search batch, at most", low=1, high=10_000)
+    """A batch forms only while a search runs; beyond 32 an encoder's time grows with the batch."""
     retrieve_queue: int = knob(1000, "requests that may wait for a search; more get HTTP 503", low=1, high=1_000_000)
-    """Far more than wait in a server that keeps up."""
+    """A server that keeps up has far fewer waiting."""
     retrieve_threads: int = knob(1, "threads of encoder and index in the front process", low=1, high=1024)
-    """They share the machine with SGLang's: where cores are short, a team waits for its slowest (two cores under load: 12 queries
-    over 3,402 vectors took 14 ms with two threads, 2 ms with one). More pay for a large index or encoder and free cores."""
+    """They share the cores with SGLang's threads. On busy cores all threads of a search wait for the slowest one (two cores under
+    load: 12 queries over 3,402 vectors took 14 ms with two threads, 2 ms with one). More threads pay for a large index or
+    encoder on free cores."""
     retrieve_device: str = knob("cpu", "where the encoder runs, for example cuda:0")
-    """SGLang plans with the GPU's memory as its own."""
+    """The default is the CPU because SGLang allocates the GPU's memory as if it were alone."""
     retrieve_refresh_s: float = knob(
-        5.0, "seconds between looks for a newer generation of the index; 0: never", low=0.0
+        5.0, "seconds between checks for a newer generation of the index; 0: never", low=0.0
     )
-    """A look reads one small file."""
+    """A check reads one small file."""
     max_query_chars: int = knob(8000, "characters in one query", low=1, high=10_000_000)
-    """Four times what encoders of 512 tokens read."""
+    """Four times the text that an encoder of 512 tokens reads."""
     secret: str = field(default="", metadata={"internal": True})
-    """Marks the front's own requests in `custom_params`; drawn at start, so no client can forge it."""
+    """Marks the front's own requests in `custom_params`; drawn at the start, so no client can forge it."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

@@ -1,8 +1,8 @@
-"""Every patch of ours into SGLang: its target, and why no registry does the job. Two, no more.
+"""Our two patches of SGLang: target, and why no registry does the job.
 
 - AFTER `Scheduler.get_internal_state`: the only way from the HTTP process to a scheduler's state, and no registry adds to it.
 - AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` only: promised slots must be filled on the forward
-  stream after earlier forwards, which may still write what is moved, and before the batch's own extend.
+  stream, after earlier forwards, which may still write KV that is moved, and before the batch's own extend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def register_hooks(*, reuse: str) -> None:
 
 
 def missing_hooks(*, reuse: str) -> list[str]:
-    """Targets that SGLang failed to patch: it logs such a failure and goes on without us."""
+    """Targets that SGLang failed to patch: it logs such a failure and continues without the hook."""
     targets = [GET_INTERNAL_STATE, *([FORWARD] if reuse == "fused" else [])]
     return [target for target in targets if target not in HookRegistry._patched]
 
@@ -41,7 +41,7 @@ def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         # `rid` is the only field of a state request that carries text. SGLang leaves it empty.
         text = args[0].rid if args else None
         asked = decode(text, ExplainRequest) if text else None
-        # SGLang collects the ranks in the order of their replies, so each says who it is.
+        # SGLang collects the ranks in the order of their replies, so each state names its rank.
         result.internal_state[STATE_KEY] = encode(cache.rank_state(get_parallel().dp_rank or 0, asked))
     return result
 

@@ -6,8 +6,8 @@
     parts sent   "Use these.\\n",        {"chunks": [1, 2]},         "Who?\\n"        to POST /rag/v1/generate
 
 SGLang's interpreter keeps a program's state as one string, and a fork copies that string without telling the backend. So
-the string itself remembers where its chunk areas are (`AreaText`): it can be appended to, sliced and forked like any other,
-and whatever SGLang does to it that loses the areas leaves text that is sent as text. Knows no tokens and no cache.
+the string itself records where its chunk areas are (`AreaText`). It can be appended to, sliced and forked like any other; an
+operation of SGLang's that loses the areas leaves text that is sent as text. Knows no tokens and no cache.
 
 Invariant: the texts of the parts, chunks with their separators, put together are the state's text.
 """
@@ -30,7 +30,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 ENDPOINT, RETRIEVE = "/rag/v1/generate", "/rag/v1/retrieve"
 
 Part = str | dict[str, list[dict[str, Any]]]
-"""What the endpoint takes: a text, or `{"chunks": [{"text": ..., "id": ...}, ...]}`."""
+"""One part of the endpoint's body: a text, or `{"chunks": [{"text": ..., "id": ...}, ...]}`."""
 
 
 class ChunkArea(NamedTuple):
@@ -70,7 +70,7 @@ class AreaText(str):
         return AreaText(text, _shifted(inside, -start))
 
     def parts(self) -> list[Part]:
-        """The text cut at its chunk areas."""
+        """The text, cut at its chunk areas."""
         return parts_of(self)
 
 
@@ -94,10 +94,10 @@ def chunks(
 
     Args:
         passages: texts, or objects with `text` and optionally `id`, which is only shown back.
-        separator: the server's `--chunkcache-chunk-separator`, so that the state's text is what the model reads.
+        separator: the server's `--chunkcache-chunk-separator`, so that the state's text is the text that the model reads.
     Raises:
-        TypeError: a passage that is neither. (Not ValueError: SGLang traces programs with stand-ins for their arguments and
-            takes a TypeError for the end of what can be traced.)
+        TypeError: a passage that is neither. (Not ValueError: SGLang traces programs with placeholders for their arguments,
+            and a TypeError ends the tracing.)
     """
     items = tuple(_chunk_in(passage) for passage in passages)
     text = "".join(item["text"] + separator for item in items)
@@ -121,14 +121,14 @@ def parts_of(text: str) -> list[Part]:
 class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     """Backend for `@sgl.function` programs against a server started by `sglang_chunkcache.launch_server`.
 
-    What a program generates behind chunks has the answer's `chunkcache` object in `state.get_meta_info(name)["chunkcache"]`.
+    For text generated after chunks, `state.get_meta_info(name)["chunkcache"]` is the answer's `chunkcache` object.
     Prompts without chunks, and prompts with images, go to SGLang's own `/generate`.
 
     Args:
         base_url: of the server, without a path.
         extra_key, cache_salt: keep caches of tenants apart, as in SGLang's requests.
         reuse, order: as in the endpoint's body, for every request; None: the server's.
-        others: as for RuntimeEndpoint.
+        other arguments: as for RuntimeEndpoint.
     """
 
     def __init__(
@@ -148,13 +148,13 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         named = {"extra_key": extra_key, "cache_salt": cache_salt, "reuse": reuse, "order": order}
         self._fields = {name: value for name, value in named.items() if value is not None}
 
-    def retrieve(self, query: str, **wishes: Any) -> list[dict[str, Any]]:
-        """What the server's index (`--index`) finds for a query, best first, ready for `chunks`.
+    def retrieve(self, query: str, **options: Any) -> list[dict[str, Any]]:
+        """The passages that the server's index (`--index`) finds for a query, best first, ready for `chunks`.
 
         Args:
-            wishes: `k`, `mode`, `nprobe` as in the endpoint's body; what is left out is the server's default.
+            options: `k`, `mode`, `nprobe` as in the endpoint's body; the server's defaults for those left out.
         """
-        body = {"query": query, **wishes}
+        body = {"query": query, **options}
         response = http_request(self.base_url + RETRIEVE, json=body, api_key=self.api_key, verify=self.verify)
         self._assert_success(response)
         return list(response.json()["passages"])
@@ -166,7 +166,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         self._post(prefix_str, {"max_new_tokens": 0})
 
     def commit_lazy_operations(self, s: StreamExecutor) -> None:
-        """Compute the state so far, so that the branches of a fork all find it cached."""
+        """Compute the state so far, so that every branch of a fork finds it cached."""
         if not self._is_ours(s):
             super().commit_lazy_operations(s)
             return
@@ -205,7 +205,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     def select(
         self, s: StreamExecutor, choices: list[str], temperature: float, choices_method: ChoicesSamplingMethod
     ) -> ChoicesDecision:
-        """As SGLang's, but a choice is tokenised apart from the prompt, so nothing needs healing where they meet."""
+        """As SGLang's, but a choice is tokenised separately from the prompt, so the border between them needs no healing."""
         if not self._is_ours(s):
             return super().select(s, choices, temperature, choices_method)
         assert temperature <= 1e-5
@@ -213,9 +213,9 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         scored = []
         for choice in choices:
             body = {"return_logprob": True, "logprob_start_len": prompt["meta_info"]["prompt_tokens"] - 1}
-            answer = self._post(s.text_, {"max_new_tokens": 0, "temperature": 0}, behind=choice, **body).json()
+            answer = self._post(s.text_, {"max_new_tokens": 0, "temperature": 0}, suffix=choice, **body).json()
             scored.append(answer["meta_info"])
-        # The first entry is the prompt's last token: it stands in front of a choice and has no probability.
+        # The first entry is the prompt's last token, before the choice; it has no probability.
         input_logprobs = [meta_info["input_token_logprobs"] for meta_info in scored]
         decision = choices_method(
             choices=choices,
@@ -232,8 +232,8 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     def _is_ours(self, s: StreamExecutor) -> bool:
         return _has_areas(s.text_) and not s.images_
 
-    def _post(self, text: str, sampling_params: dict[str, Any], *, behind: str = "", **body: Any) -> Any:
-        parts = [*parts_of(text), *([behind] if behind else [])]
+    def _post(self, text: str, sampling_params: dict[str, Any], *, suffix: str = "", **body: Any) -> Any:
+        parts = [*parts_of(text), *([suffix] if suffix else [])]
         response = http_request(
             self.base_url + ENDPOINT,
             json={"parts": parts, "sampling_params": sampling_params, **self._fields, **body},

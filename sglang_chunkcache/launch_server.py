@@ -2,8 +2,8 @@
 
     python -m sglang_chunkcache.launch_server --model-path M [our flags] [any SGLang flag]
 
-`--model-path bundled` serves the small model that comes with the package. `--stock` starts SGLang as it is, for
-comparison: only the CPU platform is ours then. On a machine without GPU the flags that SGLang's CPU path needs are added
+`--model-path bundled` serves the small model in this package. `--stock` starts SGLang without the chunk cache, for
+comparison; only the CPU platform is ours then. On a machine without a GPU the flags that SGLang's CPU path needs are added
 unless they are given.
 """
 
@@ -30,11 +30,11 @@ CPU_FLAGS = {
     "--mem-fraction-static": "0.1",
     "--max-total-tokens": "65536",
 }
-"""What SGLang's CPU path needs without `sgl_kernel`. The pool is kept small, since its memory is the machine's."""
+"""The flags that SGLang's CPU path needs without `sgl_kernel`. The pool is small because it is in the machine's main memory."""
 
 
 def main(argv: list[str]) -> None:
-    """Parse, check, start; returns when the server stops. Exits with 2 and one line on a mistake in the flags."""
+    """Parse, check, start; returns when the server stops. A mistake in the flags exits with code 2 and one line."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_chunkcache.launch_server",
         description=__doc__,
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
         epilog="All flags of SGLang's own server are accepted too: python -m sglang.launch_server --help",
         allow_abbrev=False,
     )
-    parser.add_argument("--stock", action="store_true", help="SGLang as it is, for comparison")
+    parser.add_argument("--stock", action="store_true", help="SGLang without the chunk cache, for comparison")
     config.add_flags(parser)
     args, rest = parser.parse_known_args(argv)
     try:
@@ -58,14 +58,14 @@ def main(argv: list[str]) -> None:
     else:
         os.environ.update(settings.to_env())
         if settings.encoder is not None and settings.index is None:
-            parser.error("--encoder: nothing to encode for without --index")
-        # Before SGLang is loaded, let alone the model: a bad index is told at once. Only this process ever loads it.
+            parser.error("--encoder needs --index")
+        # Before SGLang and the model are loaded, so that a bad index is reported at once. Only this process loads the index.
         retriever = _open_index(settings, parser.error) if settings.index is not None else None
     _run(rest, stock=args.stock, retriever=retriever, fail=parser.error)
 
 
 def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> Any:
-    """SGLang's ServerArgs of `server_flags`, plugins loaded. `fail` is called with what is wrong with them."""
+    """SGLang's ServerArgs of `server_flags`, plugins loaded. `fail` is called with the names of unsupported settings."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
@@ -82,7 +82,7 @@ def server_flags(rest: list[str], *, stock: bool) -> list[str]:
     """SGLang's flags: the user's, the bundled model's path, what the CPU path needs, and our cache.
 
     Raises:
-        ValueError: a flag that would leave us out.
+        ValueError: a flag that would select another cache.
     """
     rest = list(rest)
     given = {flag.split("=", 1)[0] for flag in rest if flag.startswith("--")}
@@ -95,7 +95,7 @@ def server_flags(rest: list[str], *, stock: bool) -> list[str]:
             rest[index + 1] = str(model_dir())
     if not stock:
         if "--radix-cache-backend" in given:
-            raise ValueError("--radix-cache-backend is ours to choose; use --stock for SGLang's own cache")
+            raise ValueError("--radix-cache-backend is set by this launcher; --stock starts SGLang with its own cache")
         rest += ["--radix-cache-backend", BACKEND]
     import torch
 
@@ -116,7 +116,7 @@ def refusals(server_args: Any) -> list[str]:
         )
         > 1,
         "--speculative-algorithm": bool(server_args.speculative_algorithm),
-        "--kv-events-config (its readers take our nodes for plain text)": bool(server_args.kv_events_config),
+        "--kv-events-config (its readers would take chunk nodes for plain text)": bool(server_args.kv_events_config),
         "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
         "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
         "--skip-tokenizer-init": server_args.skip_tokenizer_init,
@@ -125,15 +125,15 @@ def refusals(server_args: Any) -> list[str]:
 
 
 def _check_attention(settings: config.ChunkCacheConfig) -> None:
-    """What can be known before the model is loaded; the rest is `attention.choice.create`'s."""
+    """Checks that need no model. `attention.choice.create` does the others."""
     import torch
 
     if settings.recompute_attention != "sparse":
         return
     if settings.reuse != "fused":
-        raise ValueError("--recompute-attention sparse goes with --reuse fused: else nothing is recomputed")
+        raise ValueError("--recompute-attention sparse needs --reuse fused: without it nothing is recomputed")
     if not torch.cuda.is_available():
-        raise ValueError("--recompute-attention sparse: there is no CUDA device; auto takes what there is")
+        raise ValueError("--recompute-attention sparse: there is no CUDA device; use auto")
 
 
 def _open_index(settings: config.ChunkCacheConfig, fail: Callable[[str], NoReturn]) -> Any:
@@ -166,7 +166,7 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
 
 
 def _bind_cpu_ranks(dp_size: int) -> None:
-    """Give every DP rank cores of its own: SGLang dies at start on one NUMA node without it."""
+    """Give every DP rank cores of its own: on one NUMA node SGLang fails at the start without it."""
     cores = sorted(os.sched_getaffinity(0))
     if dp_size > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
         share = max(1, len(cores) // dp_size)

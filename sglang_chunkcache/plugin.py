@@ -1,7 +1,7 @@
-"""What SGLang loads (entry point group `sglang.srt.plugins`), in the main process and in every scheduler.
+"""The entry point that SGLang loads (group `sglang.srt.plugins`), in the main process and in every scheduler.
 
-SGLang logs a plugin's exception and goes on without the plugin. Two things make that loud: the launcher selects the cache
-by name, so a scheduler without it does not start, and the launcher's start-up check asks every rank for our stats.
+SGLang logs a plugin's exception and continues without the plugin. Two checks stop the start in that case: the launcher
+selects the cache by name, so a scheduler without it does not start, and a start-up check asks every rank for our stats.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BACKEND = "cp_tree"
 """Name of our cache for `--radix-cache-backend` (chunk-prefix tree)."""
 
 PYTHON_TREE = "python_radix"
-"""SGLang's own Python `RadixCache`, unchanged: with `--stock`, what our cache derives from. SGLang's default tree is another."""
+"""SGLang's own Python `RadixCache`, unchanged: the base class of our cache, for `--stock`. SGLang's default is another."""
 
 
 def register() -> None:
@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def create_cpu_attention(runner: Any) -> Any:
-    """SGLang's CPU attention without its padding. Imported late: the registry calls this when the model is there."""
+    """SGLang's CPU attention without its padding. Imported late: the registry calls this once the model is loaded."""
     from sglang_chunkcache.cpu.attention import create
 
     return create(runner)
@@ -52,7 +52,7 @@ def create_cache(ctx: Any) -> Any:
     """Build the cache of one scheduler from SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        RuntimeError: the server was not started by our launcher, or a hook is not in. Stops the start.
+        RuntimeError: the server was not started by our launcher, or SGLang did not apply a hook. Stops the start.
         ValueError: the model or a flag is not supported; names it.
     """
     from sglang_chunkcache.hooks import missing_hooks
@@ -61,10 +61,10 @@ def create_cache(ctx: Any) -> Any:
     settings = config.from_env()
     if settings is None:
         raise RuntimeError(
-            f"--radix-cache-backend {BACKEND} is set by `python -m sglang_chunkcache.launch_server`: start it so"
+            f"--radix-cache-backend {BACKEND} needs `python -m sglang_chunkcache.launch_server`, which sets it"
         )
     if missing := missing_hooks(reuse=settings.reuse):
-        raise RuntimeError(f"SGLang did not apply our hooks {missing}; see the log above for the cause")
+        raise RuntimeError(f"SGLang did not apply our hooks {missing}; the log above has the cause")
     allocator = type(ctx.params.token_to_kv_pool_allocator).__name__
     if "SWA" in allocator or "Hybrid" in type(ctx.params.req_to_token_pool).__name__:
         raise ValueError(f"sliding-window and hybrid models are not supported (KV allocator {allocator})")

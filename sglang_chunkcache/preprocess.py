@@ -1,16 +1,19 @@
-"""Fill a running server's chunk store before there are requests: every chunk alone, then behind its nearest neighbours.
+"""Fill a running server's chunk store ahead of requests: every chunk alone, then after its nearest neighbours.
 
     python -m sglang_chunkcache.preprocess --url http://127.0.0.1:30000 --corpus corpus.jsonl --neighbors neighbors.jsonl
 
-A chunk computed behind texts that resemble it has attended to what it is likely to stand behind, which is what FusionRAG
-(3.1) puts in place of the attention that moving a chunk leaves out. The first pass makes the neighbours movable, the second
-computes each chunk behind them. Needs a server started with `--reuse fused`, and time: two prefills a chunk.
+A chunk computed after texts that resemble it has attended to texts that are likely to come before it in a prompt. FusionRAG
+(3.1) replaces by it the attention that moving a chunk leaves out. The first pass stores the neighbours, so that they can be
+moved; the second computes each chunk after them. Needs a server started with `--reuse fused`, and two prefills per chunk.
 
     corpus      {"id": "d1", "text": "..."}                          one JSON object a line; may be gzipped
-    neighbors   {"id": "d1", "neighbors": ["d7", "d3", ...]}         nearest first; chunks that are missing here have none
+    neighbors   {"id": "d1", "neighbors": ["d7", "d3", ...]}         nearest first; a chunk without a line has none
 
-Progress goes to stderr; the last line of stdout is one JSON object. Exit code 2 for a mistake in files or flags or a server
-that does not serve, 1 if single chunks were refused (too long behind their neighbours, say).
+Progress goes to stderr; the last line of stdout is one JSON object. Exit codes:
+
+    0   every chunk was computed
+    1   single chunks were refused, for example because they are too long together with their neighbours
+    2   a mistake in files or flags, or a server that does not answer
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ MAX_NAMED = 5
 
 @dataclass
 class Pass:
-    """One run over chunks: how many, their tokens, and the seconds that the server took."""
+    """One run over chunks: their number, their tokens, and the seconds that the server took."""
 
     chunks: int = 0
     chunk_tokens: int = 0
@@ -53,7 +56,7 @@ class Pass:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run both passes; the exit code."""
+    """Run both passes; returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.top_n < 1:
@@ -116,10 +119,10 @@ def preprocess(
     top_n: int,
     system: str | None = None,
 ) -> dict[str, Any]:
-    """Every chunk alone, then each with neighbours behind the `top_n` nearest; returns what the JSON line says.
+    """Compute every chunk alone, then each chunk that has neighbours after the `top_n` nearest; returns the JSON line's object.
 
     Raises:
-        ServerError: a server that does not serve, or one that was not started with `--reuse fused`.
+        ServerError: a server that does not answer, or one that was not started with `--reuse fused`.
     """
     if client.get("/chunkcache/stats").get("reuse") != "fused":
         raise ServerError(f"{client.url}: not a server started with --reuse fused")
@@ -172,9 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", required=True, help="the server, for example http://127.0.0.1:30000")
     parser.add_argument("--corpus", type=Path, required=True, help="chunks, one JSON object a line")
     parser.add_argument("--neighbors", type=Path, required=True, help="their neighbors, one JSON object a line")
-    parser.add_argument("--top-n", type=int, default=10, help="neighbors in front of a chunk; default: %(default)s")
-    parser.add_argument("--system", metavar="TEXT", help="system message in front; default: none")
-    parser.add_argument("--api-key", metavar="KEY", help="the server's; its admin key if it has one")
+    parser.add_argument("--top-n", type=int, default=10, help="neighbors before a chunk; default: %(default)s")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the prompts; default: none")
+    parser.add_argument("--api-key", metavar="KEY", help="the API key of the server, or its admin key if it has one")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     return parser
 

@@ -1,6 +1,6 @@
 """READMEs and scripts say what the code says.
 
-python tests/test_readme.py     # prints the rows of the flags table, to paste
+python tests/test_readme.py     # writes the generated tables into their pages
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.wire.report import Fallback
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("radix_ext", "retrieval", "sglang_chunkcache", "eval", "tests", "launch")
@@ -29,8 +30,8 @@ PAGES = [
 
 
 def flag_rows() -> list[str]:
-    """One table row per knob."""
-    rows = []
+    """A table with a row per knob."""
+    rows = ["| flag | default | what it sets |", "|---|---|---|"]
     for knob in dataclasses.fields(ChunkCacheConfig):
         if knob.metadata.get("internal"):
             continue
@@ -44,19 +45,54 @@ def flag_rows() -> list[str]:
     return rows
 
 
-def test_flags_table_is_that_of_the_config() -> None:
-    """A flag that the README does not know, or knows with another default, misleads."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `--chunkcache-.*$", readme, re.MULTILINE) == flag_rows()
+def fallback_rows() -> list[str]:
+    """A table with a row per reason."""
+    rows = ["| reason | what it means | what to do |", "|---|---|---|"]
+    return rows + [f"| `{reason.value}` | {reason.meaning} | {reason.remedy} |" for reason in Fallback]
+
+
+TABLES = {
+    "flags": (ROOT / "sglang_chunkcache" / "front" / "README.md", flag_rows),
+    "fallbacks": (ROOT / "sglang_chunkcache" / "fusion" / "README.md", fallback_rows),
+}
+"""Name in the markers -> the page and what is generated into it."""
+
+
+def generated(text: str, name: str, rows: list[str]) -> str:
+    """The page's text with these rows between the markers of that name."""
+    page, count = re.subn(
+        rf"(?s)(<!-- {name}: [^\n]*-->\n).*?(<!-- end of {name} -->)",
+        lambda found: f"{found[1]}{chr(10).join(rows)}\n{found[2]}",
+        text,
+    )
+    assert count == 1, f"{count} places for the table of {name}"
+    return page
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_generated_table_is_that_of_the_code(name: str) -> None:
+    """A flag or a reason that the page does not have, or has with another text, misleads."""
+    page, rows = TABLES[name]
+    text = page.read_text(encoding="utf-8")
+    assert text == generated(text, name, rows()), "python tests/test_readme.py writes it anew"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    lines = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8")).splitlines()
+    titles = (line.lstrip("#").strip().lower() for line in lines if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
-    """Relative links, and paths from the root to one of our files."""
+    """Relative links name files and headings that exist, paths from the root one of our files."""
     text = page.read_text(encoding="utf-8")
-    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in headings(file), f"{target}#{anchor}"
     paths = re.findall(rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w/.-]+\.(?:py|md|sh)\b", text)
-    assert [name for name in links if not (page.parent / name).exists()] == []
     assert [name for name in paths if not (ROOT / name).exists()] == []
 
 
@@ -68,4 +104,5 @@ def test_commands_name_modules(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    print("\n".join(flag_rows()))
+    for name, (page, rows) in TABLES.items():
+        page.write_text(generated(page.read_text(encoding="utf-8"), name, rows()), encoding="utf-8")

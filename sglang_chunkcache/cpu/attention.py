@@ -1,7 +1,7 @@
-"""SGLang's CPU attention without its padding: what `torch_native` means where there is no GPU, with `--stock` too.
+"""SGLang's CPU attention without its padding: the backend `torch_native` on a machine without a GPU, with `--stock` too.
 
-SGLang's backend pads the queries of an extend to the whole sequence, so 40 new tokens behind 6,000 cached ones cost a 6,000 by
-6,000 attention; behind a prefix hit nearly all of a CPU's time goes there. Here only the new tokens are queries:
+SGLang's backend pads the queries of an extend to the whole sequence, so 40 new tokens after 6,000 cached ones cost a 6,000 by
+6,000 attention, nearly all of a CPU's time after a prefix hit. Here only the new tokens are queries:
 
     keys      p p p p | n n n        prefix, new
     queries             n n n        each sees the prefix and the new tokens up to itself
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK_ROWS = 1024
-"""Queries per call behind a prefix: bounds the mask."""
+"""Queries per call after a prefix: bounds the mask."""
 
 
 def create(runner: Any) -> UnpaddedAttention:
@@ -26,7 +26,7 @@ def create(runner: Any) -> UnpaddedAttention:
 
 
 class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """Like its base to the last bit where nothing is cached; behind a prefix equal within rounding, and faster."""
+    """Equal to its base to the last bit where nothing is cached; after a prefix equal within rounding, and faster."""
 
     def _run_sdpa_forward_extend(
         self,

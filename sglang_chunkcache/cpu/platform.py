@@ -1,9 +1,9 @@
-"""The real SGLang engine on a machine without GPU and without `sgl_kernel`.
+"""The real SGLang engine on a machine without a GPU and without `sgl_kernel`.
 
 SGLang finds `activate` by the entry point group `sglang.srt.platforms`; it declines wherever CUDA is available, so an
 installed package changes nothing on a GPU machine. The platform names torch's own attention, which `plugin.py` registers
-without SGLang's padding (attention/cpu_backend.py), and SGLang's generic KV pool; everything else (scheduler, radix cache,
-HTTP server) is SGLang's, unchanged.
+without SGLang's padding (attention.py), and SGLang's generic KV pool; scheduler, radix cache, HTTP
+server and everything else are SGLang's, unchanged.
 """
 
 from __future__ import annotations

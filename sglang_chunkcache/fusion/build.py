@@ -34,8 +34,8 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
     prefill_budget = args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else args.max_prefill_tokens
     if prefill_budget >= runner.token_to_kv_pool.size:
         logger.warning(
-            "--reuse fused moves nothing: a KV pool of %d tokens is never large enough for moved tokens and one prefill "
-            "budget of %d (--chunked-prefill-size)",
+            "--reuse fused moves nothing: a KV pool of %d tokens is no larger than one prefill budget of %d "
+            "(--chunked-prefill-size), which moving keeps free",
             runner.token_to_kv_pool.size,
             prefill_budget,
         )
@@ -60,9 +60,7 @@ def _judge(figures: GateFigures, attention: str, policy: str) -> None:
     logger.info("chunk cache: start-up gate: %s", figures)
     if not figures.passed and policy == "refuse":
         raise ValueError(
-            f"--reuse fused with {attention} attention: this model's answers would be wrong, the gate says {figures}"
+            f"--reuse fused with {attention} attention: this model's answers would be wrong, measured {figures}"
         )
     if not figures.conclusive:
-        logger.warning(
-            "--reuse fused: the gate says nothing of recomputation on this model (dummy weights?): %s", figures
-        )
+        logger.warning("--reuse fused: the gate cannot judge recomputation on this model (dummy weights?): %s", figures)

@@ -189,7 +189,7 @@ def test_figures_come_from_the_child(monkeypatch: pytest.MonkeyPatch, capsys: py
         ),
         ("print('check: error: no such flag'); raise SystemExit(2)", "error: no such flag"),
         ("print('killed')", "killed"),
-        ("pass", "without a word"),
+        ("pass", "without a message"),
     ],
 )
 def test_a_child_that_fails_is_explained(

@@ -248,7 +248,7 @@ def test_main_sparse_attention_without_moved_kv_exits_with_2(
     with pytest.raises(SystemExit) as caught:
         launch_server.main(["--model-path", "m", *SPARSE])
     assert caught.value.code == 2
-    assert "--recompute-attention sparse goes with --reuse fused" in capsys.readouterr().err
+    assert "--recompute-attention sparse needs --reuse fused" in capsys.readouterr().err
     assert not run
 
 

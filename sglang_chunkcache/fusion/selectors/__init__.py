@@ -1,4 +1,4 @@
-"""Which tokens of moved chunks are recomputed: one file per selector behind one interface (base.py); see README.md."""
+"""Which tokens of moved chunks are recomputed: one file per selector, one interface (base.py); see README.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def get(name: str) -> Selector:
     """The selector of that name; only its own file is loaded.
 
     Raises:
-        ValueError: no such selector; names those there are.
+        ValueError: no such selector; names the existing ones.
     """
     if name not in SELECTORS:
         raise ValueError(f"selector must be one of {', '.join(SELECTORS)} but got {name!r}")

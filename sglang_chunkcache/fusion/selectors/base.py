@@ -1,7 +1,7 @@
-"""What every selector sees and answers: which tokens of the moved chunks are critical, that is, recomputed.
+"""Input and output of every selector: which tokens of the moved chunks are critical, that is, recomputed.
 
 Selectors are pure: the same arguments give the same tokens on every tensor-parallel rank. They know no slots, no model and
-no neighbours in the batch.
+no other requests of the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_chunkcache.wire.report import Fallback
 
 
 class Need(Enum):
-    """What has to be measured on the request before a selector can choose; each costs a pass."""
+    """Evidence that has to be measured on the request before a selector can choose; each kind costs a pass."""
 
     QUESTION = "question"
     DEVIATION = "deviation"
@@ -29,7 +29,7 @@ class Need(Enum):
 
 @dataclass(frozen=True, eq=False)
 class MovedChunk:
-    """One relocated chunk, whole.
+    """One moved chunk, whole.
 
     Raises:
         ValueError: the scores are those of another chunk or prefix.
@@ -40,7 +40,7 @@ class MovedChunk:
     """Its first token's position in the prompt."""
     num_tokens: int
     prefix_old: tuple[ChunkId, ...]
-    """The chunks its KV was computed behind, in order."""
+    """The chunks that its KV was computed after, in order."""
     prefix_new: tuple[ChunkId, ...]
     """The chunks before it in this prompt, in order."""
     scores: ChunkScores | None
@@ -57,11 +57,11 @@ class MovedChunk:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What was measured on this request, float32. None: not asked for, or not to be had."""
+    """Measured on this request, float32. None: not asked for, or not available."""
 
     question: Tensor | None = None
     """[end] by prompt position: attention mass from the question in the last layer, summed over its tokens and heads; 0
-    where no moved token stands (FusionRAG 3.2)."""
+    at positions without a moved token (FusionRAG 3.2)."""
     question_by_layer: Tensor | None = None
     """[num_layers, num_chunks]: mass from the question on each moved chunk (Cache-Craft algorithm 1)."""
     deviation: Tensor | None = None
@@ -75,9 +75,9 @@ class Selection:
     offsets: tuple[Tensor, ...]
     """Each [num_critical] int64 on the CPU, ascending, unique: offsets from the chunk's first token."""
     cfo: tuple[float | None, ...]
-    """Cache-Craft's recompute share where it was worked out, else None."""
+    """Cache-Craft's recompute share where it was computed, else None."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Why tokens were chosen otherwise than asked, each reason once."""
+    """Why tokens were not chosen by the selector's own rule, each reason once."""
 
 
 class Selector(ABC):
@@ -94,5 +94,5 @@ class Selector(ABC):
         Ratio 0 chooses nothing and ratio 1 everything, except where a selector's docstring says otherwise.
 
         Raises:
-            ValueError: evidence that does not reach over all chunks.
+            ValueError: evidence that does not cover all chunks.
         """

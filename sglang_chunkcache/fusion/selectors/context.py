@@ -1,11 +1,11 @@
-"""Cache-Craft (3.1 and 3.2): how far a chunk's KV depends on what stood before it, and on what of that has changed.
+"""Cache-Craft (3.1 and 3.2): how far a chunk's KV depends on the chunks before it, and how much of these has changed.
 
     CFO = alpha * CCI * (1 - beta')     share of the chunk to recompute            eq. 12
     CCI = sigmoid(a / b)                how much the prefix went into its KV       eq. 9 to 11
-    beta' = beta * (1 - gamma)          how much of that prefix is here again      eq. 6 to 8
+    beta' = beta * (1 - gamma)          how much of that prefix is in this prompt      eq. 6 to 8
 
 The ceil(CFO * n) tokens that looked at the old prefix most are recomputed (eq. 14). Queries are always in this chunk, keys
-in earlier ones; the paper's index order wavers.
+in earlier ones; the paper is not consistent about the order of its indices.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Prefix = tuple[ChunkId, ...]
 class ContextGuided(Selector):
     """ceil(CFO * n) tokens of each chunk with the highest `ChunkScores.context`.
 
-    Where `request.alpha` is None, alpha is solved so that the token-weighted mean CFO is the ratio; else alpha rules and the
-    ratio counts for chunks without scores only. A chunk computed behind nothing has a context of 0 throughout, and ties
-    go to the front: there it chooses as `first`.
+    Where `request.alpha` is None, alpha is solved so that the token-weighted mean CFO is the ratio; else alpha
+    decides, and the ratio only for chunks without scores. A chunk computed after nothing has a context of 0 throughout, and
+    ties go to the earlier token: for it the choice is that of `first`.
     """
 
     name = "context"
@@ -45,7 +45,7 @@ class ContextGuided(Selector):
         alpha = request.alpha
         if alpha is None:
             alpha = solve_alpha(overheads, [chunk.num_tokens for chunk in scored], request.ratio)
-        nothing = request.alpha is None and request.ratio == 0  # the clamp of CFO would choose a token of each chunk
+        nothing = request.alpha is None and request.ratio == 0  # the clamp of CFO would choose one token of each chunk
         shares = iter(overheads)
         offsets: list[Tensor] = []
         cfos: list[float | None] = []
@@ -64,12 +64,12 @@ SELECTOR = ContextGuided()
 
 
 def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix) -> float:
-    """beta (eq. 6): the share of the chunk's attention to its old prefix that falls on chunks which are here again.
+    """beta (eq. 6): the share of the chunk's attention to its old prefix that falls on chunks of this prompt.
 
     Args:
-        prefix_old: what its KV was computed behind.
+        prefix_old: the chunks that its KV was computed after.
         inter: mass on each chunk of `prefix_old`, as `ChunkScores.inter`.
-        prefix_new: what stands before it now, in any order.
+        prefix_new: the chunks before it in this prompt, in any order.
     Returns:
         0 to 1; 0 where the old prefix is empty or got no attention.
     Raises:
@@ -83,7 +83,7 @@ def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefi
 def order_penalty(prefix_old: Prefix, prefix_new: Prefix) -> float:
     """gamma (eq. 7): Kendall's tau distance of the shared chunks' two orders, 0 (same) to 1 (reversed).
 
-    0 where fewer than two chunks are shared; a chunk that repeats counts where it first stands. O(m log m) compares.
+    0 where fewer than two chunks are shared; a repeated chunk counts at its first place. O(m log m) compares.
     """
     rank_new = {chunk: rank for rank, chunk in reversed(list(enumerate(prefix_new)))}
     ranks = [rank_new[chunk] for chunk in dict.fromkeys(prefix_old) if chunk in rank_new]
@@ -92,7 +92,7 @@ def order_penalty(prefix_old: Prefix, prefix_new: Prefix) -> float:
     seen: list[int] = []
     discordant = 0
     for rank in ranks:
-        discordant += len(seen) - bisect_left(seen, rank)  # those before it in the old order and behind it in the new
+        discordant += len(seen) - bisect_left(seen, rank)  # those before it in the old order and after it in the new
         insort(seen, rank)
     return discordant / (len(ranks) * (len(ranks) - 1) / 2)
 
@@ -127,7 +127,7 @@ def fix_overhead(
     """CCI * (1 - beta'): the CFO at alpha 1, before it is clamped.
 
     Args:
-        scores: None: the CCI is taken as 1 and each chunk of the old prefix as attended alike.
+        scores: None: CCI is 1, and each chunk of the old prefix is attended alike.
         without: parts left out: "beta" (beta' is 0) and "cci" (CCI is 1).
     Returns:
         0 to 1.
@@ -144,7 +144,7 @@ def cfo(alpha: float, overhead: float, num_tokens: int) -> float:
 
 
 def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -> float:
-    """The alpha at which the mean CFO of all tokens is `ratio`; stands in for the paper's validation set (eq. 13).
+    """The alpha at which the mean CFO of all tokens is `ratio`; replaces the paper's validation set (eq. 13).
 
     The mean is piecewise linear in alpha, with a corner where a CFO leaves or meets its clamp.
 
@@ -154,7 +154,7 @@ def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -
         ratio: 0 to 1.
     Returns:
         inf for ratio 1 (all CFO are 1), 0 for a ratio that the lower clamps alone reach or exceed (always for ratio 0).
-        Where chunks with overhead 0 keep the mean below `ratio`: the least alpha that brings all others to 1.
+        Where chunks with overhead 0 keep the mean below `ratio`: the least alpha that raises all others to 1.
     """
     if ratio >= 1:
         return inf

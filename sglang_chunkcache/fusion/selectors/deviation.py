@@ -13,7 +13,7 @@ from sglang_chunkcache.wire.report import Fallback
 
 
 class LargestDeviation(Selector):
-    """ceil(ratio * all moved tokens) with the highest `Evidence.deviation`: what deviates early deviates on."""
+    """ceil(ratio * all moved tokens) with the highest `Evidence.deviation`: early deviation persists in later layers."""
 
     name = "deviation"
     needs = frozenset({Need.DEVIATION})

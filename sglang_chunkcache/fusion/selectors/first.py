@@ -1,4 +1,4 @@
-"""The first tokens of each chunk (EPIC's LegoLink): computed without a prefix they act as attention sinks, and should not."""
+"""The first tokens of each chunk (EPIC's LegoLink): computed without a prefix, they are unwanted attention sinks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FirstTokens(Selector):
     name = "first"
 
     def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
-        """Also what the others fall back to, chunk by chunk, where they lack what they choose by."""
+        """The other selectors fall back to this, chunk by chunk, where their scores or evidence are missing."""
         offsets = tuple(leading(request.ratio, chunk.num_tokens) for chunk in chunks)
         return Selection(offsets, (None,) * len(chunks))
 

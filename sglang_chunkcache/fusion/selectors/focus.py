@@ -1,7 +1,7 @@
 """Which chunks the question settles on, layer by layer (Cache-Craft 3.2.2, algorithm 1 and eq. 15).
 
 The paper runs it while recomputing: once the focused chunks are settled, in layer L*, the tokens of the others are dropped
-from the layers behind it. Here it runs on evidence measured beforehand and the others are spared in every layer. Dropping
+from the layers after it. Here it runs on evidence measured beforehand, and the others are left out in every layer. Dropping
 layer by layer would add the recomputation of unfocused chunks in layers 1 to L*, and with it fresher KV for them there; it
 needs a pass whose rows shrink on the way.
 """
@@ -18,12 +18,12 @@ from sglang_chunkcache.fusion.selectors.base import Selection
 
 
 def focused_chunks(by_layer: Tensor, *, window: int) -> tuple[frozenset[int], int | None]:
-    """Cumulate each chunk's mass over the layers, split high from low in each layer, stop when the split has stood.
+    """Cumulate each chunk's mass over the layers, split high from low in each layer, stop when the split is stable.
 
     Read with indices from 1, as the paper's i in [k]: the split after layer l is the top i* chunks, i* in 1 to k - 2, where
     the entropy of the first i + 1 gaps between neighbours grows most over that of the first i. Taken to the letter, so the
-    gap concerned is the one *behind* chunk i* + 1, and a single dominating gap adds less (-p log p peaks at p = 1/e) than
-    two of middling size. What the paper leaves open is settled towards recomputing:
+    gap concerned is the one *after* chunk i* + 1, and a single dominating gap adds less (-p log p peaks at p = 1/e) than
+    two of middling size. Cases that the paper leaves open are decided for recomputing:
       - no gap at all (equal sums), or a NaN: all chunks are in the high set of that layer;
       - fewer than 3 chunks have no i*: all are focused, from layer `window` on;
       - equal growths: the lowest i; equal sums: the earlier chunk; 0 log 0 = 0;

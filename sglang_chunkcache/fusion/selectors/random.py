@@ -1,4 +1,4 @@
-"""Random tokens of each chunk (Cache-Craft's RANDOM-RECOMP): what choosing well must beat."""
+"""Random tokens of each chunk (Cache-Craft's RANDOM-RECOMP): the control that a good selector must beat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 class RandomTokens(Selector):
-    """ceil(ratio * n) tokens of each chunk, drawn by recipe and chunk: the same on every rank, and when it is asked again."""
+    """ceil(ratio * n) tokens of each chunk, drawn by recipe and chunk: the same on every rank and for a repeated request."""
 
     name = "random"
 

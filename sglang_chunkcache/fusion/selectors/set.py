@@ -1,4 +1,4 @@
-"""Cache-Craft's SET-CACHE (5.1.4): the chunks a cached chain has seen together are reused together, in whatever order.
+"""Cache-Craft's SET-CACHE (5.1.4): chunks that are cached together as one chain are reused together, in any order.
 
 Nothing is recomputed; instead less is reused. The planner asks `admissible` how far, so the selector chooses no token.
 """
@@ -15,7 +15,7 @@ from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 class SetCache(Selector):
-    """Full reuse of what `admissible` lets pass."""
+    """Full reuse of the chunks that `admissible` returns."""
 
     name = "set"
 
@@ -32,17 +32,17 @@ def admissible(
 ) -> tuple[tuple[ChunkId, ...], ...]:
     """The longest leading run of a request's chunks that is, as a set, one cached chain.
 
-    A chain is cached if each of its chunks has KV computed behind exactly the chain's chunks before it, back to the first,
-    which has nothing before it. Of chains of one length the one nearest to the request's order is taken: the first in the
+    A chain is cached if each of its chunks has KV computed after exactly the chain's chunks before it, back to the first,
+    which has none before it. Of chains of equal length the one nearest to the request's order is taken: the first in the
     lexicographic order of its chunks' indices.
 
     Args:
         chunks: the request's chunks, in order. A run ends before a chunk that occurs a second time.
-        prefixes: per chunk, behind what it has KV; order irrelevant.
+        prefixes: per chunk, the prefixes that it has KV after; order irrelevant.
     Returns:
         For each chunk of the run the prefix whose KV to use; as long as the run, () if there is none.
     """
-    index_of = {chunk: index for index, chunk in reversed(list(enumerate(chunks)))}  # where it first stands
+    index_of = {chunk: index for index, chunk in reversed(list(enumerate(chunks)))}  # its first place
     # Only a chain that ends in one of its own links can be whole: try each link as the last one.
     chains = []
     for chunk, index in index_of.items():

@@ -1,4 +1,4 @@
-"""How many tokens a ratio means, and which are the highest. Ties go to the earlier token, on every rank alike."""
+"""How many tokens a ratio means, and which have the highest scores. Ties go to the earlier token, on every rank alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def highest(scores: Tensor, k: int) -> Tensor:
     """Indices of the `k` highest scores, ascending.
 
     Args:
-        scores: [n] float, any device. NaN counts as the highest: what cannot be judged is recomputed.
+        scores: [n] float, any device. NaN counts as the highest: a token without a valid score is recomputed.
         k: 0 to n.
     Returns:
         [k] int64, CPU.
