@@ -1,7 +1,7 @@
 """`python -m eval COMMAND [options]`: one module per command, imported only when asked for.
 
-A command's module has `main(argv: Sequence[str]) -> int`, which parses its own options and returns the exit code. What the
-user got wrong raises `CommandError`: one line on stderr, exit code 2. Run: `python -m eval replay --help`.
+A command's module has `main(argv: Sequence[str]) -> int`, which parses its own options and returns the exit code. A mistake of
+the user raises `CommandError`: one line on stderr, exit code 2. Run: `python -m eval replay --help`.
 """
 
 import os
@@ -12,13 +12,13 @@ from importlib import import_module
 from eval.errors import CommandError
 
 COMMANDS = {
-    "replay": ("eval.replay.command", "what orders and evictions would find cached on your own trace; no server"),
-    "serve": ("eval.serve.command", "time to first token and throughput under load, stock SGLang beside ours"),
-    "quality": ("eval.quality.command", "what reuse does to the answers"),
-    "sensitivity": ("eval.serve.sensitivity", "one setting varied, everything else as it is"),
-    "compare": ("eval.compare", "two records, or two arms of one: what differs beyond chance"),
-    "report": ("eval.report.command", "a page, pictures and a summary of records"),
-    "demo": ("eval.demo", "RAG traffic against a running server, and what it reused"),
+    "replay": ("eval.replay.command", "share of chunks that orders and evictions find cached on your trace; no server"),
+    "serve": ("eval.serve.command", "time to first token and throughput under load, ours against stock SGLang"),
+    "quality": ("eval.quality.command", "the effect of reuse on the answers"),
+    "sensitivity": ("eval.serve.sensitivity", "`serve` with one setting varied"),
+    "compare": ("eval.compare", "two records, or two arms of one: which differences exceed chance"),
+    "report": ("eval.report.command", "a page, charts and a summary of records"),
+    "demo": ("eval.demo", "sends RAG traffic to a running server and shows how much was reused"),
 }
 """Command -> its module and one line for the help."""
 OWN_PACKAGES = ("eval", "radix_ext", "retrieval", "sglang_chunkcache")
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     name, *options = argv
     if name not in COMMANDS:
-        print(f"eval: unknown command {name!r}; there is {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"eval: unknown command {name!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     module, _ = COMMANDS[name]
     try:
@@ -46,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"eval {name} needs {package}: run it with .venv/bin/python (launch/setup.sh makes it)", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it ends
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise Python reports the error again at exit
         return 141
     except KeyboardInterrupt:
         print(f"eval {name}: interrupted", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""`python -m eval compare A [B]`: what differs beyond chance, between two runs or between the arms of one.
+"""`python -m eval compare A [B]`: differences beyond chance between two runs, or between the arms of one.
 
-    python -m eval compare runs/monday runs/friday                   the same arm and request in both, A beside B
+    python -m eval compare runs/monday runs/friday                   the same arm and request in both, B against A
     python -m eval compare runs/monday --against stock-lpm           the arms of one run, request by request
     python -m eval compare runs/monday runs/friday --fail-if-worse   exit code 1 where B is worse: for CI
 
-Only requests that both sides answered count. Two runs are not interleaved: differences of their times may be the machine's.
-Runs of other requests have figures and no verdict: their requests have numbers in common, and nothing else.
+Only requests that both sides answered count. Two runs are not interleaved, so differences of their times may come from the
+machine. Runs of different requests get figures but no verdict: only the numbers of their requests are the same.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from eval.recorded import Recorded, cell_name, read_recorded
 from eval.run import Sample
 
 BASELINES = ("stock-lpm", "stock-fcfs", "no-cache", "retriever shown", "retriever", "full-prefill")
-"""What one run's arms are compared against unless it or --against says otherwise: the first of these that it has."""
+"""Default arm to compare against, if neither the run nor --against names one: the first of these that the run has."""
 DIGESTS = ("requests_sha256", "trace_sha256")
 SOURCES = ("task", "data", "hub", "corpus", "retriever", "scale", "seed", "k", "trace")
-"""What settles the requests of a record without a digest of them."""
+"""Settings that determine the requests of a record that has no digest of them."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Table, sentences and one JSON object; 1 where B is worse and --fail-if-worse was given, else 0."""
+    """Print table, sentences and one JSON object; returns 1 if B is worse and --fail-if-worse was given, else 0."""
     options = _parser().parse_args(argv)
     runs = [read_recorded(path) for path in options.records]
     if len(runs) > 2:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare_runs(a: Recorded, b: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
-    """Each arm that both have; with `against`, that arm of A and every arm of B.
+    """Compare each arm that both have; with `against`, that arm of A with every arm of B.
 
     Raises:
         CommandError: no arm to compare.
@@ -60,19 +60,25 @@ def compare_runs(a: Recorded, b: Recorded, *, against: str | None, metrics: Sequ
     else:
         arms = [(arm, arm) for arm in a.arms if arm in b.arms]
     if not arms:
-        raise CommandError(f"no arm is in both: A has {', '.join(a.arms)}, B {', '.join(b.arms)}; --against names A's")
+        raise CommandError(
+            f"no arm is in both: A has {', '.join(a.arms)}, B {', '.join(b.arms)}; --against selects A's"
+        )
     sides = [(_of(a, left), _of(b, right), f"{left} in A", f"{right} in B") for left, right in arms]
     report = {**_report(sides, metrics), "records": {"A": a.name, "B": b.name}, "differs": differences(a, b)}
     if others := other_requests(a, b):
-        return {**report, "verdict": [], "no_verdict": f"the runs are of other requests: {', '.join(others)} differ"}
+        return {
+            **report,
+            "verdict": [],
+            "no_verdict": f"the runs are of different requests: {', '.join(others)} differ",
+        }
     return report
 
 
 def compare_arms(run: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
-    """Every other arm beside `against`, the one that the run itself was compared with, or the usual baseline.
+    """Compare every other arm with `against`; by default the run's own baseline, else the first of the usual ones.
 
     Raises:
-        CommandError: fewer than two arms, or none of that name.
+        CommandError: the run has fewer than two arms, or none of that name.
     """
     if len(run.arms) < 2:
         raise CommandError(f"{run.folder} has {len(run.arms)} arm, so name a second record to compare it with")
@@ -84,14 +90,14 @@ def compare_arms(run: Recorded, *, against: str | None, metrics: Sequence[str] |
 
 
 def other_requests(a: Recorded, b: Recorded) -> list[str]:
-    """The settings by which the requests of two runs are not the same: their digests, or what stands for them in old records."""
+    """The settings by which the requests of two runs differ: their digest, or its substitutes in old records."""
     left, right = a.record["spec"], b.record["spec"]
     digests = [name for name in DIGESTS if left.get(name) and right.get(name)]
     return [name for name in digests or SOURCES if left.get(name) != right.get(name)]
 
 
 def differences(a: Recorded, b: Recorded) -> list[str]:
-    """What was not the same in two runs: "machine cores: 2, 16"."""
+    """What differs between two runs besides requests, e.g. "machine cores: 2, 16"."""
     sides = []
     for run in (a, b):
         servers = run.results.get("servers")
@@ -117,14 +123,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m eval compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORD", help="a run's folder or its record.json")
-    parser.add_argument("--metric", nargs="+", metavar="NAME", help="only these (default: all that were measured)")
-    parser.add_argument("--against", metavar="ARM", help="the arm of A that all others are compared with")
-    parser.add_argument("--fail-if-worse", action="store_true", help="exit code 1 if any verdict is that B is worse")
+    parser.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics (default: all measured ones)")
+    parser.add_argument("--against", metavar="ARM", help="the arm of A to compare all others with")
+    parser.add_argument("--fail-if-worse", action="store_true", help="exit code 1 if any verdict says that B is worse")
     return parser
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
-    """What both ways of comparing take."""
+    """The arguments of `compare_runs` and `compare_arms`."""
     return {"against": options.against, "metrics": options.metric}
 
 
@@ -163,12 +169,12 @@ def _errors(samples: Sequence[Sample]) -> int:
 def _nothing(runs: Sequence[Recorded], metrics: Sequence[str] | None) -> str:
     measured = sorted({name for run in runs for sample in run.samples for name in sample["metrics"]})
     if metrics and not set(metrics) & set(measured):
-        return f"--metric: {', '.join(metrics)} was not measured; there is {', '.join(measured) or 'none'}"
+        return f"--metric: {', '.join(metrics)} was not measured; measured: {', '.join(measured) or 'none'}"
     return "no request was answered on both sides in the same cell"
 
 
 def _table(contrasts: Sequence[Contrast]) -> str:
-    head = ["cell", "A", "B", "metric", "statistic", "value A", "value B", "B beside A", "95% interval", "n", "p"]
+    head = ["cell", "A", "B", "metric", "statistic", "value A", "value B", "B against A", "95% interval", "n", "p"]
     rows = [
         [
             cell_name(found["cell"]),
@@ -195,7 +201,7 @@ def _number(value: float | None) -> str:
 
 
 def _sentences(report: Mapping[str, Any]) -> list[str]:
-    """Verdicts, then what to hold against them."""
+    """Verdicts, then their limitations."""
     contrasts = report["contrasts"]
     lines = [f"No verdict: {report['no_verdict']}."] if report["no_verdict"] else report["verdict"]
     if len(contrasts) >= 20 and not report["no_verdict"]:
@@ -221,7 +227,7 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
     if "B" in report["records"] and any(found["metric"].endswith("_s") for found in contrasts):
         lines = [
             *lines,
-            "Times: the two runs were not interleaved, so a difference may be the machine's or the hour's.",
+            "Times: the two runs were not interleaved, so a difference may come from the machine or the hour.",
         ]
     return lines
 

@@ -1,4 +1,4 @@
-"""Two arms on the same requests: how far apart, with an interval, and a sentence only where the interval leaves no doubt.
+"""The difference of two arms on the same requests, with an interval; a verdict only if the interval is conclusive.
 
     pairs (a, b) of one request -> contrast() -> {"statistic", "a_value", "b_value", "value", "low", "high", "n", "p"}
     samples of two arms -> contrast_arms() -> the same with "cell", "metric", "a", "b", failures -> sentences()
@@ -22,11 +22,11 @@ from eval.recorded import cell_name
 Statistic = Literal["ratio of medians", "ratio of p90", "difference of means"]
 QUANTILES = {"ratio of medians": 0.5, "ratio of p90": 0.9}
 MIN_PAIRS = 8
-"""With fewer pairs a bootstrap interval is too short to be believed: no verdict."""
+"""With fewer pairs a bootstrap interval is too narrow to be reliable: no verdict."""
 MIN_BLOCKS = 8
-"""With fewer blocks single pairs are resampled, which says too much: no verdict."""
+"""With fewer blocks single pairs are resampled, which gives too narrow intervals: no verdict."""
 MAX_FAILED = 0.01
-"""An arm that failed a larger share of its requests, and more than the other, is compared on those that suited it: no verdict."""
+"""No verdict if an arm failed a larger share of its requests, and more than the other: the answered ones may be the easy ones."""
 _BATCH = 2_000_000  # Counts drawn at once: 16 MB.
 
 DOES = {
@@ -50,18 +50,22 @@ def contrast(
     level: float = 0.95,
     seed: int = 0,
 ) -> Contrast:
-    """How far b is from a, with a percentile bootstrap interval over pairs, or over whole blocks if there are at least 8.
+    """The contrast of b against a, with a percentile bootstrap interval over pairs, or over whole blocks if there are at least 8.
 
     Args:
         pairs: (a, b) of the same request, finite.
-        better: picks the statistic if none is named: the ratio of medians for "lower", else the difference of means.
-        blocks: one a pair: pairs taken in one stretch of time, which chance moves together.
+        better: selects the statistic if none is given: the ratio of medians for "lower", else the difference of means.
+        blocks: the block of each pair. Pairs of a block were measured one after the other, so their errors are correlated.
     Returns:
-        statistic; a_value and b_value, the median, p90 or mean of each arm; value, low, high; n; num_blocks, if any; p of the
-        paired t-test for differences (over the blocks' means where blocks are resampled), None for ratios, for fewer than
-        two, and where all differences are equal. A ratio over zero has None for value, low and high.
+        A dict with
+        - statistic;
+        - a_value and b_value: the median, p90 or mean of each arm;
+        - value, low, high: None for a ratio over zero;
+        - n, and num_blocks if blocks are given;
+        - p of the paired t-test for differences (over the blocks' means if blocks are resampled). None for ratios, for fewer
+          than two units, and if all differences are equal.
     Raises:
-        ValueError: no pairs, a value that is not finite, or another number of blocks than of pairs.
+        ValueError: no pairs, a value that is not finite, or the numbers of blocks and pairs differ.
     """
     values = np.asarray(pairs, dtype=float).reshape(-1, 2)
     if not len(values) or not np.isfinite(values).all():
@@ -95,9 +99,9 @@ def contrast_arms(
 ) -> list[Contrast]:
     """All contrasts of arm `b` (samples `right`) against arm `a` (`left`): cell by cell, metric by metric.
 
-    Only a request that both have in a cell counts; warm-up and failed requests do not. A request measured several times
-    counts once, with its mean. `metrics` restricts; times get two contrasts, of medians and of p90. Each contrast says how
-    many requests of its cell either arm was asked and failed: `asked_a`, `failed_a`, `asked_b`, `failed_b`.
+    Only requests that both have in a cell count; warm-up and failed requests do not. A request measured several times counts
+    once, with its mean. `metrics` selects metrics; times get two contrasts, of medians and of p90. Each contrast has the
+    numbers of requests of its cell that were sent to each arm and that failed: `asked_a`, `failed_a`, `asked_b`, `failed_b`.
     """
     ours, theirs = _by_cell(right), _by_cell(left)
     found = []
@@ -123,27 +127,27 @@ def contrast_arms(
 
 
 def statistics_of(metric: str) -> tuple[Statistic, ...]:
-    """Times are compared by ratios; the rest, which may be zero, by differences."""
+    """Times are compared by ratios; other metrics, which may be zero, by differences."""
     return ("ratio of medians", "ratio of p90") if metric.endswith("_s") else ("difference of means",)
 
 
 def has_enough(contrast: Contrast) -> bool:
-    """Whether its interval can be believed: at least 8 requests, and 8 blocks where requests come in blocks."""
+    """Whether the interval is reliable: at least 8 requests, and 8 blocks if requests come in blocks."""
     blocks = contrast.get("num_blocks")
     return contrast["n"] >= MIN_PAIRS and (blocks is None or blocks >= MIN_BLOCKS)
 
 
 def fails_more(contrast: Contrast) -> Literal["a", "b"] | None:
-    """The side that failed more than `MAX_FAILED` of its requests, and more of them than the other."""
+    """The side that failed more than `MAX_FAILED` of its requests, and more than the other side."""
     a, b = ((contrast.get(f"failed_{side}") or 0) / (contrast.get(f"asked_{side}") or 1) for side in "ab")
     return None if a == b or max(a, b) <= MAX_FAILED else "a" if a > b else "b"
 
 
 def direction(contrast: Contrast) -> Literal["better", "worse", "different"] | None:
-    """What b is beside a.
+    """How b compares to a.
 
-    None where the interval holds "no difference" or the t-test finds none (p >= 0.05), where there are fewer than 8 pairs or
-    blocks, and where one arm failed more than the other.
+    None if the interval contains "no difference" or the t-test finds none (p >= 0.05), if there are fewer than 8 pairs or
+    blocks, or if one arm failed more than the other.
     """
     low, high = contrast["low"], contrast["high"]
     is_ratio = contrast["statistic"] in QUANTILES
@@ -160,7 +164,7 @@ def direction(contrast: Contrast) -> Literal["better", "worse", "different"] | N
 
 
 def sentences(contrasts: Sequence[Contrast]) -> list[str]:
-    """Every verdict once; else that there is no difference; and of how many comparisons nothing is said since they are small."""
+    """Every verdict once, or one sentence that there is none; then the number of comparisons that are too small for one."""
     said = list(dict.fromkeys(text for text in map(verdict, contrasts) if text))
     judged = [one for one in contrasts if has_enough(one) and fails_more(one) is None]
     if judged and not any(map(direction, judged)):
@@ -169,7 +173,7 @@ def sentences(contrasts: Sequence[Contrast]) -> list[str]:
 
 
 def shortage(contrasts: Sequence[Contrast]) -> list[str]:
-    """One sentence if any has too few requests or blocks, not for failures: how many, and how many requests it would take."""
+    """One sentence if contrasts have too few requests or blocks (failures aside): how many, and how many requests they need."""
     few = [one for one in contrasts if not has_enough(one) and fails_more(one) is None]
     if not few:
         return []
@@ -184,7 +188,7 @@ def shortage(contrasts: Sequence[Contrast]) -> list[str]:
 
 
 def verdict(contrast: Contrast) -> str | None:
-    """One sentence about b beside a, or that there is no verdict since one failed more; None where nothing can be said."""
+    """One sentence that compares b with a, or says that one arm failed more; None without a verdict."""
     a, b, name = contrast["a"], contrast["b"], contrast["metric"]
     where = cell_name(contrast["cell"])
     end = f" ({where})" if where else ""
@@ -220,7 +224,7 @@ def shown(metric: str, value: float | None) -> str:
 
 
 def _units(num_pairs: int, blocks: Sequence[Hashable] | None) -> np.ndarray:
-    """[num_pairs] which unit of resampling a pair belongs to: its block, or itself."""
+    """[num_pairs] the unit of resampling of each pair: its block, or the pair itself."""
     number: dict[Hashable, int] = {}
     for block in blocks or ():
         number.setdefault(block, len(number))
@@ -230,7 +234,7 @@ def _units(num_pairs: int, blocks: Sequence[Hashable] | None) -> np.ndarray:
 
 
 def _draw_counts(num_units: int, num_pairs: int, draws: int, seed: int) -> Iterable[np.ndarray]:
-    """[some draws, num_units] how often each unit was drawn, in batches that fit in memory."""
+    """[batch of draws, num_units] how often each unit was drawn, in batches that fit in memory."""
     rng = np.random.default_rng(seed)
     batch = max(1, _BATCH // num_pairs)
     for start in range(0, draws, batch):
@@ -246,7 +250,7 @@ def _arms(values: np.ndarray, units: np.ndarray, counts: np.ndarray, statistic: 
 
 
 def _distance(arms: np.ndarray, statistic: Statistic) -> np.ndarray:
-    """[draws] a / b, not a number over zero, or b - a. arms: [2, draws]."""
+    """[draws] a / b, NaN where b is zero; or b - a. arms: [2, draws]."""
     a, b = arms
     if statistic == "difference of means":
         return np.asarray(b - a)
@@ -254,7 +258,7 @@ def _distance(arms: np.ndarray, statistic: Statistic) -> np.ndarray:
 
 
 def _quantiles(values: np.ndarray, weights: np.ndarray, q: float) -> np.ndarray:
-    """[draws] of values repeated weights[draw] times: linear between neighbours, as np.quantile, without writing them out."""
+    """[draws] quantiles of values repeated weights[draw] times, as np.quantile interpolates, without expanding them."""
     order = np.argsort(values)
     ordered, upto = values[order], np.cumsum(weights[:, order], axis=1)
     position = q * (upto[:, -1] - 1)

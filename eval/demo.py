@@ -1,16 +1,19 @@
-"""`python -m eval demo`: RAG traffic against a running server, and a table of what was reused and whether the answers hold.
+"""`python -m eval demo`: sends RAG traffic to a running server and prints how much was reused and how many answers are right.
 
     launch/demo.sh                                              # starts the server too
     python -m eval demo --url http://127.0.0.1:30000            # against one that runs with --model-path bundled
 
 The traffic comes from the bundled model's generated world: some topics are asked about far more often than others, a
-topic's passages are retrieved together, and their order differs from question to question. Three phases, one request at a
-time: each topic's first question; single questions; conversations that retrieve passages again which they have shown. With
-`--retrieve` a fourth, in which the server itself searches an index of these passages (`--write-corpus`) for each question.
+topic's passages are retrieved together, and their order differs from question to question. The phases, one request at a time:
 
-Everything about this server is taken from its answers. Beside it stands a prediction: what a cache that knows identical
-prefixes only would have computed for the same questions, with the chunks as retrieved, sent again every turn, the text
-tokenised as a whole, and unlimited memory. Needs Python alone, and a server that has SGLang's `/v1/tokenize`.
+    1. each topic's first question
+    2. single questions
+    3. conversations that retrieve again passages that they have shown
+    4. with `--retrieve`: questions for which the server itself searches an index of these passages (`--write-corpus`)
+
+All figures of the server are taken from its answers. They are compared with a prediction: the tokens that a cache of identical
+prefixes would compute for the same questions, with the chunks as retrieved, sent again every turn, the text tokenised as a
+whole, and unlimited memory. Needs Python alone, and a server that has SGLang's `/v1/tokenize`.
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ from eval.task import Request, TextChunk
 from eval.world.world import Passage, Question, World
 
 TOPIC_SIZE = 5
-"""Passages that are retrieved together; all of the same kind, so that the kind alone never tells the answer."""
+"""Passages that are retrieved together; all of the same kind, so that the kind alone does not give the answer."""
 NUM_CHUNKS = 4
 NUM_TURNS = 4
 GOLD_BIAS = 0.4
 """How much better the retriever scores the passage that holds the answer; the other scores are uniform in 0..1."""
 MIN_RIGHT = 0.8
-"""Share of right answers below which the bundled model cannot have read the right chunks."""
+"""Below this share of right answers the bundled model cannot have read the right chunks."""
 MAX_TOKENS = 40
 NUM_SHOWN = 3
 CHUNK_SEPARATOR = "\n\n"
@@ -95,7 +98,7 @@ class Row:
 
 @dataclass
 class PlainCache:
-    """A plain prefix cache of unlimited size: what it has seen, and how much of a new prompt that leaves to compute."""
+    """Simulates a prefix cache of unlimited size: keeps all prompts, and counts the tokens of a new one to compute."""
 
     seen: list[list[int]] = field(default_factory=list)
 
@@ -114,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         write_corpus(options.write_corpus, World(options.seed, options.passages))
         return 0
     if not options.url:
-        parser.error("--url: say where the server is")
+        parser.error("--url is required: the server's address")
     url = options.url.rstrip("/")
     if options.flush:
         _flush(url)
@@ -181,9 +184,9 @@ def traffic(
 
 
 def ask_all(url: str, requests: Iterable[Asked], texts: Mapping[str, str]) -> Iterator[Answer]:
-    """Send the requests one after the other; a conversation's turns carry all its messages, as clients do.
+    """Send the requests one after the other; each turn of a conversation carries all its messages, as with any client.
 
-    `texts` are the passages by id, for what the server retrieves: its answer gives ids.
+    `texts`: passages by id, since the server's answer only gives the ids of retrieved passages.
     """
     plain = PlainCache()
     histories: dict[str, tuple[list[Message], list[Message]]] = {}  # as we send it, as a plain client would
@@ -225,7 +228,9 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="questions for which the server retrieves (--index); default: %(default)s",
     )
-    parser.add_argument("--write-corpus", type=Path, metavar="FILE", help="write the passages to index, and do no more")
+    parser.add_argument(
+        "--write-corpus", type=Path, metavar="FILE", help="only write the passages for an index, then exit"
+    )
     parser.add_argument("--passages", type=int, default=60, help="size of the corpus, 20 to 200; default: %(default)s")
     parser.add_argument("--seed", type=int, default=7, help="of corpus and traffic; default: %(default)s")
     parser.add_argument("--flush", action="store_true", help="empty the server's cache first")
@@ -242,7 +247,7 @@ def _flush(url: str) -> None:
 
 
 def _topics(world: World) -> list[list[Passage]]:
-    """Passages of one kind in groups of TOPIC_SIZE; the few that make no whole group are never asked for."""
+    """Passages of one kind in groups of TOPIC_SIZE; the remaining few are not used."""
     by_kind: dict[str, list[Passage]] = {}
     for passage in world.passages:
         by_kind.setdefault(passage.text.split()[1], []).append(passage)  # "The company Dravex ..."
@@ -268,7 +273,7 @@ def _retrieved(url: str, retrieval: Mapping[str, Any], texts: Mapping[str, str])
     ids = [passage["id"] for passage in retrieval["passages"]]
     if unknown := [name for name in ids if name not in texts]:
         raise CommandError(
-            f"{url} retrieves {unknown[0]!r}, which is not of this demo: index what --write-corpus writes"
+            f"{url} retrieves {unknown[0]!r}, which is not of this demo: index the file of --write-corpus"
         )
     return tuple(TextChunk(name, texts[name]) for name in ids)
 
@@ -314,7 +319,7 @@ def _stream(url: str, messages: Sequence[Message], request: Request) -> tuple[st
 
 
 def _source(request: Request) -> dict[str, Any]:
-    """Where a request's chunks come from."""
+    """The body's field for a request's chunks, or for their retrieval."""
     if not request.chunks:
         return {"retrieve": {"k": NUM_CHUNKS}}
     return {"chunks": [{"id": chunk.id, "text": chunk.text} for chunk in request.chunks]}

@@ -1,4 +1,4 @@
-"""What a user of `python -m eval` can get wrong."""
+"""The error for mistakes of a user of `python -m eval`."""
 
 
 class CommandError(ValueError):

@@ -27,14 +27,14 @@ NUM_BRANCHES = 3
 
 @sgl.function  # type: ignore[untyped-decorator]
 def ask_all(s: Any, passages: Sequence[Passage], questions: Sequence[str]) -> None:
-    """Every question in a branch of its own, all behind the same passages."""
+    """Every question in a branch of its own, all after the same passages."""
     s += OPEN + chunks([{"id": passage.id, "text": passage.text} for passage in passages])
-    s.sync()  # fork() looks at the text at once; when it has arrived, fork() has it computed before the branches start
+    s.sync()  # fork() reads the text at once; once it is complete, fork() computes it before the branches start
     branches = s.fork(len(questions))
     for branch, question in zip(branches, questions, strict=True):
         branch += question + CLOSE + sgl.gen("answer", max_tokens=40, temperature=0)
     s["chunkcache"] = [branch.get_meta_info("answer")["chunkcache"] for branch in branches]
-    branches.join()  # gathers the branches' variables: s["answer"] is a list now
+    branches.join()  # collects the branches' variables: s["answer"] is a list now
 
 
 def main(argv: Sequence[str]) -> int:

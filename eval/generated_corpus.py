@@ -1,12 +1,12 @@
-"""Passages that are generated, not collected: any number of them, seeded, each with a topic and a word of its own.
+"""Generates any number of passages from a seed, each with a topic and with one word that no other passage has.
 
     half of a passage   words of its topic (50 of them), drawn evenly
     the other half      words of the whole vocabulary, Zipf-distributed: a few are in nearly every passage
-    last                its marker, which no other passage has
+    last                its marker, the word that no other passage has
 
-So a question with words of a topic has right answers, common words cost a word index what they cost in real text, and a passage
-that a build lost is noticed. Words are syllables with an ending that no English stemmer takes away. It is not language: times
-and counts carry over to real text, recall does not.
+So a question with words of a topic has right answers, common words cost a BM25 index as much as in real text, and a passage
+that a build lost is detected. Words are syllables with an ending that English stemmers keep. It is not language: times and
+counts carry over to real text, recall does not.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel
 VOCABULARY = 200_000
 TOPIC_WORDS = 50
 COMMON_WORDS = 1000
-"""No topic has a word that common as one of its own."""
+"""The most common words, which are in no topic."""
 COPY_EVERY = 1000
-"""After that many documents comes one with the text of an earlier one; an index keeps such a text once."""
+"""Number of documents between copies of an earlier text; an index keeps such a text once."""
 _BLOCK = 1000
 _TOPIC_STEP = 7919
 
 
 @dataclass(frozen=True)
 class GeneratedCorpus:
-    """`num_passages` different texts of `num_words` words, about `num_topics` topics; the same for the same numbers."""
+    """`num_passages` different texts of `num_words` words, about `num_topics` topics; equal arguments give equal texts."""
 
     num_passages: int
     num_topics: int
@@ -71,7 +71,7 @@ class GeneratedCorpus:
         return made
 
     def write(self, path: Path) -> int:
-        """Write JSON Lines as `python -m retrieval build` reads them, with ids p0, p1 …, copies between them; how many."""
+        """Write JSON Lines for `python -m retrieval build`, ids p0, p1 …, copies between them. Returns the number of lines."""
         written = 0
         with open(path, "w", encoding="utf-8") as file:
             for number, text in enumerate(self.texts()):
@@ -82,7 +82,7 @@ class GeneratedCorpus:
         return written
 
     def sample(self, numbers: set[int]) -> dict[int, str]:
-        """Texts of some passages; all are generated on the way to the last."""
+        """Texts of the given passages. Generates all passages up to the last of them."""
         return {n: text for n, text in enumerate(islice(self.texts(), max(numbers) + 1)) if n in numbers}
 
     # Private, in order of use

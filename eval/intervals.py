@@ -1,4 +1,4 @@
-"""Bootstrap intervals: of single samples, of blocks of them, and of shares along a sequence."""
+"""Bootstrap intervals: over single samples, over blocks of them, and of shares along a sequence."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def block_bootstrap(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """As `bootstrap`, drawing whole blocks: for samples that depend on their neighbours, as requests sent together do.
+    """As `bootstrap`, drawing whole blocks: for samples that depend on their neighbours, such as requests sent together.
 
     Args:
-        blocks: the samples, each in one block. `statistic` gets those of the drawn blocks in one list.
+        blocks: the samples, each in one block. `statistic` gets the samples of the drawn blocks in one list.
     """
     rng = random.Random(seed)
     values = [statistic([*chain.from_iterable(rng.choices(blocks, k=len(blocks)))]) for _ in range(draws)]
@@ -54,11 +54,11 @@ def moving_block_share(
 ) -> tuple[float, float, float]:
     """(value, low, high) of sum(parts) / sum(wholes) along a sequence, drawing runs of `block` neighbours.
 
-    Runs may begin anywhere and go on at the front behind the end, so each element is as likely as any other.
+    Runs may begin anywhere and wrap around at the end, so all elements are equally likely.
 
     Args:
         parts, wholes: one each for every element, in order; parts may be negative (differences), wholes not.
-        block: 1 <= block; one longer than the sequence would always be all of it, so at most its length is used.
+        block: at least 1; limited to the length of the sequence.
     """
     total = sum(wholes)
     if not total:
@@ -73,7 +73,7 @@ def moving_block_share(
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Linear between neighbours, as numpy's default."""
+    """The q-quantile, with linear interpolation, as numpy's default."""
     ordered = sorted(values)
     position = q * (len(ordered) - 1)
     low = int(position)
@@ -88,13 +88,13 @@ def _percentiles(values: list[float], level: float) -> tuple[float, float]:
 
 
 def _run_sums(numbers: Sequence[float], length: int) -> list[float]:
-    """Sum of the `length` numbers from each place on, going on at the front behind the end."""
+    """For each position, the sum of the `length` numbers from there on, wrapping around at the end."""
     sums = [0.0, *accumulate(chain(numbers, numbers[: length - 1]))]
     return [after - before for before, after in zip(sums, sums[length:], strict=False)]
 
 
 @lru_cache(maxsize=2)
 def _starts(n: int, num_runs: int, draws: int, seed: int) -> list[list[int]]:
-    """Where the runs of each draw begin; the same for all shares of a trace, and drawing them is most of the work."""
+    """Start positions of the runs of each draw. Cached: all shares of a trace use the same, and drawing takes most time."""
     rng = random.Random(seed)
     return [rng.choices(range(n), k=num_runs) for _ in range(draws)]

@@ -1,12 +1,12 @@
-"""`python -m retrieval build` as a process that is killed at a random moment of a stage, and what it took until then.
+"""Runs `python -m retrieval build` in a process, kills it at a random moment of a stage, and measures time and memory until then.
 
     read     after a random share of the passages           encode   after a random share of the vectors
     add      some seconds after the last vector: while FAISS is trained or filled, or its file is written
-    bm25     some seconds after the word index was begun
+    bm25     some seconds after the BM25 index was begun
 
-How far a build has come is seen from outside, by the files that it has written; how long its stages took, by its progress bars,
-to a second: a shorter one has none. Memory is the kernel's high-water mark of resident pages, those of mapped files included,
-and, sampled, without them.
+The progress of a build is observed from outside, by the files that it has written. Times of its stages are read from its
+progress bars, to a second; a shorter stage has no bar. Memory is the kernel's high-water mark of resident pages, including
+memory-mapped files, and a sampled maximum without them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from retrieval.store import PassageStore
 
 STAGES = ("read", "encode", "add", "bm25")
 ADD_S, BM25_S = 100e-6, 40e-6
-"""About what those stages take a passage, by which a random moment in them is chosen."""
+"""Estimated times of those stages per passage, for choosing a random moment in them."""
 POLL_S = 0.02
 _BAR = re.compile(r"(\w+) *: .*\[(\d+(?::\d\d)+)[<,]")
 
@@ -40,7 +40,7 @@ _BAR = re.compile(r"(\w+) *: .*\[(\d+(?::\d\d)+)[<,]")
 class BuildRun:
     """One process of the build.
 
-    `passages`, `vectors`: what the directory held when it ended; `stages`: seconds; `report`: what the command said at its end.
+    `passages`, `vectors`: numbers in the directory when the process ended; `stages`: seconds; `report`: the command's own.
     """
 
     killed_in: str | None
@@ -55,7 +55,7 @@ class BuildRun:
 
 
 class StageTimes:
-    """Reads a build's progress bars as they come; `seconds` once the build has ended."""
+    """Reads a build's progress bars while it runs; `seconds` is valid after the build has ended."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -65,7 +65,7 @@ class StageTimes:
         self._thread.start()
 
     def seconds(self) -> dict[str, float]:
-        """Of each stage that had a bar, and of the gaps before encode (fit) and add (train)."""
+        """Seconds of each stage that had a bar, and of the intervals before encode (fit) and add (train)."""
         self._thread.join()
         found: dict[str, float] = {}
         before: float | None = None
@@ -91,7 +91,7 @@ class StageTimes:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """Ended by a newline or, as bars are, by a carriage return."""
+    """Lines that end in a newline or, as progress bars do, in a carriage return."""
     rest = b""
     while block := stream.read1(1 << 16):  # type: ignore[attr-defined]
         *lines, rest = re.split(rb"[\r\n]", rest + block)
@@ -102,7 +102,7 @@ def _lines(stream: IO[bytes]) -> Iterator[str]:
 def build(
     source: Path, index: Path, *, num_passages: int, dim: int, kill_in: str | None, rng: random.Random
 ) -> BuildRun:
-    """Run the build command; kill it at a random moment of the stage `kill_in`, if it gets there. Raises on its failure."""
+    """Run the build command; kill it at a random moment of the stage `kill_in`, if it is reached. Raises if it fails."""
     command = [sys.executable, "-m", "retrieval", "build", str(source), "--out", str(index)]
     start, since, cpu_before = time.monotonic(), time.time(), _children_cpu()
     process = subprocess.Popen(
@@ -145,7 +145,7 @@ def build(
 def _moment(
     stage: str | None, index: Path, num_passages: int, dim: int, since: float, rng: random.Random
 ) -> Callable[[], bool]:
-    """Whether the random moment of `stage` has come."""
+    """Whether the random moment of `stage` is reached."""
     share = rng.uniform(0.1, 0.9)
     begun: list[float] = []
 
@@ -166,7 +166,7 @@ def _moment(
 
 
 def _stage(index: Path, num_passages: int, dim: int, since: float) -> str:
-    """What a build that was started at `since` has come to, by the files that it has written."""
+    """The stage of a build that was started at `since`, by the files that it has written."""
     if any(path.stat().st_ctime >= since for path in index.glob("bm25-*")):
         return "bm25"
     if _num_vectors(index, dim) >= num_passages:
@@ -190,13 +190,13 @@ def _num_vectors(index: Path, dim: int) -> int:
 
 
 def _children_cpu() -> float:
-    """Seconds of all that have ended."""
+    """CPU seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Bytes, by the names of proc(5); empty for a process that has just ended."""
+    """Memory in bytes, by the names of proc(5); empty if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

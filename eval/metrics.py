@@ -1,4 +1,4 @@
-"""What is measured: a sample's `metrics` have these names. Report and comparison take unit, label and direction from here."""
+"""The metrics that a sample may have: label, unit and direction of each, for report and comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`unit` is empty for shares and scores, which go from 0 to 1 unless said otherwise."""
+    """`unit` is empty for shares and scores, which are from 0 to 1 unless the label says otherwise."""
 
     label: str
     unit: str

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on stderr for whatever takes longer than five seconds."""
+"""Progress bars on stderr for work that takes longer than five seconds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Bar(Protocol):
     """What `progress` gives."""
 
     def update(self, n: int = 1) -> object:
-        """So many more are done."""
+        """Report `n` more items as done."""
 
 
 @contextmanager
 def progress(label: str, total: int | None, *, initial: int = 0) -> Iterator[Bar]:
-    """A bar that appears after five seconds. Without tqdm, as under the system's Python, a line now and then."""
+    """A bar that appears after five seconds. Without tqdm, as in the system's Python, at most one line in five seconds."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -49,7 +49,7 @@ def tracked(label: str, items: Collection[T]) -> Iterator[T]:
 
 
 class _Lines:
-    """How many are done, at most one line in five seconds."""
+    """Prints the number of done items, at most one line in five seconds."""
 
     def __init__(self, label: str, total: int | None, initial: int) -> None:
         self._label, self._total, self._done = label, total, initial

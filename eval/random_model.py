@@ -1,4 +1,4 @@
-"""Write a random Llama and a byte-level BPE tokenizer trained on given texts: for speed and accounting, never for quality.
+"""Writes a random Llama and a byte-level BPE tokenizer trained on given texts, to measure speed and accounting, never quality.
 
 python -m eval.random_model OUT_DIR --params 100 [--task NAME --data DIR]
 """
@@ -38,7 +38,7 @@ SHAPES = {
     10: Shape(384, 1024, 6, 6, 2),
     100: Shape(768, 2048, 14, 12, 4),
 }
-"""About this many million parameters (without the embedding)."""
+"""Keys: approximate millions of parameters, without the embedding."""
 
 
 def write_random_model(out: Path, shape: Shape, texts: Iterable[str], *, seed: int = 0) -> Path:

@@ -35,10 +35,10 @@ PACKAGES = (
 def make_record(
     name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any], git: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What was run (`spec`), with which versions on which machine, and what came out. Of paths only the last part is kept.
+    """A record: settings (`spec`), versions, machine and results. Of paths only the last part is kept.
 
     Args:
-        git: `git_state()` of when it began; None: it is asked now.
+        git: `git_state()` when the run began; None: the state now.
     """
     return {
         "name": name,
@@ -53,13 +53,13 @@ def make_record(
 
 
 def portable(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON without this machine: of paths the last part, and not where the output went."""
+    """Settings as JSON that does not depend on the machine: only the last part of paths, and no output folder."""
     kept = {key: value for key, value in spec.items() if key not in ("record", "logs", "out")}
     return dict(json.loads(json.dumps({key: _without_folder(value) for key, value in kept.items()}, default=str)))
 
 
 def git_state() -> dict[str, Any]:
-    """The commit that is checked out, and whether anything but records differs from it."""
+    """The commit that is checked out, and whether files other than records differ from it."""
     return {
         "sha": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--", ":/", ":(top,exclude)eval/results")),
@@ -67,10 +67,10 @@ def git_state() -> dict[str, Any]:
 
 
 def model_sha256(model_path: str) -> str | None:
-    """Hex digest of config.json in a model's folder, or in that of `bundled`; None for a name that is no folder here."""
+    """Hex digest of config.json in a model's folder, or in that of `bundled`; None if the name is not a local folder."""
     folder = Path(model_path)
     if model_path == "bundled":
-        from sglang_chunkcache.bundled_model import model_dir  # only here: a replay has no model
+        from sglang_chunkcache.bundled_model import model_dir  # imported here: a replay has no model
 
         folder = model_dir()
     try:
@@ -89,7 +89,7 @@ def _gpu() -> str | None:
 
 
 def write_record(record: Mapping[str, Any], *, results_dir: Path = RESULTS) -> Path:
-    """Write a new folder and return it. Raises FileExistsError rather than touch an older record."""
+    """Write a record to a new folder and return the folder. Raises FileExistsError if it exists."""
     stamp = str(record["date"])[:16].replace(":", "")
     folder = results_dir / f"{stamp}-{record['name']}"
     folder.mkdir(parents=True)

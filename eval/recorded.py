@@ -1,7 +1,8 @@
-"""A run as it is read back: record, samples and cells in one shape, whatever command wrote them.
+"""Reads a run back: record, samples and cells in one format, whichever command wrote them.
 
-A replay keeps one row a cell with the hits of all requests; here they become rows like the other commands'. Its policies
-(order, tail, eviction, ...) are then the arm, and what else was set is the cell. Knows nothing of figures or pages.
+A replay stores one row per cell with the hits of all requests; this module converts it to one row per request, as the other
+commands have. The replay's policies (order, tail, eviction, ...) become the arm, its other settings the cell. Computes no
+figures and writes no pages.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ UNITS = {
     "saved_share": ("hits", "dropped", "lost", "chunks"),
     "token_saved_share": ("token_hits", "dropped_tokens", "lost_tokens", "tokens"),
 }
-"""Metric -> what a replay counts for it: found cached, shown before by the conversation, computed once more, of so many."""
+"""Metric -> the counts of a replay for it: found cached, shown before by the conversation, computed again, and the total."""
 
 Cell = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`record` is record.json; `samples` one a request, `cells` those of the results, each with `arm`, `cell`, `metrics`."""
+    """`record`: record.json. `samples`: one per request. `cells`: those of the results. Both have `arm`, `cell`, `metrics`."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -50,22 +51,22 @@ class Recorded:
 
     @property
     def results(self) -> Mapping[str, Any]:
-        """The figures as the command computed them."""
+        """The figures that the command computed."""
         return dict(self.record["results"])
 
     @property
     def contrasts(self) -> list[dict[str, Any]]:
-        """Those of the results."""
+        """The contrasts in the results."""
         return [one for one in self.results.get("contrasts") or [] if isinstance(one, dict)]
 
     @property
     def arms(self) -> list[str]:
-        """In the order in which they first answered."""
+        """The arms, in the order of their first samples."""
         return list(dict.fromkeys(sample["arm"] for sample in self.samples))
 
     @property
     def measured(self) -> list[Sample]:
-        """The samples that count: no warm-up, no failure."""
+        """The samples without warm-up and failures."""
         return [one for one in self.samples if not one.get("warm_up") and not one.get("error")]
 
 
@@ -73,12 +74,12 @@ def read_recorded(path: Path) -> Recorded:
     """Read a run's folder, or the folder of a record.json.
 
     Raises:
-        CommandError: no record, one that `python -m eval` did not write, or samples that are none.
+        CommandError: no record, one that `python -m eval` did not write, or invalid samples.
     """
     folder = (path.parent if path.name == "record.json" else path).resolve()
     record = read_record(folder)
     if record["kind"] not in KINDS:
-        raise CommandError(f"{folder / 'record.json'}: kind {record['kind']!r} is none of {', '.join(KINDS)}")
+        raise CommandError(f"{folder / 'record.json'}: kind {record['kind']!r} is not one of {', '.join(KINDS)}")
     for name in ("versions", "machine", "spec", "results"):
         if not isinstance(record.get(name), dict):
             raise CommandError(f"{folder / 'record.json'} has no {name}: it was not written by `python -m eval`")
@@ -86,11 +87,11 @@ def read_recorded(path: Path) -> Recorded:
     try:
         if record["kind"] != "replay":
             return Recorded(folder, record, [_checked(row) for row in rows], _cells(record["results"]))
-        rows = [row for row in rows if "cell" in row]  # The others say what the trace offers.
+        rows = [row for row in rows if "cell" in row]  # The other rows describe the trace.
         samples = [one for row in _replayed(rows) for one in _requests(row, record["spec"])]
         return Recorded(folder, record, samples, _replayed(_cells(record["results"])))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CommandError(f"{folder}: its samples or cells are not what `python -m eval` writes: {error!r}") from None
+        raise CommandError(f"{folder}: its samples or cells were not written by `python -m eval`: {error!r}") from None
 
 
 def cell_name(cell: Cell) -> str:
@@ -108,7 +109,7 @@ def setting_name(key: str, value: Any) -> str:
 
 
 def varied(cells: Iterable[Cell]) -> list[str]:
-    """The settings that are not the same everywhere; None is no value, it does not matter there, but for `k`: all."""
+    """The settings that differ between cells. None means that a setting does not apply, except for `k`, where it means all."""
     values: dict[str, set[str]] = {}
     cells = list(cells)
     for key in dict.fromkeys(key for cell in cells for key in cell):
@@ -140,7 +141,7 @@ def _cells(results: Mapping[str, Any]) -> list[Cell]:
 
 
 def _telling(cells: Iterable[Cell]) -> list[str]:
-    """The policies that name an arm: the order, and what the order does not settle. None: it does not matter there."""
+    """The policies that name an arm: the order, and others that vary beyond it. None means that a policy does not apply."""
     cells = list(cells)
     settled = {(key, cell["order"], cell.get(key)) for cell in cells for key in POLICIES if cell.get(key) is not None}
     pairs = [(key, order) for key, order, _ in settled]
@@ -148,7 +149,7 @@ def _telling(cells: Iterable[Cell]) -> list[str]:
 
 
 def _replayed(cells: Sequence[Cell]) -> list[Cell]:
-    """Each with its arm, and with the settings that differ as `cell`; where one does not matter, once for each value."""
+    """Each with its arm, and with the differing settings as `cell`; if a setting does not apply, once for each value of it."""
     keys = _telling(one["cell"] for one in cells)
     free = {
         key: values
@@ -176,9 +177,9 @@ def _values(cells: Sequence[Cell], key: str) -> list[Any]:
 
 def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:
     warm_up = spec.get("warm_up") or 0
-    # Neighbours in a trace share chunks: stretches are resampled, as long as replay's own.
+    # Neighbours in a trace share chunks, so blocks are resampled, as long as replay's own.
     length = max(1, min(spec["block"], (len(row["chunks"]) - warm_up) // 10))
-    # Of a mean request's chunks, so that the mean over requests is the share of all chunks, which replay tells.
+    # Divided by the mean number of chunks, so that the mean over requests is the share of all chunks, as replay reports it.
     mean = {name: fmean(row[unit[-1]][warm_up:]) for name, unit in UNITS.items() if row.get(unit[-1])}
     return [
         {

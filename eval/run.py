@@ -1,11 +1,11 @@
-"""One run: a folder that holds its settings, its samples as they come, and a record that is valid at every moment.
+"""One run: a folder with its settings, the samples taken so far, and a record that is valid at every moment.
 
-    <folder>/samples.jsonl   one JSON object a sample, appended when it is done; `key` says which one it is
+    <folder>/samples.jsonl   one JSON object per sample, appended when it is done; `key` identifies it
     <folder>/record.json     `make_record`'s fields, `kind`, `complete`, `baseline`; `results` are computed from the samples alone
 
-A run that was interrupted is continued by the same command with the same folder: samples that are there are not taken again.
-`git` says with which commit it began, and `git.resumed_with` with which others it went on.
-Figures are a pure function of the samples, so whoever reads a folder can compute others.
+The same command with the same folder continues an interrupted run; samples in the folder are not taken again. `git` names the
+commit with which the run began, `git.resumed_with` those with which it continued. Figures are a pure function of the samples,
+so other figures can be computed from a folder later.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Summary = Callable[[Sequence[Sample]], dict[str, Any]]
 
 
 class Run:
-    """Use it as a context manager; `add` samples, and the record is written on the way out, whatever the reason.
+    """A context manager: `add` samples inside; the record is written on exit, also after an exception.
 
     Args:
-        folder: new or empty, or that of an interrupted run of the same kind and spec, or of any run without a sample.
+        folder: new or empty, or the folder of an interrupted run of the same kind and spec, or of a run without samples.
         kind: the command: replay, serve, quality, sensitivity.
         spec: every setting, JSON or paths; of paths the record keeps the last part only.
-        summarize: samples -> `results`; also called with none and with some.
-        baseline: name of the record that this one is to be read beside, if any.
+        summarize: samples -> `results`; also called with no samples and with some of them.
+        baseline: name of the record to compare this one with, if any.
     Raises (on entering):
-        CommandError: the folder holds something else, a complete run, or samples of another spec, or cannot be written; a
-            setting is infinite.
+        CommandError: the folder holds something else, a complete run, or samples of another spec, or cannot be written; or
+            a setting is infinite.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Run:
         self.add_all([(key, sample)])
 
     def add_all(self, samples: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Keep samples that count together or not at all, each with its key: on disk at once, in one write.
+        """Keep several samples, each with its key, atomically: they are written to disk at once, in one write.
 
         Raises:
-            ValueError: a key is there already, or a number is not finite; none is kept then.
+            ValueError: a key exists already, or a number is not finite; then no sample is kept.
         """
         rows: dict[str, Sample] = {}
         for key, sample in samples:
@@ -105,7 +105,7 @@ class Run:
         self.samples += rows.values()
 
     def drop(self, keys: Collection[str]) -> None:
-        """Forget these samples, those of them that are there, on disk too: they are to be taken again."""
+        """Remove those of these samples that exist, on disk too, so that they are taken again."""
         kept = [sample for sample in self.samples if sample["key"] not in keys]
         if len(kept) < len(self.samples):
             _replace(self.folder / "samples.jsonl", "".join(map(_line, kept)))
@@ -121,11 +121,11 @@ class Run:
         path = self.folder / "record.json"
         if not path.exists():
             if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-                raise CommandError(f"{self.folder} is no folder of a run: name one that is new or empty")
+                raise CommandError(f"{self.folder} is not the folder of a run: name one that is new or empty")
             return
         record = read_record(self.folder)
         if record["complete"]:
-            raise CommandError(f"{self.folder} holds a run that is complete: name another folder")
+            raise CommandError(f"{self.folder} holds a complete run: name another folder")
         self.samples = read_samples(self.folder)
         if self.samples and (record["kind"], record["spec"]) != (self._kind, self._spec):
             changed = [
@@ -137,7 +137,7 @@ class Run:
         self._keys = {sample["key"] for sample in self.samples}
         if self.samples:
             self._git = _resumed(record["git"], self._git)
-        # A sample that was cut off in the middle of its line is gone, and the next one must not be appended to it.
+        # A sample whose line was cut off is dropped, since the next one must not be appended to it.
         path = self.folder / "samples.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text[-1:] not in ("", "\n"):
@@ -165,7 +165,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """All whole samples of a run's folder, in the order in which they came; a line cut off at the end is left out."""
+    """All complete samples of a run's folder, in the order of the file; an incomplete last line is left out."""
     try:
         text = (folder / "samples.jsonl").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def read_samples(folder: Path) -> list[Sample]:
 
 
 def _resumed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's `git`, as it was begun and perhaps went on, when it goes on `now`; dirty if it ever was."""
+    """A run's `git` when it continues with the state `now`; dirty if it ever was."""
     others = list(begun.get("resumed_with", []))
     if now["sha"] not in (begun["sha"], *others):
         others.append(now["sha"])
@@ -197,7 +197,7 @@ def _line(sample: Sample) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """The file is the old one or the new one at every moment."""
+    """Replace a file atomically."""
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

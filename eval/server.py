@@ -1,4 +1,4 @@
-"""A server for tests, demos and benchmarks: start it, wait until it answers, stop it with everything it started."""
+"""A server for tests, demos and benchmarks: starts it, waits until it is healthy, stops it and its child processes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Server:
     Args:
         flags: the server's flags, without host and port.
         log: file for its output.
-        launcher: what Python runs, another script in place of our launcher.
-        env: environment beside ours.
+        launcher: Python's arguments, to run another script instead of our launcher.
+        env: environment variables in addition to this process's.
         timeout_s: seconds until it must be healthy.
     Raises (on entering):
-        CommandError: it ended or did not become healthy; holds the log's last lines.
+        CommandError: the server ended or did not become healthy; the message has the log's last lines.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Server:
             )
         try:
             self._wait()
-        except BaseException:  # Ctrl-C, too, would leave it behind
+        except BaseException:  # also on Ctrl-C, so that the process does not stay
             self.__exit__(None, None, None)
             raise
         return self
@@ -97,12 +97,12 @@ class Server:
             return False
 
     def log_tail(self, num_lines: int = 15) -> str:
-        """The end of its output."""
+        """The last lines of its output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
+    """A port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,12 +1,12 @@
-"""Tasks: what is asked, over which passages. `load_requests` makes of a task what an application would send to a server.
+"""Tasks: questions over passages. `load_requests` turns a task into the requests that an application would send to a server.
 
-    a data set's files, the hub, a generator     eval/tasks/<name>.py, one for each
+    a data set's files, the hub, a generator     eval/tasks/<name>.py, one file each
         │ load(source)
     TaskData: passages, requests with the chunks that the data set itself gives
-        │ --retriever given: those; bm25, dense, fusion: eval/data/retrieve.py finds others
+        │ --retriever given: these chunks; bm25, dense, fusion: eval/data/retrieve.py searches others
     Requests: the first k chunks, cut by --scale
 
-Knows no server and no model. Standard library only until a task or a retriever needs more.
+Knows no server and no model. Uses the standard library only, unless a task or a retriever needs more.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from eval.errors import CommandError
 
 Retriever = Literal["given", "bm25", "dense", "fusion"]
 SEARCHED_K = 5
-"""Chunks of a request that are searched or made, unless `--k` says."""
+"""Chunks of a request if they are searched or generated, unless `--k` is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A retrieved passage, as the model reads it."""
+    """A retrieved passage: the text that the model reads."""
 
     id: str
     text: str
@@ -42,11 +42,11 @@ class Request:
 
     Attributes:
         id: "<task>:<number or question id>[:<turn>]", unique in its list.
-        chunks: in retriever order; empty where nothing was retrieved.
+        chunks: in retriever order; empty if nothing was retrieved.
         answers: right answers; empty if unknown.
-        gold_ids: chunks that hold the answer, whether they were retrieved or not.
-        conversation: turns of one conversation stand in order in the list.
-        reply: the data set's own answer to this turn, for later turns to show.
+        gold_ids: chunks that hold the answer, retrieved or not.
+        conversation: id of its conversation; the list has a conversation's turns in order.
+        reply: the data set's own answer to this turn, shown in later turns.
         arrival_s: from a trace; the first request's is 0.
         max_new_tokens: from a trace.
     """
@@ -65,12 +65,12 @@ class Request:
 
 @dataclass(frozen=True)
 class TaskData:
-    """A task as it was read.
+    """The passages and requests of a task.
 
     Attributes:
-        passages: all there is to retrieve from; no id twice.
-        requests: in the order in which they are asked, with the chunks that the data set itself lists for them, if any.
-        domains: passage id -> domain, and request id -> the domain that it looks into. Empty: one for all.
+        passages: all passages for retrieval, with distinct ids.
+        requests: in the order of sending, with the chunks that the data set itself lists for them, if any.
+        domains: passage id -> its domain, and request id -> the domain that it searches. Empty: one domain for all.
     """
 
     passages: tuple[TextChunk, ...]
@@ -80,7 +80,7 @@ class TaskData:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a task is read from, and how much of it is wanted: the options below."""
+    """Where a task is read from, and how much of it: the options below."""
 
     task: str
     data: Path | None = None
@@ -88,7 +88,7 @@ class Source:
     corpus: Path | None = None
     requests: int = 100
     k: int | None = None
-    """Chunks of a request; None: all that a data set lists, or `SEARCHED_K` where chunks are searched or made."""
+    """Chunks of a request; None: all that a data set lists, or `SEARCHED_K` if chunks are searched or generated."""
     scale: int = 1
     seed: int = 0
 
@@ -113,7 +113,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`module` has `load(source: Source) -> TaskData`; `retriever` is the default one; texts may be made at their scale."""
+    """`module` has `load(source: Source) -> TaskData`. `retriever`: the default one. `is_scaled`: `load` applies `--scale`."""
 
     module: str
     summary: str
@@ -136,14 +136,14 @@ TASKS: Mapping[str, Task] = {
     ),
     "sharegpt": Task("eval.tasks.sharegpt", "conversations in ShareGPT's format; --data FILE", "given"),
     "trace": Task(
-        "eval.tasks.trace", "your own, as `replay` reads it; text of random words; --data FILE", "given", True
+        "eval.tasks.trace", "your own trace, in `replay`'s format; text of random words; --data FILE", "given", True
     ),
 }
-"""Name -> where it is, one line for the help, how its chunks are found unless said otherwise."""
+"""Name -> the task's module, one line for the help, and the default retriever."""
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `load_requests` reads."""
+    """Add the options of `load_requests`."""
     tasks = "\n".join(f"{name:<9} {task.summary}" for name, task in TASKS.items())
     group = parser.add_argument_group("task", tasks)
     group.add_argument("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
@@ -164,12 +164,12 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--k",
         type=int,
-        help=f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} where they are searched or made",
+        help=f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated",
     )
     group.add_argument(
         "--retriever",
         choices=get_args(Retriever),
-        help="given: the data set's own lists; else found among its passages. Default: bm25 for sets of questions, else given",
+        help="given: the data set's own lists; others search its passages. Default: bm25 for sets of questions, else given",
     )
     group.add_argument(
         "--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1"
@@ -178,12 +178,12 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_requests(args: argparse.Namespace) -> list[Request]:
-    """What the options name. Raises CommandError for anything that is wrong with them or with the data."""
+    """The requests that the options select. Raises CommandError for invalid options or data."""
     return requests_of(*_load(args), retriever=args.retriever)
 
 
 def requests_sha256(requests: Iterable[Request]) -> str:
-    """Hex digest of all fields of all requests in their order: equal where the same was asked."""
+    """Hex digest of all fields of all requests in their order; equal for equal requests."""
     digest = hashlib.sha256()
     for request in requests:
         digest.update(json.dumps(astuple(request)).encode())
@@ -191,7 +191,7 @@ def requests_sha256(requests: Iterable[Request]) -> str:
 
 
 def load_texts(args: argparse.Namespace) -> list[str]:
-    """All passages of what the options name, to train a random model's tokenizer on; questions where there are none."""
+    """All passages of the task, or its questions if it has none, to train a random model's tokenizer on."""
     _, data = _load(args)
     return [passage.text for passage in data.passages] or [request.question for request in data.requests]
 
@@ -202,22 +202,22 @@ def load_task(source: Source) -> TaskData:
         if number is not None and number < 1:
             raise CommandError(f"--{name} must be at least 1, got {number}")
     if source.task not in TASKS:
-        raise CommandError(f"--task {source.task}: unknown; there is {', '.join(TASKS)}")
+        raise CommandError(f"--task {source.task}: unknown; choose from {', '.join(TASKS)}")
     if source.hub is not None and source.data is not None:
         raise CommandError("--data and --hub do not go together")
     if source.corpus is not None and source.task != "sharegpt":
         raise CommandError(f"--corpus is for task sharegpt only; {source.task} has passages of its own")
     data: TaskData = import_module(TASKS[source.task].module).load(source)
     if not data.requests:
-        raise CommandError(f"task {source.task}: there are no questions")
+        raise CommandError(f"task {source.task} has no questions")
     return data
 
 
 def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None = None) -> list[Request]:
-    """The first `source.requests` with their chunks. Single questions without any are left out; a turn without any stays.
+    """The first `source.requests` requests with their chunks. Single questions without chunks are left out, turns are kept.
 
     Raises:
-        CommandError: `given` where no request has chunks, or another retriever where there are no passages.
+        CommandError: `given` but no request has chunks, or another retriever but the task has no passages.
     """
     retriever = retriever or ("bm25" if source.corpus else TASKS[source.task].retriever)
     requests = list(data.requests)
@@ -227,7 +227,7 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
         requests = [request for request in requests if request.chunks or request.conversation][: source.requests]
         _warn_of_cuts(requests, source.k)
     else:
-        from eval.data.retrieve import retrieve  # only here: it needs FAISS or tantivy
+        from eval.data.retrieve import retrieve  # imported here: it needs FAISS or tantivy
 
         if not data.passages:
             raise CommandError(
@@ -251,7 +251,7 @@ def _load(args: argparse.Namespace) -> tuple[Source, TaskData]:
 
 
 def _warn_of_cuts(requests: Iterable[Request], k: int | None) -> None:
-    """A trace that is cut without a word would be another one than `replay` counts."""
+    """Warn if --k cuts given lists: `replay` counts the whole lists."""
     sizes = [len(request.chunks) for request in requests]
     if num_cut := sum(size > (k or size) for size in sizes):
         print(f"eval: --k {k} takes chunks from {num_cut} of {len(sizes)} requests", file=sys.stderr)

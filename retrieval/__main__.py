@@ -1,6 +1,6 @@
-"""`python -m retrieval COMMAND`: documents to an index, and what is in it. Every default is in defaults.py.
+"""`python -m retrieval COMMAND`: build, search and inspect an index. Every default is in defaults.py.
 
-Progress goes to stderr; what is asked for to stdout. Exit code 2 and one line for a mistake.
+Progress goes to stderr, results to stdout. A mistake gives exit code 2 and one line on stderr.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from retrieval.errors import RetrievalError
 from retrieval.passage import Passage
 from retrieval.progress import progress_bars
 
-EPILOG = """three commands from a folder of documents to an answered question:
+EPILOG = """from a folder of documents to an answered question in three commands:
   python -m retrieval build docs --out index
   python -m sglang_chunkcache.launch_server --model-path M --index index
   curl http://127.0.0.1:30000/rag/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -30,7 +30,7 @@ EPILOG = """three commands from a folder of documents to an answered question:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return its exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         )
         return 2
     except KeyboardInterrupt:
-        print(f"retrieval {args.command}: stopped; run it again and it goes on", file=sys.stderr)
+        print(f"retrieval {args.command}: stopped; run it again to continue", file=sys.stderr)
         return 130
     return 0
 
@@ -62,25 +62,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_build(
-        _command(commands, "build", "make an index of documents, go on with one, or add documents to it", _build)
+        _command(
+            commands, "build", "make an index of documents, continue a build, or add documents to an index", _build
+        )
     )
-    _add_search(_command(commands, "search", "the passages that answer a question best", _search))
+    _add_search(_command(commands, "search", "find the best passages for a question", _search))
     _add_neighbors(_command(commands, "neighbors", "write every passage's nearest passages to a file", _neighbors))
-    _add_inspect(_command(commands, "inspect", "what is in an index, and whether it is whole", _inspect))
+    _add_inspect(_command(commands, "inspect", "show the contents of an index and check its files", _inspect))
     _add_remove(
         _command(
             commands,
             "remove",
-            "hide passages or documents of an index; a build that still finds them brings them back",
+            "hide passages or documents of an index; a build that still finds them adds them again",
             _remove,
         )
     )
-    _add_evaluate(_command(commands, "evaluate", "recall and overlap of retrieval on a data set", _evaluate))
+    _add_evaluate(_command(commands, "evaluate", "measure recall and overlap of retrieval on a data set", _evaluate))
     return parser
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Defaults where there are any."""
+    """Shows defaults, except None and False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False) else super()._get_help_string(action)
@@ -103,41 +105,41 @@ def _command(commands: Any, name: str, summary: str, run: Any) -> argparse.Argum
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Make an index of documents. Run it again to go on after an interruption, or with more or changed documents to "
-        "add them; a server that has the index open follows by itself."
+        "Make an index of documents. Run it again to continue after an interruption, or to add more or changed documents; "
+        "a server that has the index open switches to the new generation by itself."
     )
     add = parser.add_argument
     add("sources", nargs="*", metavar="SOURCE", help=".txt, .md, .jsonl or .jsonl.gz files, or folders of them")
     add("--out", type=Path, required=True, metavar="DIR", help="the index's directory")
-    dataset = parser.add_argument_group("a data set instead of files, or beside them")
-    dataset.add_argument("--dataset", metavar="NAME", help="of Hugging Face `datasets`: a hub name or a local path")
-    dataset.add_argument("--dataset-config", metavar="NAME", help="its configuration")
-    dataset.add_argument("--split", default="train", help="its split")
+    dataset = parser.add_argument_group("a data set instead of files, or in addition to them")
+    dataset.add_argument("--dataset", metavar="NAME", help="for Hugging Face `datasets`: a hub name or a local path")
+    dataset.add_argument("--dataset-config", metavar="NAME", help="configuration of the data set")
+    dataset.add_argument("--split", default="train", help="split of the data set")
     dataset.add_argument("--id-field", metavar="FIELD", help="field with the document's id; default: the row's number")
     dataset.add_argument("--title-field", metavar="FIELD", help="field with the title")
     dataset.add_argument(
         "--text-field", metavar="FIELD", default="text", help="field with the text; .jsonl files use id, title and text"
     )
     kept = parser.add_argument_group(
-        "kept for as long as the index lives (the first build decides, later ones may leave them out)"
+        "settings that the index keeps (given at the first build; later builds may leave them out)"
     )
     add_passage_flags(kept.add_argument)
     add_index_flags(kept.add_argument, factory="auto", kept=True)
-    run = parser.add_argument_group("this run")
+    run = parser.add_argument_group("options of this run")
     add_device_flags(run.add_argument)
     run.add_argument(
         "--fit-passages",
         type=int,
         metavar="N",
         default=FIT_PASSAGES,
-        help="sample that the default encoder is fitted on",
+        help="passages in the sample on which the default encoder is fitted",
     )
     run.add_argument(
         "--bm25-memory-mib",
         type=int,
         metavar="N",
         default=BM25_MEMORY_MIB,
-        help="buffer while the word index is written",
+        help="buffer for writing the BM25 index",
     )
     run.add_argument("--json", action="store_true", help="print the report as one JSON object")
 
@@ -149,7 +151,7 @@ def _build(args: argparse.Namespace) -> None:
     from retrieval.tokens import load_tokens
 
     if not args.sources and not args.dataset:
-        raise RetrievalError("nothing to build from: give files or folders, or --dataset")
+        raise RetrievalError("no documents given: name files or folders, or use --dataset")
     there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
     chosen, encoder = settings(args, there)
     parts = [read_documents(source) for source in args.sources]
@@ -185,15 +187,15 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("index", type=Path, metavar="DIR", help="the index's directory")
     add("query", nargs="+", help="the question")
-    add("--k", type=int, metavar="N", default=K, help="passages")
+    add("--k", type=int, metavar="N", default=K, help="number of passages")
     add(
         "--mode",
         choices=("fusion", "dense", "bm25"),
         help="default: bm25, or fusion if the index was built with --encoder",
     )
     add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
-    add("--encoder", metavar="PATH", help="where the index's encoder lies now")
-    add("--device", metavar="NAME", help="of the encoder")
+    add("--encoder", metavar="PATH", help="path of the index's encoder, if it has moved")
+    add("--device", metavar="NAME", help="device of the encoder")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -220,13 +222,13 @@ def _search(args: argparse.Namespace) -> None:
 
 def _add_neighbors(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write every passage's most similar passages, nearest first, one JSON object a line: what "
-        "`python -m sglang_chunkcache.preprocess` computes each chunk behind (FusionRAG 3.1)."
+        "Write every passage's most similar passages, nearest first, one JSON object per line. "
+        "`python -m sglang_chunkcache.preprocess` computes each chunk after these neighbours (FusionRAG 3.1)."
     )
     add = parser.add_argument
     add("index", type=Path, metavar="DIR", help="the index's directory")
-    add("--out", type=Path, required=True, metavar="FILE", help="the file of neighbours")
-    add("--corpus", type=Path, metavar="FILE", help="write the passages' texts too, as the same program reads them")
+    add("--out", type=Path, required=True, metavar="FILE", help="file for the neighbours")
+    add("--corpus", type=Path, metavar="FILE", help="also write the passages' texts, for the same program")
     add("--top-n", type=int, metavar="N", default=TOP_N, help="neighbours of each passage")
     add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
 
@@ -283,22 +285,22 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _row(passage: Passage) -> dict[str, Any]:
-    """A passage as `/rag/v1/retrieve` shows it: `text` is what encoder, BM25 and the served model read."""
+    """A passage in the format of `/rag/v1/retrieve`; `text` is the `content` that encoder, BM25 and model read."""
     place = {"start": passage.start, "end": passage.end, "tokens": passage.num_tokens}
     names = {"id": passage.id, "document": passage.document_id, "title": passage.title}
     return {**names, "text": passage.content, **place}
 
 
 def _text(word: str) -> str:
-    """A word of the command line; bytes that are no UTF-8 become question marks."""
+    """A command-line argument; bytes that are not UTF-8 become question marks."""
     return word.encode("utf-8", "replace").decode()
 
 
 def _add_remove(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("index", type=Path, metavar="DIR", help="the index's directory")
-    parser.add_argument("ids", nargs="+", metavar="ID", help="of passages, or of documents with all their passages")
-    parser.add_argument("--encoder", metavar="PATH", help="where the index's encoder lies now")
-    parser.add_argument("--device", metavar="NAME", help="of the encoder")
+    parser.add_argument("ids", nargs="+", metavar="ID", help="id of a passage, or of a document with all its passages")
+    parser.add_argument("--encoder", metavar="PATH", help="path of the index's encoder, if it has moved")
+    parser.add_argument("--device", metavar="NAME", help="device of the encoder")
 
 
 def _remove(args: argparse.Namespace) -> None:
@@ -321,31 +323,31 @@ def _remove(args: argparse.Namespace) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Build a temporary index of a data set, ask its questions, and tell recall and how much the answers share. The last "
-        "line of stdout is one JSON object."
+        "Build a temporary index of a data set, search its questions, and report recall and the overlap of the results. The "
+        "last line of stdout is one JSON object."
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="holds passages.jsonl.gz and questions.jsonl.gz")
+    add("--data", type=Path, required=True, metavar="DIR", help="folder with passages.jsonl.gz and questions.jsonl.gz")
     add(
         "--file",
         metavar="NAME",
-        help="questions or conversations in DIR; default: questions.jsonl.gz or conversations.jsonl.gz",
+        help="file of questions or conversations in DIR; default: questions.jsonl.gz or conversations.jsonl.gz",
     )
     add(
         "--retriever",
         choices=("bm25", "default", "fusion"),
         default="fusion",
-        help="words; vectors, of the default encoder or --encoder; or both",
+        help="bm25: words; default: vectors, of the default encoder or --encoder; fusion: both",
     )
-    add("--k", type=int, metavar="N", default=K, help="passages for a question")
+    add("--k", type=int, metavar="N", default=K, help="passages per question")
     add(
         "--query",
         default="last",
-        help="of a conversation's turn: last question, rewrite, or turns:N, its last N questions",
+        help="query of a conversation's turn: last (its question), rewrite, or turns:N (the last N questions)",
     )
-    add("--limit", type=int, metavar="N", help="ask N questions only")
+    add("--limit", type=int, metavar="N", help="use N questions only")
     add("--seed", type=int, metavar="N", default=SEED, help="of the order of questions; conversations keep theirs")
-    add("--neighbors", action="store_true", help="tell how often passages found together are each other's neighbours")
+    add("--neighbors", action="store_true", help="report how often passages found together are each other's neighbours")
     add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
     add_index_flags(add, factory="Flat", kept=False)
     add_device_flags(add)

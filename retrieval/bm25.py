@@ -1,12 +1,12 @@
-"""BM25 over passages' words, on tantivy: an index is one folder, a passage is known by its row.
+"""BM25 over the words of passages, on tantivy. An index is one folder; passages are identified by rows.
 
-Knows no text once it is indexed, no passage ids and no generations; the caller keeps those. The constants are the engine's:
+Stores no texts, passage ids or generations; the caller keeps those. The constants are tantivy's:
 k1 = 1.2, b = 0.75, idf = ln(1 + (N - n + 0.5) / (n + 0.5)), with a passage's length rounded down to one of 256 steps (exact
 up to 40 words, within an eighth above). tests/reference/naive_bm25.py is the slow twin.
 
-What is opened is a snapshot: it maps its files, so it answers as before even when a writer has gone on in the folder or the
-folder is gone. Only its own `update` moves it. N, n and the mean length count removed passages until the engine merges their
-segment, so a removal changes no other passage's score at once, and rebuilding may change them all a little.
+An open index is a snapshot: its files are mapped, so its answers do not change when another writer updates the folder or the
+folder is deleted. Only its own `update` changes it. N, n and the mean length count removed passages until tantivy merges
+their segment, so a removal does not change other scores at once, and a rebuild may change all of them a little.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ LANGUAGES = (
     *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
     *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
 )
-"""The engine's stemmers; "none" leaves words as they are."""
+"""tantivy's stemmers; "none" leaves words unchanged."""
 
 MAX_WORD_BYTES = 100
 """Longer "words" are dropped: they are encoded data, and each would be a term of its own."""
 
 MAX_QUERY_TERMS = 1024
-"""Lucene's default for the clauses of one query; a question has a dozen, so this only bounds pasted documents."""
+"""Lucene's limit for the clauses of one query. A question has about a dozen words, so the limit affects pasted documents only."""
 
 MIN_MEMORY_BYTES = 15_000_000
-"""The least that tantivy's writer accepts."""
+"""The minimum that tantivy's writer accepts."""
 
 LOCK_SUFFIX = ".lock"
 
 
 class Bm25Index:
-    """A folder's state as it was opened. `search` may be called by many threads at once; `update` by one at a time."""
+    """A snapshot of a folder. Many threads may call `search` at once, one at a time `update`."""
 
     def __init__(self, index: tantivy.Index, analyzer: tantivy.TextAnalyzer, schema: tantivy.Schema) -> None:
         self._index = index
@@ -53,10 +53,10 @@ class Bm25Index:
 
     @staticmethod
     def create(folder: Path, *, language: str) -> Bm25Index:
-        """Makes an empty index in a folder that is new or empty.
+        """Create an empty index in a folder that is new or empty.
 
         Raises:
-            RetrievalError: the folder has something in it, or there is no stemmer for `language`.
+            RetrievalError: the folder is not empty, or there is no stemmer for `language`.
         """
         analyzer = _analyzer(language)
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,11 +66,11 @@ class Bm25Index:
 
     @staticmethod
     def open(folder: Path, *, language: str) -> Bm25Index:
-        """Opens the folder's last commit; `language` must be the one that it was created with.
+        """Open the folder's last commit; `language` must be the one that it was created with.
 
         Raises:
-            CorruptIndexError: the folder is missing, incomplete, cut short, or was created with another language. Flipped
-                bits are not looked for: that is the manifest's checksums' work.
+            CorruptIndexError: the folder is missing, incomplete, truncated, or was created with another language. Flipped
+                bits are not detected here but by the manifest's checksums.
             RetrievalError: there is no stemmer for `language`.
         """
         analyzer = _analyzer(language)
@@ -78,7 +78,7 @@ class Bm25Index:
         with _damage_named(f"{folder} is damaged or no BM25 index in {language!r}"):
             if os.access(folder, os.W_OK):
                 return _load(folder, language, analyzer)
-            # The engine opens nothing where it cannot create a lock file; what it has opened outlives the links.
+            # tantivy needs a folder in which it can create a lock file; open files outlive these links.
             with TemporaryDirectory() as links:
                 for file in _files(folder):
                     Path(links, file.name).symlink_to(file.resolve())
@@ -86,28 +86,28 @@ class Bm25Index:
 
     @property
     def num_docs(self) -> int:
-        """Passages that can be found: added and not removed."""
+        """Number of searchable passages: added and not removed."""
         return int(self._searcher.num_docs)
 
     def update(self, add: Iterable[tuple[int, str]], remove: Iterable[int], *, memory_bytes: int) -> None:
-        """Removes rows, then adds (row, content) pairs, in one commit: all of it or, if anything raises, none.
+        """Remove rows, then add (row, content) pairs, in one commit: all of it or, if anything raises, nothing.
 
         Args:
-            add: read as it is written, never held; ascending rows, none of them live unless it is in `remove` too.
+            add: consumed lazily; rows ascending, none of them live unless it is in `remove` too.
             remove: rows; unknown ones are ignored.
-            memory_bytes: the writer's buffer, at least MIN_MEMORY_BYTES; a full one becomes a segment on disk.
+            memory_bytes: the writer's buffer, at least MIN_MEMORY_BYTES; a full buffer becomes a segment on disk.
         Raises:
-            RetrievalError: `memory_bytes` is too small, the folder is read-only, or another writer is at work in it. A
-                killed writer holds nothing: its lock went with the process, and its files go with the next commit.
-            ValueError: the engine could not write, for one because the disk is full.
+            RetrievalError: `memory_bytes` is too small, the folder is read-only, or another writer holds its lock. A killed
+                process releases the lock, and the next commit deletes its files.
+            ValueError: tantivy could not write, for example because the disk is full.
         """
         if memory_bytes < MIN_MEMORY_BYTES:
             raise RetrievalError(f"BM25 needs at least {MIN_MEMORY_BYTES:,} bytes to write, got {memory_bytes:,}")
         try:
-            # One thread: rows stay in order inside a segment, and a second one would take the core of whoever reads the corpus.
+            # One thread: rows stay in order inside a segment, and the thread that reads the corpus keeps its core.
             writer = self._index.writer(memory_bytes, 1)
         except ValueError as error:
-            reason = "another writer is at work" if "LockBusy" in str(error) else error
+            reason = "another writer holds its lock" if "LockBusy" in str(error) else error
             raise RetrievalError(f"the BM25 index cannot be written: {reason}") from error
         try:
             for row in remove:
@@ -119,21 +119,21 @@ class Bm25Index:
             writer.rollback()
             raise
         finally:
-            writer.wait_merging_threads()  # and lets go of the lock
+            writer.wait_merging_threads()  # also releases the lock
         self._index.reload()
         self._searcher = self._index.searcher()
 
     def search(self, query: str, *, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """The best passages that share a word with the query: scores [n] and rows [n], n <= k, best first.
 
-        The query is text, never syntax; a repeated word counts once. Equal scores stand by row, ascending; which of several
-        passages that tie for the last place are returned depends on the segments they lie in.
+        The query is text, never syntax; a repeated word counts once. Equal scores are ordered by row, ascending. If several
+        passages tie for the last place, their segments decide which are returned.
 
         Of a query with more than MAX_QUERY_TERMS distinct words the rarest are looked up.
 
         Raises:
             RetrievalError: `k` is less than 1.
-            CorruptIndexError: the engine stumbled over a damaged file.
+            CorruptIndexError: tantivy failed on a damaged file.
         """
         if k < 1:
             raise RetrievalError(f"k must be at least 1, got {k}")
@@ -158,15 +158,15 @@ class Bm25Index:
 
 
 def link_copy(source: Path, target: Path) -> None:
-    """Copies an index folder by hard links: the copy costs no space, and an update of either leaves the other as it was.
+    """Copy an index folder by hard links: the copy takes no space, and an update of one folder does not change the other.
 
-    That holds because tantivy writes every file once: segments are new files, `meta.json` and `.managed.json` are replaced by
-    renaming. Only lock files are left out: two folders that shared one would keep each other's writers waiting. Where the
-    file system has no links, files are copied. No writer may be at work in `source`.
+    The folders stay independent because tantivy writes every file once: segments are new files, `meta.json` and
+    `.managed.json` are replaced by renaming. Lock files are left out: two folders with a shared one would block each other's
+    writers. On file systems without hard links files are copied. No writer may be active in `source`.
 
     Raises:
         RetrievalError: `target` exists.
-        CorruptIndexError: `source` is no index.
+        CorruptIndexError: `source` is not an index.
     """
     _check_exists(source)
     try:
@@ -191,7 +191,7 @@ def _check_exists(folder: Path) -> None:
 
 @contextmanager
 def _damage_named(what: str) -> Iterator[None]:
-    """The engine's errors as CorruptIndexError. It may panic on damaged files, which arrives as no `Exception` at all."""
+    """Raise tantivy's errors as CorruptIndexError. A damaged file may cause a Rust panic, which is not an `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -201,7 +201,7 @@ def _damage_named(what: str) -> Iterator[None]:
 
 
 def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer) -> Bm25Index:
-    # The analyzer's name is in the schema, and tantivy refuses an index whose schema is another one.
+    # The schema contains the analyzer's name, and tantivy refuses an index whose schema differs.
     name = f"words-{language}"
     builder = tantivy.SchemaBuilder().add_integer_field("row", indexed=True, fast=True)
     schema = builder.add_text_field("content", tokenizer_name=name, index_option="freq").build()
@@ -214,11 +214,11 @@ def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer) -> Bm25In
 def check_language(language: str) -> None:
     """Raises RetrievalError if there is no stemmer for it."""
     if language != "none" and language not in LANGUAGES:
-        raise RetrievalError(f"BM25 has no stemmer for {language!r}; there are none, {', '.join(LANGUAGES)}")
+        raise RetrievalError(f"BM25 has no stemmer for {language!r}; choose from none, {', '.join(LANGUAGES)}")
 
 
 def _analyzer(language: str) -> tantivy.TextAnalyzer:
-    """Text -> words: runs of letters and digits, lower case, without accents, stemmed."""
+    """Cuts text into words: runs of letters and digits, lower case, without accents, stemmed."""
     check_language(language)
     builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.remove_long(MAX_WORD_BYTES))
     builder = builder.filter(tantivy.Filter.lowercase()).filter(tantivy.Filter.ascii_fold())
@@ -228,5 +228,5 @@ def _analyzer(language: str) -> tantivy.TextAnalyzer:
 
 
 def _utf8(text: str) -> str:
-    """Lone surrogates, which JSON can hold and UTF-8 cannot, become question marks."""
+    """Replace lone surrogates, which JSON can hold and UTF-8 cannot, by question marks."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,12 +1,12 @@
-"""Documents into an index directory: create it, go on with it, extend it, take passages out of it.
+"""Builds an index directory from documents: creates, continues or extends it, and removes passages.
 
-    read     documents -> passages -> PassageStore      a transaction every few documents
-    fit      the embedded encoder, on a sample           once in a directory's life
-    encode   passages -> VectorFile                      in batches, behind the last row that is there
+    read     documents -> passages -> PassageStore      a transaction every few thousand documents
+    fit      the embedded encoder, on a sample           once per directory
+    encode   passages -> VectorFile                      in batches, after the last row in the file
     index    VectorFile -> FAISS, PassageStore -> BM25   generation.py: new files, then the manifest that names them
 
-Each stage goes on from what lies in the directory, so a build that was killed is simply run again, and a build over more
-documents is the same command too. What is served changes with the last step alone.
+Each stage continues from the files in the directory: after a killed build, or to add documents, run the same command again.
+The served generation changes in the last step only.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from retrieval.tokens import Tokens
 from retrieval.vectors import VectorFile
 
 READ_DOCUMENTS = 5000
-"""In one transaction: each waits for the disk."""
+"""Documents per transaction; each transaction waits for the disk."""
 READ_CHARS = 1 << 26
-"""In one transaction of long documents."""
+"""Characters per transaction, reached first if documents are long."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a run may choose anew.
+    """Options of one run, which the index does not keep.
 
     Attributes:
-        fit_passages: sample that the embedded encoder is fitted on.
-        encode_batch: passages handed to the encoder at once.
+        fit_passages: size of the sample on which the embedded encoder is fitted.
+        encode_batch: passages per call of the encoder.
         bm25_memory_bytes: buffer of BM25's writer.
         seed: of the samples and of the embedded encoder.
     """
@@ -76,7 +76,7 @@ class BuildOptions:
 
 @dataclass
 class BuildReport:
-    """What a run did. `added` and `removed` are passages; the latter of documents that have changed."""
+    """Counts of one run. `added` and `removed` count passages; removed ones are of documents that changed."""
 
     documents: int = 0
     unchanged: int = 0
@@ -99,15 +99,15 @@ def build_index(
     options: BuildOptions,
     progress: Progress,
 ) -> BuildReport:
-    """Make `folder` hold these documents too. A document that changed replaces what it was.
+    """Add documents to the index in `folder`, which is created if needed. A changed document replaces its earlier version.
 
     Args:
         encoder: of `settings.encoder`; None: the embedded one, fitted here if the directory has none.
     Raises:
-        RetrievalError: the directory has other settings, another process writes it, documents that make no index.
+        RetrievalError: the directory has other settings, another process writes it, or the documents have no text.
         CorruptIndexError: the directory is damaged.
     """
-    cut = _cutter(settings, tokens)  # what cannot work is refused before the directory keeps it
+    cut = _cutter(settings, tokens)  # refuse invalid settings before they are written to the directory
     check_factory("Flat" if settings.factory == "auto" else settings.factory, int(settings.encoder["dim"]))
     if settings.bm25_language is not None:
         from retrieval.bm25 import check_language  # only here: an index without BM25 does not need tantivy
@@ -116,7 +116,7 @@ def build_index(
     folder.mkdir(parents=True, exist_ok=True)
     with writer_lock(folder):
         if not (folder / SETTINGS).exists() and ((folder / PASSAGES).exists() or (folder / MANIFEST).exists()):
-            raise RetrievalError(f"{folder}: holds files of an index but no {SETTINGS}; use another directory")
+            raise RetrievalError(f"{folder} holds files of an index but no {SETTINGS}; use another directory")
         store = PassageStore(folder / PASSAGES, writable=True)
         try:
             _settle_settings(folder, settings, has_rows=store.num_rows > 0)
@@ -126,7 +126,7 @@ def build_index(
                 raise CorruptIndexError(f"{store.path}: holds {store.num_rows} of {vectors.num_rows} passages")
             report = _read(documents, store, cut, progress)
             if not store.num_rows:
-                raise RetrievalError("there is no text in these documents")
+                raise RetrievalError("these documents contain no text")
             encoder = encoder or _embedded(folder, settings, store, options, progress)
             if vectors.num_rows:
                 check_encoder(store, vectors, encoder)
@@ -152,14 +152,14 @@ def remove_passages(
     options: BuildOptions,
     progress: Progress,
 ) -> int:
-    """Take passages out of the served index; ids of documents stand for all their passages. Returns how many.
+    """Remove passages from the served index. A document's id selects all its passages. Returns the number of passages.
 
-    A later build that sees their document again puts them back.
+    A later build that reads their document again adds them again.
 
     Args:
-        load: gives the index's encoder; only called where another document has a text that is removed, and takes it over.
+        load: loads the index's encoder; called only if a duplicate of another document replaces a removed passage.
     Raises:
-        RetrievalError: an id that nobody has (then nothing is removed), or another process writes the directory.
+        RetrievalError: an unknown id (nothing is removed then), or another process writes the directory.
     """
     settings = read_settings(folder)
     with writer_lock(folder):
@@ -197,14 +197,14 @@ def remove_passages(
 
 
 def _unserved(folder: Path, store: PassageStore, name: str) -> list[int]:
-    """Rows of this id that a removal which died has marked, but that are still served."""
+    """Rows of this id that are still served although an interrupted removal has marked them."""
     waiting = np.setdiff1d(store.removed_rows(), removed_rows(folder, read_manifest(folder))).tolist()
     passages = zip(waiting, store.get(waiting), strict=True)
     return [row for row, passage in passages if name in (passage.id, passage.document_id)]
 
 
 def _check_served(folder: Path, store: PassageStore, vectors: VectorFile) -> None:
-    """A damaged index is refused here as it is by those who search: nothing is built on it."""
+    """Refuse to build on a damaged index, by the same checks as when it is opened for searching."""
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         check_files(folder, manifest, {}, verify=False)
@@ -213,7 +213,7 @@ def _check_served(folder: Path, store: PassageStore, vectors: VectorFile) -> Non
 
 
 def _settle_settings(folder: Path, settings: IndexSettings, *, has_rows: bool) -> None:
-    """Keep the settings, or compare them with those that are kept. What no file has been made by yet may still change."""
+    """Write the settings, or compare them with those in the directory. Those that no file depends on yet may still change."""
     if not (folder / SETTINGS).exists() or not has_rows:
         write_atomically(folder / SETTINGS, settings_json(settings))
         return
@@ -277,7 +277,7 @@ def _embedded(
     path = folder / STATE_FILE
     if not path.exists():
         if (folder / VECTORS).exists():
-            raise CorruptIndexError(f"{path}: missing, and another one would not fit the vectors that are there")
+            raise CorruptIndexError(f"{path}: missing, and a new one would not fit the vectors in the directory")
         progress("fit", 0, None)
         rows = sample_rows(store.num_rows, options.fit_passages, options.seed)
         contents = [p.content for part in _batches(rows.tolist(), 1000) for p in store.get(part)]

@@ -1,4 +1,4 @@
-"""What an index is made with: the flags that `build` and `evaluate` have for it, and what they amount to."""
+"""The flags of `build` and `evaluate` that decide how an index is made, and the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Add = Callable[..., argparse.Action]
 
 
 def add_passage_flags(add: Add) -> None:
-    """How documents become passages."""
+    """Add the flags for cutting documents into passages."""
     _add_kept(
         add,
         "--tokenizer",
@@ -48,7 +48,7 @@ def add_passage_flags(add: Add) -> None:
     _add_kept(
         add,
         "--overlap-tokens",
-        "most tokens that a passage repeats of the one before it, less than half of --chunk-tokens",
+        "most tokens that a passage repeats from the previous one, less than half of --chunk-tokens",
         default=OVERLAP_TOKENS,
         type=int,
     )
@@ -58,11 +58,11 @@ def add_passage_flags(add: Add) -> None:
 
 
 def add_index_flags(add: Add, *, factory: str, kept: bool) -> None:
-    """How passages are encoded and indexed.
+    """Add the flags for encoding and indexing passages.
 
     Args:
-        factory: its default.
-        kept: by an index that later runs go on with: see `_add_kept`.
+        factory: default of `--factory`.
+        kept: whether a later run takes missing flags from the index: see `_add_kept`.
     """
     flag = _add_kept if kept else _add_set
     flag(
@@ -72,45 +72,45 @@ def add_index_flags(add: Add, *, factory: str, kept: bool) -> None:
         default="default",
         metavar="PATH",
     )
-    flag(add, "--dim", "numbers in a vector of the default encoder", default=DIM, type=int, metavar="N")
-    flag(add, "--query-prefix", "text in front of questions; default: as the model asks for", default=None)
-    flag(add, "--passage-prefix", "text in front of passages; default: as the model asks for", default=None)
+    flag(add, "--dim", "dimensions of the default encoder's vectors", default=DIM, type=int, metavar="N")
+    flag(add, "--query-prefix", "text put before each question; default: the model's own", default=None)
+    flag(add, "--passage-prefix", "text put before each passage; default: the model's own", default=None)
     flag(
         add,
         "--no-normalize",
-        "inner product of the model's vectors as they are, not the cosine (Contriever)",
+        "rank by the inner product of unnormalized vectors instead of the cosine (Contriever)",
         default=None,
         action="store_true",
     )
     flag(
         add,
         "--factory",
-        "FAISS factory string, as Flat, IVF4096,Flat, IVF4096,PQ64, HNSW32",
+        "FAISS factory string, e.g. Flat, IVF4096,Flat, IVF4096,PQ64 or HNSW32",
         default=factory,
     )
     flag(
         add,
         "--bm25",
-        "stemmer of the word index beside the vectors; `none`: no stemmer, `off`: no word index",
+        "stemmer of the BM25 index; `none`: no stemmer, `off`: no BM25 index",
         default="english",
         metavar="LANGUAGE",
     )
 
 
 def add_device_flags(add: Add) -> None:
-    """Where a model encodes."""
+    """Add the flags for the device that runs the encoder's model."""
     add("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
-    add("--batch-size", type=int, metavar="N", default=DEVICE_BATCH, help="passages that a model encodes at once")
+    add("--batch-size", type=int, metavar="N", default=DEVICE_BATCH, help="passages that a model encodes per batch")
 
 
 def settings(args: argparse.Namespace, there: IndexSettings | None) -> tuple[IndexSettings, Encoder | None]:
-    """An index's settings, and the model that encodes, if one does.
+    """The settings of an index, and its encoder; None for the embedded one.
 
     Args:
-        there: of the index that lies in `args.out`, for what is not given; None: there is none, and `args.out` is not read.
+        there: settings of the index in `args.out`, used for missing flags; None: no index, and `args.out` is not read.
 
     Raises:
-        RetrievalError: a number that is too small, a tokenizer or an encoder that cannot be loaded.
+        RetrievalError: a value is too small, or the tokenizer or encoder cannot be loaded.
     """
     from retrieval.index import IndexSettings
     from retrieval.tokens import load_tokens
@@ -141,7 +141,7 @@ def settings(args: argparse.Namespace, there: IndexSettings | None) -> tuple[Ind
 
 
 def options(args: argparse.Namespace) -> BuildOptions:
-    """What is chosen for one run; defaults where the command has no flag for it. Raises RetrievalError."""
+    """The options of one run; defaults where the command has no flag. Raises RetrievalError."""
     from retrieval.build import BuildOptions
 
     memory = getattr(args, "bm25_memory_mib", BM25_MEMORY_MIB)
@@ -155,7 +155,7 @@ def options(args: argparse.Namespace) -> BuildOptions:
 
 
 def _add_kept(add: Add, name: str, text: str, *, default: Any, **rest: Any) -> None:
-    """The default is told, not set: what is not given is not in the namespace, and is then as the index has it."""
+    """Add a flag that an existing index decides if it is not given: help shows the default, the namespace has no entry."""
     told = "" if default is None else f" (default: {default})"
     add(name, default=argparse.SUPPRESS, help=text + told, **rest)
 

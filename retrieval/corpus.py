@@ -1,7 +1,7 @@
-"""Where documents come from: files and folders of text, Markdown and JSON Lines, and the data sets of the library `datasets`.
+"""Reads documents: files and folders of text, Markdown and JSON Lines, and data sets of the library `datasets`.
 
-One document is in memory at a time. Ids are stable: the path relative to the folder that was given, or the row's own id. What
-a tokenizer, a database or a terminal would stumble over is replaced here, once (`clean`). Does not notice an id used twice.
+One document is in memory at a time. Ids are stable: the path relative to the source folder, or the row's own id. `clean`
+replaces characters that a tokenizer, a database or a terminal cannot handle. Ids that occur twice are not detected here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TEXT_SUFFIXES = (".txt", ".md")
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 MAX_DOCUMENT_BYTES = 1 << 28
-"""A text file or a row beyond 256 MiB is taken for a mistake: it would have to be held in memory whole."""
+"""A text file or row of more than 256 MiB is refused as a mistake: it would be held in memory as a whole."""
 
 DATASET_LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
-"""What `datasets` reads a single file with, by its suffix without `.gz`."""
+"""The loader of `datasets` for a single file, by its suffix without `.gz`."""
 
 _BOM = b"\xef\xbb\xbf"
-_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")  # all that are not whitespace to people
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")  # control characters except whitespace
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _FENCE_OR_HEADING = re.compile(r"^(?: {0,3}(```|~~~)|#[ \t]+(.*))", re.MULTILINE)
 _CLOSING_HASHES = re.compile(r"(?:^|[ \t])#+$")
@@ -40,12 +40,12 @@ def read_documents(source: str | Path) -> Iterator[Document]:
     """The documents of a file or folder, those without text left out.
 
     Folders are read recursively in the order of names, without hidden and other files; links are followed, but no folder is read
-    twice. A .txt or .md file is a document, called by its path in the folder (a single file by its name); a Markdown file's title
-    is its first heading of level 1. A line of JSON Lines is `{"text", "title"?, "id"?}`, other fields ignored; without `id` it is
-    called `FILE:LINE`, lines counted from 1.
+    twice. A .txt or .md file is a document; its id is its path in the folder (a single file's is its name). A Markdown file's
+    title is its first heading of level 1. A line of JSON Lines is `{"text", "title"?, "id"?}`, other fields ignored; without
+    `id` its id is `FILE:LINE`, lines counted from 1.
 
     Raises:
-        RetrievalError: no such source; while iterating: a file or row that cannot be read (names file and line), no document.
+        RetrievalError: no such source; while iterating: a file or row cannot be read (names file and line), or no document.
     """
     path = Path(source)
     if not path.exists():
@@ -56,7 +56,7 @@ def read_documents(source: str | Path) -> Iterator[Document]:
 
 
 def count_documents(source: str | Path) -> int | None:
-    """How many documents `read_documents` yields at most, where that is told without reading: None if rows are among them."""
+    """An upper bound of the number of documents of `read_documents`; None if row files would have to be read for it."""
     num = 0
     for _, name in _corpus_files(Path(source)):
         if name.lower().endswith(ROW_SUFFIXES):
@@ -71,15 +71,15 @@ def read_dataset(
     """The rows of a data set as documents, those without text left out. Rows are streamed: nothing is copied to a cache.
 
     Args:
-        name: on the hub; or a folder written by `save_to_disk`; or a file or folder of Parquet, JSON, CSV or Arrow.
-        split: one of the data set's; that of a single file is "train".
-        config: the data set's configuration (also called subset), None where it has one only.
-        id_field: strings or integers; None calls the rows `NAME/SPLIT:ROW`, NAME without its folders, rows counted from 1.
+        name: a name on the hub, a folder written by `save_to_disk`, or a file or folder of Parquet, JSON, CSV or Arrow.
+        split: one of the data set's; a single file has the split "train".
+        config: the data set's configuration (also called subset); None if it has only one.
+        id_field: strings or integers; None: ids are `NAME/SPLIT:ROW`, NAME without its folders, rows counted from 1.
         title_field: strings or null; None leaves titles empty.
         text_field: strings or null.
     Raises:
-        RetrievalError: `datasets` is not installed; no such data set, split, configuration or field (names those there are),
-            or it cannot be reached; while iterating: a row that cannot be read, no document.
+        RetrievalError: `datasets` is not installed; the data set, split, configuration or field does not exist (names the
+            existing ones) or cannot be reached; while iterating: a row cannot be read, or no document.
     """
     wanted = {"id": id_field, "title": title_field, "text": text_field}
     fields = {key: field for key, field in wanted.items() if field is not None}
@@ -107,7 +107,7 @@ def _read_all(source: Path) -> Iterator[Document]:
             raise RetrievalError(f"{path}: {error.strerror or error}") from error
     if empty:
         raise RetrievalError(
-            f"no documents in {source}: looked for {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)} with text in them"
+            f"no documents in {source}: looked for {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)} that contain text"
         )
 
 
@@ -205,13 +205,13 @@ def _parse(line: str, place: str) -> dict[str, Any]:
 
 
 def _document(row: dict[str, Any], place: str, default_id: str) -> Document:
-    """A document of the fields `id`, `title` and `text`, each of which may be missing or None."""
+    """A document from the fields `id`, `title` and `text`, each of which may be missing or None."""
     for field in ("title", "text"):
         if not isinstance(row.get(field), str | None):
             raise RetrievalError(f"{place}: the {field} must be a string, got {type(row[field]).__name__}")
     row_id = row.get("id")
     if row_id == "" or isinstance(row_id, bool) or not isinstance(row_id, str | int | None):
-        raise RetrievalError(f"{place}: the id must be an integer or a string that is not empty, got {row_id!r}")
+        raise RetrievalError(f"{place}: the id must be an integer or a non-empty string, got {row_id!r}")
     return Document(
         id=default_id if row_id is None else clean(str(row_id)),
         title=" ".join(clean(row.get("title") or "").split()),
@@ -234,7 +234,7 @@ def _open_dataset(name: str, split: str, config: str | None, fields: list[str]) 
                 raise RetrievalError(
                     f"data set {name!r} has no field {missing[0]!r}; its fields: {', '.join(names) or 'none'}"
                 )
-            return rows.select_columns(fields)  # pictures and sound beside the text are not decoded
+            return rows.select_columns(fields)  # so that images and audio of a row are not decoded
     except RetrievalError:
         raise
     except Exception as error:  # of four libraries, without a common class
@@ -277,7 +277,7 @@ def _dataset_documents(rows: Any, label: str, fields: dict[str, str]) -> Iterato
         place = f"{label}:{number}"
         try:
             row = next(iterator, None)
-        except Exception as error:  # whatever a reader or the network raises
+        except Exception as error:  # readers and the network share no class of error
             raise RetrievalError(f"{place}: {_one_line(error)}") from error
         if row is None:
             break

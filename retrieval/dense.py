@@ -3,9 +3,9 @@
     rows   0 ............................ base ............ n0 ... later ... n
            the factory string that was asked for            Flat
 
-Segments are files that are never changed: adding writes a new later segment, removing hides rows by a bit each. So whoever
-searches holds a consistent view, and FAISS maps the files into memory instead of reading them. Knows rows, not passages.
-Similarity is the inner product.
+Segment files never change: adding rows writes a new later segment, removing rows clears a bit of each. So every search has a
+consistent view, and FAISS maps the files into memory instead of reading them. Knows rows, not passages. Similarity is the
+inner product.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ MIN_TRAIN_VECTORS = 65_536
 ADD_ROWS = 65_536
 _EXACT = re.compile(r"(IVF\d+(_HNSW\d+)?,|HNSW\d+,)?Flat|HNSW\d+")
 MAX_FLAT_ROWS = 100_000
-"""`auto` searches up to that many exactly: about 10 ms a query on one core at 384 dimensions."""
+"""`auto` searches up to this many rows exactly: about 10 ms a query on one core at 384 dimensions."""
 
 
 def auto_factory(num_rows: int) -> str:
-    """FAISS' factory string for a corpus: exact search while that is fast, then about 4 sqrt(n) lists (FAISS' guideline)."""
+    """FAISS' factory string for a corpus: exact for a small one, else about 4 sqrt(n) lists (FAISS' guideline)."""
     if num_rows <= MAX_FLAT_ROWS:
         return "Flat"
     return f"IVF{2 ** round(np.log2(4 * np.sqrt(num_rows)))},Flat"
 
 
 def check_factory(factory: str, dim: int) -> Any:
-    """An empty index. Raises RetrievalError: a factory that FAISS does not know, or that cannot be searched here."""
+    """Create an empty index. Raises RetrievalError: FAISS does not know the factory, or this module cannot search it."""
     try:
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -57,14 +57,14 @@ def create_faiss(
     batches: Iterator[NDArray[np.float32]],
     added: Callable[[int], None],
 ) -> Any:
-    """Train on a sample, add all.
+    """Train an index on a sample and add all vectors.
 
     Args:
-        sample: gives that many vectors of the corpus, [n, dim].
+        sample: called with n, returns n vectors of the corpus, [n, dim].
         batches: all vectors in row order.
-        added: told how many rows are in.
+        added: called with the number of rows added so far.
     Raises:
-        RetrievalError: a factory that FAISS does not know, that cannot be searched here, or needs more vectors than there are.
+        RetrievalError: FAISS does not know the factory, this module cannot search it, or it needs more vectors.
     """
     index = check_factory(factory, dim)
     if not index.is_trained:
@@ -82,13 +82,13 @@ def create_faiss(
 
 
 def search_parameters(index: Any, *, k: int, nprobe: int, selector: Any) -> Any:
-    """FAISS' parameters for one search: nothing is set on the index, so searches may differ and run at once.
+    """FAISS' parameters for one search. The index itself is not changed, so concurrent searches may use different ones.
 
     Args:
-        nprobe: lists visited (IVF); candidates kept beside the k best (HNSW: efSearch). Exact indexes have no use for it.
-        selector: which rows may be found; None: all.
+        nprobe: lists visited (IVF), or candidates kept, at least k (HNSW: efSearch). Exact indexes ignore it.
+        selector: the rows that may be found; None: all.
     Raises:
-        RetrievalError: a kind of index that takes no parameters in this way.
+        RetrievalError: this kind of index is not supported.
     """
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexPreTransform):
@@ -106,7 +106,7 @@ def search_parameters(index: Any, *, k: int, nprobe: int, selector: Any) -> Any:
 
 
 def read_faiss(path: Path) -> Any:
-    """A segment's file, mapped into memory. Raises CorruptIndexError."""
+    """Map a segment's file into memory. Raises CorruptIndexError."""
     try:
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
@@ -130,7 +130,7 @@ class Segment:
 
 
 def create_segment(index: Any, first_row: int, removed: NDArray[np.int64]) -> Segment:
-    """A segment to search. `removed` are rows of the whole index that must not be found."""
+    """Make a segment for searching. `removed`: rows of the whole index that must not be found."""
     num_rows = index.ntotal
     hidden = removed[(removed >= first_row) & (removed < first_row + num_rows)] - first_row
     if not len(hidden):
@@ -148,8 +148,8 @@ def search_segments(
     Args:
         queries: [n, dim], C-contiguous.
     Returns:
-        scores [n, k] float32 and rows [n, k] int64, best first, equal scores by row (which of them are
-        among the k is FAISS's choice); -inf and -1 where there are fewer than k.
+        scores [n, k] float32 and rows [n, k] int64, best first, equal scores by row (FAISS chooses which of several
+        equal ones are among the k); -inf and -1 where there are fewer than k.
     """
     found = [_search(segment, queries, k=k, nprobe=nprobe) for segment in segments]
     if not found:
@@ -194,5 +194,5 @@ def _num_lists(index: Any) -> int:
 
 
 def _reason(error: RuntimeError) -> str:
-    """What FAISS says behind its own file name and condition, on one line."""
+    """FAISS' message without its source file and condition, on one line."""
     return " ".join(str(error).split("Error: ", 1)[-1].split())[:300]

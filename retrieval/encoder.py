@@ -1,7 +1,7 @@
-"""What turns texts into vectors, as the index sees it: a protocol, and the way back from an index's record to its encoder.
+"""The protocol of encoders, which turn texts into vectors, and `load_encoder`, which restores an index's encoder.
 
-Knows neither FAISS nor the passages' store. Similarity is always the inner product of what the two methods return, so whether
-vectors have length 1 is the encoder's own business.
+Knows neither FAISS nor the passage store. Similarity is always the inner product of the vectors that the two methods return;
+each encoder decides whether its vectors have length 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from retrieval.sentence_encoder import SentenceEncoder
 
 
 class Encoder(Protocol):
-    """Texts to vectors; thread-safe, and a text's vector does not depend on the texts beside it."""
+    """Texts to vectors. Thread-safe. A text's vector does not depend on the other texts of the batch."""
 
     @property
     def dim(self) -> int:
@@ -29,7 +29,7 @@ class Encoder(Protocol):
         """[n, dim] float32, C-contiguous: the vectors that the index holds."""
 
     def encode_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """[n, dim] float32, C-contiguous: the vectors that it is searched with."""
+        """[n, dim] float32, C-contiguous: the vectors that the index is searched with."""
 
     def spec(self) -> dict[str, Any]:
         """JSON: `kind` and settings, enough for `load_encoder`."""
@@ -38,16 +38,16 @@ class Encoder(Protocol):
 def load_encoder(
     spec: Mapping[str, Any], *, folder: Path, override: str | None, device: str | None, batch_size: int
 ) -> Encoder:
-    """The encoder that an index was built with, as far as its record tells: `index.check_encoder` looks at its vectors.
+    """Load the encoder that an index was built with. Compares the spec only; `index.check_encoder` compares a vector.
 
     Args:
-        spec: what `Encoder.spec` returned at build time.
+        spec: the result of `Encoder.spec` at build time.
         folder: holds the default encoder's state file, `STATE_FILE`.
-        override: where the same model lies now, if not where the spec says.
-        device, batch_size: for a model; None takes CUDA where there is a device.
+        override: path of the same model now, if it has moved since the build.
+        device, batch_size: for a model. `device` None selects CUDA if available.
     Raises:
-        RetrievalError: no such model, or another one than the index was built with.
-        CorruptIndexError: the spec or the state file is not what an encoder wrote.
+        RetrievalError: the model does not exist, or the index was built with another one.
+        CorruptIndexError: the spec or the state file was not written by an encoder.
     """
     try:
         if spec["kind"] == "hashed":

@@ -1,4 +1,4 @@
-"""What can go wrong, as users see it.
+"""The errors that users see.
 
 ValueError
 └── RetrievalError       a mistake in flags, files or queries: one line that names it
@@ -7,8 +7,8 @@ ValueError
 
 
 class RetrievalError(ValueError):
-    """What a user can get wrong; the message is one line."""
+    """A mistake of the user; the message is one line."""
 
 
 class CorruptIndexError(RetrievalError):
-    """The index directory is not what its manifest says."""
+    """The index directory differs from its manifest."""

@@ -1,9 +1,9 @@
-"""How well a retriever finds what it should, and how much its answers share: recall and overlap over a folder of questions.
+"""Measures a retriever on a folder of questions: recall of the right passages, and overlap between the result lists.
 
     questions ── a temporary index for each domain ── Retriever ── ranked ids ── recall, overlap, co-retrieval
 
-The index is built by `build_index` and searched by `Retriever`, as a served one is. Passages are taken as they are, one for each
-document, so that the folder's ids are the index's.
+The index is built by `build_index` and searched by `Retriever`, like a served one. Documents are not cut: each one is a
+passage, so the folder's ids are the index's ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from retrieval.retriever import Mode, Retriever
 from retrieval.tokens import load_tokens
 
 MODES: Mapping[str, Mode] = {"bm25": "bm25", "default": "dense", "fusion": "fusion"}
-"""`--retriever` -> the retriever's mode. `default` is the encoder alone: the embedded one, or another that is given."""
+"""`--retriever` -> the retriever's mode. `default` is the encoder alone: the embedded one, or that of `--encoder`."""
 
 SEARCH_BATCH = 256
 """Questions encoded and searched together."""
@@ -47,29 +47,29 @@ def evaluate(
     options: BuildOptions,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Build, search, and count.
+    """Build temporary indexes, search them, and compute the figures.
 
     Args:
-        k: passages for a question, at least 1.
+        k: passages per question, at least 1.
         retriever: one of `MODES`.
-        n_values: neighbours for which `co_retrieval` is measured; empty: not measured.
-        settings: of the temporary indexes; passages are never cut, and `default` has no word index, whatever they say.
+        n_values: numbers of neighbours for which `co_retrieval` is measured; empty: not measured.
+        settings: of the temporary indexes. `is_split` is ignored, and `default` builds no BM25 index.
         encoder: of `settings.encoder`; None: the embedded one.
 
     Returns:
-        What the command prints as JSON. `recall` is the mean over questions with gold of the share of it among the k,
-        `all_gold` the share of questions with all of it; both None where no question has any. `repeated` is None without
-        conversations.
+        The object that the command prints as JSON. `recall` is the mean, over questions with gold passages, of the share of
+        them among the k; `all_gold` is the share of questions with all of theirs. Both are None if no question has gold
+        passages. `repeated` is None without conversations.
 
     Raises:
-        RetrievalError: an unknown retriever, a number below 1, or settings of which no index can be made.
+        RetrievalError: an unknown retriever, a value below 1, or settings that no index can have.
     """
     if retriever not in MODES:
         raise RetrievalError(f"retriever must be one of {', '.join(MODES)}, got {retriever!r}")
     for name, number in (("k", k), ("nprobe", nprobe), *(("n", n) for n in n_values)):
         if number < 1:
             raise RetrievalError(f"{name} must be at least 1, got {number}")
-    # Without words to search, neither the word index nor its library is needed.
+    # `default` does not search words, so neither the BM25 index nor its library is needed.
     language = None if retriever == "default" else settings.bm25_language
     settings = replace(settings, is_split=False, bm25_language=language)
     by_domain: dict[str, list[int]] = {}
@@ -116,7 +116,7 @@ def evaluate(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """What `evaluate` returned, for people: a line for each figure."""
+    """Format the result of `evaluate` as text, one line per figure."""
     lines = [
         f"{name:14} {value}" for name, value in result.items() if not isinstance(value, dict) and value is not None
     ]
@@ -174,7 +174,7 @@ def _neighbors(index: Index, *, n: int, nprobe: int, progress: Progress) -> dict
 
 
 def _kept_ids(documents: Mapping[str, Sequence[Document]]) -> dict[str, str]:
-    """Document's id -> the id under which its text is in the index, which keeps the first of equal texts of a domain."""
+    """Document id -> the id under which its text is indexed: of equal texts of a domain, the index keeps the first."""
     kept: dict[str, str] = {}
     for inside in documents.values():
         first: dict[bytes, str] = {}

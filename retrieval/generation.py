@@ -1,8 +1,8 @@
-"""The next generation of an index directory: FAISS and BM25 files of the rows that are there, then the manifest that names them.
+"""Writes the next generation of an index directory: FAISS and BM25 files of the current rows, then the manifest that names them.
 
-    passages, vectors ── segments, words, removed rows (new files) ── manifest (one rename) ── what it does not name is deleted
+    passages, vectors ── segments, words, removed rows (new files) ── manifest (one rename) ── files it does not name are deleted
 
-Until the rename nothing that is served has changed, and a run that died before it leaves files that the next one deletes.
+Until the rename the served generation is unchanged. Files of a run that died before the rename are deleted by the next run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from retrieval.store import PassageStore
 from retrieval.vectors import VectorFile
 
 REBUILD_SHARE = 0.2
-"""Rows behind the trained segment are searched exactly; once they are this share of it, it is trained anew over all."""
+"""Rows added after the trained segment are searched exactly. When they exceed this share of it, all rows are trained again."""
 PROBE_CHARS = 400
 
 
@@ -46,7 +46,7 @@ class _Draft:
     """A generation that is being made.
 
     Attributes:
-        old: the one that is served; None: the directory's first.
+        old: the served generation; None: the draft is the directory's first.
         num_rows: rows with text and vector, removed ones among them.
         removed: rows that are hidden, ascending.
         seed: of the sample that a segment is trained on.
@@ -70,7 +70,7 @@ class _Draft:
 
     @property
     def first(self) -> int:
-        """Row that the old one has not."""
+        """First row that the old generation does not have."""
         return self.old.num_rows if self.old else 0
 
 
@@ -83,7 +83,7 @@ def publish(
     bm25_memory_bytes: int,
     progress: Progress,
 ) -> Manifest:
-    """Index what is in store and vectors, write the manifest, delete what it does not name. The old one, if nothing changed."""
+    """Index the rows of store and vectors, write the manifest, delete unnamed files. Returns the old manifest if unchanged."""
     old = read_manifest(folder) if (folder / MANIFEST).exists() else None
     vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
     vectors.sync()
@@ -91,7 +91,7 @@ def publish(
     removed = store.removed_rows()
     removed = removed[removed < num_rows]
     if old and old.num_rows == num_rows and num_live(folder, old) == num_rows - len(removed):
-        _delete_unnamed(folder, old)  # of a build that died behind its manifest
+        _delete_unnamed(folder, old)  # left by a build that died after its manifest was written
         return old
     draft = _Draft(folder, settings, store, vectors, old, num_rows, removed, seed, bm25_memory_bytes, progress)
     segments = _index_vectors(draft)
@@ -149,7 +149,7 @@ def _index_vectors(draft: _Draft) -> tuple[SegmentEntry, ...]:
         return SegmentEntry(name, first, num_rows - first, factory)
 
     base = old.segments[0] if old else None
-    # Later rows are searched exactly, so beside a large base their number counts, not their share.
+    # Later rows are searched exactly, so with a large base their number is the limit, not their share.
     most = MAX_FLAT_ROWS if base and base.factory != "Flat" else num_rows
     if base is None or num_rows - base.num_rows > min(most, REBUILD_SHARE * base.num_rows):
         factory = draft.settings.factory
@@ -168,7 +168,7 @@ def _index_texts(draft: _Draft) -> str | None:
     from retrieval.bm25 import Bm25Index, link_copy  # only here: an index without BM25 does not need tantivy
 
     name = f"bm25-{draft.number}"
-    shutil.rmtree(folder / name, ignore_errors=True)  # of a build that died here
+    shutil.rmtree(folder / name, ignore_errors=True)  # left by a build that died here
     if old and old.bm25:
         link_copy(folder / old.bm25, folder / name)
         index = Bm25Index.open(folder / name, language=language)
@@ -187,7 +187,7 @@ def _index_texts(draft: _Draft) -> str | None:
 
     index.update(rows(), gone[gone < first].tolist(), memory_bytes=draft.bm25_memory_bytes)
     for path in (folder / name).iterdir():
-        path.chmod((folder / SETTINGS).stat().st_mode)  # the engine lets only the owner read some of its files
+        path.chmod((folder / SETTINGS).stat().st_mode)  # tantivy creates some files readable by the owner only
     return name
 
 
@@ -202,7 +202,7 @@ def _entries(draft: _Draft, segments: Sequence[str], removed: str | None, bm25: 
     if bm25:
         names += sorted(f"{bm25}/{path.name}" for path in (folder / bm25).iterdir() if not path.name.endswith(".lock"))
     known = dict(old.files) if old else {}
-    if old and old.bm25 and bm25:  # tantivy writes a file once: what is linked is what it was
+    if old and old.bm25 and bm25:  # tantivy never rewrites a file: a linked one is unchanged
         linked = {name: name.replace(bm25, old.bm25, 1) for name in names if name.startswith(f"{bm25}/")}
         known |= {
             name: known[before]
@@ -218,7 +218,7 @@ def _entries(draft: _Draft, segments: Sequence[str], removed: str | None, bm25: 
 
 
 def _delete_unnamed(folder: Path, manifest: Manifest) -> None:
-    """Whoever serves an older generation keeps its files open, so they may go."""
+    """Delete files of other generations. A process that still serves one has them open and can go on reading."""
     named = {name.split("/")[0] for name in manifest.files}
     patterns = ("dense-*.faiss", "removed-*.npy", "bm25-*", "draft-*", "*.draft")
     for path in chain.from_iterable(map(folder.glob, patterns)):

@@ -4,11 +4,11 @@
                                                                ├── @ projection [num_buckets, dim] ── length 1
     query ─ stems ── hash ── 0 or 1 ────────── * rarity^2 ─────┘
 
-The projection is fitted on a sample of the corpus: its first columns are the sample's leading singular vectors, in which
-related words share a direction; the others project at random what those leave over, so that a rare name, and a word that the
-sample never had, still counts. retrieval/README.md has the figures behind each choice.
+The projection is fitted on a sample of the corpus. Its first columns are the sample's leading singular vectors, in which
+related words share a direction. The other columns are a random projection of the remainder, so that rare names and words that
+are not in the sample still count. retrieval/README.md has the figures for each choice.
 
-Knows no language: a stem is a word's first letters. Writing without spaces gives pairs of neighbouring characters.
+Knows no language: a stem is a word's first letters. Scripts without spaces give pairs of adjacent characters.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from retrieval.errors import CorruptIndexError, RetrievalError
 
 STATE_FILE = "encoder.npz"
-"""What an index calls this encoder's saved state."""
+"""File name of this encoder's saved state in an index."""
 
 STATE_VERSION = 1
-"""Raised when the same text would get another vector: stems, hash, weights."""
+"""Incremented when the same text would get another vector: stems, hash, weights."""
 
 NUM_BUCKETS = 2**16
-"""Twice as many double the state for 0.3 points of recall@5 (mean of three sets), four times for 0.5."""
+"""Twice as many double the state and gain 0.3 points of recall@5 (mean of three sets); four times as many gain 0.5."""
 
 STEM_CHARS = 6
 """Letters of a word that count: `retrieve`, `retrieval` and `retrieves` are one stem."""
@@ -41,7 +41,7 @@ _UNSPACED = (
 """Thai, Lao, Burmese, Khmer, kana and Chinese characters: their words are not separated by spaces."""
 
 STEM_PATTERN = rf"(?=([{_UNSPACED}]{{1,2}}|[^\W{_UNSPACED}]{{1,{STEM_CHARS}}}))(?:[{_UNSPACED}]|[^\W{_UNSPACED}]+)"
-"""Reads on by one unspaced character or by a whole word, and keeps a pair of characters or the word's first letters."""
+"""Consumes one unspaced character or a whole word; captures a pair of characters or the word's first letters."""
 
 BM25_K1 = 1.2
 BM25_B = 0.75
@@ -52,19 +52,19 @@ QUERY_RARITY = 2.0
 """Powers of the inverse document frequency."""
 
 SINGULAR_SHARE = 0.25
-"""Of the dimensions, those that are singular vectors. More of them find more in a few thousand passages, and far less in many."""
+"""Share of singular vectors in the dimensions. A larger one finds more among a few thousand passages, far less among many."""
 
 RANDOM_SCALE = 0.35
-"""Weight of the random part beside the singular vectors."""
+"""Weight of the random part relative to the singular vectors."""
 
 SVD_ITERATIONS = 2
 """Power iterations of the randomised decomposition; recall with 4 differs by 0.1 points."""
 
 RANK_TOLERANCE = 1e-4
-"""Smaller singular values than this share of the largest are rounding: a small or repetitive sample."""
+"""Singular values below this share of the largest are rounding errors, from a small or repetitive sample."""
 
 BATCH = 4096
-"""Passages whose sparse counts are held at once."""
+"""Passages counted and projected at a time, which bounds the memory."""
 
 
 class HashedEncoder:
@@ -79,7 +79,7 @@ class HashedEncoder:
     def __init__(self, *, rarity: NDArray[np.float32], mean_len: float, projection: NDArray[np.float16]) -> None:
         self.rarity = rarity
         self.mean_len = mean_len
-        # float32 is what multiplies fast; it came from float16 and goes back to the very same on disk.
+        # float32 multiplies fast; the values are those of float16, so saving them loses nothing.
         self.projection = projection.astype(np.float32)
 
     @property
@@ -97,7 +97,7 @@ class HashedEncoder:
         return self._project(texts, partial(weigh_queries, rarity=self.rarity))
 
     def spec(self) -> dict[str, Any]:
-        """What the index records; the state itself is in `STATE_FILE`."""
+        """The settings that the index records; the state itself is in `STATE_FILE`."""
         return {"kind": "hashed", "version": STATE_VERSION, "dim": self.dim}
 
     def save(self, path: Path) -> None:
@@ -113,7 +113,7 @@ class HashedEncoder:
 
     @classmethod
     def load(cls, path: Path) -> HashedEncoder:
-        """Read what `save` wrote.
+        """Read the file of `save`.
 
         Raises:
             CorruptIndexError: the file is missing, damaged, or of another version.
@@ -122,7 +122,7 @@ class HashedEncoder:
             with np.load(path, allow_pickle=False) as state:
                 version, mean_len = int(state["version"]), float(state["mean_len"])
                 rarity, projection = state["rarity"], state["projection"]
-        except Exception as err:  # numpy has a different one for each way of not being its file
+        except Exception as err:  # numpy raises a different class for each kind of damage
             raise CorruptIndexError(f"{path}: not an encoder's state: {err!r}") from err
         if version != STATE_VERSION:
             raise CorruptIndexError(f"{path}: encoder state of version {version}, expected {STATE_VERSION}")
@@ -143,7 +143,7 @@ def fit_default(sample: Sequence[str], *, dim: int, seed: int) -> HashedEncoder:
     """Fit the default encoder.
 
     Args:
-        sample: contents of passages of the corpus, one or more; 100,000 take 12 s of one core and 0.9 GB.
+        sample: contents of one or more passages of the corpus; 100,000 take 12 s of one core and 0.9 GB.
         dim: columns of every vector, at least 2.
         seed: of the random part and of the randomised singular vectors; the same sample and seed give the same encoder.
     Raises:
@@ -199,7 +199,7 @@ def count_stems(texts: Sequence[str]) -> Any:
 
 
 def inverse_document_frequency(counts: Any) -> NDArray[np.float32]:
-    """[NUM_BUCKETS] float32, BM25's: positive, and largest for a bucket that no passage has."""
+    """[NUM_BUCKETS] float32, BM25's formula: positive, and largest for a bucket that is in no passage."""
     num_with = np.bincount(counts.indices, minlength=NUM_BUCKETS)
     rarity: NDArray[np.float64] = np.log1p((counts.shape[0] - num_with + 0.5) / (num_with + 0.5))
     return rarity.astype(np.float32)
@@ -215,7 +215,7 @@ def weigh_passages(counts: Any, *, rarity: NDArray[np.float32], mean_len: float)
 
 
 def weigh_queries(counts: Any, *, rarity: NDArray[np.float32]) -> Any:
-    """rarity ** QUERY_RARITY, however often a query says the word."""
+    """rarity ** QUERY_RARITY, regardless of how often the query repeats the word."""
     weighted = counts.copy()
     weighted.data = rarity[counts.indices] ** QUERY_RARITY
     return weighted

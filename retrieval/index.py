@@ -1,16 +1,17 @@
-"""An index directory: what is in it, which generation of it is served, and whether it is whole.
+"""An index directory: its files, the generation that is served, and the checks of its integrity.
 
     settings.json           how passages are cut, encoded and indexed; written first, never changed
-    manifest.json           the generation that is served: its files with sizes and checksums; replaced in one rename
+    manifest.json           the served generation: its files with sizes and checksums; replaced in one rename
     passages.sqlite         PassageStore: texts by row
     vectors.f16             VectorFile: vectors by row
-    encoder.npz             state of the embedded encoder, if that is used
+    encoder.npz             state of the embedded encoder, if it is used
     dense-G.faiss           segments of generation G or earlier
-    removed-G.npy           rows that are not found any more
+    removed-G.npy           rows that are hidden from searches
     bm25-G/                 tantivy's index
 
-Files with a generation in their name never change. The two that have none only grow, and the manifest says up to which row they
-count. So a directory can be served while it is extended, and a build that dies at any point leaves the last generation whole.
+Files with a generation G in their name never change. `passages.sqlite` and `vectors.f16` only grow, and the manifest says how
+many of their rows are valid. So a directory can be served while it is extended, and a build that dies at any point leaves the
+last generation intact.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ if TYPE_CHECKING:
     from retrieval.encoder import Encoder
 
 FORMAT = 1
-"""Raised when an older version could not read what this one writes."""
+"""Incremented when older versions cannot read the directory."""
 SETTINGS, MANIFEST, PASSAGES, VECTORS = "settings.json", "manifest.json", "passages.sqlite", "vectors.f16"
 PROBE_ROWS = 1000
 PROPOSALS = 10
-"""Rows that compressed segments propose for each one that is wanted."""
+"""Candidates from compressed segments per wanted row; the stored vectors rank them."""
 RESCORED = 64
-"""Queries at a time: 64 with 100 proposals of 768 numbers take 20 MB."""
+"""Queries at a time: 64 with 100 candidates of 768 dimensions take 20 MB."""
 MIN_PROBE_COSINE = 0.99
-"""Between a text's vector then and now: other devices and dtypes stay above, other models far below."""
+"""Between the stored vector of a text and a new one. Other devices and dtypes stay above it, other models are far below."""
 _OPEN_TRIES = 5
-"""A generation may be replaced, and its files deleted, between reading the manifest and opening them."""
+"""A build may replace a generation and delete its files between reading the manifest and opening them."""
 
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """What a directory is built with; the same for as long as it lives.
+    """Settings of an index directory; they never change.
 
     Attributes:
-        tokens: what passages are measured in, as `load_tokens` takes it; `tokens_name` is what it called itself.
+        tokens: the tokenizer that measures passages, a name for `load_tokens`; `tokens_name` is the tokenizer's `name`.
         is_split: whether documents are cut; otherwise every document is a passage.
-        max_tokens, overlap_tokens: of a passage, where documents are cut.
+        max_tokens, overlap_tokens: of a passage, if documents are cut.
         encoder: `Encoder.spec()`.
         factory: FAISS' factory string, or "auto".
         bm25_language: stemmer of the BM25 index, "none" for no stemmer, None for no BM25 index.
@@ -75,8 +76,8 @@ class IndexSettings:
     bm25_language: str | None
 
     def differences(self, other: IndexSettings) -> list[str]:
-        """Names of the settings that differ. A tokenizer or a model may have moved: a fingerprint tells the one,
-        `check_encoder` the other."""
+        """Names of the settings that differ. Paths may differ: tokenizers are compared by fingerprint, and models by
+        `check_encoder`."""
         mine, theirs = ({**asdict(s), "tokens_name": s.tokens_name.rpartition("@")[2]} for s in (self, other))
         return [name for name in mine if name != "tokens" and mine[name] != theirs[name]]
 
@@ -93,7 +94,7 @@ class SegmentEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as it was written: size, and XXH3 of its bytes (against damage, not against forgery)."""
+    """Size of a file and XXH3 of its bytes when it was written. Detects damage, not forgery."""
 
     num_bytes: int
     xxh3: str
@@ -104,8 +105,8 @@ class Manifest:
     """One generation.
 
     Attributes:
-        probe: the beginning of the first row's text, by which another index's store is seen.
-        vectors: (row, XXH3) of the stretches of the vector file that each generation added, by their end.
+        probe: the beginning of the first row's text, to detect the store of another index.
+        vectors: (last row + 1, XXH3) of the range of the vector file that each generation added.
     """
 
     generation: int
@@ -118,18 +119,18 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
     def to_json(self) -> str:
-        """As it is written."""
+        """The content of the manifest file."""
         fields = asdict(self)
         return json.dumps({"format": FORMAT, "xxh3": _digest(fields), **fields}, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Raises ValueError, KeyError or TypeError for anything else than what `to_json` writes."""
+        """Read the result of `to_json`. Raises ValueError, KeyError or TypeError for anything else."""
         fields = json.loads(text)
         if fields.pop("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
         if fields.pop("xxh3") != _digest(fields):
-            raise ValueError("damaged, its checksum is another one")
+            raise ValueError("damaged, its checksum differs")
         return cls(
             **{
                 **fields,
@@ -141,7 +142,7 @@ class Manifest:
 
 
 class Index:
-    """One generation of an index directory, open for searching. Nothing in it changes, so any thread may search."""
+    """One generation of an index directory, open for searching. Immutable, so any thread may search."""
 
     def __init__(
         self,
@@ -164,13 +165,13 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool, earlier: Index | None = None) -> Index:
-        """Open the generation that is there now.
+        """Open the directory's current generation.
 
         Args:
-            verify: whether the bytes of every file are compared with their checksum; sizes always are.
-            earlier: an open generation of the same directory; files that both have are taken over.
+            verify: compare every file with its checksum. Sizes are always compared.
+            earlier: an open generation of the same directory; files that both have are not opened again.
         Raises:
-            CorruptIndexError: no index directory, a damaged one, or one of another format.
+            CorruptIndexError: the folder is not an index directory, is damaged, or has another format.
         """
         for _ in range(_OPEN_TRIES - 1):
             manifest = read_manifest(folder)
@@ -183,29 +184,29 @@ class Index:
 
     @property
     def generation(self) -> int:
-        """Counts up with every change that is served."""
+        """Number of this generation; each published change increments it."""
         return self.manifest.generation
 
     @property
     def num_rows(self) -> int:
-        """Rows `[0, num_rows)`, removed ones too."""
+        """Number of rows, removed ones included."""
         return self.manifest.num_rows
 
     @property
     def num_live(self) -> int:
-        """Passages that can be found."""
+        """Number of passages that can be found."""
         return self.num_rows - len(self.removed)
 
     @property
     def dim(self) -> int:
-        """Of vectors."""
+        """Dimensions of the vectors."""
         return int(self.settings.encoder["dim"])
 
     def search_dense(
         self, queries: NDArray[np.float32], *, k: int, nprobe: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """See `dense.search_segments`. Where a segment holds compressed vectors, it only proposes: scores are those of the
-        vectors themselves, so that rows of all segments compare."""
+        """See `dense.search_segments`. A segment of compressed vectors only proposes candidates; they are scored with the
+        stored vectors, so that scores of all segments are comparable."""
         if all(is_exact(entry.factory) for entry in self.manifest.segments):
             return search_segments(self.segments, queries, k=k, nprobe=nprobe)
         starts = range(0, max(1, len(queries)), RESCORED)
@@ -213,7 +214,7 @@ class Index:
         return np.concatenate([scores for scores, _ in parts]), np.concatenate([rows for _, rows in parts])
 
     def vectors(self, first: int, last: int) -> NDArray[np.float32]:
-        """[last - first, dim] float32: the vectors of rows `[first, last)`, removed ones too."""
+        """[last - first, dim] float32: the vectors of rows `[first, last)`, removed ones included."""
         return self._vectors.read(first, last)
 
     def is_live(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -257,7 +258,7 @@ class Index:
 
             bm25 = Bm25Index.open(folder / manifest.bm25, language=settings.bm25_language)
             num_live = manifest.num_rows - len(removed)
-            if bm25.num_docs != num_live:  # a folder that is being deleted opens as an empty one
+            if bm25.num_docs != num_live:  # a folder that is being deleted opens as empty
                 raise CorruptIndexError(f"{folder / manifest.bm25}: holds {bm25.num_docs} passages")
         return cls(folder, settings, manifest, store, indexes, bm25, removed)
 
@@ -269,12 +270,12 @@ def _check_vectors(
     first = 0
     for last, checksum in manifest.vectors:
         if verify and (last, checksum) not in checked and vectors.checksum(first, last) != checksum:
-            raise CorruptIndexError(f"{vectors.path}: damaged, the checksum of rows [{first}, {last}) is another one")
+            raise CorruptIndexError(f"{vectors.path}: damaged, the checksum of rows [{first}, {last}) differs")
         first = last
 
 
 def check_num_vectors(vectors: VectorFile, manifest: Manifest) -> None:
-    """Raises CorruptIndexError if there are fewer than the generation has."""
+    """Raise CorruptIndexError if the file has fewer vectors than the generation."""
     if vectors.num_rows < manifest.num_rows:
         raise CorruptIndexError(f"{vectors.path}: holds fewer than {manifest.num_rows} vectors")
 
@@ -294,12 +295,12 @@ def _digest(fields: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The generation that is there now. Raises CorruptIndexError."""
+    """The manifest of the directory's current generation. Raises CorruptIndexError."""
     path = folder / MANIFEST
     if not path.is_file():
         started = (folder / SETTINGS).is_file()
         raise CorruptIndexError(
-            f"{folder}: the build has not finished; run it again and it goes on"
+            f"{folder}: the build has not finished; run it again to continue"
             if started
             else f"{folder}: no index there; `python -m retrieval build` makes one"
         )
@@ -310,7 +311,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_settings(folder: Path) -> IndexSettings:
-    """What the directory is built with. Raises CorruptIndexError."""
+    """The directory's settings. Raises CorruptIndexError."""
     path = folder / SETTINGS
     try:
         settings = IndexSettings(**json.loads(path.read_text(encoding="utf-8")))
@@ -321,12 +322,12 @@ def read_settings(folder: Path) -> IndexSettings:
 
 
 def settings_json(settings: IndexSettings) -> str:
-    """As it is written."""
+    """The content of the settings file."""
     return json.dumps(asdict(settings), indent=1, ensure_ascii=False) + "\n"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step, on disk when this returns."""
+    """Replace a file by one rename; the new content is on disk when this returns."""
     draft = path.with_name(path.name + ".draft")
     with open(draft, "w", encoding="utf-8") as file:
         file.write(text)
@@ -353,28 +354,28 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def check_file(path: Path, entry: FileEntry, *, verify: bool) -> None:
-    """Raises CorruptIndexError if the file is not what it was."""
+    """Raise CorruptIndexError if the file has changed since it was written."""
     try:
         size = path.stat().st_size
         if size != entry.num_bytes:
             raise CorruptIndexError(f"{path}: {size} bytes, but {entry.num_bytes} were written")
         if verify and entry_of(path) != entry:
-            raise CorruptIndexError(f"{path}: damaged, its checksum is another one")
+            raise CorruptIndexError(f"{path}: damaged, its checksum differs")
     except OSError as error:
         raise CorruptIndexError(f"{path}: {error.strerror}") from None
 
 
 def check_encoder(store: PassageStore, vectors: VectorFile, encoder: Encoder) -> None:
-    """An index is searched and extended with the encoder that built it, or it finds anything.
+    """Refuse another encoder than the one that built the index: its results would be meaningless.
 
-    Encodes a text again that has a vector: the first with any words in it.
+    Encodes one text again, the first whose vector is not zero, and compares the vectors.
 
     Raises:
         CorruptIndexError: the vectors differ.
     """
     if encoder.dim != vectors.dim:
         raise CorruptIndexError(
-            f"{vectors.path}: vectors of {vectors.dim} numbers, but the encoder gives {encoder.dim}"
+            f"{vectors.path}: the vectors have {vectors.dim} dimensions, but the encoder gives {encoder.dim}"
         )
     then = vectors.read(0, min(PROBE_ROWS, vectors.num_rows))
     row = int(then.any(axis=1).argmax())
@@ -383,28 +384,28 @@ def check_encoder(store: PassageStore, vectors: VectorFile, encoder: Encoder) ->
     cosine = float(then[row] @ now) / lengths if lengths else float(not then[row].any() and not now.any())
     if cosine < MIN_PROBE_COSINE:
         raise CorruptIndexError(
-            f"{vectors.path}: of another encoder (the vector of row {row} has cosine {cosine:.3f} to this one's)"
+            f"{vectors.path}: written by another encoder (the vector of row {row} has cosine {cosine:.3f} to this one's)"
         )
 
 
 def check_files(folder: Path, manifest: Manifest, known: Mapping[str, FileEntry], *, verify: bool) -> None:
-    """Raises CorruptIndexError if a file of the generation is not what it was. Those of `known` have been looked at."""
+    """Raise CorruptIndexError if a file of the generation has changed. Files in `known` were checked before."""
     for name, entry in manifest.files.items():
         if known.get(name) != entry:
             check_file(folder / name, entry, verify=verify)
 
 
 def check_store(store: PassageStore, manifest: Manifest) -> None:
-    """Raises CorruptIndexError if the passages are not those of the generation."""
+    """Raise CorruptIndexError if the passages are not those of the generation."""
     if store.num_rows < manifest.num_rows:
         raise CorruptIndexError(f"{store.path}: holds {store.num_rows} of {manifest.num_rows} passages")
     if not store.get([0])[0].content.startswith(manifest.probe):
-        raise CorruptIndexError(f"{store.path}: is another index's")
+        raise CorruptIndexError(f"{store.path} belongs to another index")
 
 
 @contextmanager
 def writer_lock(folder: Path) -> Iterator[None]:
-    """Keep other writers out of a directory. Raises RetrievalError if there is one; a dead one's lock is gone with it."""
+    """Lock a directory for one writer. Raises RetrievalError if it is locked; a process that dies releases its lock."""
     with open(folder / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -413,4 +414,4 @@ def writer_lock(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # at once, even if a child process has inherited the file
+            fcntl.flock(file, fcntl.LOCK_UN)  # now, even if a child process has inherited the file

@@ -1,8 +1,8 @@
-"""Which passages resemble each other: the top n of every passage as a file, and how often retrieval returns such together.
+"""Nearest passages: writes the top n of every passage to a file, and measures how often retrieval returns neighbours together.
 
-Knows an open index and nothing of the model that will read the files. FusionRAG (3.1) computes a passage's KV cache behind its
-neighbours, because passages that are retrieved for one question tend to be each other's neighbours; `co_retrieval` measures
-on real retrieval whether they are.
+Knows an open index, not the model that reads the files later. FusionRAG (3.1) computes a passage's KV after its neighbours,
+because passages that are retrieved for one question tend to be each other's neighbours; `co_retrieval` measures whether this
+holds for real retrieval.
 
     neighbors file    {"id": "d1#0", "neighbors": ["d7#0", "d3#812", ...]}    one line for every passage, nearest first
     corpus file       {"id": "d1#0", "text": "..."}                           the same passages, as the served model reads them
@@ -26,17 +26,17 @@ from retrieval.index import Index
 from retrieval.progress import Progress
 
 BATCH_ROWS = 1024
-"""Passages whose neighbours are searched together: enough for one matrix product, and what a killed run loses at most."""
+"""Passages whose neighbours are searched in one batch; a killed run loses at most one batch."""
 
 
 def nearest(index: Index, first: int, last: int, *, n: int, nprobe: int) -> dict[int, list[int]]:
     """The rows of the `n` most similar passages of every live row in `[first, last)`, nearest first.
 
-    Similarity is the index's own, between passage vectors. A passage is not its own neighbour, even where another one has the
-    very same vector. Fewer than `n` where the index, or the `nprobe` cells that are looked into, holds fewer.
+    Similarity is the inner product of passage vectors. A passage is never its own neighbour, even if another one has an equal
+    vector. Returns fewer than `n` if the index, or the `nprobe` lists visited, hold fewer.
 
     Raises:
-        RetrievalError: the index has no vectors, or `n` is less than 1.
+        RetrievalError: `n` is less than 1.
     """
     if n < 1:
         raise RetrievalError(f"neighbors: n must be at least 1, got {n}")
@@ -46,7 +46,7 @@ def nearest(index: Index, first: int, last: int, *, n: int, nprobe: int) -> dict
     if not len(rows):
         return {}
     _, found = index.search_dense(index.vectors(first, last)[is_live], k=n + 1, nprobe=nprobe)
-    # Among equal vectors the passage itself need not come first, nor be among the n + 1 at all.
+    # With equal vectors the passage itself may not come first, or not be among the n + 1 at all.
     return {
         row: [other for other in others if other not in (-1, row)][:n]
         for row, others in zip(rows.tolist(), found.tolist(), strict=True)
@@ -56,17 +56,17 @@ def nearest(index: Index, first: int, last: int, *, n: int, nprobe: int) -> dict
 def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: Progress) -> int:
     """Write the neighbors file of a whole index.
 
-    Lines are gathered in a hidden file beside `path`, which is renamed when it is complete. A run that was interrupted is
-    continued behind its last whole line if index, generation and settings are the same, and started anew if not.
+    Lines are written to a hidden file next to `path`, which is renamed when complete. An interrupted run continues after its
+    last complete line if index, generation and settings are the same; otherwise it starts again.
 
     Args:
-        progress: told ("neighbors", rows done, rows in all) after every batch.
+        progress: called with ("neighbors", rows done, rows in all) after every batch.
 
     Returns:
-        How many lines this run wrote.
+        Number of lines that this run wrote.
 
     Raises:
-        RetrievalError: see `nearest`; the file cannot be written.
+        RetrievalError: see `nearest`, or the file cannot be written.
     """
     _check_name(path)
     served = hashlib.blake2b(index.manifest.to_json().encode(), digest_size=8).hexdigest()
@@ -93,7 +93,7 @@ def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: 
 
 
 def write_corpus(index: Index, path: Path, *, progress: Progress) -> int:
-    """Write the corpus file of a whole index, at once or not at all; returns the number of passages.
+    """Write the corpus file of a whole index atomically; returns the number of passages.
 
     Raises:
         RetrievalError: the file cannot be written.
@@ -121,23 +121,23 @@ def co_retrieval(
 ) -> dict[str, dict[int, float]]:
     """FusionRAG fig. 7a: how likely passages that were retrieved together are each other's top-n neighbours.
 
-    The paper gives a chance that related chunks are retrieved, over 50% at n = 2 and above 80% at n = 10, without saying of what;
-    three readings are returned, each by n:
+    The paper gives a chance that related chunks are retrieved, over 50% at n = 2 and above 80% at n = 10, but does not define
+    it. Three readings are returned, each by n:
 
         questions    share of questions with at least one pair (a, b) in their list, b among the top n of a
         any          share of retrieved passages with at least one other passage of the same list among their top n
         pairs        share of ordered pairs (a, b), a != b, of the same list with b among the top n of a
 
     Args:
-        ranked: what was retrieved, a list of ids for each question; one with a single passage counts in neither.
-        neighbors: id -> ids, nearest first, at least max(n_values) where there are as many; missing ids have none.
+        ranked: the retrieved ids of each question; lists of fewer than two passages are not counted.
+        neighbors: id -> ids, nearest first, at least max(n_values) if there are as many; missing ids have none.
 
     Returns:
         {"questions": {n: share}, "any": ..., "pairs": ...}, each 0 where there is nothing to count.
     """
-    first = Counter[int]()  # the smallest of a question's positions below
-    closest = Counter[int]()  # position in a passage's neighbours of the first that was retrieved with it
-    paired = Counter[int]()  # positions of all that were
+    first = Counter[int]()  # per question: the smallest position counted in `paired`
+    closest = Counter[int]()  # per passage: position of its nearest neighbour that was retrieved with it
+    paired = Counter[int]()  # per passage: positions of all neighbours that were
     num_questions = num_passages = num_pairs = 0
     for ids in ranked:
         together = set(ids)
@@ -165,11 +165,11 @@ def co_retrieval(
 
 def _check_name(path: Path) -> None:
     if path.suffix == ".gz":
-        raise RetrievalError(f"{path}: is written as plain text; leave out .gz, or compress it afterwards")
+        raise RetrievalError(f"{path}: this command writes plain text; leave out .gz, or compress the file afterwards")
 
 
 def _resume(index: Index, partial: Path) -> int:
-    """Cut an interrupted run's file behind its last whole line; returns the row to go on with."""
+    """Truncate an interrupted run's file after its last complete line; returns the row to continue with."""
     if not partial.exists():
         return 0
     num_lines, size, last_line = 0, 0, b""
@@ -180,7 +180,7 @@ def _resume(index: Index, partial: Path) -> int:
             num_lines, size, last_line = num_lines + 1, size + len(line), line
         live = np.flatnonzero(index.is_live(np.arange(index.num_rows)))
         row = int(live[num_lines - 1]) if 0 < num_lines <= len(live) else -1
-        if row < 0 or not _is_line_of(index, row, last_line):  # nothing whole, or nothing of this index
+        if row < 0 or not _is_line_of(index, row, last_line):  # no complete line, or a line of another index
             row, size = -1, 0
         file.truncate(size)
     return row + 1

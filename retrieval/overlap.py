@@ -1,7 +1,7 @@
-"""How much requests share: CRAFT's two measures, an unbounded cache's hit rate, and repetition inside conversations.
+"""Overlap between requests: CRAFT's two measures, the hit rate of an unbounded cache, and repetition inside conversations.
 
-Knows ranked lists of passage ids in the order of the requests, and nothing of how they came about. A request only ever
-looks back, because only what was computed before can be reused:
+The input is a ranked list of passage ids for each request, in order of arrival. A request is compared with earlier ones
+only, because only KV that was computed before can be reused:
 
     R1 = [c1 c4 c5 c6 c7]   R2 = [c1 c2 c3 c4 c5]     prefix of R2: 1/5 (c1)   total of R2: 3/5 (c1 c4 c5)
 
@@ -20,11 +20,11 @@ Ranked = Sequence[Sequence[Hashable]]
 def prefix_share(requests: Ranked, *, k: int | None) -> float:
     """CRAFT 3.1's Prefix: the mean over all requests but the first of max_{j<i} LCP(R_i, R_j) / k.
 
-    The order of requests changes nothing where all lists are equally long: each list adds k minus its LCP new nodes to a trie,
-    whose size is the same in the end.
+    If all lists have the same length, the order of requests does not matter: each list adds k minus its LCP new nodes to a
+    trie, and the trie's final size is the same.
 
     Args:
-        k: what every list is divided by; None: its own length, empty lists left out.
+        k: divisor for every list; None: the list's own length, empty lists left out.
 
     Returns:
         Between 0 and 1; 0 for fewer than two requests.
@@ -63,7 +63,7 @@ def total_share(requests: Ranked, *, k: int | None) -> float:
 
 
 def hit_share(requests: Ranked) -> float:
-    """The share of all retrieved chunks, the first request's included, that some earlier request had retrieved."""
+    """Share of all retrieved chunks, including the first request's, that an earlier request had retrieved."""
     seen: set[Hashable] = set()
     num_hits = num_retrieved = 0
     for ids in requests:
@@ -74,15 +74,15 @@ def hit_share(requests: Ranked) -> float:
 
 
 def repeated_share(requests: Ranked, conversations: Sequence[Hashable]) -> float:
-    """CRAFT 3.2: which share of a turn's chunks an earlier turn of the same conversation had retrieved.
+    """CRAFT 3.2: the share of a turn's chunks that an earlier turn of the same conversation had retrieved.
 
-    The mean over turns, whatever they retrieved; a conversation's first turn and turns that retrieved nothing are left out.
+    The mean over turns, all with equal weight. First turns of conversations and turns that retrieved nothing are left out.
 
     Args:
-        conversations: per request, what it belongs to; the turns of one may lie apart.
+        conversations: the conversation of each request; turns of other conversations may lie between its turns.
 
     Returns:
-        Between 0 and 1; 0 where no such turn is.
+        Between 0 and 1; 0 if no turn counts.
     """
     seen: dict[Hashable, set[Hashable]] = {}
     shares: list[float] = []
@@ -97,7 +97,7 @@ def repeated_share(requests: Ranked, conversations: Sequence[Hashable]) -> float
 
 
 def _with_lengths(requests: Ranked, k: int | None) -> Iterator[tuple[Sequence[Hashable], int]]:
-    """Each list with what it is divided by; its own length, with lists that have none left out, where k is None."""
+    """Each list with its divisor: k, or where k is None its own length, empty lists left out."""
     for ids in requests:
         if k is not None or ids:
             yield ids, k or len(ids)

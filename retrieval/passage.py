@@ -1,7 +1,7 @@
-"""What a corpus is made of: documents, and the passages that they are cut into.
+"""Documents, and the passages that they are cut into.
 
-Knows no tokenizer, no index and no model. A passage's `content` is one text for everybody: the encoder and BM25 index it, and the
-served model reads it. So the same passage is the same chunk, token for token, wherever it is retrieved.
+Knows no tokenizer, no index and no model. The encoder, BM25 and the served model all read the same text of a passage, its
+`content`. So the same passage is the same chunk, token for token, wherever it is retrieved.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text as it is found. `id` is stable: a path relative to the folder that was given, or the row's own id."""
+    """A text as it was read. `id` is stable: the path relative to the source folder, or the row's own id."""
 
     id: str
     title: str
@@ -41,15 +41,15 @@ class Passage:
 
     @property
     def content(self) -> str:
-        """What encoder, BM25 and the served model read: the title as a line (CRAFT section 5), unless it is the first already."""
+        """The text for encoder, BM25 and model: title as a line of its own (CRAFT section 5) unless it is the first, and text."""
         first_line = self.text.partition("\n")[0].lstrip("#").strip()
         return self.text if self.title in ("", first_line) else f"{self.title}\n{self.text}"
 
     def content_hash(self) -> bytes:
-        """16 bytes by which duplicates and damage are told."""
+        """16 bytes that identify equal contents."""
         return hash_of(self.content)
 
 
 def hash_of(content: str) -> bytes:
-    """`Passage.content_hash` of a content."""
+    """`Passage.content_hash` of a content alone."""
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()

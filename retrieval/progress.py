@@ -1,4 +1,4 @@
-"""How far a long command is: a callback that the library tells, and bars on stderr for a terminal."""
+"""Progress of long commands: the callback that the library calls, and progress bars on stderr."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 Progress = Callable[[str, int, int | None], None]
-"""Told the stage, how much of it is done, and of how much, if that is known."""
+"""Called with the stage, the amount done, and the total amount, None if unknown."""
 
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
     """A callback that draws one bar a stage on stderr."""
-    from tqdm import tqdm  # only here: who imports the library need not have it
+    from tqdm import tqdm  # imported here so that the library does not depend on it
 
     bars: dict[str, tqdm[Any]] = {}
 

@@ -1,11 +1,11 @@
-"""A folder of passages and questions whose right passages are known: what `evaluate` reads.
+"""Reads a folder of passages and of questions whose right passages are known, for `evaluate`.
 
-    passages.jsonl.gz         {"id", "title", "text"}, title optional; "domain" optional: a question looks into its own alone
+    passages.jsonl.gz         {"id", "title", "text"}, title optional; "domain" optional: a question searches only its own
     questions.jsonl.gz        {"question", "gold_passage_ids"}, the latter optional
     conversations.jsonl.gz    {"id", "domain", "turns": [{"question", "rewrite", "gold_passage_ids"}]}, the latter two optional
 
-There is a questions file or a conversations file; every turn of a conversation is a question. Other fields are not looked at.
-Knows no index: passages come out as documents, one each.
+The folder has a questions file or a conversations file; every turn of a conversation is a question. Other fields are ignored.
+Knows no index: each passage becomes one document.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from retrieval.passage import Document
 
 PASSAGES = "passages.jsonl.gz"
 QUESTION_FILES = ("questions.jsonl.gz", "conversations.jsonl.gz", "conversations_un.jsonl.gz")
-"""The first that is there is read, unless another one is asked for."""
+"""The first one that exists is read, unless the caller names another."""
 
 Query = int | Literal["rewrite"]
-"""What a turn searches for: its last so many questions, oldest first, a line each; or the question as somebody rewrote it to
-stand alone, which leaves turns out that nobody did that for."""
+"""The query of a turn: the conversation's last so many questions, oldest first, one per line; or `rewrite`, the data set's
+self-contained version of the question. Turns without a rewrite are then left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is searched for, and what ought to be found.
+    """A query and its right passages.
 
     Attributes:
-        domain: of the passages it looks into; "" where passages have none.
-        conversation: id of the conversation that it is a turn of; None for a question of its own.
-        gold: ids of the right passages; empty where nobody said.
+        domain: of the passages that are searched; "" where passages have none.
+        conversation: id of its conversation; None for a single question.
+        gold: ids of the right passages; empty where the data set names none.
     """
 
     query: str
@@ -53,7 +53,7 @@ class QuestionSet:
     """Documents by domain, and questions in the order in which they are asked.
 
     Attributes:
-        data, file, query, seed: what they were read with; `file` is the name of the one that was found.
+        data, file, query, seed: arguments of `read_questions`; `file` is the name of the file that was read.
     """
 
     data: Path
@@ -65,7 +65,7 @@ class QuestionSet:
 
 
 def parse_query(text: str) -> Query:
-    """`last`, `rewrite` or `turns:N` as the command line has it. Raises RetrievalError."""
+    """Parse `last`, `rewrite` or `turns:N`, a value of the flag `--query`. Raises RetrievalError."""
     if text in ("last", "rewrite"):
         return 1 if text == "last" else "rewrite"
     kind, _, number = text.partition(":")
@@ -75,15 +75,15 @@ def parse_query(text: str) -> Query:
 
 
 def read_questions(data: Path, *, file: str | None, query: Query, seed: int, limit: int | None) -> QuestionSet:
-    """Read a folder. Questions of their own are shuffled; conversations stay as they are, turn by turn.
+    """Read a folder. Single questions are shuffled; conversations keep their order, turn by turn.
 
     Args:
-        file: name of the questions' file; None: the first of `QUESTION_FILES` that is there.
+        file: name of the questions' file; None: the first of `QUESTION_FILES` that exists.
         seed: of the shuffle.
-        limit: at most so many questions, after the shuffle; None: all.
+        limit: maximum number of questions, taken after the shuffle; None: all.
 
     Raises:
-        RetrievalError: a file that is missing or cannot be read, or a line that is not what it should be, with its number.
+        RetrievalError: a file is missing or cannot be read, or a line is invalid (the message has its number).
     """
     if limit is not None and limit < 1:
         raise RetrievalError(f"limit must be at least 1, got {limit}")
@@ -109,7 +109,7 @@ def _read_documents(path: Path) -> dict[str, list[Document]]:
             _text(row, "id", where), clean(str(row.get("title") or "")).strip(), _text(row, "text", where)
         )
         if document.id in known:
-            raise RetrievalError(f"{where}: id {document.id!r} is there twice")
+            raise RetrievalError(f"{where}: id {document.id!r} occurs twice")
         known.add(document.id)
         documents.setdefault(str(row.get("domain") or ""), []).append(document)
     if not documents:
@@ -126,7 +126,7 @@ def _questions(row: Mapping[str, Any], where: str, query: Query, ids: Mapping[st
         )
     if "turns" not in row:
         if query == "rewrite":
-            raise RetrievalError(f"{where}: a question of its own has no rewrite")
+            raise RetrievalError(f"{where}: a single question has no rewrite")
         yield Question(_text(row, "question", where), domain, None, _gold(row, where, ids[domain]))
         return
     conversation, turns = _text(row, "id", where), row["turns"]
@@ -146,24 +146,22 @@ def _questions(row: Mapping[str, Any], where: str, query: Query, ids: Mapping[st
 def _gold(row: Mapping[str, Any], where: str, ids: set[str]) -> frozenset[str]:
     gold = row.get("gold_passage_ids") or []
     if not isinstance(gold, list) or not all(isinstance(name, str) for name in gold):
-        raise RetrievalError(f"{where}: gold_passage_ids must be a list of texts")
+        raise RetrievalError(f"{where}: gold_passage_ids must be a list of strings")
     gold = [clean(name) for name in gold]
     if unknown := next((name for name in gold if name not in ids), None):
-        raise RetrievalError(
-            f"{where}: gold passage {unknown!r} is not among the passages that this question looks into"
-        )
+        raise RetrievalError(f"{where}: gold passage {unknown!r} is not among the passages that this question searches")
     return frozenset(gold)
 
 
 def _text(row: Mapping[str, Any], field: str, where: str) -> str:
     value = row.get(field)
     if not isinstance(value, str) or not value.strip():
-        raise RetrievalError(f"{where}: {field} must be a text that is not empty")
+        raise RetrievalError(f"{where}: {field} must be a non-empty string")
     return clean(value)
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, object) of every line that is not empty."""
+    """(file:line, object) of every non-empty line."""
     number = 0
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -178,6 +176,6 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     raise RetrievalError(f"{path}:{number}: must be a JSON object")
                 yield f"{path}:{number}", row
     except FileNotFoundError:
-        raise RetrievalError(f"{path}: there is no such file") from None
+        raise RetrievalError(f"{path}: no such file") from None
     except (OSError, EOFError, UnicodeDecodeError, ZlibError) as error:
         raise RetrievalError(f"{path}:{number + 1}: {error}") from None

@@ -1,10 +1,10 @@
-"""Questions to ranked passages: encode, search vectors and words, fuse, read the texts.
+"""Queries to ranked passages: encode, search vectors and words, merge by rank fusion, read the texts.
 
     queries ── encoder ── FAISS ──┐
            └── BM25 ──────────────┴─ reciprocal ranks ── rows ── PassageStore ── passages
 
-A retriever serves one generation of an index directory at a time; `refresh` switches to a newer one in one assignment, and a
-search that is under way ends on the generation it began with. Knows no server and no model but the encoder.
+A retriever serves one generation of an index directory at a time. `refresh` switches to a newer one in one assignment; a
+running search finishes on the generation it started with. Knows no server, and no model except the encoder.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import faiss
 
 from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
-from retrieval.fusion import reciprocal_rank_fusion
 from retrieval.index import VECTORS, Index, Manifest, check_encoder, read_manifest
 from retrieval.passage import Passage
+from retrieval.rank_fusion import reciprocal_rank_fusion
 from retrieval.vectors import VectorFile
 
 Mode = Literal["fusion", "dense", "bm25"]
 
 RRF_CONSTANT = 60
 """Cormack, Clarke and Büttcher, SIGIR 2009."""
-FUSION_DEPTH = 100
-"""Ranks of each list that are fused, or k if that is more. Fixed, so that up to there a smaller k gives the front of a larger
-one's answer."""
+RANK_FUSION_DEPTH = 100
+"""Ranks of each list that take part in rank fusion, or k if that is more. It does not depend on k up to this value, so the
+result for a smaller k is the beginning of the result for a larger one."""
 QUERY_BATCH = 32
 """Queries that a model encodes at once."""
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks. Modes' scores do not compare."""
+    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks. Do not compare scores of two modes."""
 
     passage: Passage
     score: float
@@ -48,7 +48,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Hits of each query, best first; milliseconds of the whole batch by phase: encode, dense, bm25, read."""
+    """Hits of each query, best first, and milliseconds of the whole batch by phase: encode, dense, bm25, read."""
 
     hits: list[list[Hit]]
     ms: dict[str, float]
@@ -69,12 +69,12 @@ class Retriever:
         """Open a directory that `build_index` made.
 
         Args:
-            encoder: where the encoder lies now, if not where the index says; the same model.
+            encoder: path of the encoder's model now, if it has moved since the build.
             device: of the encoder, "cpu" or "cuda"; None: the GPU if there is one.
             verify: see `Index.open`.
-            threads: that FAISS may use for a batch; None: all cores.
+            threads: FAISS' threads for a batch; None: all cores.
         Raises:
-            CorruptIndexError: no index, a damaged one, or another encoder than it was built with.
+            CorruptIndexError: no index, a damaged one, or one that was built with another encoder.
             RetrievalError: the encoder cannot be loaded.
         """
         index = Index.open(folder, verify=verify)
@@ -91,20 +91,20 @@ class Retriever:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """What this index can do; the first is the default: on real questions words find more than the embedded encoder does,
-        and than both fused, but a model's vectors and words find more together (retrieval/README.md)."""
+        """The modes of this index, the default one first. On real questions BM25 alone finds more than the embedded encoder
+        and more than rank fusion of the two; with a model as encoder rank fusion finds most (retrieval/README.md)."""
         if not self._index.bm25:
             return ("dense",)
         is_embedded = self._index.settings.encoder["kind"] == "hashed"
         return ("bm25", "fusion", "dense") if is_embedded else ("fusion", "dense", "bm25")
 
     def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
-        """The k best passages of each query; fewer where there are no more, or for BM25 where no word is known.
+        """The k best passages of each query. Fewer if the index holds fewer, or if BM25 matches fewer.
 
         Args:
-            nprobe: lists visited in an IVF index, or candidates beside the k best in HNSW.
+            nprobe: lists visited in an IVF index, or candidates kept (at least k) in HNSW.
         Raises:
-            RetrievalError: k or nprobe below 1, or a mode that this index has not.
+            RetrievalError: k or nprobe is below 1, or this index does not have the mode.
         """
         for name, number in (("k", k), ("nprobe", nprobe)):
             if number < 1:
@@ -114,7 +114,7 @@ class Retriever:
         index, ms = self._index, dict[str, float]()
         if not queries:
             return SearchResult([], ms)
-        depth = k if mode != "fusion" else max(k, FUSION_DEPTH)
+        depth = k if mode != "fusion" else max(k, RANK_FUSION_DEPTH)
         lists: list[list[list[tuple[int, float]]]] = []
         if mode != "bm25":
             vectors = _timed(ms, "encode", lambda: self._encoder.encode_queries(queries))
@@ -134,7 +134,8 @@ class Retriever:
         """Serve the directory's newest generation. Returns whether there was a newer one.
 
         Raises:
-            CorruptIndexError: it is damaged, or of another index; the old one is served on, and this one not looked at again.
+            CorruptIndexError: the new generation is damaged or belongs to another index. The retriever keeps serving the old
+                one and does not read this one again.
         """
         with self._refreshing:
             index = self._index
@@ -142,7 +143,7 @@ class Retriever:
             if manifest == index.manifest:
                 return False
             if self._refused and self._refused[0] == manifest:
-                raise self._refused[1].with_traceback(None)  # it would grow with every look
+                raise self._refused[1].with_traceback(None)  # otherwise it would grow with every call
             try:
                 if index.store.is_replaced():
                     raise CorruptIndexError(f"{index.folder}: is another index now; open it anew")
@@ -156,7 +157,7 @@ class Retriever:
             return True
 
     def info(self) -> dict[str, Any]:
-        """What is served, for people."""
+        """A description of the served generation, for people."""
         index = self._index
         return {
             "passages": index.num_live,
@@ -172,9 +173,9 @@ class Retriever:
 
     def _search_dense(self, index: Index, vectors: Any, *, k: int, nprobe: int) -> list[list[tuple[int, float]]]:
         if self._threads is not None:
-            faiss.omp_set_num_threads(self._threads)  # counts for the calling thread only, so it is said every time
+            faiss.omp_set_num_threads(self._threads)  # applies to the calling thread only, so set each time
         scores, rows = index.search_dense(vectors, k=min(k, max(1, index.num_rows)), nprobe=nprobe)
-        # The embedded encoder finds nothing in a query without words, and everything is equally near to nothing.
+        # The embedded encoder maps a query without words to the zero vector, to which all rows are equally similar.
         rows[~vectors.any(axis=1)] = -1
         return [
             [(row, score) for row, score in zip(*pair, strict=True) if row >= 0]

@@ -1,10 +1,10 @@
 """A sentence-transformers model as an encoder: any local path or hub name, on CPU or GPU.
 
 Knows no index. A folder with a plain transformers model (Contriever) has no pooling of its own: sentence-transformers then
-takes the mean over tokens. A text longer than `max_tokens`, the model's own limit, is cut there: build passages that fit.
+averages over tokens. Texts are truncated to `max_tokens`, the model's own limit: build passages that fit.
 
-Many models were trained with a prefix that tells queries from passages, and lose recall without it. In this order: what the
-caller gives ("" for none), the model's own `prompts`, what is published for a model of that name.
+Many models were trained with a prefix that distinguishes queries from passages, and lose recall without it. Order of
+precedence: the caller's prefix ("" for none), the model's own `prompts`, the prefix published for a model of that name.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class SentenceEncoder:
     """See the module. One call at a time: a tokenizer's truncation settings are not thread-safe.
 
     Args:
-        path_or_name: a folder, or a name on the hub, which is downloaded unless it is in the cache.
-        device: torch's name; None takes CUDA where there is a device.
+        path_or_name: a folder, or a name on the hub; the model is downloaded unless it is in the cache.
+        device: torch's name; None selects CUDA if available.
         batch_size: texts per forward pass; sentence-transformers sorts by length first.
-        query_prefix, passage_prefix: None takes the model's own, see the module.
-        normalize: give every vector length 1, so that the inner product is the cosine.
+        query_prefix, passage_prefix: None selects the model's own, see the module.
+        normalize: scale every vector to length 1, so that the inner product is the cosine.
     Raises:
-        RetrievalError: sentence-transformers is not installed, or `path_or_name` is no model that it can load.
+        RetrievalError: sentence-transformers is not installed, or cannot load `path_or_name`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SentenceEncoder:
     def from_spec(
         cls, spec: Mapping[str, Any], *, path_or_name: str | None, device: str | None, batch_size: int
     ) -> SentenceEncoder:
-        """The encoder that wrote `spec`, from another place if one is given.
+        """The encoder that wrote `spec`, loaded from `path_or_name` if that is given.
 
         Raises:
             RetrievalError: as the class.
@@ -94,7 +94,7 @@ class SentenceEncoder:
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens, prefix and special tokens included, after which a text is cut; None if the model has no limit."""
+        """Length to which texts are truncated, prefix and special tokens included; None if the model has no limit."""
         return self._model.max_seq_length  # type: ignore[no-any-return]
 
     def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -106,7 +106,7 @@ class SentenceEncoder:
         return self._encode(self._model.encode_query, texts, self.query_prefix)
 
     def spec(self) -> dict[str, Any]:
-        """What the index records. Not the batch size and the device: they may differ from run to run."""
+        """The settings that the index records. Batch size and device are left out: they may differ from run to run."""
         return {
             "kind": "sentence",
             "model": self._path_or_name,
@@ -120,7 +120,7 @@ class SentenceEncoder:
     def _encode(self, encode: Any, texts: Sequence[str], prefix: str) -> NDArray[np.float32]:
         if not texts:
             return np.zeros((0, self.dim), dtype=np.float32)
-        # A lone surrogate, which JSON can bring, is a str but no text that a tokenizer takes.
+        # A str from JSON may contain a lone surrogate, which a tokenizer refuses.
         clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
         with self._lock:
             vectors = encode(
@@ -134,7 +134,7 @@ class SentenceEncoder:
 
 
 def own_prefixes(path_or_name: str, prompts: Mapping[str, str | None]) -> tuple[str, str]:
-    """(query, passage) prefix of a model: its configured prompts, else what is published for its name, else "" for both."""
+    """(query, passage) prefix of a model: its configured prompts, else those published for its name, else "" for both."""
     query = prompts.get("query") or ""
     passage = next(filter(None, (prompts.get(name) for name in ("document", "passage", "corpus"))), "")
     if query or passage:
@@ -159,24 +159,24 @@ def _load_model(path_or_name: str, device: str | None) -> Any:
                 f"the encoder {path_or_name} needs sentence-transformers: install the encoders extra"
             ) from err
         raise RetrievalError(f"sentence-transformers does not start: {err}") from err
-    except Exception as err:  # whatever the loaders of weights, tokenizers and configurations raise
+    except Exception as err:  # loaders of weights, tokenizers and configurations share no class of error
         reason = str(err).strip().split("\n")[0]
         raise RetrievalError(f"cannot load {path_or_name} as an encoder: {reason or type(err).__name__}") from err
 
 
 def _hide_broken_torchvision() -> None:
-    """Keep a torchvision built for another torch from stopping transformers, which imports it for images only."""
+    """Hide a torchvision built for another torch: transformers imports it, for images only, and would fail."""
     try:
         importlib.import_module("torchvision")
     except ModuleNotFoundError:
         pass
     except (ImportError, OSError, RuntimeError):
-        sys.modules["torchvision"] = None  # type: ignore[assignment]  # how an import is refused and a search finds nothing
+        sys.modules["torchvision"] = None  # type: ignore[assignment]  # makes an import fail and a search find nothing
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the bars and notices of loading: they are not what a command or a server has to say."""
+    """Suppress progress bars and notices while a model loads."""
     from transformers.utils import logging as transformers_logging
 
     loggers = [logging.getLogger(name) for name in ("sentence_transformers", "transformers")]

@@ -1,8 +1,8 @@
-"""Where a text may be broken: between sentences, and better between paragraphs.
+"""Finds where a text may be split: between sentences, and preferably between paragraphs.
 
-Rules, no model: closing punctuation before a space and no small letter, CJK full stops, blank lines, Markdown headings and list
-items. Wrong now and then ("Vitamin C. It helps" is held together for its initial), never costly: a missed border makes a sentence
-longer, and the splitter holds its limit by itself.
+By rules, without a model: closing punctuation followed by a space and no small letter, CJK full stops, blank lines, Markdown
+headings and list items. The rules sometimes err ("Vitamin C. It helps" is not split, since C looks like an initial). A missed
+border only makes a sentence longer; the splitter enforces its limit in any case.
 
     One. Two! Dr. Who?⏎⏎# Head⏎⏎Three.⏎- four
         |    |         ║                |          | sentence   ║ paragraph   a heading stays with what follows
@@ -14,8 +14,8 @@ import re
 from typing import NamedTuple
 
 # ruff: noqa: RUF001 (the marks of several scripts look alike)
-_CLOSERS = r"[\"'”’»›)\]}*_]"  # Markdown's emphasis closes behind the full stop, too
-# Possessive, and every match begins behind the one before: a megabyte of dots takes linear time.
+_CLOSERS = r"[\"'”’»›)\]}*_]"  # Markdown's emphasis may close after the full stop
+# Possessive quantifiers, and each match begins after the previous one: a megabyte of dots takes linear time.
 _STOP = re.compile(rf"([.!?…؟।۔]++{_CLOSERS}*+)\s*+|([。！？｡]++[」』”’）】]*+)\s*+")
 _LINE_BREAKS = re.compile(r"\n\s*+")
 _HEADING = re.compile(r"#{1,6}[ \t]+\S")
@@ -34,7 +34,7 @@ _LONGEST_WORD = 12  # characters to look back for an abbreviation
 
 
 class Border(NamedTuple):
-    """The text before it ends at `end`, what follows begins at `start`, whitespace or nothing between; in characters."""
+    """The text before it ends at `end`, the text after it begins at `start`; between them only whitespace. In characters."""
 
     end: int
     start: int
@@ -42,7 +42,7 @@ class Border(NamedTuple):
 
 
 def find_borders(text: str) -> list[Border]:
-    """Every place where `text` may be broken, ascending, the last one its end (`start` is then the text's length)."""
+    """All places where `text` may be split, ascending. The last one is its end, where `start` is the text's length."""
     length = len(text.rstrip())
     stops = _sentence_stops(text, length)
     borders: list[Border] = []
@@ -69,7 +69,7 @@ def find_borders(text: str) -> list[Border]:
 
 
 def _sentence_stops(text: str, length: int) -> list[Border]:
-    """Borders behind closing punctuation, the one at the text's end left out."""
+    """Borders after closing punctuation, except at the text's end."""
     cased = text != text.lower()
     return [
         Border(match.end(match.lastindex or 0), match.end(), False)
@@ -102,7 +102,7 @@ def _is_initial(word: str) -> bool:
 
 
 def _line_start(text: str, position: int) -> int:
-    """Where the last word before `position` begins if only blanks stand before it in its line, else `position`."""
+    """Start of the last word before `position` if only blanks precede it in its line, else `position`."""
     start = position
     while start > 0 and not text[start - 1].isspace():
         start -= 1

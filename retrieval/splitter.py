@@ -1,15 +1,21 @@
-"""Documents to passages: whole sentences up to a number of tokens, with overlap.
+"""Splits documents into passages: whole sentences up to a number of tokens, with overlap.
 
     sentences   |  a  | b |    c    |  d  |    max_tokens holds three of them, overlap_tokens one
     passages    [  a    b      c    ]
                               [c       d  ]    overlap begins with a sentence
 
-A passage ends, in order of preference: with the document; with a paragraph, where that leaves it at least half full (a passage
-on one thing is found more easily than a full one on two); with a sentence. Only a sentence longer than a passage is cut: between
-lines, likewise, else words, else tokens. Every character that is not whitespace is in a passage; without overlap, in exactly one.
+A passage ends at the first of these that is possible:
 
-Time and memory: the document is worked off in blocks of BLOCK_CHARS, which no passage crosses; each block is tokenised once whole
-and once in passages, because a passage's own count may differ at its borders.
+1. the end of the document;
+2. the end of a paragraph that leaves the passage at least half full (retrieval finds a passage on one topic more easily than a
+   full one on two);
+3. the end of a sentence.
+
+Only a sentence longer than a passage is cut: between lines, also only if half full, else between words, else between tokens.
+Every character that is not whitespace is in a passage; without overlap, in exactly one.
+
+Time and memory: the document is processed in blocks of BLOCK_CHARS, which no passage crosses. Each block is tokenised once as a
+whole and once in passages, because a passage tokenised alone may count differently at its borders.
 """
 
 from __future__ import annotations
@@ -24,29 +30,29 @@ from retrieval.sentences import find_borders
 from retrieval.tokens import Tokens
 
 BLOCK_CHARS = 1 << 18
-"""Bounds what is held of tokens and borders, to tens of MB; of passages of 256 tokens, one in some 250 ends early for it."""
+"""Bounds the memory for tokens and borders to tens of MB. About one in 250 passages of 256 tokens ends early because of it."""
 
 MIN_TOKENS = 8
-"""Below that a passage may not hold even one character: some take several tokens."""
+"""A smaller passage might not hold even one character: some take several tokens."""
 
 _NOT_SPACE = re.compile(r"\S")
 _WORD_START = re.compile(r"(?<=\s)\S")
 
 
 class Splitter:
-    """Cuts documents; holds no state between them, so threads may share one if they may share `tokens`."""
+    """Cuts documents. Stateless, so threads may share one if they may share `tokens`."""
 
     def __init__(self, tokens: Tokens, *, max_tokens: int, overlap_tokens: int) -> None:
         """
         Args:
-            tokens: what the limits are counted in.
-            max_tokens: no passage tokenised alone has more; at least MIN_TOKENS.
-            overlap_tokens: at most so many tokens are repeated from the passage before; less than half of `max_tokens`.
+            tokens: counts the tokens of a text.
+            max_tokens: maximum for a passage tokenised alone; at least MIN_TOKENS.
+            overlap_tokens: maximum that is repeated from the previous passage; less than half of `max_tokens`.
         Raises:
-            RetrievalError: a number out of its range.
+            RetrievalError: a value is out of its range.
         """
         if max_tokens < MIN_TOKENS:
-            raise RetrievalError(f"a passage must have room for at least {MIN_TOKENS} tokens, got {max_tokens}")
+            raise RetrievalError(f"the limit for a passage must be at least {MIN_TOKENS} tokens, got {max_tokens}")
         if not 0 <= overlap_tokens < max_tokens / 2:
             raise RetrievalError(
                 f"the overlap must be 0 or more and less than half of {max_tokens} tokens, got {overlap_tokens}"
@@ -58,9 +64,9 @@ class Splitter:
     def split(self, document: Document) -> Iterator[Passage]:
         """The document's passages in order; none for a text of whitespace.
 
-        `text` is `document.text[offset:]` from the offset in `id`, without whitespace around it. A part is repeated only
-        from the start of a sentence (of a word, where the sentence itself had to be cut), and not at all where a whole sentence
-        would no longer fit behind it.
+        A passage's `text` begins at the offset in its `id` in `document.text`, without whitespace around it. The overlap
+        begins at the start of a sentence (of a word, if the sentence itself was cut). It is left out if a whole sentence would
+        no longer fit after it.
 
         Raises:
             RetrievalError: one character alone has more than `max_tokens` tokens.
@@ -82,7 +88,7 @@ class Splitter:
 
 
 class _Block:
-    """A stretch of a document with the places of its tokens, sentences and paragraphs. All positions are in its characters."""
+    """A part of a document with the positions of its tokens, sentences and paragraphs, all in characters of the part."""
 
     def __init__(self, text: str, splitter: Splitter) -> None:
         self.text = text
@@ -99,7 +105,7 @@ class _Block:
 
     def pack(self, document_id: str) -> Iterator[tuple[int, int, int]]:
         """`(start, end, tokens)` of each passage, without whitespace around it."""
-        start = fresh = self._next_start(0)  # `fresh`: where what no passage holds yet begins
+        start = fresh = self._next_start(0)  # `fresh`: first character that no passage holds yet
         while fresh < len(self.text):
             passage = self._take(start, fresh)
             if passage is None and start == fresh:
@@ -115,18 +121,18 @@ class _Block:
             start = self._overlap_start(start, end, fresh)
 
     def tokens_before(self, position: int) -> int:
-        """How many tokens end at or before a position."""
+        """Number of tokens that end at or before a position."""
         return bisect_right(self._token_ends, position)
 
     def tokens_until(self, position: int) -> int:
-        """How many tokens begin before a position."""
+        """Number of tokens that begin before a position."""
         return bisect_left(self.token_starts, position)
 
     def _take(self, start: int, fresh: int) -> tuple[int, int] | None:
-        """End and size of the passage from `start`; None if it cannot both reach past `fresh` and hold the limit."""
-        room = self._max_tokens
+        """End and size of the passage from `start`; None if it cannot both extend past `fresh` and respect the limit."""
+        budget = self._max_tokens
         while True:
-            end = self._choose_end(start, fresh, room)
+            end = self._choose_end(start, fresh, budget)
             if end is None:
                 return None
             size = len(self._tokens.offsets(self.text[start:end]))
@@ -134,11 +140,11 @@ class _Block:
                 return end, size
             if end == fresh + 1:
                 return None
-            room -= size - self._max_tokens  # a border's doing, a token or two: once more with less
+            budget -= size - self._max_tokens  # one or two tokens more at the borders: try again with fewer
 
-    def _choose_end(self, start: int, fresh: int, room: int) -> int | None:
-        """Where a passage of at most `room` tokens from `start` best ends, beyond `fresh`."""
-        after = self.tokens_before(start) + room
+    def _choose_end(self, start: int, fresh: int, budget: int) -> int | None:
+        """The best end, after `fresh`, of a passage of at most `budget` tokens from `start`."""
+        after = self.tokens_before(start) + budget
         limit = self.token_starts[max(after, 0)] if after < len(self.token_starts) else len(self.text)
         end = _last_in(self._sentence_ends, fresh, limit)
         if end == self._sentence_ends[-1]:
@@ -147,7 +153,7 @@ class _Block:
         if paragraph is not None and self._half_full(start, paragraph):
             return paragraph
         if end is None and start < fresh and self._begins_sentence(fresh):
-            return None  # better no overlap than a sentence cut for it
+            return None  # leave the overlap out rather than cut a sentence for it
         return end or self._cut(start, fresh, limit)
 
     def _cut(self, start: int, fresh: int, limit: int) -> int | None:

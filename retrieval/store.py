@@ -1,11 +1,11 @@
-"""Where passages lie: one SQLite file, rows numbered in order of arrival.
+"""Stores passages in one SQLite file, rows numbered in order of arrival.
 
-    documents   id, hash of what it was when it was read        a build that was cut off goes on, a changed file is seen
+    documents   id, hash of its content when it was read        to continue an interrupted build and to detect changed files
     passages    row, id, text …, hash, is_removed               rows 0, 1, 2 … without a gap; never reused
-    duplicates  passages of a text that another document's row holds already; one of them takes over when that row goes
+    duplicates  passages whose text another document's row already holds; one of them replaces that row when it is removed
 
-A row is what FAISS and BM25 know a passage by. Rows are added and marked as removed, never changed: whoever serves an older
-generation of the index goes on reading its rows. Which rows a generation serves is the manifest's business, not this file's.
+FAISS and BM25 identify a passage by its row. Rows are added and marked as removed, but never changed, so a process that serves
+an older generation of the index can still read its rows. The manifest, not this file, says which rows a generation serves.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _MAX_VARIABLES = 30_000
 """Below SQLite's limit of 32,766 in one statement."""
 _WRITER_CACHE_KIB = 1 << 18
 _PAGE_ROWS = 1000
-"""Rows fetched at a time while iterating: no statement stays open between them, so writing beside it is safe."""
+"""Rows fetched at a time while iterating. No statement stays open between fetches, so writing during an iteration is safe."""
 
 
 class PassageStore:
     """The passages of an index directory. One writer at a time (`build` holds the directory's lock), any number of readers.
 
-    Safe to call from several threads: calls take turns.
+    Thread-safe: a lock serialises the calls.
 
     Raises:
-        CorruptIndexError: the file is missing, is no such file, or a text is not what its hash says.
+        CorruptIndexError: the file is missing or not a passage store, or a text does not match its checksum.
     """
 
     def __init__(self, path: Path, *, writable: bool) -> None:
@@ -66,15 +66,15 @@ class PassageStore:
         try:
             uri = f"{path.absolute().as_uri()}?mode={'rwc' if writable else 'ro'}"
             if not (writable or os.access(path.parent, os.W_OK) or path.with_name(path.name + "-wal").exists()):
-                uri += "&immutable=1"  # otherwise SQLite would create its log beside the file
+                uri += "&immutable=1"  # otherwise SQLite would create its log next to the file
             self._db = sqlite3.connect(
                 uri, uri=True, timeout=_LOCK_TIMEOUT_S, check_same_thread=False, isolation_level=None
             )
             if writable:
-                self._db.execute("PRAGMA journal_mode = WAL")  # readers of the served index are not held up
-                # Rows are on disk before their vectors are, and both before the manifest that counts them.
+                self._db.execute("PRAGMA journal_mode = WAL")  # readers of the served index do not wait
+                # Rows must be on disk before their vectors, and both before the manifest that counts them.
                 self._db.execute("PRAGMA synchronous = FULL")
-                self._db.execute(f"PRAGMA cache_size = -{_WRITER_CACHE_KIB}")  # hashes come in no order
+                self._db.execute(f"PRAGMA cache_size = -{_WRITER_CACHE_KIB}")  # hashes are inserted in random order
                 self._db.executescript(_SCHEMA)
         except sqlite3.Error as error:
             raise CorruptIndexError(f"{path}: {error}") from None
@@ -83,11 +83,11 @@ class PassageStore:
 
     @property
     def num_rows(self) -> int:
-        """Rows that were ever added, as the file says now."""
+        """Number of rows in the file now, removed ones included."""
         return self._count("SELECT coalesce(max(row) + 1, 0) FROM passages")
 
     def get(self, rows: Sequence[int]) -> list[Passage]:
-        """The passages of `rows`, in their order. Raises CorruptIndexError for a row that is not there or damaged."""
+        """The passages of `rows`, in their order. Raises CorruptIndexError for a missing or damaged row."""
         wanted = [int(row) for row in rows]
         found: dict[int, Passage] = {}
         distinct = sorted(set(wanted))
@@ -101,7 +101,7 @@ class PassageStore:
         return [found[row] for row in wanted]
 
     def iterate(self, first: int, last: int) -> Iterator[tuple[int, Passage]]:
-        """(row, passage) of rows `[first, last)`, removed ones too."""
+        """(row, passage) of rows `[first, last)`, removed ones included."""
         for start in range(first, last, _PAGE_ROWS):
             query = f"SELECT {_COLUMNS} FROM passages WHERE row >= ? AND row < ? ORDER BY row"
             records = self._all(query, (start, min(start + _PAGE_ROWS, last)))
@@ -112,7 +112,7 @@ class PassageStore:
             yield from map(self._passage, records)
 
     def rows_of(self, name: str) -> list[int]:
-        """Rows of the passage of this id, or of the document's passages, that are not removed."""
+        """Live rows of the passage with this id, or of all passages of the document with this id."""
         # Two selects: with OR, SQLite would use neither index and read the whole table.
         query = (
             "SELECT row FROM passages WHERE is_removed = 0 AND id = ? UNION"
@@ -134,7 +134,7 @@ class PassageStore:
         return np.array([row for (row,) in rows], dtype=np.int64)
 
     def is_replaced(self) -> bool:
-        """Whether another file has this one's name now, or none has."""
+        """Whether the open file was deleted or replaced by another one of its name."""
         return not self.path.exists() or self.path.stat().st_ino != self._inode
 
     def check(self) -> None:
@@ -144,9 +144,9 @@ class PassageStore:
             raise CorruptIndexError(f"{self.path}: {' '.join(answer.split())}")
 
     def close(self, *, checkpoint: bool = False) -> None:
-        """Close the file; a writer moves its log into it first, so that readers need no write access."""
+        """Close the file. `checkpoint`: merge the writer's log into it first, so that readers need no write access."""
         with self._lock:
-            if self._db.in_transaction:  # of a build that an error ended; no checkpoint is possible in it
+            if self._db.in_transaction:  # left by a build that an error ended; it would block the checkpoint
                 self._db.execute("ROLLBACK")
             if checkpoint:
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -155,16 +155,16 @@ class PassageStore:
     # For the one writer
 
     def begin_run(self) -> int:
-        """A number that no earlier run had; documents carry that of the run that saw them last."""
+        """A new run number. Each document records the number of the run that saw it last."""
         run = self._count("PRAGMA user_version") + 1
         self._all(f"PRAGMA user_version = {run}", ())
         return run
 
     def is_known(self, document: Document, run: int) -> bool | None:
-        """Whether the document was read before, just as it is; None: none of this id was. Marks it as seen.
+        """Whether the document was read before, unchanged; None: no document of this id was. Marks it as seen.
 
         Raises:
-            RetrievalError: the run has seen another document of this id.
+            RetrievalError: this run has already seen another document of this id.
         """
         found = self._all("SELECT hash, run FROM documents WHERE id = ?", (document.id,))
         if not found:
@@ -172,8 +172,8 @@ class PassageStore:
         (known, seen), hash_now = found[0], _document_hash(document)
         if seen == run and known != hash_now:
             raise RetrievalError(
-                f"document {document.id!r} is there twice, with different texts; a file is named by its path below the folder "
-                "that is given, so give the common parent of several folders"
+                f"document {document.id!r} occurs twice, with different texts; the id of a file is its path relative to the "
+                "folder on the command line, so give the common parent of several folders"
             )
         if known != hash_now:
             return False
@@ -182,12 +182,12 @@ class PassageStore:
         return True
 
     def put(self, document: Document, passages: Iterable[Passage], run: int) -> tuple[int, int]:
-        """Make `passages` the document's passages; those it has already stay where they are.
+        """Make `passages` the document's passages; those that it has already keep their rows.
 
         Returns:
-            (added, duplicates): rows that are new, and passages that wait because another document has the same text.
+            (added, duplicates): numbers of new rows, and of passages not indexed because another document has the same text.
         Raises:
-            RetrievalError: a passage's id belongs to another document, or is there twice.
+            RetrievalError: a passage's id belongs to another document, or occurs twice.
         """
         first_row = self._next_row
         query = "SELECT id, hash, row FROM passages WHERE document = ? AND is_removed = 0"
@@ -216,7 +216,7 @@ class PassageStore:
             self._remove([row])
 
     def forget(self, name: str) -> bool:
-        """Drop the waiting passages of this id, or of this document; whether there were any."""
+        """Drop the duplicates of this passage id or document id. Returns whether there were any."""
         query = "DELETE FROM duplicates WHERE id = ? OR document = ? RETURNING document"
         documents = self._all(query, (name, name))
         for document in documents:
@@ -228,7 +228,7 @@ class PassageStore:
         self._all("BEGIN", ())
 
     def commit(self) -> None:
-        """End it: what was put since `begin` is there together, whatever happens next."""
+        """Commit the transaction."""
         self._all("COMMIT", ())
 
     # Private, in order of use
@@ -241,7 +241,7 @@ class PassageStore:
             try:
                 return self._db.execute(query, values).fetchall()
             except sqlite3.IntegrityError:
-                raise  # not the file's fault
+                raise  # a caller's mistake, not damage
             except sqlite3.Error as error:
                 raise CorruptIndexError(f"{self.path}: {error}") from None
 
@@ -257,13 +257,13 @@ class PassageStore:
         try:
             self._all(f"INSERT INTO passages ({_COLUMNS}, hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         except sqlite3.IntegrityError:
-            raise RetrievalError(f"passage id {passage.id!r} is there twice, with different texts") from None
+            raise RetrievalError(f"passage id {passage.id!r} occurs twice, with different texts") from None
         self._next_row += 1
 
     def _remove(self, rows: Iterable[int]) -> None:
         for row in rows:
             self._all("UPDATE passages SET is_removed = 1 WHERE row = ?", (row,))
-            # Whoever else has this text takes it over.
+            # A duplicate of another document replaces the removed row.
             query = (
                 "DELETE FROM duplicates WHERE id = (SELECT id FROM duplicates WHERE hash ="
                 " (SELECT hash FROM passages WHERE row = ?) ORDER BY id LIMIT 1) RETURNING *"
@@ -273,7 +273,7 @@ class PassageStore:
 
 
 def _checksum(passage: Passage) -> bytes:
-    """Of all fields, against damage; `content_hash` tells equal texts."""
+    """Over all fields, to detect damage; `content_hash` is for finding equal texts."""
     return xxhash.xxh3_64_digest("\0".join(map(str, _FIELDS(passage))).encode("utf-8", "surrogatepass"))
 
 

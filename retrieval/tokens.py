@@ -1,7 +1,7 @@
-"""Tokens as character spans: what the splitter counts with.
+"""Tokens as character spans, by which the splitter measures passages.
 
-Three sources, one face: plain words, a `tokenizer.json`, or a model on the hub. Knows no token ids: passages are cut in
-characters, and the server tokenises them itself.
+Three sources with one interface: plain words, a `tokenizer.json`, or a model on the hub. Knows no token ids: passages are cut
+in characters, and the server tokenises them itself.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 class Tokens(Protocol):
     """Counts and places the tokens of a text.
 
-    `name` is recorded in the index: a path's last part and a fingerprint, so that a different tokenizer is noticed.
+    The index records `name`, the path's last part and a fingerprint, so that a build with another tokenizer is refused.
     """
 
     @property
     def name(self) -> str: ...
 
     def offsets(self, text: str) -> Sequence[tuple[int, int]]:
-        """`[start, end)` in characters of every token, no special tokens; neither starts nor ends ever descend.
+        """`[start, end)` in characters of every token, without special tokens. Starts and ends never decrease.
 
-        Spans may touch, overlap (a character of several bytes in several tokens), leave characters out (whitespace; what a
-        tokenizer drops) or begin with the space before a word (byte-level BPE).
+        Spans may touch, overlap (a character of several bytes in several tokens), omit characters (whitespace, and characters
+        that a tokenizer drops) or begin with the space before a word (byte-level BPE).
         """
         ...
 
@@ -55,7 +55,7 @@ class WordTokens:
 
 
 class FileTokens:
-    """The tokens of a `tokenizer.json`, as the library `tokenizers` cuts them."""
+    """The tokens of a `tokenizer.json`, cut by the library `tokenizers`."""
 
     def __init__(self, path: Path, *, name: str) -> None:
         self.name = name
@@ -72,12 +72,12 @@ class FileTokens:
 
 
 def load_tokens(name: str) -> Tokens:
-    """The tokens that `name` means.
+    """Load a tokenizer by name.
 
     Args:
-        name: "words", a `tokenizer.json`, a folder that holds one, or a model's name on the hub (from its cache where offline).
+        name: "words", a `tokenizer.json`, a folder that holds one, or a model's name on the hub (from its cache when offline).
     Raises:
-        RetrievalError: nothing of that name, or not a tokenizer.
+        RetrievalError: the name does not exist, or is not a tokenizer.
     """
     if name == WORDS:
         return WordTokens()
@@ -100,7 +100,7 @@ def _read_tokenizer(path: Path) -> Any:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise RetrievalError(f"{path} is not a tokenizer: {error}") from error
-    tokenizer.no_truncation()  # both may stand in the file, and would bend every count
+    tokenizer.no_truncation()  # the file may enable truncation and padding, and each would falsify counts
     tokenizer.no_padding()
     return tokenizer
 
@@ -119,5 +119,5 @@ def _download(name: str) -> Path:
     except Exception as error:  # many classes of two libraries, none common
         reason = str(error).strip().split("\n")[0]
         raise RetrievalError(
-            f"tokenizer {name!r}: no such file or folder, and {TOKENIZER_FILE} cannot be had from the hub: {reason}"
+            f"tokenizer {name!r}: no such file or folder, and {TOKENIZER_FILE} cannot be loaded from the hub: {reason}"
         ) from error

@@ -1,7 +1,7 @@
-"""The passages' vectors as they were encoded: one append-only file of float16 rows, row r at byte `r * dim * 2`.
+"""The passages' vectors: one append-only file of float16 rows, row r at byte `r * dim * 2`.
 
-What is encoded once is never encoded again: a build that was cut off goes on behind the last whole row, and FAISS indexes are
-made anew from here. FAISS gets these very numbers, so what an index holds is exactly what this file says.
+Each passage is encoded once. An interrupted build continues after the last complete row, and FAISS indexes are rebuilt from
+this file. FAISS receives the rounded values, so an exact FAISS index holds the values of this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK_BYTES = 1 << 22
 
 
 class VectorFile:
-    """Vectors of an index directory. One writer; readers see the rows that were there when they opened it."""
+    """Vectors of an index directory. One writer; a reader sees the rows that existed when it opened the file."""
 
     def __init__(self, path: Path, *, dim: int) -> None:
         self.path, self.dim = path, dim
@@ -32,7 +32,7 @@ class VectorFile:
         """Add rows. [n, dim], finite; rounded to float16.
 
         Raises:
-            RetrievalError: another dim, or numbers that float16 cannot hold.
+            RetrievalError: another dim, or values that float16 cannot hold.
         """
         if vectors.ndim != 2 or vectors.shape[1] != self.dim:
             raise RetrievalError(f"vectors must be [n, {self.dim}], got {list(vectors.shape)}")
@@ -41,7 +41,7 @@ class VectorFile:
         if not np.isfinite(rows).all():
             raise RetrievalError("vectors must be finite and within float16's range")
         with open(self.path, "r+b" if self.path.exists() else "wb") as file:
-            file.seek(self.num_rows * self.dim * _DTYPE.itemsize)  # over a row that a killed writer left half done
+            file.seek(self.num_rows * self.dim * _DTYPE.itemsize)  # overwrites an incomplete row of a killed writer
             file.write(rows.tobytes())
             file.truncate()
         self.num_rows += len(rows)
@@ -64,7 +64,7 @@ class VectorFile:
         return digest.hexdigest()
 
     def map(self) -> NDArray[np.float16]:
-        """[num_rows, dim], mapped: whatever becomes of the file's name, these rows stay."""
+        """[num_rows, dim], memory-mapped: the rows stay readable after the file is renamed or deleted."""
         if self._mapped is None or len(self._mapped) != self.num_rows:
             self._mapped = np.memmap(self.path, dtype=_DTYPE, mode="r", shape=(self.num_rows, self.dim))
         return self._mapped

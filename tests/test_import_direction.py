@@ -1,4 +1,4 @@
-"""Who may import whom: the dependency rules of the packages, read from their sources."""
+"""The dependency rules between packages, checked on the imports in their sources."""
 
 from __future__ import annotations
 

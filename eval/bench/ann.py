@@ -1,17 +1,17 @@
-"""What an approximate FAISS index loses against exact search, and what it gains: recall, latency, throughput.
+"""Approximate FAISS indexes against exact search: recall, latency, throughput.
 
     python -m eval.bench.ann [--factories IVF4096,Flat IVF4096,PQ64 HNSW32] [--record]
 
-Through retrieval/dense.py as `python -m retrieval` runs it: created from float16 vectors, written, mapped, searched. Vectors are
-generated: a cluster's centre of length 1 plus Gaussian noise of length `--spread`, normalised; queries are further draws from
-the same clusters, no copies. So the mean cosine within a cluster is 1 / (1 + spread^2). Up to 1.5 a query's neighbours are of
-its cluster, which is a few lists; from 2 on clusters overlap, and neighbours lie anywhere. Real embeddings have their own shape:
-recall is a figure of this mixture, times are figures of the index.
+Indexes are made by retrieval/dense.py as in `python -m retrieval`: created from float16 vectors, written, mapped, searched.
+Vectors are generated: a cluster's centre of length 1 plus Gaussian noise of length `--spread`, normalised; queries are further
+draws from the same clusters, not copies. So the mean cosine within a cluster is 1 / (1 + spread^2). Up to a spread of 1.5 a
+query's neighbours belong to its cluster, which is a few lists; from 2 on clusters overlap, and neighbours may be in any list.
+Real embeddings have another distribution: recall depends on this mixture, times depend on the index.
 
-An arm is a factory at an `nprobe` (HNSW: efSearch). Every repetition takes its own queries through all arms, one by one and
-then as one batch, in an order that turns; `Flat` is the first arm. Recall is the share of exact search's k best that an arm
+An arm is a factory at an `nprobe` (HNSW: efSearch). Every repetition sends its own queries through all arms, one by one and
+then as one batch, in a rotating order; `Flat` is the first arm. Recall is the share of exact search's k best that an arm
 finds. Ratios are Flat's median time over the arm's: above 1, the arm is faster. With one thread, times are CPU times, so that
-other processes do not count; with more, wall times. Prints a table, and JSON last.
+other processes do not count; with more, wall times. Prints a table, then JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Mixture:
     spread: float
 
     def draw(self, count: int, *, seed: int) -> NDArray[np.float32]:
-        """[count, dim] of length 1, each from a cluster taken evenly."""
+        """[count, dim] of length 1, each from a cluster drawn uniformly."""
         rng = np.random.default_rng(seed)
         dim = self.centers.shape[1]
         vectors = rng.standard_normal((count, dim), dtype=np.float32) * np.float32(self.spread / np.sqrt(dim))
@@ -66,7 +66,7 @@ def create_mixture(num_clusters: int, dim: int, spread: float) -> Mixture:
 
 
 def write_vectors(mixture: Mixture, count: int, path: Path) -> VectorFile:
-    """`count` draws, as the retriever stores vectors."""
+    """Write `count` draws in the retriever's vector file."""
     vectors = VectorFile(path, dim=mixture.centers.shape[1])
     for first in range(0, count, ADD_ROWS):
         vectors.append(mixture.draw(min(ADD_ROWS, count - first), seed=SEED + 1 + first))
@@ -74,11 +74,11 @@ def write_vectors(mixture: Mixture, count: int, path: Path) -> VectorFile:
 
 
 def build(factory: str, vectors: VectorFile, path: Path) -> dict[str, Any]:
-    """Create an index over all vectors and write it; seconds to its first added rows and in all, and bytes of the file."""
+    """Create and write an index over all vectors. Returns seconds to the first added rows and in all, and the file's bytes."""
     start, marks = time.perf_counter(), list[float]()
 
     def batches() -> Iterator[NDArray[np.float32]]:
-        marks.append(time.perf_counter() - start)  # asked for once the index is trained
+        marks.append(time.perf_counter() - start)  # called when the index is trained
         for first in range(0, vectors.num_rows, ADD_ROWS):
             yield vectors.read(first, min(first + ADD_ROWS, vectors.num_rows))
 
@@ -94,14 +94,14 @@ def build(factory: str, vectors: VectorFile, path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Arm:
-    """A factory and how wide it looks; `nprobe` means nothing to an exact index."""
+    """A factory and its `nprobe`, which an exact index ignores."""
 
     factory: str
     nprobe: int
 
     @property
     def name(self) -> str:
-        """As tables and records call it."""
+        """The arm's name in tables and records."""
         return EXACT if self.factory == EXACT else f"{self.factory}/{self.nprobe}"
 
 
@@ -123,7 +123,7 @@ def measure(
     batch: int,
     clock: Callable[[], float],
 ) -> dict[str, list[Repetition]]:
-    """Every block of `batch` queries through every arm; the first block once more before, unmeasured, as warm-up."""
+    """Send every block of `batch` queries through every arm, after an unmeasured run of the first block as warm-up."""
     segments = {
         name: (create_segment(index, first_row=0, removed=np.zeros(0, np.int64)),) for name, index in indexes.items()
     }
@@ -171,7 +171,7 @@ def summarize(done: dict[str, list[Repetition]]) -> dict[str, Any]:
 
 
 def samples(done: dict[str, list[Repetition]]) -> Iterator[dict[str, Any]]:
-    """Every time that was taken."""
+    """Every measured time."""
     for name, repetitions in done.items():
         for number, repetition in enumerate(repetitions):
             yield {
@@ -191,7 +191,7 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def table(arms: dict[str, Any], built: dict[str, Any]) -> str:
-    """Markdown, a row an arm."""
+    """A Markdown table, one row per arm."""
     head = "| index / nprobe | recall | one query, p50 / p99 ms | faster | batch, queries/s | faster | file, MiB |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     for name, arm in arms.items():
@@ -217,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     add("--clusters", type=int, default=2000)
     add("--dim", type=int, default=256)
     add("--spread", type=float, default=2.0, help="length of the noise around a centre of length 1")
-    add("--factories", nargs="+", default=["IVF4096,Flat"], help="FAISS factory strings, beside Flat")
+    add("--factories", nargs="+", default=["IVF4096,Flat"], help="FAISS factory strings, in addition to Flat")
     add("--nprobe", type=int, nargs="+", default=[1, 8, 32, 128])
     add("--queries", type=int, default=1024)
     add("--batch", type=int, default=32)

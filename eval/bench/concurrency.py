@@ -1,10 +1,11 @@
-"""How many planned hits come true when requests are in flight together?
+"""How many predicted hits come true when several requests are in flight?
 
     python -m eval.bench.concurrency [--clients 8] [--requests 200] [--schedule-policy fcfs lpm] [--record]
 
-A planned hit is a chunk that the rank held, or that a request under way was about to leave there, when the order was
-decided. It does not come true if it was evicted meanwhile, or if both requests were prefilled in one batch. The bundled
-model answers questions about its generated world, closed loop; every setting gets a fresh server and the same requests.
+A predicted hit (`planned` in the server's statistics) is a chunk that the rank held when the order was decided, or that a
+running request was about to store there. It does not come true if the chunk was evicted meanwhile, or if both requests were
+prefilled in one batch. The bundled model answers questions about its generated world, closed loop; every setting gets a fresh
+server and the same requests.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def load(url: str, requests: Sequence[Request], clients: int) -> dict[str, Any]:
-    """Closed loop of `clients`; the share of planned hits that did not come true, exact tokens, latency."""
+    """Send the requests from `clients` clients, closed loop. Returns the missed share of hits, exact tokens, latency."""
 
     def send(request: Request) -> tuple[float, dict[str, Any]]:
         chunks = [{"id": c.id, "text": c.text} for c in request.chunks]

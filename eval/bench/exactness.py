@@ -2,11 +2,11 @@
 
     python -m eval.bench.exactness --model-path M [--task NAME --data DIR] [--requests 200] [--record]
 
-Our server gets RAG requests while its pool is too small for them (eviction), with prefill pieces smaller than a chunk and
-SGLang's strict memory checks on. The very same prompts then go, as token ids, to stock SGLang, and to stock SGLang that
-never reuses (`SGLANG_RADIX_FORCE_MISS=1`). A cached length changes rounding even in stock SGLang: the largest difference of
-a log probability between the two stock runs, up to where they part, is the tolerance. Our first different token is excused
-only where stock's two best tokens are closer than that.
+Our server gets RAG requests with a pool that is too small for them (eviction), prefill pieces smaller than a chunk and
+SGLang's strict memory checks. The same prompts are then sent, as token ids, to stock SGLang, and to stock SGLang without any
+reuse (`SGLANG_RADIX_FORCE_MISS=1`). Even in stock SGLang the cached length changes the rounding: the tolerance is the largest
+difference of a log probability between the two stock runs, up to their first different token. Our first different token is
+excused only if stock's two best tokens are closer than the tolerance.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two answers part: step, and the reference's gap there."""
+    """The first difference of two answers: its step, and the reference's gap there."""
 
     request: int
     step: int
@@ -47,7 +47,7 @@ class Difference:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; 1 if a difference is not excused."""
+    """Run; returns 1 if a difference is not excused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="bundled")
     parser.add_argument("--chat-template")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(args: argparse.Namespace, requests: Sequence[Request]) -> dict[str, Any]:
-    """The three runs and their differences."""
+    """Run the three servers and compare their answers."""
     model = ["--model-path", args.model_path]
     model += ["--chat-template", args.chat_template] if args.chat_template else []
     tight = [
@@ -109,7 +109,7 @@ def compare(args: argparse.Namespace, requests: Sequence[Request]) -> dict[str, 
 def run_ours(
     url: str, requests: Sequence[Request], args: argparse.Namespace
 ) -> tuple[list[list[int]], list[Answer], int]:
-    """Every request through `/rag/v1/chat/completions`, four at a time in spirit of real load: order stays fixed here."""
+    """Send every request through `/rag/v1/chat/completions`, one after the other, so that the order is fixed."""
     prompts, answers, exact = [], [], 0
     for request in requests:
         body = {
@@ -135,14 +135,14 @@ def prompt_ids(reply: dict[str, Any]) -> list[int]:
 
 
 def run_stock(url: str, input_ids: list[int], args: argparse.Namespace) -> Answer:
-    """The same ids through `/generate`."""
+    """Send the same ids through `/generate`."""
     params = {"temperature": 0, "max_new_tokens": args.max_new_tokens}
     body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
     return answer_of(post(url + "/generate", body)["meta_info"])
 
 
 def logprob_difference(a: Answer, b: Answer) -> float:
-    """Largest difference while both say the same."""
+    """Largest difference of a log probability before the first different token."""
     worst = 0.0
     for token_a, token_b, x, y in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=False):
         if token_a != token_b:

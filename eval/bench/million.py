@@ -1,16 +1,17 @@
-"""A million passages: does a build that is killed again and again lose nothing, what memory does it take, how fast is search?
+"""A million passages: does a repeatedly killed build lose anything, how much memory does it take, how fast is search?
 
     python -m eval.bench.million [--passages 1000000] [--kill read encode add bm25] [--limit-gib 6] [--work DIR] [--record]
 
-Generates passages (eval/generated_corpus.py) and runs `python -m retrieval build --no-split` on them, as a process of its own.
-It is killed with SIGKILL at a random moment of each stage of `--kill` (eval/killed_build.py), run again each time, at last to
-its end. Then nothing may be missing: all passages, each once and in order, copies left out; texts, vectors and words of a sample
-as they must be, with the passages on both sides of every cut in it. `checks` says what held; the command fails if one did not,
-or if a build's peak memory, pages of mapped files included, passed the limit. Stage times are of progress bars; `fit` (or only
-loading what was fitted) and `train` have none and are the gaps between two.
+Generates passages (eval/generated_corpus.py) and runs `python -m retrieval build --no-split` on them in a process. SIGKILL ends
+the process at a random moment of each stage of `--kill` (eval/killed_build.py); it is run again each time, finally to its end.
+The index is then checked: it holds all passages, each once and in order, without copies; texts, vectors and words of a sample are
+right, and the sample includes the passages on both sides of every interruption. `checks` lists the results. The command fails if
+a check fails, or if a build's peak memory, pages of mapped files included, exceeds the limit. Stage times are read from progress
+bars; `fit` (or loading the fitted encoder) and `train` have no bar and are the intervals between two bars.
 
-Search is `Retriever.search` in this process, one thread: every repetition takes 32 questions of its own through all arms, one by
-one and as one batch, in an order that turns. Beside wall times stand CPU times, which other processes change less. JSON last.
+Search is `Retriever.search` in this process, one thread: every repetition sends its own 32 questions through all arms, one by
+one and as one batch, in a rotating order. CPU times are reported with wall times, since other processes affect them less. JSON
+comes last.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SAMPLE = 300
 MAX_ROUNDING = 1e-3
 """Between a vector and its float16 copy; components are below 1."""
 MIN_FOUND_BY_TEXT = 0.95
-"""First for its own text; questions are weighted differently than passages, so that need not be so."""
+"""Share of passages that are the first hit for their own text; below 1, because questions are weighted differently."""
 Searches = Callable[[Mode, str, int], list[str]]
 """(mode, query, k) -> ids."""
 
@@ -51,7 +52,7 @@ Searches = Callable[[Mode, str, int], list[str]]
 def check(
     index: Index, encoder: Encoder, corpus: GeneratedCorpus, search: Searches, cuts: Sequence[int]
 ) -> dict[str, Any]:
-    """What must hold of an index over all of `corpus`, however often its build was cut off at `cuts`, in rows."""
+    """Check an index over all of `corpus` whose build was interrupted at the rows `cuts`."""
     count = corpus.num_passages
     rng = random.Random(SEED)
     near = {row for cut in cuts for row in range(cut - 2, cut + 2) if 0 <= row < count}
@@ -77,7 +78,7 @@ def check(
 def measure(
     retriever: Retriever, corpus: GeneratedCorpus, *, num_questions: int, batch: int, nprobe: int
 ) -> list[dict[str, Any]]:
-    """Every search of every mode at k = 5 and 20, single and in batches: milliseconds, and its hits on the question's topic."""
+    """Search in every mode at k = 5 and 20, single and in batches: milliseconds, and hits on the question's topic."""
     questions = corpus.questions(num_questions)
     blocks = [questions[first : first + batch] for first in range(0, len(questions) - batch + 1, batch)]
     arms = [(mode, k, size) for mode in retriever.modes for k in (5, 20) for size in (1, batch)]
@@ -100,7 +101,7 @@ def measure(
 
 
 def summarize(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of each arm, a mode at a k and a number of queries at once."""
+    """Figures of each arm: a mode with a k and a number of queries per batch."""
     arms: dict[str, Any] = {}
     for name in dict.fromkeys(sample["arm"] for sample in samples):
         rows = [sample for sample in samples if sample["arm"] == name]
@@ -122,7 +123,7 @@ def _mode_k_size(arm: tuple[str, Any]) -> tuple[str, int, int]:
 
 
 def open_seconds(folder: Path, *, verify: bool) -> float:
-    """Of `Retriever.open`, files in the page cache."""
+    """Seconds of `Retriever.open`, with files in the page cache."""
     start = time.perf_counter()
     Retriever.open(folder, encoder=None, device=None, verify=verify, threads=1)
     return round(time.perf_counter() - start, 2)
@@ -193,7 +194,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _builds(source: Path, folder: Path, options: argparse.Namespace) -> Iterator[BuildRun]:
-    """Runs until one has ended by itself: those to be killed in the order of stages, then one that is left alone."""
+    """Run builds: one for each stage in which a build is killed, then one to its end."""
     rng = random.Random(SEED)
     plan: list[str | None] = [stage for stage in STAGES if stage in options.kill]
     for stage in [*plan, None]:

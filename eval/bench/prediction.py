@@ -1,10 +1,10 @@
-"""Is the front's prediction what SGLang then reports? Requests one at a time through the real server.
+"""Does the front's prediction equal SGLang's report? Requests one at a time through the real server.
 
     python -m eval.bench.prediction --task mtrag --data DIR [--requests 300] [--record]
 
-The model is small and random. For every request the front predicts how many prompt tokens the rank holds (head and planned
-chain). SGLang's own `cached_tokens` must equal that where the chain stops before the last chunk, and be at least that where
-all chunks hit: the excess is then a match inside the question. Without a planned chunk only a head can match.
+The model is small and random. For every request the front predicts how many prompt tokens the rank holds (head and predicted
+chain). SGLang's own `cached_tokens` must equal the prediction if the chain ends before the last chunk, and be at least that if
+all chunks hit: the excess is then a match inside the question. Without a predicted chunk only the head can match.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eval.task import Request, add_task_options, load_requests, load_texts
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; 1 if a prediction is wrong."""
+    """Run; returns 1 if a prediction is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-total-tokens", type=int, default=400_000)
     parser.add_argument("--logs", type=Path, default=Path("logs"))
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check(url: str, request: Request) -> dict[str, Any]:
-    """One request: what was predicted and what SGLang reports."""
+    """Send one request; returns the prediction and SGLang's report."""
     body = {
         "messages": [{"role": "user", "content": request.question}],
         "chunks": [{"id": c.id, "text": c.text} for c in request.chunks],

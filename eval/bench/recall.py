@@ -1,10 +1,11 @@
-"""What do words, vectors and both find, and how much do their answers share? Recall and overlap on real questions, no server.
+"""Recall of BM25, vectors and rank fusion, and overlap of their result lists, on real questions. No server.
 
     python -m eval.bench.recall --data DIR [--sets squad nq ...] [--encoder PATH] [--record]
 
-DIR holds a folder for each set, as `python -m retrieval evaluate` reads it; conversations are asked by their last question, their
-last two, and the rewritten question. With `--encoder` a sentence-transformers model stands in for the embedded encoder. Prints a
-Markdown table for each figure; the last line is JSON. CRAFT 3.1 for prefix and total, FusionRAG's figure 7a for neighbours.
+DIR holds a folder for each set, in the format of `python -m retrieval evaluate`. Conversations are searched by their last
+question, their last two, and the rewritten question. With `--encoder` a sentence-transformers model replaces the embedded
+encoder. Prints a Markdown table for each figure; the last line is JSON. CRAFT 3.1 defines prefix and total, FusionRAG's figure 7a
+neighbours.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MODEL_BATCH = 32
 
 
 class RememberingEncoder:
-    """An encoder that encodes a text once: the three retrievers are asked over the same passages."""
+    """Encodes each text once, since the three retrievers search the same passages."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -123,7 +124,7 @@ def ask(
 
 
 def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Over the sets, by retriever: last questions only, since others are asked of conversations alone."""
+    """Means over the sets, by retriever, of last questions only, since only conversations have the others."""
     found: dict[str, dict[str, Any]] = {}
     for retriever in MODES:
         chosen = [row for row in rows if row["retriever"] == retriever and row["query"] == 1]

@@ -3,20 +3,20 @@
     python -m eval.bench.relocate [--device cuda | cpu] [--quick] [--shapes llama3-8b small] [--tokens 256 1024 4096 16384]
                                   [--rounds 30] [--tune] [--record [DIR]]
 
-Random KV in a pool laid out as SGLang's, which need not be installed, moved to other slots and positions; slots in order
-(`contiguous`) or anywhere (`scattered`):
+Moves random KV, in a pool with SGLang's layout (SGLang need not be installed), to other slots and positions. Slots are in order
+(`contiguous`) or random (`scattered`):
 
-    move     pool to pool, keys turned              write    a blob on the device into the pool, keys turned
-    read     pool to blob, keys turned back         load     as `write`, from the host's memory: pageable, which is what the
-                                                             store has, and pinned
+    move     pool to pool, keys rotated             write    a blob on the device into the pool, keys rotated
+    read     pool to blob, keys rotated back        load     as `write`, from host memory: pageable, as in the store, and
+                                                             pinned
 
-each by the kernel and by torch, layer by layer; on the CPU by torch alone. A rate is the bytes that had to be read and those that
-had to be written, once each, over the time; the share is that rate over the one of a plain copy of as many bytes (`load`: to the
-device) in the same round. Every round takes all arms in an order that turns; medians with 95% bootstrap intervals over rounds.
+each by the kernel and by torch, layer by layer; on the CPU by torch alone. A rate is the number of bytes read and written, each
+counted once, over the time; the share is that rate over the rate of a plain copy of as many bytes (`load`: to the device) in the
+same round. Every round measures all arms in a rotating order; medians with 95% bootstrap intervals over rounds.
 
-On CUDA times are the device's, by events: it is kept busy until the host has queued everything, and its L2 cache is overwritten
-first. On the CPU they are wall times. Where there is both, kernel and torch must give the same bits, or the command fails.
-`--tune` adds `move` at other block sizes and numbers of warps than the kernel's own. Prints a table, and JSON last.
+On CUDA times are the device's, by events: the device is kept busy until the host has queued everything, and its L2 cache is
+overwritten first. On the CPU they are wall times. If both run, kernel and torch must give the same bits, or the command fails.
+`--tune` adds `move` at other block sizes and numbers of warps than the kernel's own. Prints a table, then JSON.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's KV in all layers."""
+        """Bytes of one token's KV in all layers."""
         return 2 * 2 * self.num_layers * self.num_heads * self.head_dim
 
 
@@ -70,7 +70,7 @@ SHAPES = {"llama3-8b": Shape(32, 8, 128), "small": Shape(4, 2, 64)}
 
 @dataclass(frozen=True)
 class Pool:
-    """What relocate.py uses of SGLang's: [slots, num_kv_heads, head_dim] a layer; slot 0 is left alone."""
+    """The attributes of SGLang's pool that relocate.py uses: [slots, num_kv_heads, head_dim] per layer; slot 0 is not used."""
 
     k_buffer: list[Tensor]
     v_buffer: list[Tensor]
@@ -79,14 +79,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of moving the bytes, and the name of the plain copy it is held against (None: it is one)."""
+    """One way of moving the bytes, and the name of the plain copy that it is compared with (None: it is one itself)."""
 
     work: Callable[[], object]
     against: str | None
 
 
 class Bench:
-    """A pool, a blob and two lists of tokens; what can be done with them as arms."""
+    """A pool, a blob and two lists of tokens, and the arms that move them."""
 
     def __init__(self, shape: Shape, num_tokens: int, slots: str, device: torch.device) -> None:
         self.num_bytes = 2 * num_tokens * shape.token_bytes
@@ -136,7 +136,7 @@ class Bench:
         )
 
     def arms(self, *, tune: bool) -> dict[str, Arm]:
-        """By name; without CUDA those of torch."""
+        """The arms by name; without CUDA those of torch only."""
         arms = {"copy": Arm(partial(self.plain[0].copy_, self.plain[1]), None)}
         is_cuda = self.source.is_cuda
         for path, use_kernel in (("kernel", True), ("torch", False))[0 if is_cuda else 1 :]:
@@ -154,7 +154,7 @@ class Bench:
         return arms
 
     def check(self) -> dict[str, bool]:
-        """Whether kernel and torch give the same bits, by what is done."""
+        """For each operation, whether kernel and torch give the same bits."""
         works: dict[str, Callable[[bool], Sequence[Tensor]]] = {
             "move": lambda use: self._targets_after(lambda: self.move(use_kernel=use)),
             "write": lambda use: self._targets_after(lambda: self.write(self.blob, use_kernel=use)),
@@ -185,7 +185,7 @@ class Bench:
 def measure(
     arms: Mapping[str, Arm], rounds: int, timed: Callable[[Callable[[], object]], float]
 ) -> list[dict[str, float]]:
-    """Seconds of every arm, by name, a round each; one round more to warm up."""
+    """Seconds of every arm, by name, for each round; an additional first round is warm-up."""
     names = list(arms)
     done = []
     for number in range(rounds + 1):
@@ -264,10 +264,10 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print; 1 if kernel and torch disagree, 2 for what cannot be, 130 where it was interrupted."""
+    """Measure and print; returns 1 if kernel and torch disagree, 2 for invalid options, 130 if interrupted."""
     try:
         return _run(_parse(argv))
-    except (CommandError, FileExistsError) as error:  # the latter: two records within a minute
+    except (CommandError, FileExistsError) as error:  # FileExistsError: two records within a minute
         print(f"relocate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

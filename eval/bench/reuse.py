@@ -3,26 +3,26 @@
     python -m eval.bench.reuse [--tokens 2000 6000] [--ratios 0 0.05 ...] [--selector query ...] [--pairs 20] [--record]
                                [--model-path DIR] [--url U] [--stock | --stock-url U] [-- FLAGS OF THE SERVERS]
 
-One server of ours, one client, one request at a time. A round sends one request of every arm, in an order that turns:
+One server of ours, one client, one request at a time. A round sends one request of every arm, in a rotating order:
 
-    full           no chunk reused, the least that reuse must beat
-    exact          the same prompt again and again: the least that a request costs (on the CPU much, since SGLang's attention
-                   there pads the question to the whole prompt)
+    full           no chunk reused: the time that reuse must beat
+    exact          the same prompt repeated: the minimum time of a request (on the CPU high, since SGLang's attention there
+                   pads the question to the whole prompt)
     SEL/host/R     moved from the store, selector SEL, ratio R         SEL/device/R   moved from other prompts' KV on the device
-    stock          with --stock: SGLang as it is, same flags, the chunks in the user message, nothing reused
+    stock          with --stock: stock SGLang, same flags, the chunks in the user message, nothing reused
 
 A share is an arm's median time over that of `full`, with a bootstrap interval over rounds; below 1, moving pays. The crossover is
-the ratio where the share reaches 1, linear between neighbouring ratios, null where it stays below at every ratio measured.
-Every measured prompt has a head of its own, cached by a short request before it: exactly the head is an exact hit, nothing a
-fused one, and each answer's fates must say so. Samples where they do not are kept, shown and counted as wrong, and the
-command fails.
+the ratio where the share reaches 1, interpolated linearly, or null if the share is below 1 at every measured ratio. Every
+measured prompt has a unique head, cached by a short request before it: exactly the head is an exact hit, nothing is a fused
+hit, and the fates of each answer must show this. Samples that do not are kept, shown and counted as wrong, and the command fails.
 
-Phases are the server's own times (`chunkcache.reuse.ms`) over the median of `full`; on a GPU the host's, which does not wait
-for queued work. Preprocessing: `POST /chunkcache/preprocess`, alone and behind neighbours in turn; the server scores and
-copies a chunk with its next batch, which is sent at once. Weights are random: nothing here says anything about quality.
+Phases are the server's own times (`chunkcache.reuse.ms`) over the median of `full`; on a GPU they are the host's, which does not
+wait for queued work. Preprocessing is `POST /chunkcache/preprocess`, alternately alone and after neighbours; the server scores
+and copies a chunk with its next batch, which is sent at once. Weights are random, so nothing here measures quality.
 
-A server behind `--url` needs --reuse fused --chunkcache-min-saved-tokens 0 --chunkcache-store-threshold 1000000, a pass as
-long as the longest prompt (--chunkcache-max-pass-tokens), an empty cache, and nobody else's requests: it is flushed.
+A server given by `--url` is flushed and must get no other requests. It needs an empty cache, --reuse fused,
+--chunkcache-min-saved-tokens 0, --chunkcache-store-threshold 1000000 and a pass as long as the longest prompt
+(--chunkcache-max-pass-tokens).
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ WORDS = [a + b + c for a in "bdfgklmnprst" for b in "aeio" for c in ("ran", "sel
 QUESTION_WORDS = 24
 PHASES = ("lookup", "relocate", "select", "recompute")
 NEIGHBOR = "Behind this."
-"""Stored chunks are computed behind it: of equal sources the server takes a preprocessed one before a device copy."""
+"""Stored chunks are computed after it. Of equal sources the server prefers a preprocessed one to a device copy."""
 MAX_DRAINS = 1000
-"""Requests after which chunks that still wait for the store never enter it."""
+"""If chunks still wait for the store after this many requests, the bench fails."""
 SHORT_LEN = 200
-"""Tokens, more than head, question and answer of any prompt here take."""
+"""Tokens; an upper bound for head, question and answer of any prompt here."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One kind of request. `kind`: full, exact, stock or fused; the rest is for fused ones."""
+    """One kind of request. `kind`: full, exact, stock or fused; the other fields are for fused ones."""
 
     kind: str
     source: str = ""
@@ -84,7 +84,7 @@ class Load:
 
     @classmethod
     def make(cls, num_tokens: int, chunk_tokens: int, words_per_token: float) -> Load:
-        """Random words, about as many tokens; one rounding to whole chunks."""
+        """Make chunks of random words with about `num_tokens` tokens, rounded to whole chunks."""
         num_chunks = max(2, round(num_tokens / chunk_tokens))
         num_words = max(1, round(chunk_tokens * words_per_token))
         stored, plain = ([_text(f"{kind} {i}", num_words) for i in range(num_chunks)] for kind in ("stored", "plain"))
@@ -92,7 +92,7 @@ class Load:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; 1 if an answer was not reused as its arm says."""
+    """Run; returns 1 if the fates of an answer do not match its arm."""
     args = _parse(argv)
     arms = arms_of(
         args.selector, args.ratios, args.phase_selectors, args.phase_ratio, stock=args.stock or args.stock_url
@@ -162,7 +162,7 @@ def turned(arms: Sequence[Arm], number: int) -> list[Arm]:
 
 
 class Bench:
-    """Sends the requests of all arms and keeps room for them in the pool."""
+    """Sends the requests of all arms, and flushes the cache before the pool is full."""
 
     def __init__(self, url: str, stock_url: str | None) -> None:
         """Raises CommandError for a server that moves no chunks."""
@@ -178,7 +178,7 @@ class Bench:
         self._pool = rank["free"] + rank["evictable"] + rank["protected"]
 
     def words_per_token(self) -> float:
-        """By the server's tokenizer."""
+        """Words per token of random text, by the server's tokenizer."""
         answer = post(self.url + "/tokenize", {"prompt": _text("tokenizer", 1000)})
         return 1000 / int(answer["count"])
 
@@ -189,14 +189,14 @@ class Bench:
         for number in range(warm_up + pairs):
             row = {}
             for arm in turned(arms, number):
-                self._make_room(load)
+                self._make_space(load)
                 row[arm.name] = self._sample(arm, load)
             print(number, {name: round(sample["ttft_s"], 3) for name, sample in row.items()}, flush=True)
             rows += [row] if number >= warm_up else []
         return rows
 
     def preprocess(self, load: Load, num_chunks: int, num_neighbors: int) -> list[dict[str, Any]]:
-        """Chunks of their own length, alone and behind neighbours from the store in turn."""
+        """Preprocess chunks, alternately alone and after neighbours from the store."""
         self._fill(load)
         num_words = len(load.stored[0].split())
         num_neighbors = min(num_neighbors, len(load.stored))
@@ -205,14 +205,14 @@ class Bench:
             row = {}
             for name in ("alone", "behind")[:: 1 if i % 2 == 0 else -1]:
                 neighbors = load.stored[:num_neighbors] if name == "behind" else ()
-                self._make_room(load)
+                self._make_space(load)
                 row[name] = self._preprocess(_text(f"{name} {i}", num_words), neighbors)
             rows.append(row)
         return rows
 
     # Private, in order of use
 
-    def _make_room(self, load: Load) -> None:
+    def _make_space(self, load: Load) -> None:
         if self._used + max(self._areas.values()) + 2 * SHORT_LEN > self._pool:
             self._fill(load)
 
@@ -242,7 +242,7 @@ class Bench:
         self._used += longest + SHORT_LEN
 
     def _prompt(self, texts: Sequence[str], *, stock: bool = False) -> dict[str, Any]:
-        """Messages and chunks, in a new order and behind a head that no other prompt has; the head is then cached."""
+        """Messages and chunks, in a new order after a head that no other prompt has. Sends a request that caches the head."""
         self._num_sent += 1
         system = {"role": "system", "content": f"{self._num_sent:06d} {_text(f'head {self._num_sent}', 6)}"}
 
@@ -329,7 +329,7 @@ class Bench:
 
 
 def wrong_fates(arm: Arm, sample: Mapping[str, Any], area: int, num_chunks: int) -> list[str]:
-    """Where an answer is not what its arm is about; `area`: tokens of the prompt's chunks."""
+    """How an answer's fates differ from its arm's; `area`: tokens of the prompt's chunks."""
     if arm.kind == "stock":
         return [] if sample["cached"] <= sample["prompt"] - area else [f"{sample['cached']} tokens cached"]
     fates, reasons = sample["fates"], []
@@ -347,7 +347,7 @@ def wrong_fates(arm: Arm, sample: Mapping[str, Any], area: int, num_chunks: int)
         low, high = _recomputed_bounds(arm, area, num_chunks)
         if not low <= fates["recomputed"] <= high:
             reasons.append(f"{fates['recomputed']} tokens recomputed, not {low} to {high}")
-        # Two equally good sources of `context`: it may take what preprocessing left in the tree.
+        # `context` may choose between two equally good sources, one of them left in the tree by preprocessing.
         allowed = {"host", "device"} if arm.selector == "context" else {arm.source}
         if len(sample["sources"]) != num_chunks or not allowed.issuperset(sample["sources"]):
             reasons.append(f"sources {sample['sources']}")
@@ -356,7 +356,7 @@ def wrong_fates(arm: Arm, sample: Mapping[str, Any], area: int, num_chunks: int)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], arms: Sequence[Arm]) -> dict[str, Any]:
-    """Per arm its share of `full` and its phases' shares, and the crossover of every sweep. `rows` as `Bench.rounds`."""
+    """For each arm its share of `full` and its phases' shares; the crossover of every sweep. `rows`: see `Bench.rounds`."""
     full_s = statistics.median(row["full"]["ttft_s"] for row in rows)
     summary: dict[str, Any] = {
         "rounds": len(rows),
@@ -394,7 +394,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], arms: Sequence[Arm]) -> dict[st
 def crossover(points: Sequence[tuple[float, float]]) -> float:
     """The ratio where the share of full prefill first reaches 1, linear between points.
 
-    points: (ratio, share), ratios ascending. The first ratio where even that does not pay; infinity where all do.
+    points: (ratio, share), ratios ascending. Returns the first ratio if its share is above 1, infinity if all are below.
     """
     if points[0][1] >= 1:
         return points[0][0]
@@ -407,7 +407,7 @@ def crossover(points: Sequence[tuple[float, float]]) -> float:
 def summarize_preprocessing(
     rows: Sequence[Mapping[str, Any]], rounds: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Median seconds a chunk, and those over what `full` takes for as many tokens; None where nothing was preprocessed."""
+    """Median seconds per chunk, and their ratio to `full`'s time for as many tokens; None if nothing was preprocessed."""
     if not rows:
         return None
     full_per_token = statistics.median(row["full"]["ttft_s"] / row["full"]["prompt"] for row in rounds)
@@ -445,7 +445,7 @@ def table(num_tokens: int, size: Mapping[str, Any]) -> str:
         )
     if prepared := size["preprocess"]:
         ratio, low, high = prepared["behind_over_alone"]
-        lines.append(f"preprocessing behind neighbours / alone: {ratio:.2f} [{low:.2f}, {high:.2f}]")
+        lines.append(f"preprocessing after neighbours / alone: {ratio:.2f} [{low:.2f}, {high:.2f}]")
         for name in ("alone", "behind"):
             parts = ", ".join(f"{phase} {value:.2f}" for phase, value in prepared[name]["of_full"].items())
             lines.append(f"  {name}, over full prefill of as many tokens: {parts}")
@@ -468,15 +468,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preprocess", type=int, default=8, help="chunks to preprocess each way; 0: none")
     parser.add_argument("--neighbors", type=int, default=4)
     parser.add_argument("--params", type=int, choices=sorted(SHAPES), default=100, help="millions, of the random model")
-    parser.add_argument("--model-path", help="another model; only its times mean something")
+    parser.add_argument("--model-path", help="another model; only its times are meaningful")
     parser.add_argument("--url", help="our server, already running")
     parser.add_argument("--stock", action="store_true", help="measure stock SGLang too")
     parser.add_argument("--stock-url", help="stock SGLang, already running")
     parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of the servers (default: theirs)")
     parser.add_argument(
-        "--max-total-tokens", type=int, default=200_000, help="our KV pool; full, it is flushed between requests"
+        "--max-total-tokens", type=int, default=200_000, help="our KV pool; flushed between requests when it is full"
     )
-    parser.add_argument("--store-mib", type=int, default=4096, help="our store: holds one length's chunks")
+    parser.add_argument("--store-mib", type=int, default=4096, help="our store; must hold the chunks of one length")
     parser.add_argument("--start-limit-s", type=float, default=300.0, help="seconds until a server must be ready")
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument("--record", action="store_true", help="write eval/results/")
@@ -490,7 +490,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _server(args: argparse.Namespace, name: str, extra: Sequence[str], model: str) -> Server:
-    # Stock gets one request of many, and both are emptied together: a quarter of the pool is enough for it.
+    # Stock gets one of several requests, and both servers are flushed together: a quarter of the pool is enough for it.
     num_slots = args.max_total_tokens // (1 if name == "ours" else 4)
     flags = ["--model-path", model, "--max-total-tokens", str(num_slots), "--enable-cache-report"]
     if args.model_path is None:
@@ -546,7 +546,7 @@ def _stream(url: str, body: Mapping[str, Any]) -> tuple[float, dict[str, Any], d
 def _recomputed_bounds(arm: Arm, area: int, num_chunks: int) -> tuple[int, int]:
     if arm.selector in ("none", "set"):
         return 0, 0
-    if arm.selector == "context":  # what it takes follows from the scores, and the focus spares more
+    if arm.selector == "context":  # its ratio follows from the scores, and the focus reduces it further
         return 0, area
     return math.ceil(arm.ratio * area - 1e-6), min(area, math.ceil(arm.ratio * area) + num_chunks)
 
@@ -559,7 +559,7 @@ def _share_of(arm: str, base: str) -> Callable[[Sequence[Mapping[str, Any]]], fl
 
 
 def _sweeps(arms: Sequence[Arm]) -> dict[tuple[str, str], list[float]]:
-    """Ratios, ascending, by selector and source; single ones are no sweep."""
+    """Ratios, ascending, by selector and source; a single ratio is not a sweep."""
     found: dict[tuple[str, str], list[float]] = {}
     for arm in arms:
         if arm.kind == "fused":

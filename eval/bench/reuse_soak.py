@@ -1,13 +1,16 @@
-"""Does any-position reuse ever read KV that is not there, lose a slot, or touch an exact answer? Mixed load on a tiny pool.
+"""Does fused reuse ever read KV of a free slot, lose a slot, or change an exact answer? Mixed load on a tiny pool.
 
     python -m eval.bench.reuse_soak [--requests 1000] [--retract-requests 200] [--seed 0] [--record]
 
-Run in the repository's root: the server is tests/e2e/poisoned_server.py, whose pool holds NaN wherever nobody owns a slot, with
-prefill pieces smaller than two chunks and SGLang's memory checks on. Eight clients send exact and fused requests of every
-selector and many ratios, streams, parallel answers, conversations, plain and explain requests; some hang up. Then every
-answer's log probabilities must be finite, every exact answer must be the one stock SGLang gives that never reuses (up to near
-ties, see exactness.py), and every slot must be free or evictable. Once more with SGLang taking running requests back. Sampling
-from NaN kills SGLang, which fails the command, too.
+Run in the repository's root: the server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill
+pieces smaller than two chunks and SGLang's memory checks. Eight clients send exact and fused requests with every selector and
+many ratios, streams, parallel answers, conversations, plain and explain requests; some disconnect early. The command then checks:
+
+- the log probabilities of every answer are finite;
+- every exact answer equals that of stock SGLang without reuse (up to near ties, see exactness.py);
+- every slot is free or evictable.
+
+The load is repeated with SGLang retracting running requests. Sampling from NaN kills SGLang, which fails the command, too.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ FLAGS = [
     *("--chunked-prefill-size", "32", "--max-running-requests", "8", "--random-seed", "0"),
     *("--chunkcache-min-saved-tokens", "0", "--chunkcache-max-pass-tokens", "1000"),
 ]
-"""A dozen prompts fill the pool, and a promised region may be recomputed whole."""
+"""The pool holds about a dozen prompts, and all moved chunks of a request may be recomputed."""
 TIGHT_POOL_TOKENS = 800
 TIGHT = [
     *FLAGS,
@@ -50,15 +53,15 @@ TIGHT = [
     "--chunkcache-store-variants",
     "2",
 ]
-"""Requests wait for room, promises are declined, and the store evicts what is being moved."""
+"""So small that requests wait for slots, promises are declined, and the store evicts chunks that are being moved."""
 
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
 RATIOS = (0.0, 0.15, 0.5, 1.0)
 NUM_PASSAGES = 20
 MAX_NEW_TOKENS = 24
 TIE = 0.0626
-"""Two best tokens closer than this, in nats, may change places: bfloat16 rounds differently with what else is in the batch, and
-the model's logits lie mostly between 8 and 16, where neighbouring bfloat16 numbers are 0.0625 apart."""
+"""Two best tokens closer than this, in nats, may swap: bfloat16 rounding depends on the rest of the batch, and the model's logits
+are mostly between 8 and 16, where adjacent bfloat16 values are 0.0625 apart."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Task:
-    """What one client does in a row: a request, or the turns of a conversation. `act` names how it is sent."""
+    """Work of one client: a request, or the turns of a conversation. `act` names how it is sent."""
 
     act: str
     turns: tuple[dict[str, Any], ...]
@@ -82,7 +85,7 @@ class Task:
 
 @dataclass
 class Found:
-    """What a run has seen. `problems` must stay empty."""
+    """The observations of a run. `problems` must stay empty."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
@@ -93,7 +96,7 @@ class Found:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; 1 if there is a problem."""
+    """Run; returns 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--retract-requests", type=int, default=200)
@@ -122,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace, runs: Sequence[Run]) -> tuple[dict[str, Any], int]:
-    """Results of every run, and how many problems there were. Raises CommandError for a server that died."""
+    """Results of every run, and the number of problems. Raises CommandError if a server died."""
     results: dict[str, Any] = {}
     found: dict[str, Found] = {}
     for one in runs:
@@ -145,7 +148,7 @@ def run(args: argparse.Namespace, runs: Sequence[Run]) -> tuple[dict[str, Any], 
 
 
 def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int) -> Found:
-    """Send the load, wait until nothing is left under way, and look whether `pool_tokens` slots are there again."""
+    """Send the load, wait until no request is running, and check that `pool_tokens` slots are free or evictable."""
     found = Found()
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(lambda task: _run(url, task, found), make_tasks(num_requests, seed)))
@@ -154,7 +157,7 @@ def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: i
 
 
 def make_tasks(num_requests: int, seed: int) -> list[Task]:
-    """At least `num_requests` requests about a small world, so that chunks come back in ever other places."""
+    """At least `num_requests` requests about a small world, so that chunks recur at other positions."""
     from eval.world.world import World, order_questions
 
     world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
@@ -170,12 +173,14 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
         for number in range(3 if act == "conversation" else 1):
             question = rng.choice(asked)
             passages = world.context(question, rng.randint(2, 6), rng)
-            if rng.random() < 0.4:  # what moved KV gets wrong
+            if rng.random() < 0.4:  # a question that moved KV answers wrongly
                 question = rng.choice(order_questions(passages))
             turns.append(_body(rng, question.question, passages[: 2 if number else None], act))
         if act == "conversation":
             turns = [{**turn, "conversation_id": f"soak{len(tasks)}"} for turn in turns]
-        if act == "again":  # computed in another order, moved, then exact: it must find nothing of what was moved
+        if (
+            act == "again"
+        ):  # computed in another order, moved, then exact: the exact request must not match the moved KV
             exact = {key: value for key, value in turns[0].items() if key != "reuse"}
             exact |= {"order": "retriever", "cache_salt": f"again{len(tasks)}", "max_tokens": MAX_NEW_TOKENS}
             exact["messages"] = [{"role": "user", "content": "Which passage comes last?"}]
@@ -187,7 +192,7 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
 
 
 def check_exact(found: Found, url: str, **salt: str) -> dict[str, Any]:
-    """Every exact answer against a full prefill of the same ids on the server at `url`; counts, and problems into `found`."""
+    """Compare exact answers with full prefill of their ids on the server at `url`; adds problems to `found`, returns counts."""
     references: dict[tuple[int, ...], Answer] = {}
     num_excused, worst = 0, 0.0
     for ids, answer, max_tokens in found.exact:
@@ -213,7 +218,7 @@ def check_exact(found: Found, url: str, **salt: str) -> dict[str, Any]:
 
 
 def leftovers(url: str, pool_tokens: int, timeout_s: float = 60.0) -> list[str]:
-    """What is not given back once all is quiet; requests are sent meanwhile, since captures are done beside forwards."""
+    """Resources that are not released when the server is idle. Sends requests meanwhile, since captures run with batches."""
     deadline = time.monotonic() + timeout_s
     while True:
         post(url + "/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 2}})
@@ -234,13 +239,13 @@ def leftovers(url: str, pool_tokens: int, timeout_s: float = 60.0) -> list[str]:
 
 
 def problems_of_log(log: Path) -> list[str]:
-    """Lines that tell of an error, ours or SGLang's."""
+    """Log lines of errors, ours or SGLang's."""
     marks = ("Traceback", "IntegrityError", "moving chunk KV failed", "memory leak", "Scheduler hit an exception")
     return [line[:200] for line in log.read_text(errors="replace").splitlines() if any(m in line for m in marks)]
 
 
 def summary(found: Found, url: str) -> dict[str, Any]:
-    """For the record."""
+    """The results for the record."""
     rank = get(url + "/chunkcache/stats")["ranks"][0]
     return {
         "outcomes": dict(sorted(found.outcomes.items())),
@@ -254,7 +259,7 @@ def summary(found: Found, url: str) -> dict[str, Any]:
 
 
 def is_finite(logprobs: Sequence[Any]) -> bool:
-    """Whether all are numbers: JSON has none for NaN, servers write null."""
+    """Whether all are numbers. JSON has no NaN; servers write null."""
     return bool(logprobs) and all(isinstance(value, int | float) and value == value for value in logprobs)
 
 

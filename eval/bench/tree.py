@@ -1,11 +1,11 @@
-"""What the chunk-prefix tree costs: time of an order decision, bytes per node, bytes of the access table.
+"""Costs of the chunk-prefix tree: time of an order decision, bytes per node, bytes of the access table.
 
     python -m eval.bench.tree
 
-Needs Python alone. Trees hold `--nodes` nodes. `topics` looks like retrieval: zipf-distributed topics of 20 chunks, some noise.
-`permutations` is built to defeat the search: random orders of the same 10 chunks, so that nothing can be ruled out. `wide` asks
-for 100 chunks at once, random orders of those again. Memory is what tracemalloc counts while the tree is built, chunk ids
-included; requests are dropped as they come. The last line is one JSON object.
+Needs Python alone. Trees hold `--nodes` nodes. `topics` resembles retrieval: zipf-distributed topics of 20 chunks, some noise.
+`permutations` is the worst case for the search: random orders of the same 10 chunks, so that it can exclude nothing. `wide` has
+random orders of the same 100 chunks. Memory is counted by tracemalloc while the tree is built, chunk ids included; requests are
+not kept. The last line is one JSON object.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Requests = Iterator[list[Chunk]]
 
 
 def topics(seed: int, k: int) -> Requests:
-    """k of the chunks of one of 2,000 zipf-distributed topics, every seventh from anywhere; 128 to 512 tokens each."""
+    """k of the chunks of one of 2,000 zipf-distributed topics, every seventh from any topic; 128 to 512 tokens each."""
     rng = random.Random(seed)
     shares = list(accumulate(1 / (topic + 1) for topic in range(2000)))
     while True:
@@ -65,11 +65,11 @@ def grow(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTab
 
 
 def scatter(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTable]:
-    """Insert requests in the order they come, so that an adversary's orders all end up in the tree."""
+    """Insert requests in the given order, so that an adversary's orders are all in the tree."""
     tree, table = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
     for number, request in enumerate(requests):
         table.observe(chunk.id for chunk in request)
-        # Cut short by turns: chains of all chunks would let the search stop early.
+        # Truncated to alternating lengths: chains of all chunks would let the search stop early.
         cut = request[: 3 + number % (len(request) - 3)]
         tree.insert(_NAMESPACE, cut, rank=0, tier=Tier.DEVICE, promoted_len=0)
         if len(tree) >= num_nodes:
@@ -97,7 +97,7 @@ def decision_us(
 
 
 def traced_bytes(build: Callable[[], object]) -> int:
-    """Bytes that the built object, and whatever it keeps alive, takes."""
+    """Bytes of the built object and of everything that it references."""
     gc.collect()
     tracemalloc.start()
     built = build()
@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _chunk(number: int) -> Chunk:
-    """A chunk as a request brings it: with an id string of its own, as a tokenizer's hash would make it."""
+    """A chunk with an id string of its own, as if a tokenizer had hashed it for a new request."""
     return Chunk(ChunkId(f"{number:032x}"), 128 + number * 7919 % 385)
 
 

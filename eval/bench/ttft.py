@@ -3,14 +3,14 @@
     python -m eval.bench.ttft --data DIR --load ragpulse|mtrag|fresh [--pairs 80] [--warm-up 40] [--scale 4] [--record]
 
 Three servers with the same flags (`--schedule-policy lpm --sleep-on-idle`) and the same threads: ours, stock SGLang, and
-stock SGLang with the Python `RadixCache` that ours derives from (stock's default tree is another). Each gets every request,
-one at a time, in ABBA order, so that machine noise hits all alike; each keeps the cache that its own traffic left.
+stock SGLang with the Python `RadixCache` that ours derives from (not stock's default tree). Each gets every request, one at a
+time, in ABBA order, so that machine noise affects all alike; each keeps the cache that its own traffic filled.
 
-Lengths are the data's divided by `--scale`; how RAGPulse becomes text is said in eval/tasks/ragpulse.py. Stock servers get
-what an application sends today: `/v1/chat/completions` with the chunks in retriever order in the user message, every turn.
-Weights are random: nothing here says anything about quality.
+Lengths are the data's divided by `--scale`; eval/tasks/ragpulse.py explains how RAGPulse becomes text. Stock servers get the
+usual requests of an application: `/v1/chat/completions` with the chunks in retriever order in the user message, every turn.
+Weights are random, so nothing here measures quality.
 
-`fresh` is RAGPulse with no chunk ever seen twice: what the chunk cache costs where it has nothing to give.
+`fresh` is RAGPulse with no chunk used twice: it measures the overhead of the chunk cache if there is nothing to reuse.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(servers: dict[str, Server], requests: Sequence[Request]) -> list[dict[str, Any]]:
-    """Every request through every arm, the order of the arms turned round each time (ABBA)."""
+    """Send every request through every arm, reversing the order of the arms each time (ABBA)."""
     rows = []
     histories: dict[tuple[str, str], list[Message]] = {}
     for i, request in enumerate(requests):
@@ -92,7 +92,7 @@ def run(servers: dict[str, Server], requests: Sequence[Request]) -> list[dict[st
 
 
 def send(url: str, arm: str, request: Request, histories: dict[tuple[str, str], list[Message]]) -> dict[str, Any]:
-    """Stream one request; seconds to the first token, prompt and cached tokens. `histories`: as each arm has seen them."""
+    """Stream one request; returns seconds to the first token, prompt and cached tokens. `histories`: those of each arm."""
     begun = (arm, request.conversation or request.id)
     history = histories.setdefault(begun, [{"role": "system", "content": request.system}])
     body: dict[str, Any] = {
@@ -151,7 +151,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def overhead(rows: Sequence[dict[str, Any]], stats: dict[str, Any]) -> dict[str, Any]:
-    """What our cache and our order decision took, of the time to first token of all requests."""
+    """The share of our cache and our order decision in the time to first token of all requests."""
     rank = stats["ranks"][0]
     seconds = {
         "match": rank["match_seconds"],

@@ -1,1 +1,1 @@
-"""Reading data sets, from files or the hub; what the tasks have in common."""
+"""Readers of data sets, from files or the hub, which the tasks share."""

@@ -12,7 +12,7 @@ from eval.progress import tracked
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What `datasets.load_dataset` wants. `file` names one of several files."""
+    """Arguments of `datasets.load_dataset`. `file` names one of several files."""
 
     name: str
     config: str | None = None
@@ -21,7 +21,7 @@ class HubName:
 
 
 def parse_hub(text: str, published: HubName) -> HubName:
-    """`NAME[:CONFIG[:SPLIT]]`; what is left out is the published set's. A copy elsewhere has no config unless it is named."""
+    """Parse `NAME[:CONFIG[:SPLIT]]`; missing parts are those of the published set. A copy elsewhere has no default config."""
     name, _, rest = text.partition(":")
     config, _, split = rest.partition(":")
     if name in ("", published.name):
@@ -30,14 +30,14 @@ def parse_hub(text: str, published: HubName) -> HubName:
 
 
 def hub_rows(hub: HubName) -> Iterator[tuple[str, Row]]:
-    """("name, row number", row). Raises CommandError where `datasets` is missing or cannot load it."""
+    """("name, row number", row). Raises CommandError if `datasets` is missing or cannot load the set."""
     try:
         from datasets import load_dataset
     except ImportError:
         raise CommandError("--hub needs the package datasets: pip install datasets") from None
     try:
         rows = load_dataset(hub.name, hub.config, split=hub.split, data_files=hub.file)
-    except Exception as error:  # whatever it is, of many libraries: no network, no such name, config or split
+    except Exception as error:  # of many libraries: no network, no such name, config or split
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CommandError(f"--hub {hub.name}: {lines[0]}") from None
     for number, row in enumerate(tracked(f"reading {hub.name}", rows), 1):

@@ -3,8 +3,8 @@
     passages.jsonl.gz     {"id", "title", "text"}, title and "domain" optional
     questions.jsonl.gz    {"id", "question", "answers", "gold_passage_ids", "context_passage_ids"}, the last three optional
 
-`context_passage_ids` is the list that the data set itself gives for a question. On the hub a question brings its passages
-along; equal ones are one passage. A passage is read by the model as its title, a line break and its text.
+`context_passage_ids` is the list that the data set itself gives for a question. On the hub the row of a question contains its
+passages; equal ones become one passage. The model reads a passage as its title, a line break and its text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eval.task import Request, Source, TaskData, TextChunk
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A passage that a row of the hub brings along."""
+    """A passage in a row of the hub."""
 
     title: str
     text: str
@@ -32,7 +32,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row of the hub in our terms; `is_list`: the passages are the list that the data set gives the question to answer from."""
+    """A row of the hub in our format; `is_list`: its passages are the data set's own list for the question."""
 
     id: str
     question: str
@@ -42,11 +42,11 @@ class Example:
 
 
 def load_questions(source: Source, hub: HubName, example: Callable[[Row], Example | None]) -> TaskData:
-    """The data set `source.task` from its folder or from the hub, questions shuffled by the seed: files have those about one
-    passage side by side.
+    """The data set `source.task` from its folder or from the hub. Questions are shuffled by the seed, because in the files
+    questions about one passage follow each other.
 
     Args:
-        example: the mapping from the hub's columns; None leaves a row out.
+        example: maps a row of the hub; returns None to leave it out.
     """
     if source.hub is None:
         data = read_questions(source.folder(source.task), source.task)
@@ -58,13 +58,13 @@ def load_questions(source: Source, hub: HubName, example: Callable[[Row], Exampl
 
 
 def read_questions(folder: Path, task: str) -> TaskData:
-    """A folder, its questions in the file's order. Raises CommandError."""
+    """Read a folder, its questions in the file's order. Raises CommandError."""
     passages, _ = read_passages(folder)
     requests: dict[str, Request] = {}
     for where, row in read_rows(folder / "questions.jsonl.gz"):
         name = f"{task}:{name_of(row, 'id', where)}"
         if name in requests:
-            raise CommandError(f"{where}: id {row['id']!r} is there twice")
+            raise CommandError(f"{where}: id {row['id']!r} occurs twice")
         requests[name] = Request(
             name,
             text_of(row, "question", where),
@@ -83,7 +83,7 @@ def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
     for where, row in read_rows(path):
         name = name_of(row, "id", where)
         if name in passages:
-            raise CommandError(f"{where}: id {name!r} is there twice")
+            raise CommandError(f"{where}: id {name!r} occurs twice")
         passages[name] = TextChunk(name, content(str(row.get("title") or ""), text_of(row, "text", where)))
         if row.get("domain"):
             domains[name] = str(row["domain"])
@@ -93,7 +93,7 @@ def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
 
 
 def chunks_of(row: Row, field: str, where: str, passages: Mapping[str, TextChunk]) -> tuple[TextChunk, ...]:
-    """The passages that a field names. Raises CommandError for one that there is not."""
+    """The passages that a field names. Raises CommandError for an unknown one."""
     names = names_of(row, field, where)
     if unknown := next((name for name in names if name not in passages), None):
         raise CommandError(f"{where}: {field} names {unknown!r}, which is not among the passages")
@@ -101,7 +101,7 @@ def chunks_of(row: Row, field: str, where: str, passages: Mapping[str, TextChunk
 
 
 def content(title: str, text: str) -> str:
-    """What the model reads of a passage: as the index of `retrieval` has it."""
+    """The text of a passage that the model reads, in the same format as `retrieval`'s."""
     first_line = text.partition("\n")[0].lstrip("#").strip()
     return text if title in ("", first_line) else f"{title}\n{text}"
 
@@ -117,7 +117,7 @@ def _examples(task: str, hub: HubName, example: Callable[[Row], Example | None])
             found = example(row)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CommandError(
-                f"{where} is not laid out as task {task} expects: {type(error).__name__} {error}"
+                f"{where} does not have the format of task {task}: {type(error).__name__} {error}"
             ) from None
         if found is None:
             continue

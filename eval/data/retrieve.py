@@ -1,6 +1,6 @@
-"""Chunks for requests that bring none: the k best passages by words, vectors or both, found by the `retrieval` package.
+"""Retrieves chunks for requests without any: the k best passages by words, vectors or both, with the `retrieval` package.
 
-One index for each domain, in a temporary folder, built and searched as a served one is: a request looks into its own domain.
+Each domain gets an index in a temporary folder, built and searched like a served one. A request searches its own domain.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SEARCH_BATCH = 64
 def retrieve(
     data: TaskData, requests: Sequence[Request], *, k: int, mode: Literal["bm25", "dense", "fusion"], seed: int
 ) -> list[Request]:
-    """The requests with the k best passages of their domain, best first. Single questions that find nothing are left out.
+    """The requests with the k best passages of their domain, best first. Single questions without results are left out.
 
     Raises:
-        CommandError: the retrieval package's libraries are missing, or no index can be made of these passages.
+        CommandError: the retrieval package's libraries are missing, or no index can be built of these passages.
     """
     by_domain: dict[str, list[TextChunk]] = {}
     for passage in data.passages:
@@ -39,7 +39,7 @@ def retrieve(
     for domain in dict.fromkeys(data.domains.get(request.id, "") for request in requests):
         asked = [request for request in requests if data.domains.get(request.id, "") == domain]
         if domain not in by_domain:
-            raise CommandError(f"{asked[0].id} looks into domain {domain!r}, which has no passages")
+            raise CommandError(f"{asked[0].id} searches domain {domain!r}, which has no passages")
         with TemporaryDirectory(prefix="eval-retrieve-") as folder:
             found.update(_search(by_domain[domain], asked, Path(folder), k=k, mode=mode, seed=seed))
     chosen = [replace(request, chunks=found[request.id]) for request in requests]
@@ -99,7 +99,7 @@ def _index(passages: Sequence[TextChunk], folder: Path, *, mode: str, seed: int)
     options = BuildOptions(
         fit_passages=FIT_PASSAGES, encode_batch=ENCODE_BATCH, bm25_memory_bytes=BM25_MEMORY_MIB << 20, seed=seed
     )
-    # A chunk's text begins with its title already.
+    # A chunk's text already begins with its title.
     documents = (Document(passage.id, "", passage.text) for passage in passages)
     with _bar() as report:
         build_index(
@@ -110,7 +110,7 @@ def _index(passages: Sequence[TextChunk], folder: Path, *, mode: str, seed: int)
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """One bar for all stages of a build, each of which counts from 0."""
+    """One bar for all stages of a build; each stage counts from 0."""
     with progress("indexing passages", None) as bar:
         done: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""JSON Lines as data sets have them: rows with the place they stand at, and fields that are what they should be."""
+"""Reads JSON Lines of data sets: rows with file and line number for error messages, and checked fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """("file, line number", object) of every line that is not blank; gzip by the name's `.gz`. Raises CommandError."""
+    """("file, line number", object) of every non-blank line; gzip if the name ends in `.gz`. Raises CommandError."""
     number = 0
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
@@ -37,15 +37,15 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def text_of(row: Row, name: str, where: str) -> str:
-    """A field that is a text and not blank. Raises CommandError."""
+    """A field that is a non-blank string. Raises CommandError."""
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise CommandError(f"{where}: {name} must be a text that is not empty")
+        raise CommandError(f"{where}: {name} must be a non-empty string")
     return value
 
 
 def name_of(row: Row, name: str, where: str) -> str:
-    """A field that is an id: a text that is not blank, or an integer, as a text. Raises CommandError."""
+    """A field that is an id: a non-blank string, or an integer, which becomes a string. Raises CommandError."""
     value = row.get(name)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -61,10 +61,10 @@ def number_of(row: Row, name: str, where: str) -> float:
 
 
 def names_of(row: Row, name: str, where: str) -> tuple[str, ...]:
-    """A list of texts or integers as texts, none twice; missing or null: empty. Raises CommandError."""
+    """A list of strings or integers as distinct strings; missing or null: empty. Raises CommandError."""
     values = row.get(name)
     if values is None:
         return ()
     if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, str | int) for v in values):
-        raise CommandError(f"{where}: {name} must be a list of texts or integers")
+        raise CommandError(f"{where}: {name} must be a list of strings or integers")
     return tuple(dict.fromkeys(map(str, values)))

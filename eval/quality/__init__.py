@@ -1,1 +1,1 @@
-"""What reuse does to answers: `python -m eval quality`."""
+"""The effect of reuse on answers: `python -m eval quality`."""

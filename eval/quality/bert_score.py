@@ -1,11 +1,11 @@
 """BERTScore (Zhang et al. 2020) with an encoder from a local folder: each token is matched with its most similar one.
 
-No inverse document frequencies and no rescaling, so values depend on encoder and layer: they stand in the record, and only
-values of the same ones can be compared. [CLS] and [SEP] do not count.
+No inverse document frequencies and no rescaling, so values depend on encoder and layer. The record names both, and only values
+of the same encoder and layer can be compared. [CLS] and [SEP] do not count.
 
-torchmetrics has this too, but with texts of different lengths in one call it scores answers against other answers' references
-(1.9.0: it sorts by length and un-sorts with the same permutation instead of its inverse; torchmetrics issue 2728). Tests
-compare ours with it one pair at a time.
+torchmetrics has BERTScore too, but with texts of different lengths in one call it scores answers against other answers'
+references (1.9.0: it sorts by length and un-sorts with the same permutation instead of its inverse; torchmetrics issue 2728).
+Tests compare ours with it one pair at a time.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 BATCH = 32
 MAX_TOKENS = 512
-"""Of a text; the rest is cut off, as all BERT-like encoders do."""
+"""Texts are truncated to this many tokens, as by all BERT-like encoders."""
 
 
 class BertScore:
-    """F1 of greedy matching between texts; remembers a text's embedding while it scores one list.
+    """F1 of greedy matching between texts. Caches embeddings while it scores one list.
 
     Args:
         folder: a transformers encoder with its tokenizer; nothing is downloaded.
-        layer: whose output is compared, 1 to the encoder's layers; None: the last one.
+        layer: the layer whose outputs are compared, from 1; None: the last one.
     Raises:
         CommandError: no such encoder, or no such layer.
     """
 
     def __init__(self, folder: Path, *, layer: int | None = None) -> None:
         if not (folder / "config.json").exists():
-            raise CommandError(f"--bert-encoder: {folder} is no folder of an encoder: it has no config.json")
+            raise CommandError(f"--bert-encoder: {folder} is not the folder of an encoder: it has no config.json")
         from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
         define_torchvision_ops()
@@ -55,14 +55,14 @@ class BertScore:
         self._max_tokens = min(MAX_TOKENS, config.max_position_embeddings)
 
     def spec(self) -> dict[str, Any]:
-        """What the values depend on, for the record."""
+        """Encoder and layer, on which the values depend, for the record."""
         return {"encoder": self.name, "layer": self.layer, "idf": False, "rescaled": False}
 
     def score(self, answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
         """For each answer the best F1 over its references, -1 to 1; a text without tokens: 0, two of them: 1.
 
         Raises:
-            ValueError: another number of reference lists than of answers, or an empty one.
+            ValueError: the numbers of reference lists and answers differ, or a list is empty.
         """
         pairs = list(zip(answers, references, strict=True))
         if any(not wanted for _, wanted in pairs):
@@ -104,5 +104,5 @@ def match(answer: Tensor, reference: Tensor) -> float:
     similarity = answer @ reference.T
     precision = float(similarity.max(dim=1).values.mean())
     recall = float(similarity.max(dim=0).values.mean())
-    # Both negative, as between opposite texts, leaves F1 without a meaning; their mean still says so.
+    # If both are negative, as between opposite texts, F1 has no meaning; their mean is then negative, too.
     return 2 * precision * recall / (precision + recall) if min(precision, recall) > 0 else (precision + recall) / 2

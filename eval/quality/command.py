@@ -1,18 +1,20 @@
-"""`python -m eval quality MODE`: what reuse does to the answers.
+"""`python -m eval quality MODE`: the effect of reuse on the answers.
 
     answers      a task through arms: right answers, and agreement with full prefill
     permutation  does the order of the chunks matter? (CRAFT figure 5)
     dedup        does it matter that a conversation does not show a chunk twice? (CRAFT figure 7)
-    ratio        what does recomputing a share of moved tokens win back? (FusionRAG figures 17 and 18, Cache-Craft figure 26)
+    ratio        how much quality does recomputing a share of moved tokens restore? (FusionRAG figures 17 and 18, Cache-Craft
+                 figure 26)
 
-In `answers` a reference server computes every prompt in the retriever's order with nothing reused: the arm `full-prefill`. Each
-arm then answers all requests in their order on a server of its own, so that it reuses what its own traffic left. An arm that
-reorders is compared with full prefill twice: of its own prompt (what reuse did: nothing, unless KV was moved) and of the
-retriever's (what an application would notice). Arms that send chunks as text tokenise them together with what stands around
-them, ours apart: where that makes another prompt, answers may differ without any reuse, and `tokenised_otherwise` counts it.
+In `answers` a reference server computes every prompt in the retriever's order without reuse: the arm `full-prefill`. Each arm
+then answers all requests in their order on a server of its own, so it reuses KV of its own traffic only. An arm that reorders
+chunks is compared with full prefill twice: of its own prompt (the effect of reuse: none, unless KV was moved) and of the
+retriever's order (the difference that an application would notice). Arms that send chunks as text tokenise them together with
+the surrounding text, our server tokenises them separately. If the token ids then differ, answers may differ without any reuse;
+`tokenised_otherwise` counts such prompts.
 
 In all modes turns of one conversation, and questions that the same passages answer, are one block of the bootstrap and of the
-paired t-test: they are no independent samples.
+paired t-test, because they are not independent samples.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ SHOWN = (*GOLD_METRICS, "faithfulness", "same", "rouge_l_full", "kl", "same_retr
 
 
 def main(argv: Sequence[str]) -> int:
-    """One mode; returns the exit code."""
+    """Run one mode; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m eval quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -85,12 +87,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the mode `answers`."""
+    """Add the options of the mode `answers`."""
     add_task_options(parser)
     add_arm_options(parser, default=DEFAULT_ARMS)
-    parser.add_argument(
-        "--against", metavar="ARM", default=REFERENCE.name, help="arm that the others are compared with"
-    )
+    parser.add_argument("--against", metavar="ARM", default=REFERENCE.name, help="arm to compare the others with")
     parser.add_argument(
         "--reference",
         metavar="URL",
@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace) -> int:
     check_options(args)
     arms = parse_arms(args.arms)
     if args.against not in {REFERENCE.name, *(arm.name for arm in arms)}:
-        raise CommandError(f"--against: {args.against} is none of {REFERENCE.name}, {', '.join(args.arms)}")
+        raise CommandError(f"--against: {args.against} is not one of {REFERENCE.name}, {', '.join(args.arms)}")
     requests = load_requests(args)
     reference = replace(REFERENCE, url=args.reference and reference_url(args.reference))
     scorer = make_scorer(args, arms)
@@ -122,8 +122,8 @@ def measure(args: argparse.Namespace) -> int:
             answer_all(run, requests, [reference, *arms], endpoints, scorer, args, facts)
         results = run.results()
         notes = [
-            f"{name}: {n} prompts tokenised otherwise: the reference's text, but chunks inside the user message become other "
-            "tokens, so answers may differ without any reuse"
+            f"{name}: {n} prompts tokenised differently: the text is the reference's, but chunks inside the user message become "
+            "other tokens, so answers may differ without any reuse"
             for name, n in results["tokenised_otherwise"].items()
         ]
         lines = [table(results["cells"], SHOWN), differences(results["contrasts"], SHOWN), *notes]
@@ -131,7 +131,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def reference_url(text: str) -> str:
-    """The address of `--reference`. Raises CommandError for what is no address, and for a server without our cache."""
+    """The address of `--reference`. Raises CommandError for an invalid address, and for a server without our cache."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.netloc or "," in text:
         raise CommandError(f"--reference: expected http://HOST:PORT and nothing else, got {text!r}")
@@ -142,8 +142,8 @@ def reference_url(text: str) -> str:
         has_cache = False
     if not has_cache:
         raise CommandError(
-            f"--reference: {url}/chunkcache/stats does not answer as a server of ours: only one can compute full prefill of "
-            "every arm's prompt; without --reference one is started"
+            f"--reference: {url}/chunkcache/stats does not answer like our server, and only our server can compute full prefill "
+            "of every arm's prompt; without --reference one is started"
         )
     return url
 
@@ -157,9 +157,9 @@ def answer_all(
     args: argparse.Namespace,
     facts: dict[str, Any],
 ) -> None:
-    """Every sample that `run` does not hold yet, one arm at a time beside the reference server, which is the first one."""
+    """Take every sample that `run` does not hold yet: one arm at a time, after the reference server, which keeps running."""
     histories = fixed_histories(requests)
-    alone = [replace(request, conversation=None) for request in requests]  # the history is in the messages already
+    alone = [replace(request, conversation=None) for request in requests]  # the messages already contain the history
     reference = arms[0]
     full = FullPrefill(endpoints.open(reference))
     for arm in arms:
@@ -190,9 +190,9 @@ def answers_of(
     full: FullPrefill,
     args: argparse.Namespace,
 ) -> Iterator[Compared | CommandError]:
-    """In the requests' order, `--clients` in flight; what a server refused is given back as its error."""
+    """Answers in the order of the requests, `--clients` in flight; a refused request gives its error."""
     arm = endpoint.arm
-    # A server that gets the chunks as text tokenises them its own way: its own prompt is only computed there.
+    # A server that gets the chunks as text tokenises them itself, so only that server can compute its own prompt.
     own = full if arm.route == "rag" else FullPrefill(endpoint)
     reorderer = create_reorderer(arm, contextpilot_python=args.contextpilot_python)
 
@@ -219,7 +219,7 @@ def answers_of(
 def fixed_histories(requests: Sequence[Request]) -> list[list[Message]]:
     """For each request the messages before it: its conversation's earlier questions with the data set's replies.
 
-    They are texts without chunks and the same for all arms, so that arms differ in the last turn only.
+    The messages have no chunks and are the same for all arms, so that arms differ in the last turn only.
     """
     turns: dict[str, list[Message]] = {}
     histories = []
@@ -257,7 +257,7 @@ def sample(arm: Arm, request: Request, answer: Compared | CommandError, scorer: 
 
 
 def summarize(samples: Sequence[Sample], *, against: str, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
-    """Cells, contrasts with one arm, and normalised F1 where its two ends were measured."""
+    """Cells, contrasts with one arm, and normalised F1 if full reuse and full prefill were measured."""
     results = summarize_arms(samples, against=against)
     ends = {"full_reuse": "full-reuse", "full_prefill": REFERENCE.name}
     return (
@@ -270,7 +270,7 @@ def summarize(samples: Sequence[Sample], *, against: str, scorer: Scorer, facts:
 
 
 def tokenised_otherwise(samples: Sequence[Sample]) -> dict[str, int]:
-    """Arm -> how many of its prompts have another length than the reference's, though their text is the same."""
+    """Arm -> the number of its prompts whose length differs from the reference's although their text is the same."""
     lengths = {
         row["request"]: row["prompt_tokens"] for row in samples if row["arm"] == REFERENCE.name and "order" in row
     }

@@ -1,8 +1,8 @@
 """`python -m eval quality dedup`: does it matter that a conversation does not show a chunk again? CRAFT figure 7.
 
-The same conversations on a server per policy, which differ in `--chunkcache-dedup` alone; the order stays the retriever's. Each
-policy's history holds its own answers, as an application's would. Turns of one conversation are no independent samples, so
-intervals and the paired t-test are over conversations.
+The same conversations on a server per policy; the servers differ only in `--chunkcache-dedup`, and keep the retriever's order.
+Each policy's history holds its own answers, as in an application. Turns of one conversation are not independent samples,
+so intervals and the paired t-test are over conversations.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ SHOWN = (*GOLD_METRICS, "same_policy", "rouge_l_policy", "bert_score_policy")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of this mode."""
+    """Add the options of this mode."""
     add_task_options(parser)
     parser.add_argument(
         "--policies",
         nargs="+",
         choices=POLICIES,
         default=["off", "shown"],
-        help="the first one is what others are beside",
+        help="policies to compare; the first one is the baseline",
     )
     add_hop_option(parser)
     add_quality_options(parser)
@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace) -> int:
     """Answer, score, record."""
     check_options(args)
     if len(set(args.policies)) < 2:
-        raise CommandError(f"--policies needs two different ones to compare, got {' '.join(args.policies)}")
+        raise CommandError(f"--policies needs at least two different policies, got {' '.join(args.policies)}")
     is_made = args.task == "world" or args.hop == 2
     requests = world_conversations(args) if is_made else load_requests(args)
     conversations = group(requests)
@@ -109,7 +109,7 @@ def answer_all(
     scorer: Scorer,
     args: argparse.Namespace,
 ) -> None:
-    """Every sample that `run` does not hold yet. A conversation that was interrupted is held again from its first turn."""
+    """Take every sample that `run` does not hold yet. An interrupted conversation is repeated from its first turn."""
     missing = [
         turns for turns in conversations if any(key_of(arm, request) not in run for arm in arms for request in turns)
     ]
@@ -132,7 +132,7 @@ def answer_all(
 
 
 def converse(endpoint: Endpoint, turns: Sequence[Request]) -> list[Greedy | CommandError]:
-    """The answers, turn by turn; behind one that the server refused, all further ones have its error."""
+    """The answers, turn by turn; after a turn that the server refused, all further turns have its error."""
     salt, history = secrets.token_hex(8), list[Message]()
     found: list[Greedy | CommandError] = []
     for request in turns:
@@ -140,7 +140,7 @@ def converse(endpoint: Endpoint, turns: Sequence[Request]) -> list[Greedy | Comm
             found.append(found[-1])
             continue
         try:
-            # A name of its own: what an interrupted run told the server must not be remembered.
+            # A unique id, because the server may remember the conversation from an interrupted run.
             answer = ask(endpoint, request, request.chunks, history, conversation_id=f"{salt}-{request.conversation}")
         except CommandError as error:
             found.append(error)
@@ -177,7 +177,7 @@ def sample(
 
 
 def summarize(samples: Sequence[Sample], *, against: str, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
-    """Cells and contrasts over all turns, and contrasts over those turns alone in which a chunk was left out."""
+    """Cells and contrasts over all turns, and contrasts over the turns in which a chunk was left out."""
     touched = {row["request"] for row in samples if row.get("num_dropped")}
     repeated = [row for row in samples if row["request"] in touched]
     return (

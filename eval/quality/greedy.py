@@ -1,7 +1,7 @@
-"""One greedy answer with its distributions, over HTTP; and full prefill of any prompt, for comparison.
+"""Requests one greedy answer with its distributions over HTTP, and full prefill of any prompt for comparison.
 
-Tokens are known by their text here, as OpenAI's API gives them: the same for every server, and enough for KL, since tokens that
-share a text are lumped (a lower bound).
+Tokens are identified by their text, as in OpenAI's API: this works for every server and suffices for KL. Tokens with the same
+text are merged, so KL is a lower bound.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Greedy:
     text: str
     tokens: list[str]
     steps: list[dict[str, float]]
-    """A token each: text -> log probability of the likeliest."""
+    """For each token: text -> log probability of the likeliest candidates."""
     order: tuple[str, ...]
-    """Ids of the chunks as the prompt shows them."""
+    """Ids of the chunks in prompt order."""
     num_prompt: int
     num_cached: int
     info: dict[str, Any]
-    """What our server says it did, {} from another one."""
+    """The `chunkcache` object of our server, {} from another one."""
 
     @property
     def fates(self) -> dict[str, int] | None:
-        """Prompt tokens by fate, if the server says."""
+        """Prompt tokens by fate, if the server reports them."""
         return self.info.get("fates")
 
 
@@ -51,9 +51,9 @@ class Endpoint:
     model: str
     arm: Arm
     max_new_tokens: int
-    """Where the request does not say."""
+    """Used if the request has none."""
     top_logprobs: int
-    """Of a token; 0 for a server that gives none."""
+    """Log probabilities per token; 0 for a server that gives none."""
 
 
 def ask(
@@ -63,10 +63,10 @@ def ask(
     history: Sequence[Message] = (),
     **more: Any,
 ) -> Greedy:
-    """The arm's answer with `chunks` in this order, unless the server orders them; `more` goes into the body and wins.
+    """The arm's answer with `chunks` in this order, unless the server orders them; fields of `more` override the body's.
 
     Raises:
-        CommandError: the server refused or is gone.
+        CommandError: the server refused the request or is gone.
     """
     url, arm = endpoint.url, endpoint.arm
     limit = request.max_new_tokens or endpoint.max_new_tokens
@@ -94,7 +94,7 @@ def ask(
 
 
 class FullPrefill:
-    """Answers to prompts of which nothing is cached, each asked once: every one has a `cache_salt` of its own."""
+    """Answers to prompts without any cached KV: each prompt is sent once, with a unique `cache_salt`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -104,7 +104,7 @@ class FullPrefill:
         """Full prefill of the request with its chunks in this order.
 
         Raises:
-            CommandError: as `ask`, or something was cached after all: the server takes no `cache_salt`.
+            CommandError: as `ask`, or cached KV was found: the server ignores `cache_salt`.
         """
         key = request.id, tuple(order)
         if key not in self._found:
@@ -114,6 +114,6 @@ class FullPrefill:
             order_kept = {"order": "retriever", "reuse": "exact"} if self._endpoint.arm.route == "rag" else {}
             answer = ask(self._endpoint, request, chunks, history, **order_kept, cache_salt=salt)
             if answer.num_cached or (answer.fates or {}).get("exact"):
-                raise CommandError(f"{request.id}: full prefill found cached KV under a salt of its own")
+                raise CommandError(f"{request.id}: full prefill found cached KV under a unique cache_salt")
             self._found[key] = answer
         return self._found[key]

@@ -1,7 +1,7 @@
 """Faithfulness by a judge: which of an answer's claims do the passages support? Any OpenAI-compatible endpoint can judge.
 
-We ship the question and the arithmetic, and no figure: what comes out depends on the judge, whose name is in the record.
-The key comes from an environment variable; its value goes into the request and nowhere else.
+We ship the prompt and the arithmetic, but no figure: the result depends on the judge, which the record names. The key is read
+from an environment variable; its value is sent with the request and written nowhere.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ An answer without any factual claim gets {{"claims": []}}."""
 
 ATTEMPTS = 3
 WAIT_S = 1.0
-"""Before the second attempt; doubled before each further one."""
+"""Delay before the second attempt; doubled before each further one."""
 MAX_TOKENS = 2000
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How many of an answer's claims the passages support."""
+    """Numbers of claims in an answer, and of those that the passages support."""
 
     num_claims: int
     num_supported: int
 
     @property
     def faithfulness(self) -> float | None:
-        """Supported claims of all; None for an answer that claims nothing."""
+        """Share of supported claims; None for an answer without claims."""
         return self.num_supported / self.num_claims if self.num_claims else None
 
 
 class Judge:
-    """Asks one endpoint; counts what could not be judged.
+    """Asks one endpoint, and counts answers that could not be judged.
 
     Args:
         url: the endpoint's base, with or without /v1.
@@ -71,7 +71,7 @@ class Judge:
         self.num_failures = 0
 
     def judge(self, question: str, answer: str, passages: Sequence[str]) -> Verdict | None:
-        """The verdict, or None after three attempts that failed or were not JSON as asked for."""
+        """The verdict, or None after three attempts that failed or gave invalid JSON."""
         numbered = "\n".join(f"[{number}] {text}" for number, text in enumerate(passages, 1))
         body = {
             "model": self._model,
@@ -92,12 +92,12 @@ class Judge:
         return None
 
     def spec(self) -> dict[str, Any]:
-        """Who judged, and how often that failed; neither address nor key."""
+        """The judge's model and the number of failures; neither address nor key."""
         return {"model": self._model, "failures": self.num_failures}
 
 
 def parse_verdict(text: str) -> Verdict:
-    """Counts the claims of a reply. A fence around the JSON is taken off; anything else unexpected raises ValueError."""
+    """Count the claims of a reply. A fence around the JSON is removed; anything else unexpected raises ValueError."""
     fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", text, re.DOTALL)
     parsed = json.loads(fenced[1] if fenced else text)
     claims = parsed.get("claims") if isinstance(parsed, dict) else None

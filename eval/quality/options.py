@@ -1,4 +1,4 @@
-"""What all modes of `python -m eval quality` take, and what they make of it: scorer, servers, endpoints, folder."""
+"""The options of all modes of `python -m eval quality`, and the scorer, servers, endpoints and folder made from them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from eval.task import Request
 
 TOP_LOGPROBS = 100
-"""Of a token. What is left out is lumped, which makes KL low: 1 to 3% with 100 of the bundled model's 1,101 where moved KV costs
-answers, but a third with 20 and four fifths with 5. vLLM gives at most 20 unless told otherwise."""
+"""Log probabilities per token. All other tokens are merged into one, which lowers KL: with the bundled model's 1,101 tokens,
+where moved KV costs answers, by 1 to 3% at 100, a third at 20 and four fifths at 5. vLLM gives at most 20 by default."""
 BUNDLED_POOL = 100_000
-"""Tokens: holds a run's chunks, so that reuse has something to find. Other models get SGLang's own size."""
+"""KV pool in tokens, large enough for a run's chunks. Other models get SGLang's own size."""
 
 
 def add_quality_options(parser: argparse.ArgumentParser) -> None:
-    """Options of every mode but `ratio`."""
-    group = parser.add_argument_group("model and scores; flags for all servers stand behind --")
+    """Add the options of every mode."""
+    group = parser.add_argument_group("model and scores; flags for all servers come after --")
     group.add_argument("--model-path", default="bundled", metavar="M", help="a model, random, or bundled (default)")
     group.add_argument(
         "--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters"
@@ -49,26 +49,29 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=get_args(Weights),
         default="auto",
-        help="real: this model's answers mean something; none: score agreement with full prefill only. auto: the bundled "
-        "model knows the task world alone, a --model-path is real, a server that is already there is not unless it says that "
-        "its model is the bundled one",
+        help="real: score right answers; none: score agreement with full prefill only. auto: the bundled model is real for the "
+        "task world only, a --model-path is real, a running server is not unless it reports the bundled model",
     )
     group.add_argument("--bert-encoder", type=Path, metavar="DIR", help="BERTScore with the encoder in this folder")
-    group.add_argument("--bert-layer", type=int, metavar="N", help="its layer (default: the last one)")
-    group.add_argument("--max-new-tokens", type=int, default=40, help="of an answer (default: 40)")
+    group.add_argument("--bert-layer", type=int, metavar="N", help="layer of the encoder (default: the last one)")
+    group.add_argument("--max-new-tokens", type=int, default=40, help="maximum length of an answer (default: 40)")
     group.add_argument(
-        "--top-logprobs", type=int, default=TOP_LOGPROBS, metavar="N", help=f"for KL; 0: none ({TOP_LOGPROBS})"
+        "--top-logprobs",
+        type=int,
+        default=TOP_LOGPROBS,
+        metavar="N",
+        help=f"per token, for KL; 0: no KL ({TOP_LOGPROBS})",
     )
-    group.add_argument("--clients", type=int, default=4, help="requests in flight at most (default: 4)")
-    group.add_argument("--threads", type=int, default=2, help="of each server, without a GPU (default: 2)")
+    group.add_argument("--clients", type=int, default=4, help="maximum number of requests in flight (default: 4)")
+    group.add_argument("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
     group.add_argument(
-        "--out", type=Path, metavar="DIR", help="new, or of the run to go on with (default: runs/<date>)"
+        "--out", type=Path, metavar="DIR", help="a new folder, or that of a run to continue (default: runs/<date>)"
     )
-    group.add_argument("--baseline", metavar="RECORD", help="name of the record to read this one beside")
+    group.add_argument("--baseline", metavar="RECORD", help="name of the record to compare this one with")
 
 
 def add_judge_options(parser: argparse.ArgumentParser) -> None:
-    """A judge for faithfulness."""
+    """Add the options of a judge for faithfulness."""
     group = parser.add_argument_group("faithfulness, by a judge model")
     group.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint")
     group.add_argument("--judge-model", metavar="NAME", help="the model to ask there")
@@ -76,7 +79,7 @@ def add_judge_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises CommandError for numbers out of range; the bundled model's pool gets its size."""
+    """Raise CommandError for values out of range; set the pool size for the bundled model."""
     if args.model_path == "bundled" and args.max_total_tokens is None:
         args.max_total_tokens = BUNDLED_POOL
     for name, least in (("max_new_tokens", 1), ("top_logprobs", 0), ("clients", 1), ("threads", 1)):
@@ -85,7 +88,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def make_scorer(args: argparse.Namespace, arms: Sequence[Arm]) -> Scorer:
-    """The scorer the options name. Raises CommandError for an encoder or judge that is not there."""
+    """The scorer that the options select. Raises CommandError for a missing encoder or judge."""
     started = [args.model_path] if not arms or any(arm.url is None for arm in arms) else []
     models = [*started, *(served_model(arm.url) for arm in arms if arm.url is not None)]
     has_gold = {knows_answers(model, args.task, args.weights) for model in models} == {True}  # each may be refused
@@ -99,9 +102,9 @@ def make_scorer(args: argparse.Namespace, arms: Sequence[Arm]) -> Scorer:
 
 
 def served_model(url: str) -> str | None:
-    """`bundled` if the server says that its model is the bundled one; None for any other, whose weights nobody knows here."""
+    """`bundled` if the server reports the bundled model; None for any other, because its weights are unknown."""
     named: list[Any] = []
-    with suppress(CommandError):  # no SGLang, or no server at all, which is said when it is asked
+    with suppress(CommandError):  # not SGLang, or no server at all, which is reported at the first request
         named.append(get(f"{url}/server_info").get("model_path"))
     with suppress(CommandError, AttributeError, TypeError):
         named += [model.get("id") for model in get(f"{url}/v1/models").get("data", [])]
@@ -109,7 +112,7 @@ def served_model(url: str) -> str | None:
 
 
 class Endpoints:
-    """Servers of arms, started when asked for."""
+    """Servers of arms, started on first use."""
 
     def __init__(self, pool: ServerPool, args: argparse.Namespace) -> None:
         self._pool, self._args = pool, args
@@ -121,11 +124,11 @@ class Endpoints:
         return Endpoint(url, self._pool.model(key), arm, self._args.max_new_tokens, self._args.top_logprobs)
 
     def check(self, endpoint: Endpoint) -> None:
-        """After a request that failed. Raises CommandError if the server is gone."""
+        """Call after a failed request. Raises CommandError if the server is gone."""
         self._pool.check(Key(endpoint.arm.name, ()), endpoint.url)
 
     def keep_only(self, *arms: Arm) -> None:
-        """Stop the servers of all others."""
+        """Stop the servers of all other arms."""
         self._pool.keep([Key(arm.name, ()) for arm in arms])
 
 
@@ -133,7 +136,7 @@ class Endpoints:
 def open_endpoints(
     args: argparse.Namespace, requests: Sequence[Request], facts: dict[str, Any], folder: Path
 ) -> Iterator[Endpoints]:
-    """Starts no server yet; stops all in the end. What ran is in `facts["servers"]`, and kept for a run that goes on."""
+    """Endpoints whose servers are stopped on exit. `facts["servers"]` describes them, also those before an interruption."""
     with model_flags(args, requests, args.server_flags) as flags:
         plan = Plan(arms=(), server_flags=flags, threads=args.threads, facts=facts)
         try:
@@ -144,7 +147,7 @@ def open_endpoints(
 
 
 def spec_of(args: argparse.Namespace, arms: Sequence[Arm], requests: Sequence[Request]) -> dict[str, Any]:
-    """What makes two runs the same measurement: settings, what is asked, and the model, where servers are started."""
+    """Everything that identifies a measurement: settings, requests, and the model if servers are started."""
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "clients")}
     starts = any(arm.url is None for arm in arms)
     digests = {"model_sha256": model_sha256(args.model_path) if starts else None}
@@ -152,7 +155,7 @@ def spec_of(args: argparse.Namespace, arms: Sequence[Arm], requests: Sequence[Re
 
 
 def finish(run: Run, table: str) -> int:
-    """Print the table, what may be said and what not, the folder and, last, the figures as JSON."""
+    """Print the table, verdicts and limitations, the folder and, last, the figures as JSON."""
     results = run.results()
     notes = [f"Note: {results['note']}"] if "note" in results else []
     print(table, *results["verdict"], *notes, sep="\n")

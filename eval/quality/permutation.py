@@ -1,8 +1,8 @@
 """`python -m eval quality permutation`: does the order of the chunks matter? CRAFT figure 5 on any task and model.
 
-Each request is answered in the retriever's order and in random ones; both are scored alike. Orders that are drawn twice are
-asked once. The server's own ordering is off: it is told to keep the order that it gets, and what it cached it reuses.
-All orders of a request are one sample: figures count it once, with the mean over its random orders.
+Each request is answered in the retriever's order and in random ones, and all answers are scored alike. Orders that are drawn
+twice are sent once. The server keeps the order of the request (its own ordering is off) and reuses cached KV. All orders of a
+request are one sample: figures count it once, with the mean over its random orders.
 """
 
 from __future__ import annotations
@@ -48,16 +48,14 @@ PER_REQUEST = ("bert_score", "f1", "em", "bert_score_given", "rouge_l_given", "k
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of this mode."""
+    """Add the options of this mode."""
     add_task_options(parser)
     parser.set_defaults(requests=20)
     add_hop_option(parser)
     parser.add_argument(
         "--orders", type=int, default=100, metavar="N", help="random orders of each request's chunks (default: 100)"
     )
-    parser.add_argument(
-        "--arm", default="ours", help="an arm, or NAME=URL[,chat|rag] for a server that is already there"
-    )
+    parser.add_argument("--arm", default="ours", help="an arm, or NAME=URL[,chat|rag] for a running server")
     add_quality_options(parser)
 
 
@@ -70,7 +68,7 @@ def measure(args: argparse.Namespace) -> int:
     found = two_hop_requests(args) if args.hop == 2 else load_requests(args)
     requests = [request for request in found if len(request.chunks) > 1]
     if not requests:
-        raise CommandError(f"--task {args.task}: no request has two chunks to put in another order")
+        raise CommandError(f"--task {args.task}: no request has two chunks to reorder")
     scorer, folder = make_scorer(args, [arm]), args.out or default_folder(f"quality-{args.mode}")
     facts = load_facts(folder)
     with Run(
@@ -92,9 +90,9 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def in_given_order(arm: Arm) -> Arm:
-    """The arm with its server told to keep the chunks' order. Raises CommandError for one that reorders on the client's side."""
+    """The arm with its server set to keep the chunks' order. Raises CommandError for an arm that reorders in the client."""
     if arm.adapter is not None:
-        raise CommandError(f"--arm {arm.name} reorders chunks itself: orders cannot be compared through it")
+        raise CommandError(f"--arm {arm.name} reorders chunks itself, so it cannot compare orders")
     return replace(arm, body={**arm.body, "order": "retriever"}) if arm.route == "rag" else arm
 
 
@@ -106,7 +104,7 @@ def answer_all(
     scorer: Scorer,
     args: argparse.Namespace,
 ) -> None:
-    """Every sample that `run` does not hold yet; first says how many requests that takes."""
+    """Take every sample that `run` does not hold yet. Prints the number of requests first."""
     endpoint = None
     drawn = {request.id: [in_turn(request), *draw_orders(request, args.orders, args.seed)] for request in requests}
     left = {
@@ -133,7 +131,7 @@ def answer_all(
 
 
 Order = tuple[int, ...]
-"""Places in the request's own list of chunks."""
+"""Indices into the request's own list of chunks."""
 
 
 def in_turn(request: Request) -> Order:
@@ -142,7 +140,7 @@ def in_turn(request: Request) -> Order:
 
 
 def draw_orders(request: Request, num_orders: int, seed: int) -> list[Order]:
-    """Independent random orders, the same for every run with this seed; one may come twice, or be the retriever's."""
+    """Independent random orders, equal for equal seeds. An order may occur twice, or be the retriever's."""
     rng = random.Random(f"{seed} {request.id}")
     return [tuple(rng.sample(in_turn(request), len(request.chunks))) for _ in range(num_orders)]
 
@@ -155,7 +153,7 @@ def key_of(arm: Arm, request: Request, number: int) -> str:
 def answer_orders(
     pool: ThreadPoolExecutor, endpoint: Endpoint, request: Request, orders: Sequence[Order]
 ) -> dict[Order, Greedy | CommandError]:
-    """Each order asked once; what the server refused is its error."""
+    """The answer to each order, sent once; a refused request gives its error."""
 
     def one(order: Order) -> Greedy | CommandError:
         try:
@@ -196,10 +194,10 @@ def sample(
 
 
 def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
-    """Cells and the mean difference; per request the retriever's order beside mean and standard deviation of the others.
+    """Cells and the mean difference; per request the retriever's order against mean and standard deviation of the others.
 
-    Cells and contrasts count each request once, with the mean over its orders: orders of one request are no independent
-    samples, and neither are requests of one block. A cell's `errors` are answers that failed, of its `num_answers`.
+    Cells and contrasts count each request once, with the mean over its orders: orders of one request are not independent
+    samples, and neither are requests of one block. A cell's `errors` counts failed answers among its `num_answers`.
     """
     pooled = [{**row, "cell": {}} for row in samples]
     baseline, drawn = [row for row in pooled if not row["permutation"]], [row for row in pooled if row["permutation"]]
@@ -214,7 +212,7 @@ def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any
     for metrics in spread.values():
         for metric, found in metrics.items():
             if found["baseline"] is not None:
-                # Rounding: a request that all orders answer alike has a deviation of 0 and lies on its mean.
+                # Tolerance for rounding: if all orders give the same value, the deviation is 0 and the value is the mean.
                 within[metric].append(abs(found["baseline"] - found["mean"]) <= found["sd"] + 1e-9)
     cells = [
         _one_a_request([row for row in samples if row["cell"]["order"] == order])
@@ -252,7 +250,7 @@ def _means(rows: Sequence[Sample]) -> dict[str, float]:
 
 
 def _told(cells: Sequence[Mapping[str, Any]], contrasts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What another order did, in words, however little can be said of it beyond these requests."""
+    """The effect of other orders in words, for these requests, without a claim about others."""
     said = []
     for one in (one for one in contrasts if one["metric"] in ("em", "f1")):
         change = f"{one['value']:+.3g} on average, 95% interval [{one['low']:+.3g}, {one['high']:+.3g}]"

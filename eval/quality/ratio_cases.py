@@ -1,6 +1,6 @@
-"""Cases for the ratio curves: a question, its chunks in prompt order, and what they are captured behind.
+"""Cases for the ratio curves: a question, its chunks in prompt order, and the chunks after which their KV is captured.
 
-Strangers and neighbours never stand in the case's own prompt: else a chunk would have two variants, or be an exact hit.
+Strangers and neighbours are never in the case's own prompt: otherwise a chunk would have two variants, or be an exact hit.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from eval.quality.scores import block_of
 from eval.task import TextChunk, load_requests
 
 KINDS = ("one-hop", "two-hop", "order", "linked")
-UNSEEN = 1 << 60  # worlds beyond the seeds that training draws
+UNSEEN = 1 << 60  # first seed of worlds that training never draws
 CLIP_CHARS = 600  # of a real passage: the model's context is 4,096 tokens, and it reads such text nearly byte by byte
 
-SPARE = 4  # times as many passages retrieved as shown
+SPARE = 4  # ratio of retrieved passages to passages in the prompt
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question with its chunks in prompt order, and what they are captured behind."""
+    """One question with its chunks in prompt order, and the chunks after which they are captured."""
 
     id: str
     kind: str
     block: str
-    """Which cases move together; see `block_of`."""
+    """The case's block of the bootstrap; see `block_of`."""
     question: str
     gold: tuple[str, ...]
     chunks: tuple[TextChunk, ...]
     strangers: tuple[TextChunk, ...]
     """As many as chunks, none of them in the prompt."""
     neighbors: dict[str, tuple[TextChunk, ...]]
-    """By chunk id, nearest first, none of them in the prompt; as many as the largest top-n asks for."""
+    """By chunk id, nearest first, none of them in the prompt; as many as the largest top-n."""
 
 
 def world_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Questions about worlds that training never draws, as many for each kind and number of chunks."""
+    """Questions about worlds that training never draws, the same number for each kind and number of chunks."""
     from eval.world.world import World, linked_questions, order_questions
 
     for kind in args.kinds:
@@ -66,9 +66,9 @@ def world_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def data_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """The requests of a task that have enough passages, which are clipped; conversations' turns stand alone.
+    """The requests of a task with enough passages, which are clipped. Turns of conversations become single questions.
 
-    More are retrieved than shown: strangers and neighbours come from all that any request retrieves.
+    More passages are retrieved than shown: strangers and neighbours are taken from all retrieved passages.
     """
     asked = argparse.Namespace(**vars(args) | {"k": SPARE * max(args.chunks)})
     requests = load_requests(asked)
@@ -94,11 +94,11 @@ def make_case(
     num_neighbors: int,
     rng: random.Random,
 ) -> Case:
-    """The case with strangers and neighbours from `corpus`. Raises CommandError for a corpus that has too few."""
+    """The case with strangers and neighbours from `corpus`. Raises CommandError if the corpus has too few."""
     shown = {chunk.text for chunk in chunks}
     others = [chunk for chunk in corpus if chunk.text not in shown]
     if len(others) < max(len(chunks), num_neighbors):
-        raise CommandError(f"{kind}: {len(others)} passages beside the prompt's are too few")
+        raise CommandError(f"{kind}: {len(others)} passages besides the prompt's are too few")
     rank = ranker(others)
     neighbors = {chunk.id: tuple(rank(chunk.text, num_neighbors)) for chunk in chunks}
     return Case(name, kind, block, question, gold, chunks, tuple(rng.sample(others, len(chunks))), neighbors)

@@ -1,19 +1,19 @@
-"""`python -m eval quality ratio`: what does moving chunks cost, and what does recomputing some of their tokens win back?
+"""`python -m eval quality ratio`: how much quality does moving chunks cost, and recomputing some of their tokens restore?
 
-One server of ours with `--reuse fused`. Every question is asked once with full prefill, then once per cell (selector and ratio)
-over moved chunks. A capture says how the chunks' KV came about, before any cell runs and once a chunk, so that all selectors
-move the same KV:
+One server of ours with `--reuse fused`. Every question is answered once with full prefill, then once per cell (selector and
+ratio) over moved chunks. A capture is the way in which the chunks' KV is computed. This happens before any cell runs and once per
+chunk, so that all selectors move the same KV:
 
-    alone          behind nothing. The prompt's first chunk is then an exact hit
-    live           in requests that mix half of the question's chunks with strangers, each behind a stranger
-    preprocessed   behind the top-n passages nearest to it by words, none of them in the prompt (FusionRAG 3.1)
+    alone          after no other chunk. The prompt's first chunk is then an exact hit
+    live           in requests that mix half of the question's chunks with strangers, each after a stranger
+    preprocessed   after the top-n passages nearest to it by words, none of them in the prompt (FusionRAG 3.1)
 
-Nothing leaks: every question has `cache_salt`s of its own, one a capture and one for full prefill, and `set` goes last because
-what it does not reuse it computes, which leaves new sources. Samples count moved chunks that came from anywhere else as foreign.
+Captures are isolated: every question has unique `cache_salt`s, one per capture and one for full prefill. `set` runs last because
+it computes chunks that it does not reuse, which creates new sources. Samples count moved chunks from other sources as foreign.
 
-Ratio 0 (`full-reuse`) and ratio 1 (`all`) are the same for all selectors and run once. `context` comes with its focus
-(Cache-Craft algorithm 1), which spares chunks and so recomputes less than the ratio says; `context-all` is without. Real shares
-stand beside. Normalised F1 is 0 at full reuse of chunks captured alone (for live: live), 1 at full prefill.
+Ratio 0 (`full-reuse`) and ratio 1 (`all`) are the same for all selectors and run once. `context` includes its focus
+(Cache-Craft algorithm 1), which skips chunks and so recomputes less than the ratio; `context-all` runs without it. The measured
+shares are reported as well. Normalised F1 is 0 at full reuse of chunks captured alone (for live: live), 1 at full prefill.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from eval.serve.runner import load_facts
 from eval.task import Request, TextChunk, add_task_options
 
 FLAGS = ("--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache-store-threshold", "1")
-"""Everything that can be moved is moved, and every chunk enters the store at once."""
+"""Every movable chunk is moved, and every chunk enters the store at once."""
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "context-all", "set")
-UNRATED = ("none", "set")  # no ratio changes what they do
+UNRATED = ("none", "set")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")
 FULL_REUSE, ALL, FULL_PREFILL = "full-reuse", "all", "full-prefill"
 ALPHAS = (0.5, 1.0, 2.0, 3.0)
@@ -65,7 +65,7 @@ PAIRED_METRICS = ("em", "f1", "rouge_l", "same", "kl")
 
 
 class Cell(NamedTuple):
-    """One way to reuse: the sample's arm, its swept settings, and what a request says."""
+    """One way to reuse: the sample's arm, its swept settings, and the request's fields."""
 
     arm: str
     label: dict[str, float]
@@ -74,7 +74,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Capture:
-    """How chunks were captured; `neighbors` is the top-n of `preprocessed`."""
+    """How chunks are captured; `neighbors` is the top-n of `preprocessed`."""
 
     name: str
     neighbors: int | None = None
@@ -86,11 +86,11 @@ class Capture:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of this mode."""
+    """Add the options of this mode."""
     add_task_options(parser)
     parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
-    parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="of a prompt, in place of --k")
+    parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="chunks in a prompt, instead of --k")
     parser.add_argument(
         "--kinds",
         nargs="+",
@@ -100,12 +100,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
     parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
-    parser.add_argument("--no-ablation", action="store_true", help="leave Cache-Craft's parts and alphas alone")
+    parser.add_argument("--no-ablation", action="store_true", help="do not measure Cache-Craft's parts and alphas")
     add_quality_options(parser)
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Ask all, record; 1 if a moved chunk came from anywhere but its capture."""
+    """Send all requests and record; returns 1 if a moved chunk had another source than its capture."""
     check_ranges(args)
     cases = list(world_cases(args) if args.task == "world" else data_cases(args))
     if not cases:
@@ -130,7 +130,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Raises CommandError for numbers out of range."""
+    """Raise CommandError for values out of range."""
     check_options(args)
     if not all(0 <= ratio <= 1 for ratio in args.ratios):
         raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
@@ -139,7 +139,7 @@ def check_ranges(args: argparse.Namespace) -> None:
 
 
 def make_captures(args: argparse.Namespace) -> list[Capture]:
-    """One a name, and of `preprocessed` one a top-n."""
+    """One capture per name; for `preprocessed` one per top-n."""
     return [
         capture
         for name in args.captures
@@ -179,7 +179,7 @@ def answer_all(
     scorer: Scorer,
     args: argparse.Namespace,
 ) -> None:
-    """Every sample that `run` does not hold yet, several cases at a time."""
+    """Take every sample that `run` does not hold yet, several cases at a time."""
 
     def one(case: Case) -> list[tuple[str, Sample]]:
         return list(samples_of(endpoint, case, cells, captures, scorer, run, args.seed))
@@ -209,7 +209,7 @@ def samples_of(
     run: Run,
     seed: int,
 ) -> Iterator[tuple[str, Sample]]:
-    """What `run` lacks of one case: full prefill, then each capture's cells on fresh KV."""
+    """Take the samples of one case that `run` lacks: full prefill, then each capture's cells on fresh KV."""
     request = request_of(case)
     full = FullPrefill(endpoint).ask(request, [chunk.id for chunk in case.chunks])
     row = {"mode": "ratio", "request": case.id, "block": case.block, "warm_up": False, "num_chunks": len(case.chunks)}
@@ -243,7 +243,7 @@ def samples_of(
 
 
 def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: random.Random) -> dict[str, int]:
-    """Bring the case's chunks into the server under `salt`; chunk id -> how many chunks stood before it then."""
+    """Capture the case's chunks on the server under `salt`; chunk id -> number of chunks before it at the capture."""
     if capture.name == "live":
         behind: dict[str, int] = {}
         strangers = list(case.strangers)
@@ -256,14 +256,14 @@ def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: r
         return behind
     neighbors = {chunk.id: case.neighbors[chunk.id][: capture.neighbors or 0] for chunk in case.chunks}
     for each in dict.fromkeys(near for found in neighbors.values() for near in found):
-        _preprocess(endpoint.url, each, (), salt)  # movable, so that it can stand in front of a chunk
+        _preprocess(endpoint.url, each, (), salt)  # in the store, so that it can be moved before a chunk
     for chunk in case.chunks:
         _preprocess(endpoint.url, chunk, neighbors[chunk.id], salt)
     return {chunk_id: len(found) for chunk_id, found in neighbors.items()}
 
 
 def sources_of(answer: Greedy, behind: Mapping[str, int]) -> dict[str, int]:
-    """Moved chunks by where they came from; `own` if as captured, else `foreign`."""
+    """Numbers of moved chunks by source; `own` for that of the capture, else `foreign`."""
     found: Counter[str] = Counter()
     for source in answer.info["reuse"]["sources"]:
         where = source["from"]
@@ -274,7 +274,7 @@ def sources_of(answer: Greedy, behind: Mapping[str, int]) -> dict[str, int]:
 
 
 def request_of(case: Case) -> Request:
-    """As the client sends it."""
+    """The request of a client."""
     return Request(case.id, case.question, case.chunks, case.gold)
 
 
@@ -290,9 +290,9 @@ def full_key(case: Case) -> str:
 
 
 def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
-    """Cells with normalised F1 and real shares; paired differences between selectors; where moved chunks came from.
+    """Cells with normalised F1 and measured shares, paired differences between selectors, and sources of moved chunks.
 
-    `ends`: selector -> arms whose cells are points of its curve, too: ratios 0 and 1, which run once for all selectors.
+    `ends`: selector -> arms whose cells are also points of its curve: ratios 0 and 1, which run once for all selectors.
     """
     cells = cells_of(samples)
     add_normalized_f1(cells)
@@ -330,7 +330,7 @@ def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any
 
 
 def add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
-    """Gives each cell with an F1 its `normalized_f1`, None where full reuse loses nothing."""
+    """Set `normalized_f1` of each cell with an F1; None if full reuse loses nothing."""
     means = {
         (cell["arm"], cell["cell"]["kind"], cell["cell"].get("capture")): cell["metrics"]["f1"]["mean"]
         for cell in cells
@@ -338,7 +338,7 @@ def add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
     }
     for cell in cells:
         kind, capture = cell["cell"]["kind"], cell["cell"].get("capture")
-        # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so its zero is full reuse without it.
+        # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so 0 is full reuse without preprocessing.
         zero = means.get((FULL_REUSE, kind, "alone" if capture == "preprocessed" else capture))
         one = means.get((FULL_PREFILL, kind, None))
         if capture is not None and zero is not None and one is not None:
@@ -346,7 +346,7 @@ def add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
 
 
 def shares(fates: Mapping[str, int]) -> dict[str, float]:
-    """Of all prompt tokens: exact, moved; of the moved ones: recomputed."""
+    """Shares: exact and moved tokens of all prompt tokens, recomputed tokens of the moved ones."""
     prompt = sum(fates[fate] for fate in ("exact", "relocated", "recomputed", "computed"))
     moved = fates["relocated"] + fates["recomputed"]
     return {

@@ -1,13 +1,13 @@
-"""What an answer is worth, what may be said about it, and what many answers come to.
+"""Scores answers, decides which scores are meaningful, and summarises scores of many answers.
 
     em f1 rouge_l jaccard bert_score   against the right answers; the best of several counts
-    same kl kl_first ..._full          against full prefill of the same prompt: what reuse did
-    ..._retriever                      against full prefill in the retriever's order: what an application would notice
-    ..._given                          against the same server's answer to the chunks in the order given: what an order does
-    ..._policy                         against the first policy's answer: what leaving chunks out does
+    same kl kl_first ..._full          against full prefill of the same prompt: the effect of reuse
+    ..._retriever                      against full prefill in the retriever's order: the difference for an application
+    ..._given                          against the same server's answer to the chunks in the given order: the effect of an order
+    ..._policy                         against the first policy's answer: the effect of leaving chunks out
 
-Right answers mean something where the model can know them: the bundled model knows its own generated world and nothing else,
-random weights know nothing. Elsewhere only agreement is scored, and the results say so.
+Right answers are scored only if the model can know them: the bundled model knows its own generated world and nothing else,
+random weights know nothing. Otherwise only agreement is scored, and the results have a note.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 Weights = Literal["auto", "real", "none"]
 Against = Literal["full", "retriever", "given", "policy"]
-"""Whose answer another one is compared with: the suffixes above."""
+"""The answer that another one is compared with: the suffixes above."""
 GOLD_METRICS = ("em", "f1", "rouge_l", "jaccard", "bert_score")
 AGREEMENT_NOTE = (
-    "these weights know nothing of this text: measured is how far answers agree, not whether they are right"
+    "these weights know nothing of this text: the figures measure how far answers agree, not whether they are right"
 )
 UNKNOWN_NOTE = (
     "the harness cannot know whether these weights read such text: --weights real scores right answers; measured is how far "
@@ -46,23 +46,23 @@ DRAWS = 2000
 
 
 def knows_answers(model: str | None, task: str, weights: Weights) -> bool:
-    """Whether right answers mean something for this model on this task.
+    """Whether this model can know the right answers of this task.
 
     Args:
-        model: `bundled`, `random`, a path, or None for weights that only a server that is already there knows.
-        weights: what the user says about the model; `auto` takes a path for real weights, and what is not known for none.
+        model: `bundled`, `random`, a path, or None for the unknown weights of a running server.
+        weights: the option `--weights`; `auto` takes a path as real weights, and unknown weights as none.
     Raises:
-        CommandError: `real` is said of weights that know nothing of this text.
+        CommandError: `real` is given for weights that know nothing of this text.
     """
     if model == "random" or (model == "bundled" and task != "world"):
         if weights == "real":
-            raise CommandError(f"--weights real: the {model} weights know nothing of {task}; name other ones")
+            raise CommandError(f"--weights real: the {model} weights know nothing of {task}; use another model")
         return False
     return weights == "real" or (weights == "auto" and model is not None)
 
 
 class Scorer:
-    """Scores answers; `has_gold` as `knows_answers` says, `note` is why not."""
+    """Scores answers. `has_gold`: the result of `knows_answers`; `note`: the reason if it is false."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Scorer:
         self._bert_scores: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def gold(self, answer: str, request: Request) -> dict[str, float]:
-        """Against the request's right answers; {} where those are unknown or mean nothing."""
+        """Scores against the request's right answers; {} if there are none or the model cannot know them."""
         right = tuple(text for text in request.answers if text)
         if not self.has_gold or not right:
             return {}
@@ -88,7 +88,7 @@ class Scorer:
         } | self._bert_score("bert_score", answer, right)
 
     def agreement(self, answer: Greedy, other: Greedy, against: Against) -> dict[str, float]:
-        """With another answer; KL only where the server gave distributions."""
+        """Scores of agreement with another answer; KL only if the server gave distributions."""
         values = {
             "same": float(answer.text == other.text),
             "rouge_l_full": rouge_l(answer.text, other.text),
@@ -97,19 +97,19 @@ class Scorer:
         if answer.steps and other.steps:
             values["kl"] = answer_kl(other.steps, other.tokens, answer.steps, answer.tokens)
             values["kl_first"] = kl_divergence(other.steps[0], answer.steps[0])
-        if against == "full":  # the names that eval.metrics has always had
+        if against == "full":  # in eval.metrics these have no further suffix
             return values
         return {f"{name.removesuffix('_full')}_{against}": value for name, value in values.items()}
 
     def faithfulness(self, answer: str, request: Request) -> dict[str, float]:
-        """By the judge, if there is one and it found claims."""
+        """The judge's score, if there is a judge and it found claims."""
         if self._judge is None:
             return {}
         found = self._judge.judge(request.question, answer, [chunk.text for chunk in request.chunks])
         return {} if found is None or found.faithfulness is None else {"faithfulness": found.faithfulness}
 
     def spec(self) -> dict[str, Any]:
-        """What the figures depend on beside the answers."""
+        """Settings on which the figures depend, apart from the answers."""
         found: dict[str, Any] = {} if self.has_gold else {"note": self._note}
         if self._bert is not None:
             found["bert_score"] = self._bert.spec()
@@ -127,17 +127,17 @@ class Scorer:
 
 
 def rounded(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Six digits: what float32 log probabilities carry. What is not finite was not measured, and is left out."""
+    """Round to six digits, the precision of float32 log probabilities. Values that are not finite are left out as unmeasured."""
     return {name: float(f"{value:.6g}") for name, value in metrics.items() if math.isfinite(value)}
 
 
 def block_of(request: Request) -> str:
-    """Which samples move together: a conversation's turns, or else the questions that the same passages answer."""
+    """The request's block of correlated samples: its conversation, or else the passages that answer it."""
     return request.conversation or " ".join(request.gold_ids) or request.id
 
 
 def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str | None) -> dict[str, Any]:
-    """Cells and, for every arm against the arm `against`, contrasts and what they allow to say."""
+    """Cells, and contrasts with verdicts of every arm against the arm `against`."""
     arms: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
         arms.setdefault(sample["arm"], []).append(sample)
@@ -151,7 +151,7 @@ def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str | None)
 
 
 def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each arm and cell, in the order in which they came: how many, how many failed, metrics and fates."""
+    """For each arm and cell, in order of appearance: number of samples, number of failures, metrics and fates."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for sample in samples:
         groups.setdefault((sample["arm"], json.dumps(sample["cell"], sort_keys=True)), []).append(sample)
@@ -159,7 +159,7 @@ def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def normalized_f1_of(cells: Sequence[Mapping[str, Any]], *, full_reuse: str, full_prefill: str) -> dict[str, Any]:
-    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends are there and differ."""
+    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends were measured and differ."""
     means = {cell["arm"]: cell["metrics"]["f1"]["mean"] for cell in cells if "f1" in cell["metrics"]}
     if full_reuse not in means or full_prefill not in means:
         return {}
@@ -172,10 +172,10 @@ def interval(
 ) -> dict[str, float]:
     """Mean, quantiles, and the 95% bootstrap interval of the mean: over whole blocks if there are at least 8.
 
-    Its draws are kept, since a record of the mode `ratio` has thousands of intervals over as many blocks.
+    The draws are cached, since a record of the mode `ratio` has thousands of intervals over the same number of blocks.
 
     Args:
-        blocks: one a value.
+        blocks: the block of each value.
     Raises:
         ValueError: no values.
     """
@@ -195,7 +195,7 @@ def interval(
 
 
 def table(cells: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
-    """A line an arm: mean and interval of each metric that any arm has."""
+    """One line per arm: mean and interval of each metric that any arm has."""
     shown = [name for name in metrics if any(name in cell["metrics"] for cell in cells)]
     rows = [["", "n", *shown]]
     for cell in cells:
@@ -211,7 +211,7 @@ def table(cells: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
 
 
 def differences(contrasts: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
-    """A line for each of these metrics' contrasts: difference, interval and the paired t-test's p."""
+    """One line for each contrast of these metrics: difference, interval and the paired t-test's p."""
     lines = []
     for each in (each for each in contrasts if each["metric"] in metrics):
         p = "all differences are equal" if each["p"] is None else f"p = {each['p']:.2g}"

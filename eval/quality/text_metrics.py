@@ -1,6 +1,6 @@
-"""How good is an answer? Exact match and F1 against the right ones; ROUGE-L and KL against another answer.
+"""Metrics of an answer: exact match and F1 against the right answers, ROUGE-L and KL against another answer.
 
-Pure functions of texts, tokens and log probabilities; they know no server, no model and no data set.
+Pure functions of texts, tokens and log probabilities; no server, model or data set.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 Token = TypeVar("Token", bound=Hashable)
-"""An id, or a text where only that is known."""
+"""A token's id, or its text if only that is known."""
 
 ROUNDING = 1e-6
-"""Probability mass below which what a distribution leaves out is rounding: log probabilities come in float32."""
+"""Missing probability mass below this is a rounding error, since log probabilities are float32."""
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-    """SQuAD's: lower case, no punctuation, no articles, single spaces."""
+    """SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -45,16 +45,16 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def jaccard(answer: str, reference: str) -> float:
-    """Words both have, of the words either has (lower case, letters and digits), 0 to 1. Two texts without words: 1."""
+    """Common words over all words of both (lower case, letters and digits), 0 to 1. Two texts without words: 1."""
     words, wanted = set(_words(answer)), set(_words(reference))
     return len(words & wanted) / len(words | wanted) if words | wanted else 1.0
 
 
 def normalized_f1(f1: float, *, full_reuse: float, full_prefill: float) -> float | None:
-    """FusionRAG equation 11 as a share: 0 is as good as moving everything, 1 as computing everything.
+    """FusionRAG equation 11 as a share: 0 is as good as full reuse, 1 as full prefill.
 
-    None where moving everything loses nothing, so that there is nothing to win back. Where it is *better* than computing,
-    the scale would stand on its head (all that is worse than both would come out above 1): None as well.
+    None if full reuse loses nothing, so there is nothing to restore. None also if full reuse is *better* than full prefill: the
+    scale would be inverted, and an F1 below both would be above 1.
     """
     lost = full_prefill - full_reuse
     return (f1 - full_reuse) / lost if lost > ROUNDING else None
@@ -71,13 +71,13 @@ def lcs_len(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def kl_divergence(p: Mapping[Token, float], q: Mapping[Token, float]) -> float:
-    """KL(p || q) in nats of two next-token distributions; infinite where q rules out what p does not, NaN for a NaN.
+    """KL(p || q) in nats of two next-token distributions; infinite if q excludes a token that p allows, NaN for a NaN.
 
     Args:
-        p, q: token -> natural log probability. Tokens that either leaves out are lumped into one: exact where both name
-            the whole vocabulary, else a lower bound, and never below 0.
+        p, q: token -> natural log probability. Tokens that either lacks are merged into one, so the result is exact if both
+            have the whole vocabulary, else a lower bound. Never below 0.
     Raises:
-        ValueError: probabilities that add up to more than 1.
+        ValueError: probabilities add up to more than 1.
     """
     for name, each in (("p", p), ("q", q)):
         if (total := math.fsum(map(math.exp, each.values()))) > 1 + 1e-3:
@@ -99,10 +99,10 @@ def answer_kl(
     steps: Sequence[Mapping[Token, float]],
     tokens: Sequence[Token],
 ) -> float:
-    """Mean KL(reference || answer) over the steps that both took behind the same tokens, the one where they part included.
+    """Mean KL(reference || answer) over the steps with equal preceding tokens, that of the first different token included.
 
     Args:
-        reference, steps: next-token distributions, one a token, as for `kl_divergence`.
+        reference, steps: next-token distributions, one per token, as for `kl_divergence`.
     Raises:
         ValueError: an empty answer.
     """

@@ -1,4 +1,4 @@
-"""Threads that ask for several answers at a time, and let an interruption through at once."""
+"""Threads for several requests at a time that an interruption stops at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def workers(count: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool that, left by an exception, drops what it has not begun: the pool's own exit would first do all of it."""
+    """A pool that drops its pending work on an exception; the pool's own exit would first finish all of it."""
     pool = ThreadPoolExecutor(count)
     try:
         yield pool

@@ -1,6 +1,6 @@
-"""The generated world, asked otherwise than the task `world` does: in conversations, and for answers that need two facts.
+"""Requests about the generated world that the task `world` does not have: conversations, and answers that need two facts.
 
-One-hop questions are answered nearly always, whatever the order or the policy, so they tell little of either.
+One-hop questions are nearly always answered correctly, so they show little of an order's or a policy's effect.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 TURNS = 5
 """Of a conversation."""
 PASSAGES = 8
-"""Of a conversation: the most that the bundled model was trained on at once."""
+"""Passages of a conversation: the largest number in a prompt of the bundled model's training."""
 
 
 def add_hop_option(parser: argparse.ArgumentParser) -> None:
-    """How many facts an answer takes."""
+    """Add the option for the number of facts in an answer."""
     parser.add_argument(
         "--hop", type=int, choices=(1, 2), default=1, help="task world: facts that an answer takes (default: 1)"
     )
 
 
 def two_hop_requests(args: argparse.Namespace) -> list[Request]:
-    """Questions of two hops with their passages and distractors of the same kinds. Raises CommandError for unfit options."""
+    """Questions of two hops with their passages and distractors of the same kinds. Raises CommandError for unsuitable options."""
     from eval.world.world import World
 
     k = _checked_k(args)
@@ -44,10 +44,10 @@ def two_hop_requests(args: argparse.Namespace) -> list[Request]:
 
 
 def world_conversations(args: argparse.Namespace) -> list[Request]:
-    """Conversations about a few passages of a world of their own, of which every turn retrieves k, its answer's among them.
+    """Conversations, each about a few passages of its own world. Every turn retrieves k of them, its answer's among them.
 
     Raises:
-        CommandError: unfit options.
+        CommandError: unsuitable options.
     """
     from eval.world.world import World
 
@@ -72,7 +72,7 @@ def world_conversations(args: argparse.Namespace) -> list[Request]:
 
 
 def _checked_k(args: argparse.Namespace) -> int:
-    """Chunks of a request, all options checked."""
+    """The number of chunks of a request, after checking all options."""
     if args.task != "world":
         raise CommandError(f"--hop 2 is for task world; {args.task} has its own questions")
     if args.data is not None or args.hub is not None:

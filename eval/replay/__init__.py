@@ -1,1 +1,1 @@
-"""What a cache of limited size would find on a trace: `python -m eval replay`. Standard library only."""
+"""Simulates a cache of limited size on a trace: `python -m eval replay`. Standard library only."""

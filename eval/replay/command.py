@@ -1,11 +1,11 @@
-"""`python -m eval replay`: what share of a trace's chunks an order, a capacity and an eviction policy would find cached.
+"""`python -m eval replay`: the share of a trace's chunks that is found cached, by order, capacity and eviction policy.
 
     python -m eval replay --trace FILE.jsonl.gz                      stock, CRAFT and ours at three sizes, and a verdict
     python -m eval replay --trace FILE.jsonl.gz --order tree --capacity 3000 --json                           one replay
     python -m eval replay --trace FILE.jsonl.gz --order frequency --window 10 100 1000 10000        every combination
     python -m eval replay --storage                                  FusionRAG's storage simulation (eval/replay/storage.py)
 
-It needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in `--help`.
+Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in `--help`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 from eval.errors import CommandError
 from eval.progress import Bar, progress
 from eval.replay import trace as trace_format
-from eval.replay.grid import AXES, DEFAULTS, Cell, comparison, derived_rooms, grid
+from eval.replay.grid import AXES, DEFAULTS, Cell, comparison, derived_capacities, grid
 from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.trace import Trace, TraceRequest, read_trace
-from eval.replay.verdict import room
+from eval.replay.verdict import capacity_name
 from eval.run import Run, Sample
 from radix_ext import (
     ADMISSION_POLICIES,
@@ -44,11 +44,11 @@ from radix_ext import (
 
 BLOCK = 50
 WORLD_REQUESTS = 1000
-"""Of the generated world, which has no end, unless --max-requests says otherwise; of a data set all."""
+"""Default number of requests of the generated world, which is unlimited; of a data set all are used."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay a trace in one cell or many: a table, for many a verdict and a run's folder, or with --json one JSON object."""
+    """Replay a trace in one cell or several; prints a table, for several also a verdict, or with --json one JSON object."""
     if "--storage" in argv:
         from eval.replay import storage
 
@@ -70,27 +70,30 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eval replay",
-        description="Replay a trace of retrieved chunks against a cache of limited size. Without any of the settings of the "
-        "grid: stock, CRAFT and ours, with no limit of room and with room for a quarter and an eighth of the distinct chunks; "
-        "for conversations also stock behind an application that leaves out what they have shown.",
+        description="Replay a trace of retrieved chunks against a cache of limited size. Without any setting of the grid it "
+        "compares stock, CRAFT and ours, with unlimited capacity and with capacity for a quarter and an eighth of the distinct "
+        "chunks; for conversations also stock with an application that leaves out chunks already shown.",
         epilog=trace_format.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="JSON Lines, plain or .gz; format below")
     source.add_argument(
-        "--task", help="a task's requests instead, without lengths, as `python -m eval serve --help` lists them"
+        "--task",
+        help="use a task's requests, without lengths, instead of a trace; `python -m eval serve --help` lists tasks",
     )
     parser.add_argument("--data", type=Path, help="folder that holds the task's folder")
     parser.add_argument("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
     parser.add_argument(
         "--max-requests",
         type=_at_least(1),
-        help=f"use only the first so many requests; default: all, of task world {WORLD_REQUESTS}",
+        help=f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}",
     )
     axes = parser.add_argument_group("the grid: each takes one value or several, all combinations are replayed")
     axes.add_argument("--order", nargs="+", choices=ORDER_POLICIES, help="default: tree")
-    axes.add_argument("--tail", nargs="+", choices=TAIL_POLICIES, help="the rest under tree; default: rank")
+    axes.add_argument(
+        "--tail", nargs="+", choices=TAIL_POLICIES, help="order of the remaining chunks under tree; default: rank"
+    )
     axes.add_argument("--capacity", nargs="+", type=_at_least(0), help="chunks (nodes) in the cache, 0 for no limit")
     axes.add_argument(
         "--capacity-tokens",
@@ -104,26 +107,26 @@ def _parser() -> argparse.ArgumentParser:
         "--dedup",
         nargs="+",
         choices=DEDUP_POLICIES,
-        help="whether a conversation drops what it has shown; default: off for the retriever's order, else shown",
+        help="whether a conversation drops chunks already shown; default: off for the retriever's order, else shown",
     )
     axes.add_argument("--window", nargs="+", type=_at_least(1), help="requests counted; default: 1000")
     axes.add_argument("--threshold", nargs="+", type=_at_least(1), help="promotion count; default: 2")
     axes.add_argument("--k", nargs="+", type=_at_least(1), help="only the first K chunks of each request; default: all")
     parser.add_argument("--max-visits", type=_at_least(1), default=64, help="bound of the search; default: %(default)s")
     parser.add_argument(
-        "--warm-up", type=_at_least(0), default=0, help="serve the first so many requests without measuring them"
+        "--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them"
     )
     parser.add_argument(
         "--block",
         type=_at_least(1),
-        help=f"requests drawn together for intervals; default: {BLOCK}, or a tenth of the requests measured if that is less",
+        help=f"block length of the bootstrap, in requests; default: {BLOCK}, or a tenth of the measured requests if less",
     )
     parser.add_argument(
-        "--worth", type=_share, default=0.01, help="gain that the verdict calls worth it, of 1; default: %(default)s"
+        "--worth", type=_share, default=0.01, help="minimum gain, as a share, that is worth it; default: %(default)s"
     )
     parser.add_argument("--out", type=Path, help="the run's folder; default for a grid: runs/<time>-replay")
-    parser.add_argument("--baseline", help="name of the record that this one is to be read beside")
-    parser.add_argument("--json", action="store_true", help="one JSON object and nothing else")
+    parser.add_argument("--baseline", help="name of the record to compare this one with")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
 
@@ -146,14 +149,14 @@ def _share(text: str) -> float:
 
 
 def _read(options: argparse.Namespace) -> Trace:
-    """The trace, or a task's requests as one."""
+    """The trace, or a task's requests as a trace."""
     if options.task is None:
         if options.data is not None:
-            raise CommandError("--data goes with --task; a trace is named by --trace")
+            raise CommandError("--data requires --task; --trace names a trace")
         return read_trace(options.trace, max_requests=options.max_requests, components=options.components)
     if options.components is not None:
-        raise CommandError("--components goes with --trace")
-    from eval.task import add_task_options, load_requests  # its retrievers need packages, a trace needs none
+        raise CommandError("--components requires --trace")
+    from eval.task import add_task_options, load_requests  # imported here: retrievers need packages, a trace needs none
 
     parser = argparse.ArgumentParser()
     add_task_options(parser)
@@ -176,7 +179,7 @@ def _read(options: argparse.Namespace) -> Trace:
 
 
 def _block(block: int | None, num_requests: int) -> int:
-    """Requests of a block. Raises CommandError for so many that too few blocks are left."""
+    """Requests per block. Raises CommandError if too few blocks remain."""
     most = max(1, num_requests // MIN_BLOCKS)
     if block is not None and block > most:
         raise CommandError(
@@ -186,7 +189,7 @@ def _block(block: int | None, num_requests: int) -> int:
 
 
 def _cells(options: argparse.Namespace, trace: Trace) -> tuple[list[Cell], str | None]:
-    """What the options ask for, and a sentence on the sizes that were left out."""
+    """The cells that the options select, and a sentence on the sizes that were left out."""
     axes = {name: getattr(options, name) for name in AXES}
     tokens = axes["capacity_tokens"]
     if tokens and not trace.has_lengths:
@@ -195,8 +198,8 @@ def _cells(options: argparse.Namespace, trace: Trace) -> tuple[list[Cell], str |
         raise CommandError("give --capacity or --capacity-tokens, not both")
     if any(values for name, values in axes.items() if name != "capacity_tokens"):
         return grid(axes, has_conversations=trace.has_conversations), None
-    rooms, left_out = ([(0, 0), *((0, size) for size in tokens)], None) if tokens else derived_rooms(trace)
-    return comparison(rooms, has_conversations=trace.has_conversations), left_out
+    capacities, left_out = ([(0, 0), *((0, size) for size in tokens)], None) if tokens else derived_capacities(trace)
+    return comparison(capacities, has_conversations=trace.has_conversations), left_out
 
 
 def _run_grid(options: argparse.Namespace, trace: Trace, cells: Sequence[Cell], left_out: str | None) -> int:
@@ -222,7 +225,7 @@ def _run_grid(options: argparse.Namespace, trace: Trace, cells: Sequence[Cell], 
 
 
 def _replay(trace: Trace, cell: Cell, options: argparse.Namespace, bar: Bar | None = None) -> Sample:
-    """One cell's sample: what each request that has passages found."""
+    """One cell's sample: the hits of each request that has passages."""
     result = replay_trace(
         _counted(trace.requests, cell.k, bar),
         cell.settings(max_visits=options.max_visits),
@@ -254,7 +257,7 @@ def _counted(requests: Sequence[TraceRequest], k: int | None, bar: Bar | None) -
 
 
 def _trace_sample(trace: Trace, k: int | None) -> Sample:
-    """What the trace offers whatever the cache does: its overlap."""
+    """The overlap of the trace, which does not depend on the cache."""
     requests = [request.chunks[:k] for request in trace.counted]
     prefix, total = overlap([[chunk.id for chunk in request] for request in requests])
     seen = seen_before(requests)
@@ -314,17 +317,20 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _grid_table(results: dict[str, Any]) -> str:
-    """One line a cell: what differs between cells, then the shares in percent."""
+    """One line per cell: the settings that differ between cells, then the shares in percent."""
     cells = results["cells"]
     differs = [name for name in cells[0]["cell"] if len({cell["cell"][name] for cell in cells} - {None}) > 1]
     varied = [name for name in differs if not name.startswith("capacity")]
-    head = ["room", *varied, "chunks", "95%", *(["tokens", "95%"] if cells[0]["token_hit_rate"] else [])]
+    head = ["capacity", *varied, "chunks", "95%", *(["tokens", "95%"] if cells[0]["token_hit_rate"] else [])]
     parts = ["conversation_scoped", "history_lost"] if "reduction" in cells[0] else []
     head += [name.replace("_", " ") for name in parts]
     rows = [head]
     for cell in cells:
         shares = [share for share in (cell["chunk_hit_rate"], cell["token_hit_rate"]) if share]
-        row = [room(cell["cell"]), *("-" if cell["cell"][name] is None else str(cell["cell"][name]) for name in varied)]
+        row = [
+            capacity_name(cell["cell"]),
+            *("-" if cell["cell"][name] is None else str(cell["cell"][name]) for name in varied),
+        ]
         for share in shares:
             row += [f"{share['value']:.1%}", f"{100 * share['low']:.1f}-{100 * share['high']:.1f}"]
         rows.append(row + [f"{cell['reduction']['chunks'][name]['value']:.1%}" for name in parts])

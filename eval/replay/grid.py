@@ -1,4 +1,4 @@
-"""Which replays a command asks for: the product of its settings, without those that would be the same replay twice."""
+"""The replays of a command: the product of its settings, without duplicates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eval.replay.trace import Trace
 from radix_ext import AdmissionPolicy, DedupPolicy, EvictionPolicy, OrderPolicy, ReplaySettings, TailPolicy
 
 Entry = Mapping[str, Any]
-"""A sample, or an entry of the results: what has a `cell`."""
+"""A sample, or an entry of the results, with a `cell`."""
 AXES = ("order", "tail", "capacity", "capacity_tokens", "eviction", "admission", "dedup", "window", "threshold", "k")
 DEFAULTS: dict[str, Any] = {
     "order": "tree",
@@ -25,12 +25,12 @@ DEFAULTS: dict[str, Any] = {
     "threshold": 2,
     "k": None,
 }
-"""Of each axis that is not named. `dedup` None: off for the retriever's order, as in stock SGLang, else shown."""
+"""Values of axes that are not given. `dedup` None: off for the retriever's order, as in stock SGLang, else shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay's settings, as named by the options. None: it does not matter here; for `k`: all chunks of a request."""
+    """One replay's settings, named like the options. None: the setting does not apply; for `k`: all chunks of a request."""
 
     order: OrderPolicy
     tail: TailPolicy | None
@@ -45,16 +45,16 @@ class Cell:
 
     @property
     def label(self) -> dict[str, Any]:
-        """For the sample."""
+        """The settings as JSON, for the sample."""
         return asdict(self)
 
     @property
     def key(self) -> str:
-        """What names the cell among the samples of its run."""
+        """The key of the cell's sample in its run."""
         return "/".join(f"{name}={value}" for name, value in self.label.items() if value is not None)
 
     def settings(self, *, max_visits: int) -> ReplaySettings:
-        """What `radix_ext` is told; settings that do not matter get any value.
+        """The settings for `radix_ext`; those that do not apply get arbitrary values.
 
         Raises:
             radix_ext.CallerError: a value out of range.
@@ -74,20 +74,20 @@ class Cell:
 
 
 def grid(axes: Mapping[str, Sequence[Any] | None], *, has_conversations: bool) -> list[Cell]:
-    """Every combination of the values named, in their order; an axis without any has its default."""
+    """Every combination of the given values, in their order; other axes have their defaults."""
     values = [axes.get(name) or [DEFAULTS[name]] for name in AXES]
     return _distinct([Cell(*combination) for combination in product(*values)], has_conversations=has_conversations)
 
 
-def comparison(rooms: Sequence[tuple[int, int]], *, has_conversations: bool) -> list[Cell]:
-    """What a stranger needs: the stock prefix cache, CRAFT's order and ours, each with its own eviction.
+def comparison(capacities: Sequence[tuple[int, int]], *, has_conversations: bool) -> list[Cell]:
+    """The default comparison: the stock prefix cache, CRAFT's order and ours, each with its own eviction.
 
-    `promoted` is what CRAFT's marks suggest; admission is `all` for it too: without a limit of room it finds
-    more so, with one no less. Where there are conversations, the stock prefix cache is also replayed behind an
-    application that drops what they have shown: that needs nothing of ours, and ours is judged against it.
+    CRAFT's marks suggest the eviction `promoted`. Its admission is `all`, too: it then finds more at unlimited capacity, and
+    no less at limited capacity. With conversations the stock prefix cache is also replayed with an application that drops
+    chunks already shown. This needs nothing of ours, and ours is judged against it.
 
     Args:
-        rooms: (capacity, capacity_tokens), 0 for no limit.
+        capacities: (capacity, capacity_tokens), 0 for no limit.
     """
     policies: list[tuple[OrderPolicy, EvictionPolicy, DedupPolicy | None]] = [
         ("retriever", "lru", "off"),
@@ -98,16 +98,16 @@ def comparison(rooms: Sequence[tuple[int, int]], *, has_conversations: bool) -> 
     default = Cell(**DEFAULTS)
     cells = [
         replace(default, order=order, eviction=eviction, dedup=dedup, capacity=chunks, capacity_tokens=tokens)
-        for chunks, tokens in rooms
+        for chunks, tokens in capacities
         for order, eviction, dedup in policies
     ]
     return _distinct(cells, has_conversations=has_conversations)
 
 
-def derived_rooms(trace: Trace) -> tuple[list[tuple[int, int]], str | None]:
-    """No limit, a quarter and an eighth of the trace's distinct chunks: in tokens where it has lengths.
+def derived_capacities(trace: Trace) -> tuple[list[tuple[int, int]], str | None]:
+    """No limit, a quarter and an eighth of the trace's distinct chunks; in tokens if the trace has lengths.
 
-    A cache that cannot hold the trace's largest request is nobody's: such sizes are left out, and a sentence says so.
+    Sizes that cannot hold the trace's largest request are unrealistic and left out; the returned sentence names them.
     """
     distinct = {chunk.id: chunk.num_tokens for request in trace.requests for chunk in request.chunks}
     unit = "tokens" if trace.has_lengths else "chunks"
@@ -118,17 +118,17 @@ def derived_rooms(trace: Trace) -> tuple[list[tuple[int, int]], str | None]:
     )
     sizes = [total // part for part in (4, 8)]
     small = [f"{size:,}" for size in sizes if size < largest]
-    left_out = f"Left out: room for {' and '.join(small)} {unit}, since the largest request has {largest:,}."
+    left_out = f"Left out: capacity for {' and '.join(small)} {unit}, since the largest request has {largest:,}."
     kept = [size for size in sizes if size >= largest]
-    rooms = [(0, size) if trace.has_lengths else (size, 0) for size in kept]
-    return [(0, 0), *rooms], left_out if small else None
+    capacities = [(0, size) if trace.has_lengths else (size, 0) for size in kept]
+    return [(0, 0), *capacities], left_out if small else None
 
 
 def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
-    """What the cell is compared with, if that was replayed.
+    """The entry to compare the cell with, if it was replayed.
 
-    The retriever's order: the same without its deduplication, if it has one. Another order: the retriever's with the same
-    room and k; of several the one with the same deduplication, then the one that is as stock SGLang serves it.
+    For the retriever's order: the same cell without deduplication, if it has one. For another order: the retriever's order
+    with the same capacity and k; of several the one with the same deduplication, then the one of stock SGLang.
     """
     if cell["order"] == "retriever":
         return next((other for other in cells if {**cell, "dedup": "off"} == other["cell"] != cell), None)
@@ -144,7 +144,7 @@ def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None
 
 
 def craft_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
-    """The replay in CRAFT's order with the same room, k and deduplication, if it is the only one."""
+    """The replay in CRAFT's order with the same capacity, k and deduplication, if it is the only one."""
     if cell["order"] != "tree":
         return None
     same = [
@@ -157,13 +157,13 @@ def craft_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
 
 
 def is_stock(cell: Mapping[str, Any]) -> bool:
-    """Whether stock SGLang does the same, whatever the application in front of it drops."""
+    """Whether the cell is stock SGLang's policy, with or without deduplication by the application."""
     stock = {"order": ("retriever",), "eviction": (None, "lru"), "admission": ("all",)}
     return all(cell[name] in values for name, values in stock.items())
 
 
 def policy_name(cell: Mapping[str, Any]) -> str:
-    """The order, and the deduplication where it is not the order's default: "tree", "retriever shown"."""
+    """The order, and the deduplication if it is not the order's default: "tree", "retriever shown"."""
     default = _default_dedup(cell["order"])
     return str(cell["order"]) if cell["dedup"] in (None, default) else f"{cell['order']} {cell['dedup']}"
 
@@ -173,7 +173,7 @@ def _distinct(cells: Sequence[Cell], *, has_conversations: bool) -> list[Cell]:
 
 
 def _canonical(cell: Cell, has_conversations: bool) -> Cell:
-    """The cell without the settings that change nothing."""
+    """The cell with settings that have no effect set to None."""
     tail = cell.tail if cell.order == "tree" else None
     eviction = cell.eviction if cell.capacity or cell.capacity_tokens else None
     by_marks = cell.admission == "promoted" or eviction == "promoted"

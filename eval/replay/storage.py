@@ -1,18 +1,18 @@
-"""`python -m eval replay --storage`: how often a prefix cache stores one chunk again, and what finding it anywhere saves.
+"""`python -m eval replay --storage`: how often a prefix cache stores a chunk again, and how much a lookup by chunk saves.
 
-    python -m eval replay --storage                          FusionRAG 5.3.3 under our assumptions, beside the paper's figures
-    python -m eval replay --storage --sweep                  under which assumptions the paper's figures come out
+    python -m eval replay --storage                          FusionRAG 5.3.3 under our assumptions, with the paper's figures
+    python -m eval replay --storage --sweep                  assumptions under which the paper's figures result
     python -m eval replay --storage --trace FILE             the same figures on a trace: no chunk is known beforehand
 
-The paper's simulation: 1,000 queries; of their chunks 60% are in the knowledge base, 30% newly uploaded and shared, 10% unique.
-It does not say how many chunks a query has, how large the pools are, how popular a chunk is, or in which order chunks come: here
-those are options. Three stores, none with a limit of room:
+The paper's simulation has 1,000 queries; of their chunks 60% are in the knowledge base, 30% new and shared, 10% unique.
+It does not give the number of chunks per query, the sizes of the pools, the popularity or the order of chunks: here those are
+options. Three stores, each of unlimited capacity:
 
-    prefix         a chunk behind every prefix in which it appears is another replica, and another computation
-    backtracking   FusionRAG 4.1 to the letter: the prefix, then ever fewer chunks in front of the chunk, until one is stored
-    by chunk       one replica a chunk, found wherever it stands: what ours does
+    prefix         each prefix before a chunk gives another replica of the chunk, and another computation
+    backtracking   FusionRAG 4.1 to the letter: try the prefix, then ever fewer chunks before the chunk, until a replica is found
+    by chunk       one replica per chunk, found at any position: our store
 
-The knowledge base was computed offline, each chunk alone, in all three. A recomputation is a computation of a chunk of which
+In all three the knowledge base was computed offline, each chunk alone. A recomputation is a computation of a chunk of which
 another replica is stored; the hit rate is the share of all retrieved chunks that are found.
 """
 
@@ -39,27 +39,27 @@ from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Tier
 PAPER = {"storage_reduction": 0.710, "recomputations": 4036, "eliminated": 0.823, "hit_rate": 0.779}
 """FusionRAG 5.3.3, "Storage Efficiency"."""
 NEAR = {"storage_reduction": 0.05, "recomputations": 400, "eliminated": 0.05, "hit_rate": 0.05}
-"""What the sweep calls near the paper: 5 points, 10%."""
+"""Largest distances that the sweep calls near the paper: 5 points, 10%."""
 NUM_NEAREST = 3
 _Row = tuple[str, Sample, Callable[[], tuple[list[str], list[list[str]]]]]
-"""Key, what the sample says about itself, and (knowledge base, requests)."""
+"""Key, the sample's description, and (knowledge base, requests)."""
 STORES = ("backtracking", "by chunk")
 KINDS = ("known", "shared", "unique")
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the paper says first, then what it leaves open."""
+    """First the values that the paper gives, then those that it leaves open."""
 
     queries: int = 1000
     known: float = 0.6
     shared: float = 0.3
     k: int = 10
-    """Chunks a query: FusionRAG's top-n in preprocessing; CRAFT retrieves 5."""
+    """Chunks per query: FusionRAG's top-n in preprocessing; CRAFT retrieves 5."""
     known_pool: int = 1000
     """One chunk of the knowledge base for each query."""
     shared_pool: int = 500
-    """In proportion to `known_pool` as the shares are."""
+    """Its ratio to `known_pool` is that of the shares."""
     zipf: float = 1.0
     """Chunk r of a pool is drawn in proportion to r**-zipf: the common assumption on popularity; 0 is uniform."""
     order: str = "shuffled"
@@ -76,7 +76,7 @@ SWEEP: dict[str, Sequence[Any]] = {
 
 
 class Counts(NamedTuple):
-    """One store behind all queries, in chunks."""
+    """Counts of one store over all queries, in chunks."""
 
     replicas: int
     computed: int
@@ -85,7 +85,7 @@ class Counts(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate or replay, print beside the paper's figures; a folder as every run has."""
+    """Simulate or replay, and print the figures with the paper's; writes a run's folder."""
     options = _parser().parse_args(argv)
     todo = [*_traced(options.trace)] if options.trace is not None else [*_simulated(options)]
     now = datetime.datetime.now().strftime("%Y-%m-%dT%H%M%S")
@@ -120,7 +120,7 @@ def queries(assumptions: Assumptions, *, seed: int) -> tuple[list[str], list[lis
 
 
 def prefix_store(known: Sequence[str], requests: Sequence[Sequence[str]]) -> Counts:
-    """A standard prefix cache, through the tree that ours is made of."""
+    """A standard prefix cache, simulated with the tree of our plugin."""
     tree, stored = ChunkPrefixTree(max_nodes=sys.maxsize), set(known)
     computed = recomputed = found = 0
     for request in itertools.chain(([chunk] for chunk in known), requests):
@@ -135,7 +135,7 @@ def prefix_store(known: Sequence[str], requests: Sequence[Sequence[str]]) -> Cou
 
 
 def backtracking_store(known: Sequence[str], requests: Sequence[Sequence[str]]) -> Counts:
-    """FusionRAG's alternative path: replicas stay keyed by their prefix, and ever shorter ones are tried."""
+    """FusionRAG's alternative path: replicas are keyed by their prefix, and ever shorter prefixes are tried."""
     paths: set[tuple[str, ...]] = {(chunk,) for chunk in known}
     stored = set(known)
     computed = recomputed = found = 0
@@ -152,7 +152,7 @@ def backtracking_store(known: Sequence[str], requests: Sequence[Sequence[str]]) 
 
 
 def chunk_store(known: Sequence[str], requests: Sequence[Sequence[str]]) -> Counts:
-    """One replica a chunk, whatever stands in front of it."""
+    """One replica per chunk, regardless of the chunks before it."""
     stored = set(known)
     num_chunks = 0
     for request in requests:
@@ -163,7 +163,7 @@ def chunk_store(known: Sequence[str], requests: Sequence[Sequence[str]]) -> Coun
 
 
 def compare(known: Sequence[str], requests: Sequence[Sequence[str]]) -> Sample:
-    """The paper's four figures for both ways of finding a chunk, beside the prefix cache."""
+    """The paper's four figures for both ways of finding a chunk, relative to the prefix cache."""
     prefix = prefix_store(known, requests)
     stores = {"backtracking": backtracking_store(known, requests), "by chunk": chunk_store(known, requests)}
     num_chunks = sum(map(len, requests))
@@ -192,7 +192,7 @@ class _Pool:
         self._rng = rng
 
     def draw(self, n: int) -> dict[str, int]:
-        """n distinct chunks -> their popularity rank, in the order drawn."""
+        """n distinct chunks -> their popularity ranks, in the order drawn."""
         drawn: dict[str, int] = {}
         while len(drawn) < n:
             (rank,) = self._rng.choices(range(self.size), cum_weights=self._cumulative)
@@ -217,9 +217,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--zipf", type=float, default=default.zipf, help="popularity exponent; default: %(default)s")
     parser.add_argument("--order", choices=("shuffled", "popular"), default=default.order, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=5, help="simulations with these assumptions; default: %(default)s")
-    parser.add_argument("--sweep", action="store_true", help="also vary all that the paper leaves open")
+    parser.add_argument("--sweep", action="store_true", help="also vary everything that the paper leaves open")
     parser.add_argument("--out", type=Path, help="the run's folder; default: runs/<time>-storage")
-    parser.add_argument("--json", action="store_true", help="one JSON object and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
 
@@ -264,7 +264,7 @@ def _figures(prefix: Counts, counts: Counts, num_chunks: int) -> dict[str, float
 
 
 def _sweep_figures(swept: Sequence[Sample], store: str) -> dict[str, Any]:
-    """The range of each figure, how many settings are near the paper in all four, and the nearest of all settings."""
+    """The range of each figure, the number of settings near the paper in all four, and the nearest setting."""
     ranked = sorted(swept, key=lambda sample: _distance(sample["figures"][store]))
     values = {name: [sample["figures"][store][name] for sample in swept] for name in PAPER}
     return {
@@ -276,7 +276,7 @@ def _sweep_figures(swept: Sequence[Sample], store: str) -> dict[str, Any]:
 
 
 def _distance(figures: dict[str, float]) -> float:
-    """Of the figure that is furthest from the paper's; up to 1 is near."""
+    """Largest distance of a figure from the paper's, in units of the limit: up to 1 is near."""
     return max(abs(figures[name] - PAPER[name]) / NEAR[name] for name in PAPER)
 
 
@@ -290,7 +290,7 @@ def _sentences(storage: dict[str, Any]) -> Iterator[str]:
         back, by_chunk = mean.values()
         yield (
             f"Of {runs[0]['num_chunks']:,} chunks retrieved a prefix cache computes {back['recomputations']:,.0f} although they "
-            f"are stored behind another prefix; backtracking avoids {back['eliminated']:.1%} of these, a store by chunk all, "
+            f"are stored after another prefix; backtracking avoids {back['eliminated']:.1%} of these, a store by chunk all, "
             f"with {back['storage_reduction']:.1%} and {by_chunk['storage_reduction']:.1%} less stored."
         )
     for store, found in (storage["sweep"] or {}).items():

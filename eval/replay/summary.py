@@ -1,8 +1,8 @@
 """Samples of a replay -> shares with intervals and contrasts with the retriever's order: a pure function.
 
-Shares are sums over requests, those of the warm-up left out. Intervals come from a moving-block bootstrap over consecutive
-requests: they tell how much a figure depends on which requests came, not what another history of the cache would have done,
-since every cell is replayed once.
+Shares are sums over requests, without the warm-up. Intervals come from a moving-block bootstrap over consecutive requests: they
+show how much a figure depends on the choice of requests. They do not include other histories of the cache, since every cell is
+replayed once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eval.replay.verdict import verdict
 
 Sample = Mapping[str, Any]
 MIN_BLOCKS = 10
-"""Fewer make no interval."""
+"""With fewer there is no interval."""
 METRICS = {"chunks": "saved_share", "tokens": "token_saved_share"}
 
 
@@ -24,9 +24,9 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     """`results` of a replay's record, from the samples taken so far.
 
     Args:
-        spec: `warm_up` requests are not measured; `block` requests are drawn together; `worth` is the verdict's;
+        spec: `warm_up` requests are not measured; `block` requests form a block of the bootstrap; `worth` is for the verdict;
             `left_out`: a sentence on sizes that were not replayed, or None.
-        samples: one a cell, and one with `overlap` for each k.
+        samples: one per cell, and one with `overlap` per k.
     """
     shares = _Shares(spec["warm_up"], spec["block"])
     cells = [sample for sample in samples if "cell" in sample]
@@ -46,13 +46,13 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
 
 
 class _Shares:
-    """Shares of the requests behind the warm-up."""
+    """Shares over the requests after the warm-up."""
 
     def __init__(self, warm_up: int, block: int) -> None:
         self._warm_up, self._block = warm_up, block
 
     def cell(self, sample: Sample) -> dict[str, Any]:
-        """One of `results["cells"]`."""
+        """An entry of `results["cells"]`."""
         saved = {unit: (_saved(sample, unit), sample[unit]) for unit in METRICS if sample[unit]}
         figures: dict[str, Any] = {
             "cell": sample["cell"],
@@ -68,7 +68,7 @@ class _Shares:
         return figures | {"num_requests": len(measured), "num_chunks": sum(measured)} | kept
 
     def contrasts(self, baseline: Sample, other: Sample) -> list[dict[str, Any]]:
-        """The share of chunks, and of tokens where there are lengths, that only `other` saves."""
+        """The difference of saved shares, `other` less `baseline`, of chunks and, with lengths, of tokens."""
         found = []
         for unit, metric in METRICS.items():
             if not other[unit]:
@@ -99,7 +99,7 @@ class _Shares:
         }
 
     def _reduction(self, sample: Sample, unit: str) -> dict[str, Any]:
-        """CRAFT fig. 12's two parts of what need not be computed, and what must be once more since a history left the cache."""
+        """CRAFT fig. 12's two parts of the saved chunks, and the chunks computed again because a history left the cache."""
         parts = zip(("general", "conversation_scoped", "history_lost"), _parts(sample, unit), strict=True)
         return {name: self._share(counts, sample[unit]) for name, counts in parts}
 
@@ -114,7 +114,7 @@ class _Shares:
 
 
 def _saved(sample: Sample, unit: str) -> list[int]:
-    """By request: prefix hits and what the conversation has shown, less what is computed once more."""
+    """Per request: prefix hits and chunks left out as already shown, less chunks that are computed again."""
     return [hits + dropped - lost for hits, dropped, lost in zip(*_parts(sample, unit), strict=True)]
 
 

@@ -1,18 +1,18 @@
-"""Traces: which chunks each request retrieved, read from JSON Lines.
+"""Reads traces: the chunks that each request retrieved, as JSON Lines.
 
-One JSON object a line, in the order of arrival, UTF-8, plain or gzip (by the name's `.gz`):
+One JSON object per line, in the order of arrival, UTF-8, plain or gzip (if the name ends in `.gz`):
 ```
 {"passages": ["doc7#2", "doc1#0"], "lengths": [212, 198], "timestamp": 12.5, "conversation": "c41"}
 ```
 - `passages` (or `chunks`): ids in retriever order, strings or integers; 7 and "7" are the same. A repeated id counts once. A
-  request without any is left out; one with a `conversation` is a turn of it, but no figure counts it.
-- `lengths`, optional: tokens of each of them. Given on all requests, shares of tokens are told too; `--components FILE` gives
-  them by id instead, one {"kind": "passage", "id": 7, "token_length": 212} a line (RAGPulse's own file).
-- `timestamp`, optional: arrival in seconds, not before the line above; only load generation looks at it.
-- `conversation`, optional: a string or integer that the turns of one conversation share. Later turns stand behind a history:
-  no prefix hits there, and what an earlier turn has shown may be dropped.
+  request without any is left out; one with a `conversation` is a turn of it, but is in no figure.
+- `lengths`, optional: token count of each passage. If all requests have them, shares of tokens are reported too. Alternatively
+  `--components FILE` gives them by id, one {"kind": "passage", "id": 7, "token_length": 212} per line (RAGPulse's own file).
+- `timestamp`, optional: arrival in seconds, not before the previous line; only load generation uses it.
+- `conversation`, optional: a string or integer that the turns of one conversation share. A later turn's chunks come after the
+  conversation's history: they have no prefix hits, and chunks that an earlier turn has shown may be dropped.
 - `question_tokens`, `system_tokens`, `output_tokens`, optional: token counts for `python -m eval serve --task trace`.
-- Everything else is not looked at. No text is needed: hash your ids if they tell something.
+- Other fields are ignored. No text is needed: hash your ids if they are confidential.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from eval.errors import CommandError
 from radix_ext import Chunk, ChunkId
 
 MAX_TOKENS = 10_000_000
-"""A count above it is a mistake: a hash, a byte offset, a time."""
+"""A higher count must be a mistake: a hash, a byte offset, a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line: distinct chunks in retriever order, each of 1 token where the line has no lengths; None: not given."""
+    """One line: distinct chunks in retriever order, each of 1 token if the line has no lengths. None: not given."""
 
     chunks: tuple[Chunk, ...]
     has_lengths: bool
@@ -54,12 +54,12 @@ class Trace:
 
     @property
     def counted(self) -> tuple[TraceRequest, ...]:
-        """The requests that have chunks: what figures are made of."""
+        """The requests that have chunks, over which figures are computed."""
         return tuple(request for request in self.requests if request.chunks)
 
     @property
     def has_lengths(self) -> bool:
-        """Whether every request says how long its chunks are."""
+        """Whether every request has the lengths of its chunks."""
         return all(request.has_lengths for request in self.counted)
 
     @property
@@ -75,7 +75,7 @@ def read_trace(
     """Read a trace, at most the first `k` chunks of a request and the first `max_requests` requests that are not left out.
 
     Raises:
-        CommandError: no such file, not gzip, not UTF-8, no JSON object, a wrong field (with the line number), no request.
+        CommandError: no such file, not gzip, not UTF-8, not a JSON object, an invalid field (with line number), or no request.
     """
     lengths = None if components is None else _read_components(components)
     requests: list[TraceRequest] = []
@@ -116,7 +116,7 @@ def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             if not isinstance(record, Mapping):
                 raise ValueError(f"must be a JSON object but is {_json_type(record)}")
         except (ValueError, RecursionError) as error:
-            raise CommandError(f"{path}, line {number}: {error} (wanted: one JSON object a line)") from None
+            raise CommandError(f"{path}, line {number}: {error} (expected: one JSON object per line)") from None
         yield number, record
 
 
@@ -139,7 +139,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _parse(record: Mapping[str, Any], k: int | None, lengths: Mapping[str, int] | None) -> TraceRequest:
-    """One request. ValueError says what is wrong."""
+    """Parse one request. Raises ValueError for an invalid field."""
     chunks, has_lengths = _chunks(record, lengths)
     conversation = record.get("conversation")
     return TraceRequest(

@@ -1,9 +1,9 @@
-"""What a replay means, in sentences: found by the stock prefix cache, by ours, by any reuse at most; is it worth it?
+"""Sentences on a replay's results: the shares found by the stock prefix cache, by ours and at most by any reuse, and the verdict.
 
-`worth` is the gain below which nobody should bother, as a share of chunk tokens. The verdict is that ours is worth it where the
-whole interval is above it, not worth it where the whole interval is below, and otherwise that the trace cannot tell. What a
-conversation has shown an application can drop with stock SGLang too, so that is no gain of ours: it is told apart, and ours is
-judged against stock with the same deduplication only.
+`worth` is the smallest gain that justifies an installation, as a share of chunk tokens. The verdict is "worth it" if the whole
+interval is above it, "not worth it" if the whole interval is below, and otherwise that the trace cannot tell. An application can
+drop chunks already shown with stock SGLang too, so that gain is not ours: it is reported separately, and ours is judged only
+against stock with the same deduplication.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from eval.replay.grid import baseline_of, craft_of, is_stock
 
 MIN_REQUESTS = 100
-"""Below, no verdict: ten blocks of ten requests are the least that an interval is made from."""
+"""With fewer requests there is no verdict: an interval needs at least ten blocks of ten requests."""
 SHORT_TRACE = 200
 TREND = 0.02
-"""A second half that differs more from the whole shows that the cache is still filling, or that the traffic changes."""
+"""A larger difference of the second half from the whole shows that the cache is still filling, or that the traffic changes."""
 
 _CONVERSATIONS = (
-    "Our server leaves out what was shown: where your application does not, that gain comes on top. "
+    "Our server leaves out chunks already shown: if your application does not, that gain is added. "
     "Below zero, histories that left the cache cost more than was saved."
 )
 _NO_VERDICT = (
-    "No verdict: an application can leave out what a conversation has shown with stock SGLang too, and that was not replayed "
+    "No verdict: an application can leave out chunks already shown with stock SGLang too, and that was not replayed "
     "(--dedup off shown)."
 )
 _LIMITS = (
     "This counts cached chunks, not time: `python -m eval serve --task trace --data FILE` measures time to first token. "
-    "Another order is another prompt: `python -m eval quality permutation` measures what that does to answers.",
+    "Another order is another prompt: `python -m eval quality permutation` measures its effect on answers.",
 )
 _NOTHING_TWICE = (
     "Hardly any chunk was retrieved before, so no cache can find much: there is nothing to measure further."
@@ -42,15 +42,15 @@ Results = Mapping[str, Any]
 
 
 def verdict(results: Results, *, worth: float, left_out: str | None = None) -> list[str]:
-    """Sentences, one an entry; none unless the retriever's order and ours were replayed with the same room.
+    """One sentence per entry; none unless the retriever's order and ours were replayed with the same capacity.
 
     `left_out`: a sentence on sizes that were not replayed.
     """
     unit = "tokens" if any("tokens" in cell["saved"] for cell in results["cells"]) else "chunks"
     metric = "token_saved_share" if unit == "tokens" else "saved_share"
     contrasts = [contrast for contrast in results["contrasts"] if contrast["metric"] == metric]
-    ours = [c for c in contrasts if c["cell"]["order"] == "tree" and not _is_beside_craft(c)]
-    beside_craft = [contrast for contrast in contrasts if _is_beside_craft(contrast)]
+    ours = [c for c in contrasts if c["cell"]["order"] == "tree" and not _is_against_craft(c)]
+    against_craft = [contrast for contrast in contrasts if _is_against_craft(contrast)]
     if not ours:
         return []
     varied = [name for name in _POLICIES if len({contrast["cell"][name] for contrast in ours} - {None}) > 1]
@@ -59,7 +59,7 @@ def verdict(results: Results, *, worth: float, left_out: str | None = None) -> l
     is_hopeless = is_settled and _repeats_less_than(worth, results["overlap_by_k"], unit)
     return [
         *(_dropped(c, results["cells"], unit, varied) for c in contrasts if c["cell"]["order"] == "retriever"),
-        *(_found(contrast, beside_craft, results["cells"], unit, varied) for contrast in ours),
+        *(_found(contrast, against_craft, results["cells"], unit, varied) for contrast in ours),
         *([left_out] if left_out else []),
         *(_at_most(overlap, unit) for overlap in results["overlap_by_k"]),
         *([_CONVERSATIONS] if "reduction" in results["cells"][0] else []),
@@ -79,11 +79,11 @@ def answer(contrast: Mapping[str, Any], *, worth: float) -> str:
     return "cannot be told from this trace"
 
 
-def room(cell: Mapping[str, Any]) -> str:
-    """How much of the chunks the cache holds."""
+def capacity_name(cell: Mapping[str, Any]) -> str:
+    """The cell's capacity for people."""
     if cell["capacity_tokens"]:
-        return f"room for {cell['capacity_tokens']:,} tokens"
-    return f"room for {cell['capacity']:,} chunks" if cell["capacity"] else "no limit of room"
+        return f"capacity for {cell['capacity_tokens']:,} tokens"
+    return f"capacity for {cell['capacity']:,} chunks" if cell["capacity"] else "unlimited capacity"
 
 
 def _is_like_with_like(cell: Mapping[str, Any], cells: Sequence[Results]) -> bool:
@@ -91,7 +91,7 @@ def _is_like_with_like(cell: Mapping[str, Any], cells: Sequence[Results]) -> boo
     return baseline is not None and baseline["cell"]["dedup"] == cell["dedup"]
 
 
-def _is_beside_craft(contrast: Mapping[str, Any]) -> bool:
+def _is_against_craft(contrast: Mapping[str, Any]) -> bool:
     return bool(contrast["a"].split()[0] == "frequency")
 
 
@@ -106,7 +106,7 @@ def _seen_before(overlap: Mapping[str, Any], unit: str) -> Mapping[str, float]:
 
 
 def _dropped(contrast: Mapping[str, Any], cells: Sequence[Results], unit: str, varied: Sequence[str]) -> str:
-    """The gain that needs nothing of ours."""
+    """A sentence on the gain of deduplication by the application, which does not need our plugin."""
     cell = contrast["cell"]
     without = baseline_of(cell, cells)
     shown = next(other for other in cells if other["cell"] == cell)
@@ -119,7 +119,7 @@ def _dropped(contrast: Mapping[str, Any], cells: Sequence[Results], unit: str, v
 
 def _found(
     contrast: Mapping[str, Any],
-    beside_craft: Sequence[Mapping[str, Any]],
+    against_craft: Sequence[Mapping[str, Any]],
     cells: Sequence[Results],
     unit: str,
     varied: Sequence[str],
@@ -130,7 +130,7 @@ def _found(
     craft = craft_of(cell, cells)
     assert stock is not None
     also = f", CRAFT's order {_value(craft, unit)}" if craft else ""
-    to_craft = "".join(f"; to CRAFT's order {_points(one)}" for one in beside_craft if one["cell"] == cell)
+    to_craft = "".join(f"; to CRAFT's order {_points(one)}" for one in against_craft if one["cell"] == cell)
     halves = [f"{other['saved_in_second_half'][unit]:.1%}" for other in (stock, ours)]
     name, verb = _name(stock["cell"]), "saves" if "reduction" in ours else "finds"
     return (
@@ -142,7 +142,7 @@ def _found(
 
 def _name(cell: Mapping[str, Any]) -> str:
     name = "stock SGLang" if is_stock(cell) else "the retriever's order"
-    return f"{name} behind an application that leaves out what was shown" if cell["dedup"] == "shown" else name
+    return f"{name} with an application that leaves out chunks already shown" if cell["dedup"] == "shown" else name
 
 
 def _points(contrast: Mapping[str, Any]) -> str:
@@ -155,7 +155,7 @@ def _value(cell: Results, unit: str) -> str:
 
 
 def _of_conversations(cell: Results, unit: str) -> str:
-    """Where there are conversations: what the order finds, what deduplication saves, and what histories cost."""
+    """With conversations: the shares found by the order, saved by deduplication, and lost with histories."""
     if "reduction" not in cell:
         return ""
     found = {name: f"{share['value']:.1%}" for name, share in cell["reduction"][unit].items()}
@@ -168,12 +168,12 @@ def _of_conversations(cell: Results, unit: str) -> str:
 def _at_most(overlap: Mapping[str, Any], unit: str) -> str:
     seen = _seen_before(overlap, unit)["value"]
     first = f" of the first {overlap['k']} of each request" if overlap["k"] else ""
-    return f"Reuse at any position, with no limit of room, could find at most {seen:.1%}{first}."
+    return f"Reuse at any position, with unlimited capacity, could find at most {seen:.1%}{first}."
 
 
 def _where(cell: Mapping[str, Any], varied: Sequence[str]) -> str:
-    """The room, and of the policies those in which the replays differ."""
-    return ", ".join([room(cell), *(f"{name} {cell[name]}" for name in varied if cell[name] is not None)])
+    """The capacity, and the policies in which the replays differ."""
+    return ", ".join([capacity_name(cell), *(f"{name} {cell[name]}" for name in varied if cell[name] is not None)])
 
 
 def _sentence_start(cell: Mapping[str, Any], varied: Sequence[str]) -> str:
@@ -182,7 +182,7 @@ def _sentence_start(cell: Mapping[str, Any], varied: Sequence[str]) -> str:
 
 
 def _answers(judged: Sequence[Mapping[str, Any]], worth: float, varied: Sequence[str]) -> list[str]:
-    """The verdict, replays with the same one together."""
+    """The verdict, grouping replays with the same one."""
     replays: dict[str, list[str]] = {}
     for contrast in judged:
         replays.setdefault(answer(contrast, worth=worth), []).append(_where(contrast["cell"], varied))

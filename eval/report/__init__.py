@@ -1,1 +1,1 @@
-"""Pages and pictures of records: `python -m eval report`."""
+"""Pages and charts of records: `python -m eval report`."""

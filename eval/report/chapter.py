@@ -1,4 +1,4 @@
-"""What one record becomes on the page: what was run, pictures with a reading, tables, and what to hold against them.
+"""The chapter of one record on the page: settings, charts with a reading, tables, and caveats.
 
     Recorded -> create_chapter -> Chapter(facts, servers, verdict, pictures, tables, caveats)
 
@@ -23,20 +23,20 @@ from eval.report.charts import Look
 from eval.report.tables import Table
 
 MAX_PICTURES = 6
-"""Of one varied setting, where other settings vary, too."""
+"""Maximum number of charts of one varied setting if other settings vary, too."""
 CURVES = {"quality": ("em", "f1", "same", "kl")}
 SERVE_CURVES = ("ttft_s", "hit_share", "expected_hit_share", "cached_share")
 KNOWN_ARMS = ("ours", "stock-lpm", "no-cache", "craft", "fused", "stock-fcfs", "cacheblend", "contextpilot")
 """They have the same colour on every page."""
 OF_STARTED_SERVERS = ("model_path", "params", "threads", "max_total_tokens", "max_servers", "server_flags")
-"""Settings that say nothing of a server that was there already."""
+"""Settings that do not apply to a server that already runs."""
 SAME_SERVERS = ("model", "dtype", "attention_backend", "version")
-"""Of two arms' servers these should be the same: what differs may explain a difference before reuse does."""
+"""Settings that should be the same for two arms' servers: a difference here may explain a difference of the figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """`reading`: one sentence; `draw` makes it for a background."""
+    """A chart. `reading`: one sentence; `draw`: makes the chart for a background."""
 
     name: str
     title: str
@@ -47,7 +47,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """One record, ready to be written down."""
+    """The content of one record, for HTML and Markdown."""
 
     name: str
     kind: str
@@ -82,21 +82,21 @@ def create_chapter(run: Recorded, name: str) -> Chapter:
 
 
 def colours(runs: Sequence[Recorded]) -> list[dict[str, int]]:
-    """For each record its arms' colours: one arm, one colour on the whole page, or in a record where a page has too many."""
+    """For each record its arms' colours. An arm has one colour on the whole page, or if the page has too many, in a record."""
     arms = [[str(one["arm"]) for one in [*run.samples, *run.cells]] for run in runs]
     shared = places(arm for found in arms for arm in found)
     return [shared if len(shared) <= len(charts.LIGHT) else places(found) for found in arms]
 
 
 def places(names: Iterable[str]) -> dict[str, int]:
-    """Name -> its colour's number: the known arms have theirs on every page, the others take what is left."""
+    """Name -> number of its colour: known arms have fixed colours, the others get the remaining ones."""
     names = list(dict.fromkeys(names))
     known = {name: place for place, name in enumerate(KNOWN_ARMS) if name in names}
     free = (place for place in count() if place not in known.values())
     return known | {name: next(free) for name in names if name not in known}
 
 
-# Private: the pictures of each kind
+# Private: the charts of each kind
 
 
 def _replay(run: Recorded) -> list[Picture]:
@@ -123,12 +123,12 @@ def _served(run: Recorded) -> list[Picture]:
         sums = _fate_sums(fated)
         table, reading = tables.fates_table(sums), readings.fates_reading(sums)
         draw = partial(charts.fates_over_time, fated)
-        pictures.append(Picture("fates", "What became of the prompt tokens", reading, draw, table))
+        pictures.append(Picture("fates", "Fates of the prompt tokens", reading, draw, table))
     return pictures
 
 
 def _throughput(run: Recorded) -> list[Picture]:
-    """Over the rate or the clients, where nothing else varies."""
+    """Throughput over the rate or the clients, if nothing else varies."""
     settings = varied(one["cell"] for one in run.cells)
     cells = [
         {**one, "metrics": {tables.rate_name(rate): {"mean": value} for rate, value in one["throughput"].items()}}
@@ -156,7 +156,7 @@ def _quality(run: Recorded) -> list[Picture]:
 
 
 def _permuted(run: Recorded) -> list[Picture]:
-    """CRAFT's figure 5, of each metric that the record has request by request."""
+    """CRAFT's figure 5 for each metric that the record has per request."""
     points: dict[str, list[dict[str, Any]]] = {}
     for one in run.results.get("requests") or []:
         for metric, found in one["metrics"].items():
@@ -175,9 +175,9 @@ def _permuted(run: Recorded) -> list[Picture]:
 
 
 def _swept(run: Recorded, wanted: Sequence[str]) -> list[Picture]:
-    """A picture for each setting along which there is a curve, and for each combination of the other settings.
+    """A chart for each setting that gives a curve, and for each combination of the other settings.
 
-    Where several settings vary, only numbers of which there are three make a curve; all figures are in the tables.
+    If several settings vary, only a numeric one with at least three values gives a curve; all figures are in the tables.
     """
     pictures = []
     settings = varied(one["cell"] for one in run.cells)
@@ -214,7 +214,7 @@ def _shared_ends(run: Recorded, cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _others(one: Cell, setting: str) -> dict[str, Any]:
-    """What must be the same in all cells of a picture."""
+    """The settings that must be the same in all cells of a chart."""
     return {key: value for key, value in one["cell"].items() if key != setting and value is not None}
 
 
@@ -233,13 +233,13 @@ def _fate_sums(samples: Sequence[Cell]) -> dict[str, dict[str, int]]:
     return sums
 
 
-# Private: what was run, and what to hold against it
+# Private: settings and caveats
 
 
 def _verdict(run: Recorded) -> list[str]:
-    """The record's sentences, those about the arms that are known best first; or why there are none.
+    """The record's sentences, those about the best-known arms first, or the reason why there are none.
 
-    Before them, where the run was interrupted, that it was: who reads the verdict alone must not miss it.
+    An interruption of the run is named before them, so that a reader of the verdict alone sees it.
     """
     said = [str(text) for text in run.results.get("verdict") or []] or sentences(run.contrasts)
     rank = {verdict(one): (*KNOWN_ARMS, one["b"]).index(one["b"]) for one in run.contrasts}
@@ -266,7 +266,7 @@ def _facts(run: Recorded) -> list[tuple[str, str]]:
         ("arms", "; ".join(run.arms) or "none"),
         ("machine", ", ".join(f"{key} {tables.plain(value)}" for key, value in record["machine"].items())),
         ("code", f"{str(git.get('sha'))[:12]}{', with changes that are not committed' if git.get('dirty') else ''}"),
-        ("to be read beside", tables.plain(record["baseline"]) if record.get("baseline") else ""),
+        ("baseline", tables.plain(record["baseline"]) if record.get("baseline") else ""),
         (
             "settings",
             ", ".join(f"{k} {tables.plain(v)}" for k, v in _settings(run).items() if v not in (None, [], False)),
@@ -276,7 +276,7 @@ def _facts(run: Recorded) -> list[tuple[str, str]]:
 
 
 def _settings(run: Recorded) -> dict[str, Any]:
-    """Of the spec what applied: where every server was there already, none was started as the settings say."""
+    """The settings that applied: those for starting servers do not if every server was already running."""
     spec = dict(run.record["spec"])
     arms = spec.get("arms") or [spec.get("arm") or ""]
     is_started = not all("=" in str(arm) for arm in arms) or spec.get("reference", "given") is None
@@ -300,7 +300,7 @@ def _caveats(run: Recorded) -> list[str]:
 
 
 def _conditions(run: Recorded) -> list[str]:
-    """What was not the same from beginning to end, or for all arms, and what the load leaves out."""
+    """Caveats on conditions that changed during the run or differed between arms, and on limits of the load."""
     caveats = _resumed(run)
     if others := (run.record.get("git") or {}).get("resumed_with"):
         caveats.append(f"It went on with other code: {', '.join(str(sha)[:12] for sha in others)}.")
@@ -322,7 +322,7 @@ def _conditions(run: Recorded) -> list[str]:
 
 
 def _notes(value: Any) -> list[str]:
-    """Every `note` of a record, wherever it stands, once."""
+    """Every distinct `note` anywhere in a record."""
     found: dict[str, None] = {}
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
         if key in ("note", "notes", "caveats"):

@@ -1,10 +1,10 @@
-"""One function a chart: samples or cells in, a figure out. No file, no screen, no state of matplotlib's.
+"""One function per chart: samples or cells in, a figure out. No files, no screen, no global state of matplotlib.
 
-    look = Look({"ours": 0, "stock-lpm": 1})          an arm's place is its colour, the same in all charts of a page
+    look = Look({"ours": 0, "stock-lpm": 1})          an arm's number selects its colour, the same in all charts of a page
     with look.style():
         figure = ttft_cdf(samples, look)
 
-Colours are Okabe and Ito's, which people with any colour vision tell apart; lines differ in dashes, too.
+Colours are Okabe and Ito's, which people with any colour vision can distinguish; lines also differ in dashes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _MAX_BINS = 24
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Colours for one background. `places`: arm -> which colour, and where it stands in legends."""
+    """Colours for one background. `places`: arm -> number of its colour, and its position in legends."""
 
     places: Mapping[str, int] = field(default_factory=dict)
     dark: bool = False
 
     @contextmanager
     def style(self) -> Iterator[None]:
-        """Within it figures are made and saved."""
+        """A context in which figures are made and saved."""
         ink, faint, paper = ("#e8e8e8", "#555b63", "#16191d") if self.dark else ("#1b1f24", "#d5d9de", "#ffffff")
         settings: Any = {
             "text.parse_math": False,  # An arm may be called "$x$".
@@ -86,7 +86,7 @@ class Look:
         return palette[self._place(arm) % len(palette)]
 
     def line(self, arm: str) -> dict[str, Any]:
-        """The arm's line: colour, and dashes and marker once the colours are used up."""
+        """The arm's line: colour, and dashes and marker if there are more arms than colours."""
         place = self._place(arm)
         kind = {
             "linestyle": DASHES[place // len(LIGHT) % len(DASHES)],
@@ -99,7 +99,7 @@ class Look:
 
 
 def ttft_cdf(samples: Rows, look: Look, *, metric: str = "ttft_s") -> Figure:
-    """Share of requests answered within a time: a panel a cell, a line an arm. samples: with `metric`, no warm-up."""
+    """Share of requests answered within a time: a panel per cell, a line per arm. samples: with `metric`, no warm-up."""
     cells = _grouped(samples, lambda sample: _key(sample["cell"]))
     figure, panels = _panels(len(cells))
     times = [sample["metrics"][metric] for sample in samples]
@@ -120,7 +120,7 @@ def ttft_cdf(samples: Rows, look: Look, *, metric: str = "ttft_s") -> Figure:
 
 
 def hit_rates(cells: Rows, look: Look, *, rate: str = "chunk_hit_rate") -> Figure:
-    """Grouped bars with intervals: room along x, a bar a policy, a panel for whatever else varies. Replay's cells."""
+    """Grouped bars with intervals: capacity along x, a bar per policy, a panel per other setting. cells: of a replay."""
     settings = varied(one["cell"] for one in cells)
     along = "capacity_tokens" if any(one["cell"].get("capacity_tokens") for one in cells) else "capacity"
     others = [key for key in settings if key != along]
@@ -138,16 +138,18 @@ def hit_rates(cells: Rows, look: Look, *, rate: str = "chunk_hit_rate") -> Figur
             ax.errorbar(x, share["value"], ends, color=matplotlib.rcParams["text.color"], linewidth=1, capsize=2)
         ax.set_title(_short(cell_name(json.loads(group)), 48))
         ax.set_xticks(range(len(values)), ["no limit" if value == math.inf else f"{value:,}" for value in values])
-    room = "tokens" if along == "capacity_tokens" else "chunks"
-    _label(panels, f"room in the cache ({room})", f"{'chunks' if rate == 'chunk_hit_rate' else 'tokens'} found (share)")
+    unit = "tokens" if along == "capacity_tokens" else "chunks"
+    _label(
+        panels, f"capacity of the cache ({unit})", f"{'chunks' if rate == 'chunk_hit_rate' else 'tokens'} found (share)"
+    )
     return _with_legend(figure, [(Patch(color=look.colour(arm)), arm) for arm in arms])
 
 
 def curves(cells: Rows, look: Look, *, setting: str, metrics: Sequence[str], level: Rows = ()) -> Figure:
-    """A varied setting along x, a panel a metric, a line an arm with its interval.
+    """A varied setting along x, a panel per metric, a line per arm with its interval.
 
-    cells: of results; times are drawn by their median, the rest by the mean. `level`: cells that the setting does not
-    touch, drawn as a level line.
+    cells: of results; times are drawn by their median, other metrics by the mean. `level`: cells that do not depend on the
+    setting, drawn as a horizontal line.
     """
     figure, panels = _panels(len(metrics))
     names = _arms([*cells, *level], look)
@@ -192,7 +194,7 @@ def curves(cells: Rows, look: Look, *, setting: str, metrics: Sequence[str], lev
 
 
 def fates_over_time(samples: Rows, look: Look) -> Figure:
-    """What became of the prompt tokens while the load ran: stacked shares over time, a panel an arm and cell."""
+    """Fates of the prompt tokens during the load: stacked shares over time, a panel per arm and cell."""
     groups = _grouped(samples, lambda sample: _key([sample["arm"], sample["cell"]]))
     figure, panels = _panels(len(groups), height=2.2)
     colours = dict(zip(FATES, _fate_colours(look), strict=True))
@@ -218,7 +220,7 @@ def fates_over_time(samples: Rows, look: Look) -> Figure:
 
 
 def permutation(points: Rows, look: Look, *, metric: str) -> Figure:
-    """CRAFT's figure 5: a request's score in the given order beside mean and standard deviation over other orders.
+    """CRAFT's figure 5: a request's score in the given order, and mean and standard deviation over other orders.
 
     points: `{"request", "baseline", "mean", "sd"}`; drawn in the order of their baseline.
     """
@@ -241,7 +243,7 @@ def permutation(points: Rows, look: Look, *, metric: str) -> Figure:
 
 
 def scores(cells: Rows, look: Look, *, metrics: Sequence[str]) -> Figure:
-    """A dot and its interval for each arm, a panel a metric and cell. For results without anything along an axis."""
+    """A dot with its interval per arm, a panel per metric and cell. For results without a varied setting."""
     wanted = [(_key(one["cell"]), metric) for metric in metrics for one in cells if metric in one["metrics"]]
     groups = list(dict.fromkeys(wanted))
     arms = _arms(cells, look)
@@ -319,7 +321,7 @@ def _label(panels: Sequence[Axes], x: str, y: str) -> None:
 
 
 def _scale(ax: Axes, is_wide: bool) -> None:
-    """A logarithmic x axis with numbers as people write them (matplotlib's own need the markup that is off)."""
+    """A logarithmic x axis with plain numbers (matplotlib's own use markup, which is switched off)."""
     if is_wide:
         ax.set_xscale("log")
         ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=8))
@@ -358,7 +360,7 @@ def _setting(setting: str) -> str:
 
 
 def _ends(found: Mapping[str, Any], value: float) -> tuple[float, float]:
-    """The interval; the value itself where there is none."""
+    """The interval, or the value twice if there is none."""
     low, high = found.get("low"), found.get("high")
     return value if low is None else low, value if high is None else high
 

@@ -1,11 +1,11 @@
-"""`python -m eval report FOLDER...`: a page, pictures and a summary of records, for people.
+"""`python -m eval report FOLDER...`: a page, charts and a summary of records, for people.
 
-    <out>/index.html                 everything in one file, pictures and style inside: no network, no other file
-    <out>/<record>-<picture>.png     the pictures again
+    <out>/index.html                 everything in one file, charts and style included: no network, no other file
+    <out>/<record>-<picture>.png     the charts as files
     <out>/summary.md                 verdicts and tables
     <out>/records/<record>/record.json     a copy of each record
 
-Names of arms, paths and what models wrote are not ours: the template escapes them.
+Names of arms, paths and texts of models may contain markup: the template escapes them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from eval.report.tables import Table
 
 DPI = 150
 MAX_FIRST = 8
-"""Sentences of a record's verdict at the top. A replay's are read as a whole: the last ones say what the first do not mean."""
+"""Maximum number of verdict sentences at the top. A replay's are shown completely: the last ones limit the first."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report and print where it is."""
+    """Write the report and print its path."""
     options = _parser().parse_args(argv)
     stamp = datetime.datetime.now().strftime("%Y-%m-%dT%H%M%S")
     out = options.out or Path("runs") / f"{stamp}-report"
@@ -57,7 +57,7 @@ def write_report(runs: Sequence[Recorded], out: Path) -> None:
         CommandError: `out` is something else.
     """
     if out.exists() and not (out / "index.html").exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CommandError(f"{out} is no folder of a report: name one that is new or empty")
+        raise CommandError(f"{out} is not the folder of a report: name one that is new or empty")
     out.mkdir(parents=True, exist_ok=True)
     names, places = _unique([run.name for run in runs]), colours(runs)
     chapters = [create_chapter(run, name) for run, name in zip(runs, names, strict=True)]
@@ -76,11 +76,11 @@ def write_report(runs: Sequence[Recorded], out: Path) -> None:
 
 
 def draw(picture: Picture, look: Look) -> bytes:
-    """The picture as PNG."""
+    """The chart as PNG."""
     buffer = io.BytesIO()
     with look.style():
         picture.draw(look).savefig(buffer, format="png", dpi=DPI)
-    # A chart has few colours: a palette makes the page a third as long.
+    # A chart has few colours: a palette reduces the page to a third.
     small = io.BytesIO()
     with Image.open(buffer) as image:
         image.convert("RGB").quantize(128).save(small, format="png", optimize=True)
@@ -120,7 +120,7 @@ def summary(chapters: Sequence[Chapter]) -> str:
         for table in filter(None, [chapter.servers, *chapter.tables]):
             lines += [f"### {_markdown(table.caption)}", "", *_markdown_table(table), ""]
         if chapter.caveats:
-            lines += ["### To be held against it", "", *(f"- {_markdown(text)}" for text in chapter.caveats), ""]
+            lines += ["### Caveats", "", *(f"- {_markdown(text)}" for text in chapter.caveats), ""]
     return "\n".join(lines)
 
 
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _unique(names: Iterable[str]) -> list[str]:
-    """Folders of one name in different places get a number."""
+    """Make names unique: equal names of different folders get a number."""
     taken: list[str] = []
     for name in names:
         number, unique = 1, name
@@ -171,7 +171,7 @@ def _fields(chapter: Chapter) -> dict[str, Any]:
 
 
 def _markdown(text: str) -> str:
-    """One line in which nothing is markup."""
+    """The text on one line, with markup escaped."""
     return re.sub(r"([\\`*_\[\]<>|#!~$])", r"\\\1", " ".join(text.split()))
 
 

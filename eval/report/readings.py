@@ -1,4 +1,4 @@
-"""One sentence a chart, computed from the figures that the chart shows."""
+"""One sentence per chart, computed from the figures that the chart shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eval.report.tables import is_time, label, middle
 
 FATES_REUSED = ("exact", "relocated")
 MAX_NAMED = 6
-"""Of more arms only the two ends are named."""
+"""With more arms only the best and the worst are named."""
 
 
 def cdf_reading(samples: Sequence[Cell], metric: str = "ttft_s") -> str:
@@ -31,7 +31,7 @@ def cdf_reading(samples: Sequence[Cell], metric: str = "ttft_s") -> str:
 
 
 def hits_reading(cells: Sequence[Cell], rate: str, of: str) -> str:
-    """The best and the worst policy, and where."""
+    """The best and the worst policy, and their capacities."""
     best, worst = (pick(cells, key=lambda one: one[rate]["value"]) for pick in (max, min))
     text = f"Most {of} are found by {_hit(best, rate)}"
     return text + ("." if len(cells) == 1 else f"; fewest by {_hit(worst, rate)}.")

@@ -14,12 +14,12 @@ from eval.recorded import Cell, Recorded, cell_name, setting_name, varied
 
 SCORE_KEYS = ("mean", "low", "high", "p50", "p90", "p99")
 TIME_KEYS = ("p50", "low", "high", "mean", "p90", "p99")
-"""The figure that the interval belongs to comes first."""
+"""Order of columns: the figure of the interval comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`num_text` leading columns are words, the others figures."""
+    """The first `num_text` columns are text, the others figures."""
 
     caption: str
     head: Sequence[str]
@@ -28,29 +28,29 @@ class Table:
 
 
 def label(metric: str) -> str:
-    """The metric's, or its name."""
+    """The metric's label, or its name."""
     return METRICS[metric].label if metric in METRICS else metric.replace("_", " ")
 
 
 def with_unit(metric: str) -> str:
-    """Its label, and its unit where it has one."""
+    """The metric's label, and its unit if it has one."""
     unit = METRICS[metric].unit if metric in METRICS else ""
     return f"{label(metric)} ({unit})" if unit else label(metric)
 
 
 def is_time(metric: str) -> bool:
-    """Times are told by their median, all else by the mean."""
+    """Times are reported by their median, other metrics by the mean."""
     return metric.endswith("_s")
 
 
 def middle(metric: str, found: Mapping[str, Any] | None) -> float | None:
-    """The median or mean of a cell's metric; None where there is none."""
+    """The median or mean of a cell's metric; None if it has none."""
     value = (found or {}).get("p50" if is_time(metric) else "mean")
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def figure(value: Any) -> str:
-    """Three digits; whole numbers as they are."""
+    """A number with three digits; whole numbers unchanged."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "none"
     return str(value) if isinstance(value, int) else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
@@ -64,13 +64,13 @@ def plain(value: Any) -> str:
 
 
 def metric_names(cells: Sequence[Cell]) -> list[str]:
-    """What was measured anywhere, the known metrics first."""
+    """All metrics of the cells, known ones first."""
     names = {name for one in cells for name, found in one["metrics"].items() if middle(name, found) is not None}
     return [*(name for name in METRICS if name in names), *sorted(names - METRICS.keys())]
 
 
 def metric_table(cells: Sequence[Cell], metric: str) -> Table:
-    """A line an arm and cell."""
+    """One line per arm and cell."""
     keys = TIME_KEYS if is_time(metric) else SCORE_KEYS
     rows = [
         [
@@ -85,7 +85,7 @@ def metric_table(cells: Sequence[Cell], metric: str) -> Table:
 
 
 def throughput_table(cells: Sequence[Cell]) -> Table | None:
-    """Per second of load."""
+    """Throughput per second of load."""
     having = [one for one in cells if isinstance(one.get("throughput"), dict)]
     units = list(dict.fromkeys(unit for one in having for unit in one["throughput"]))
     rows = [[*_who(one), *(figure(one["throughput"].get(unit)) for unit in units)] for one in having]
@@ -98,7 +98,7 @@ def rate_name(name: str) -> str:
 
 
 def swept_table(cells: Sequence[Cell], setting: str, metrics: Sequence[str], caption: str) -> Table:
-    """A line a value and arm."""
+    """One line per value and arm."""
     head = [setting, "arm", "n"]
     head += [f"{with_unit(metric)}, {'median' if is_time(metric) else 'mean'}" for metric in metrics]
     rows = [
@@ -131,10 +131,10 @@ def hits_table(cells: Sequence[Cell], rate: str, caption: str) -> Table:
 
 
 def fates_table(sums: Mapping[str, Mapping[str, int]]) -> Table:
-    """Tokens of each fate, a line an arm."""
+    """Tokens of each fate, one line per arm."""
     names = list(dict.fromkeys(fate for found in sums.values() for fate in found))
     rows = [[arm, *(str(found.get(fate, 0)) for fate in names)] for arm, found in sums.items()]
-    return Table("What became of the prompt tokens (tokens)", ["arm", *names], rows)
+    return Table("Fates of the prompt tokens (tokens)", ["arm", *names], rows)
 
 
 def permutation_table(points: Sequence[Mapping[str, Any]], metric: str) -> Table:
@@ -144,7 +144,7 @@ def permutation_table(points: Sequence[Mapping[str, Any]], metric: str) -> Table
 
 
 def scores_table(cells: Sequence[Cell], metrics: Sequence[str]) -> Table:
-    """Means with intervals, a line an arm."""
+    """Means with intervals, one line per arm."""
     rows = [
         [
             *_who(one),
@@ -189,11 +189,11 @@ def contrast_table(run: Recorded) -> Table | None:
         "n",
         *(["p"] if has_p else []),
     ]
-    return Table("Arms beside each other: ratios are a / b, differences b - a", head, rows, 6) if rows else None
+    return Table("Comparison of arms: ratios are a / b, differences b - a", head, rows, 6) if rows else None
 
 
 def servers_table(run: Recorded) -> Table | None:
-    """What the servers said about themselves, a column a server; what is itself an object is in the record only."""
+    """The servers' own descriptions, one column per server; nested objects are in the record only."""
     servers = run.results.get("servers")
     servers = (
         {arm: facts for arm, facts in servers.items() if isinstance(facts, dict)} if isinstance(servers, dict) else {}
@@ -205,7 +205,7 @@ def servers_table(run: Recorded) -> Table | None:
 
 
 def storage_table(run: Recorded) -> Table | None:
-    """FusionRAG's storage simulation beside the paper's figures, a line a run and way of matching."""
+    """FusionRAG's storage simulation with the paper's figures, one line per run and way of matching."""
     storage = run.results.get("storage")
     if not isinstance(storage, dict) or not storage.get("runs"):
         return None
@@ -214,7 +214,7 @@ def storage_table(run: Recorded) -> Table | None:
     sources += [(one["key"], way, found) for one in storage["runs"] for way, found in one["figures"].items()]
     rows = [[key, way, *(figure(found.get(name)) for name in keys)] for key, way, found in sources]
     head = ["run", "matching", "storage reduction", "recomputations avoided", "hit rate"]
-    return Table("Storage simulation, beside FusionRAG's figures", head, rows, 2)
+    return Table("Storage simulation, with FusionRAG's figures", head, rows, 2)
 
 
 # Private, in order of use
@@ -229,7 +229,7 @@ def _named(keys: Sequence[str]) -> list[str]:
 
 
 def _interval(metric: str, found: Mapping[str, Any] | None) -> str:
-    """The median or mean, and its interval where there is one."""
+    """The median or mean, and its interval if there is one."""
     ends = [(found or {}).get(end) for end in ("low", "high")]
     return figure(middle(metric, found)) + (f" [{figure(ends[0])}, {figure(ends[1])}]" if None not in ends else "")
 

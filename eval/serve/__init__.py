@@ -1,1 +1,1 @@
-"""Load on servers that share a machine fairly: `python -m eval serve` and `sensitivity`."""
+"""Measures servers under load, interleaved on one machine: `python -m eval serve` and `sensitivity`."""

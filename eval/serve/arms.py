@@ -1,11 +1,11 @@
-"""What is compared: each arm is a server's flags, the route its requests take, and what is added to them.
+"""The arms that are compared. An arm is a server's flags, the route of its requests, and the fields added to their bodies.
 
-    ARM    launcher flags                     route                          client side
-    ours   --schedule-policy lpm              /rag/v1/chat/completions       chunks beside the messages
+    ARM    launcher flags                     route                          client
+    ours   --schedule-policy lpm              /rag/v1/chat/completions       chunks in a field of their own
     stock  --stock --schedule-policy lpm ...  /v1/chat/completions           chunks in the user message
-    URL    a server that is already there     either, chat unless said       a known name keeps its arm's body and adapter
+    URL    a running server                   either, chat by default        a known name keeps its arm's body and adapter
 
-Knows neither models nor load. Which arms can run where is `skip_reason`'s to say: an arm that cannot is skipped by name.
+Knows neither models nor load. `skip_reason` decides which arms can run on a machine; the others are skipped by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Route = Literal["rag", "chat"]
 EVERY_SERVER = ("--enable-cache-report", "--sleep-on-idle")
-"""Cached tokens in every answer's usage; and a server that waits while another is measured takes no core from it."""
+"""Report cached tokens in every answer's usage; an idle server uses no core while another is measured."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Arm:
     body: Mapping[str, Any] = field(default_factory=dict)
     """Added to every request."""
     adapter: str | None = None
-    """Who reorders the chunks on the client's side."""
+    """Name of the adapter that reorders the chunks in the client."""
     url: str | None = None
-    """A server that is already there; `flags` are then only said, not used."""
+    """Address of a running server; `flags` are then documentation only."""
 
     @property
     def is_ours(self) -> bool:
@@ -54,21 +54,21 @@ class Arm:
 
     @property
     def is_fused(self) -> bool:
-        """Whether its requests opt into moved KV, so that a ratio means something."""
+        """Whether its requests opt into moved KV, so that a ratio applies."""
         return "reuse" in self.body
 
 
 class Reorderer(Protocol):
-    """Orders a request's chunks before they are sent. One of these serves all requests of one arm, in their order."""
+    """Orders a request's chunks before they are sent. One instance serves all requests of one arm, in their order."""
 
     def order(self, request: Request) -> Sequence[TextChunk]:
-        """The request's chunks, each as often as it is there. Blocks for milliseconds."""
+        """A permutation of the request's chunks, repeated ones included. Blocks for milliseconds."""
 
     def counts(self) -> dict[str, int]:
-        """What happened so far, for the record."""
+        """Counts so far, for the record."""
 
     def close(self) -> None:
-        """End what it started."""
+        """Stop the processes that it started."""
 
 
 def _ours(name: str, summary: str, *flags: str, policy: str = "lpm") -> Arm:
@@ -80,7 +80,7 @@ def _stock(name: str, summary: str, *flags: str, adapter: str | None = None) -> 
 
 
 def _fused(name: str, summary: str, selector: str, ratio: float, *, order: str = "retriever") -> Arm:
-    # Only `context` and `h2o` read the scores that a chunk gets on its way into the store, and they cost a prefill.
+    # Only `context` and `h2o` read the scores that a chunk gets when it enters the store, and scoring costs a prefill.
     scoring = () if selector in ("context", "h2o") else ("--chunkcache-scoring", "off")
     body = {"reuse": {"mode": "fused", "selector": selector, "ratio": ratio}, "order": order}
     return Arm(name, summary, ("--schedule-policy", "lpm", "--reuse", "fused", *scoring), body=body)
@@ -95,7 +95,7 @@ CRAFT = (
     *("--chunkcache-dedup", "paper"),
     *("--chunkcache-routing", "round_robin"),
 )
-"""CRAFT sections 4 and 5. The numbers stand here although they are our defaults too: the paper's do not change with ours."""
+"""CRAFT sections 4 and 5. Values equal to our defaults are listed too, since the paper's do not change with ours."""
 
 ARMS = {
     arm.name: arm
@@ -108,15 +108,13 @@ ARMS = {
         _ours("ours-fcfs", "our defaults, first come first served", policy="fcfs"),
         _fused("fused", "ours, and moved chunks with 15% recomputed by the question", "query", 0.15, order="tree"),
         _fused("cacheblend", "CacheBlend: moved chunks, 15% recomputed by KV deviation", "deviation", 0.15),
-        _fused(
-            "craft+cacheblend", "CacheBlend behind CRAFT's order (CRAFT fig. 16)", "deviation", 0.15, order="frequency"
-        ),
+        _fused("craft+cacheblend", "CacheBlend in CRAFT's order (CRAFT fig. 16)", "deviation", 0.15, order="frequency"),
         _fused("cache-craft", "Cache-Craft: moved chunks, 15% recomputed by context scores", "context", 0.15),
         _fused("epic", "EPIC: moved chunks, the first 15% of each recomputed", "first", 0.15),
         _fused("full-reuse", "moved chunks, nothing recomputed", "none", 0.0),
         _stock(
             "contextpilot",
-            "ContextPilot reorders on the client's side, stock SGLang serves",
+            "ContextPilot reorders in the client, stock SGLang serves",
             *("--schedule-policy", "lpm"),
             adapter="contextpilot",
         ),
@@ -127,21 +125,21 @@ ARMS = {
 
 
 def add_arm_options(parser: ArgumentParser, *, default: Sequence[str]) -> None:
-    """`--arms` and what adapters need."""
+    """Add `--arms` and the options of adapters."""
     known = "\n".join(f"{name}: {arm.summary};" for name, arm in ARMS.items())
     parser.add_argument(
         "--arms",
         nargs="+",
         default=list(default),
         metavar="ARM",
-        help=f"what is compared (default: {' '.join(default)}). {known} or NAME=URL[,chat|rag] for a server that is "
-        "already there".replace("%", "%%"),
+        help=f"what is compared (default: {' '.join(default)}). {known} or NAME=URL[,chat|rag] for a server that "
+        "already runs".replace("%", "%%"),
     )
     parser.add_argument(
         "--contextpilot-python",
         type=Path,
         metavar="PATH",
-        help="a Python in which contextpilot is installed, where this one has it not",
+        help="a Python in which contextpilot is installed, if it is not in this one",
     )
 
 
@@ -150,7 +148,7 @@ def parse_arms(texts: Sequence[str]) -> list[Arm]:
     arms = [parse_arm(text) for text in texts]
     names = [arm.name for arm in arms]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise CommandError(f"--arms: {', '.join(twice)} given twice; a second server needs a name of its own: NAME=URL")
+        raise CommandError(f"--arms: {', '.join(twice)} given twice; a second server needs another name: NAME=URL")
     return arms
 
 
@@ -159,31 +157,31 @@ def parse_arm(text: str) -> Arm:
     name, equals, rest = text.partition("=")
     if not equals:
         if name not in ARMS:
-            raise CommandError(f"--arms: no arm {name!r}; there is {', '.join(ARMS)}, or NAME=URL[,chat|rag]")
+            raise CommandError(f"--arms: no arm {name!r}; choose from {', '.join(ARMS)}, or NAME=URL[,chat|rag]")
         return ARMS[name]
     if not re.fullmatch(r"[\w.+-]+", name):
         raise CommandError(f"--arms: {text!r}: a name has letters, digits, and . + - _ only")
     url, comma, route = rest.rpartition(",") if "," in rest else (rest, "", "")
     if comma and route not in get_args(Route):
-        raise CommandError(f"--arms: {text!r}: expected chat or rag behind the comma, got {route!r}")
+        raise CommandError(f"--arms: {text!r}: expected chat or rag after the comma, got {route!r}")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise CommandError(f"--arms: {text!r}: expected NAME=http://HOST:PORT[,chat|rag]")
-    known = ARMS.get(name, Arm(name, "a server that is already there", route="chat"))
-    # Clients of OpenAI's API are given the address with /v1; the routes here begin with it.
+    known = ARMS.get(name, Arm(name, "a running server", route="chat"))
+    # Addresses for OpenAI clients end in /v1; the routes here begin with it.
     url = url.rstrip("/").removesuffix("/v1")
     return replace(known, url=url, route=cast(Route, route) if comma else known.route)
 
 
 def server_flags(arm: Arm, common: Sequence[str]) -> list[str]:
-    """The launcher's flags: the arm's, then `common` (which wins), and what every measured server has."""
+    """The launcher's flags: the arm's, then `common`, which overrides them, and those of every measured server."""
     return [*arm.flags, *(flag for flag in EVERY_SERVER if flag not in common), *common]
 
 
 def request_body(arm: Arm, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What is added to each request: the arm's body, and of `extra` what the arm knows.
+    """The fields added to each request: the arm's body, and those of `extra` that apply to the arm.
 
-    `extra["reuse"]` overrides single fields, and only of arms that move KV: a swept ratio says nothing to the others.
+    `extra["reuse"]` overrides single fields, and only of arms that move KV: a swept ratio does not apply to the others.
     """
     body = dict(arm.body)
     for key, value in (extra or {}).items():
@@ -217,13 +215,13 @@ def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> Re
 
 
 def _lmcache_missing() -> str | None:
-    """LMCache's kernels are CUDA's, SGLang's process imports it, and what it stores lives in a process that people start."""
+    """LMCache needs CUDA for its kernels, must be importable by SGLang, and stores KV in a process that the user starts."""
     if importlib.util.find_spec("lmcache") is None:
-        return "lmcache is not installed: pip install lmcache beside SGLang, on a machine with CUDA"
+        return "lmcache is not installed: pip install lmcache into SGLang's environment, on a machine with CUDA"
     try:
         subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return "lmcache needs CUDA, and nvidia-smi finds no GPU here"
     if not {"LMCACHE_MP_HOST", "LMCACHE_CONFIG_FILE"} & os.environ.keys():
-        return "lmcache needs a running `lmcache server`, and LMCACHE_MP_HOST and LMCACHE_MP_PORT (5555) to say where it is"
+        return "lmcache needs a running `lmcache server`, and its address in LMCACHE_MP_HOST and LMCACHE_MP_PORT (5555)"
     return None

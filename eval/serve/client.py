@@ -1,9 +1,9 @@
-"""One request to one server as a stream, timed: what an application sees. Times are this process's `time.perf_counter`.
+"""Sends one request as a stream and times it as an application would. Times are this process's `time.perf_counter`.
 
-    rag    POST /rag/v1/chat/completions   chunks beside the messages; the server orders them and knows the conversation
+    rag    POST /rag/v1/chat/completions   chunks in a field of their own; the server orders them and knows the conversation
     chat   POST /v1/chat/completions       each chunk's text and an empty line, then the question, in the user message
 
-Whatever goes wrong with one request, in the adapter, on its way or in what comes back, is its `Answer.error`.
+Every failure of a request, in the adapter, the connection or the answer, is stored in its `Answer.error`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ Message = dict[str, str]
 ROUTES = {"rag": "/rag/v1/chat/completions", "chat": "/v1/chat/completions"}
 FATES = ("exact", "relocated", "recomputed", "computed")
 KEEP_ALIVE_S = 2.0
-"""Below uvicorn's 5 s: a connection that the server is about to close is not taken for a request."""
+"""Below uvicorn's 5 s, so that no request uses a connection that the server is about to close."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came back. Seconds count from the call of `send`, so an adapter's reordering is in all of them."""
+    """The result of a request. Seconds count from the call of `send`, so all include an adapter's reordering."""
 
     message: Message
-    """The user message as sent: what the history shows of this turn later."""
+    """The user message as sent, for the history of later turns."""
     text: str = ""
     ttft_s: float | None = None
-    """To the first event that names a role or holds text. Both of SGLang's are sent with the first token, but the text
-    may be empty, where a token ends within a character; so the role's event counts."""
+    """To the first event that names a role or holds text. SGLang sends both events with the first token, but the text may be
+    empty if a token ends within a character, so the role's event counts."""
     first_text_s: float | None = None
     """To the first event with text: for servers that send the role before there is a token."""
     itl_s: list[float] = field(default_factory=list)
     """Between one event with text and the next."""
     e2e_s: float = 0.0
     reorder_s: float | None = None
-    """What the client-side adapter took; None without one."""
+    """Time of the client-side adapter; None without one."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
@@ -52,13 +52,13 @@ class Answer:
 
     @property
     def fates(self) -> dict[str, int] | None:
-        """Prompt tokens by fate, if the server says."""
+        """Prompt tokens by fate, if the server reports them."""
         fates = (self.chunkcache or {}).get("fates")
         return dict(fates) if fates else None
 
 
 def open_session(*, timeout_s: float) -> aiohttp.ClientSession:
-    """A client without a limit on connections, which fails a request after `timeout_s` without a word. Needs a running loop."""
+    """A client without a limit on connections. A request fails after `timeout_s` without any data. Needs a running loop."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=timeout_s),
@@ -81,9 +81,9 @@ async def send(
 
     Args:
         url: the server's root, without /v1.
-        history: messages of earlier turns as this arm has seen them, without the system prompt.
+        history: this arm's messages of earlier turns, without the system prompt.
         reorderer: orders the chunks before they are sent.
-        body: added to what is sent, and wins over it: `eval.serve.arms.request_body`, and our server's `conversation_id`.
+        body: fields that override the request's: `eval.serve.arms.request_body`, and our server's `conversation_id`.
     """
     start = time.perf_counter()
     chunks: Sequence[TextChunk] = request.chunks
@@ -106,7 +106,7 @@ async def send(
 
 
 def user_message(arm: Arm, request: Request, chunks: Sequence[TextChunk]) -> Message:
-    """The turn's user message: for `chat` the chunks' texts are in it."""
+    """The turn's user message; for `chat` it contains the chunks' texts."""
     context = "".join(chunk.text + "\n\n" for chunk in chunks) if arm.route == "chat" else ""
     return {"role": "user", "content": context + request.question}
 
@@ -114,7 +114,7 @@ def user_message(arm: Arm, request: Request, chunks: Sequence[TextChunk]) -> Mes
 def request_json(
     arm: Arm, request: Request, chunks: Sequence[TextChunk], history: Sequence[Message], *, max_new_tokens: int
 ) -> dict[str, Any]:
-    """What is posted, but for what arm and cell add."""
+    """The body of the request, without the fields of arm and cell."""
     system = [{"role": "system", "content": request.system}] if request.system else []
     body: dict[str, Any] = {
         "model": "default",
@@ -133,7 +133,7 @@ def request_json(
 
 
 async def _read(answer: Answer, response: aiohttp.ClientResponse, start: float) -> None:
-    """Read the stream into `answer`. Raises ValueError for one that is broken off, empty, or not events of JSON."""
+    """Read the stream into `answer`. Raises ValueError if it is incomplete, empty, or does not consist of JSON events."""
     last_text = None
     async for event in _events(response):
         now = time.perf_counter() - start
@@ -160,7 +160,7 @@ async def _read(answer: Answer, response: aiohttp.ClientResponse, start: float) 
 
 
 def _counts(found: Mapping[str, Any], *names: str) -> list[int | None]:
-    """Numbers of tokens or chunks, None where there is none. Raises ValueError for what is no number."""
+    """Numbers of tokens or chunks, None if missing. Raises ValueError for anything else."""
     counts = [found.get(name) for name in names]
     if not all(isinstance(count, int | None) for count in counts):
         raise ValueError(f"{' and '.join(names)} should be numbers but are {counts}")
@@ -168,7 +168,7 @@ def _counts(found: Mapping[str, Any], *names: str) -> list[int | None]:
 
 
 def _check_cache(cache: Mapping[str, Any]) -> None:
-    """Raises an error that `send` catches for what is not what our server says."""
+    """Raise an error, which `send` catches, if the object is not in our server's format."""
     _counts(cache, "chunks_hit")
     if (fates := cache.get("fates")) and None in _counts(fates, *FATES):
         raise ValueError(f"fates should be {', '.join(FATES)} but are {fates}")
@@ -188,7 +188,9 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise ValueError(f"the stream holds what is no JSON object: {data[:80].decode(errors='replace')}")
+            raise ValueError(
+                f"the stream holds an event that is not a JSON object: {data[:80].decode(errors='replace')}"
+            )
         yield event
     raise ValueError("the stream broke off before [DONE]")
 

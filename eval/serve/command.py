@@ -1,19 +1,19 @@
 """Time to first token and throughput under load: several ways to serve the same requests, interleaved.
 
-    python -m eval serve --task trace --data my.jsonl --requests 60            a random model, stock SGLang beside ours
+    python -m eval serve --task trace --data my.jsonl --requests 60            a random model, ours against stock SGLang
     python -m eval serve --task mtrag --data DIR --model-path M --load poisson --rates 1 2 4 -- --mem-fraction-static 0.4
-    python -m eval serve --arms a=http://host:8000 ours=http://host:30000,rag  servers that are already there
+    python -m eval serve --arms a=http://host:8000 ours=http://host:30000,rag  servers that already run
 
-One server an arm, all with the same model and flags. The requests are cut into blocks, and each block goes through every arm, one
-arm at a time, in turned order; each arm keeps the cache that its own traffic left. Cells of a sweep follow each other, with
-the caches flushed in between (of servers that are already there: with --flush), except where they have servers of their own
-(--windows, --thresholds): these take turns too.
+One server per arm, all with the same model and flags. The requests are cut into blocks, and each block is sent to every arm, one
+arm at a time, in rotating order; each arm keeps the cache that its own traffic filled. Cells of a sweep are measured one after
+the other, with the caches flushed in between (of running servers: only with --flush). Cells that need servers of their own
+(--windows, --thresholds) are interleaved, too.
 
---load closed: at most --clients requests in flight. poisson, bursty (gaps Gamma, --burstiness times the variance), trace
-(the requests' own times): they leave at their time, answered or not, so waiting in the server's queue is part of the times. A
-turn of a conversation waits for the answer before it. Every block begins with an idle server.
+--load closed keeps at most --clients requests in flight. With poisson, bursty (gaps Gamma, --burstiness times the variance) and
+trace (the requests' own times) requests are sent at their arrival times, so waiting in the server's queue is part of the times. A
+turn of a conversation waits for the previous answer. Every block begins with an idle server.
 
-Time to first token counts from when a request was due, over the client-side reordering of an arm that has one, to the first
+Time to first token is from when a request was due, including the client-side reordering of an arm that has one, to the first
 event of the stream. The last line of stdout is the record's results as JSON.
 """
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, checked; `server_flags` holds what stands behind `--`. Raises CommandError."""
+    """The checked options; `server_flags` holds the flags after `--`. Raises CommandError."""
     argv, flags = split_flags(argv)
     args = _parser().parse_args(argv)
     args.server_flags = flags
@@ -66,12 +66,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     names = [arm.name for arm in arms]
     args.against = args.against or ("stock-lpm" if "stock-lpm" in names else names[0])
     if args.against not in names:
-        raise CommandError(f"--against {args.against} is none of the arms: {', '.join(names)}")
+        raise CommandError(f"--against {args.against} is not one of the arms: {', '.join(names)}")
     return args
 
 
 def load(args: argparse.Namespace) -> dict[int | None, list[Request]]:
-    """The requests that the options name, by the number of chunks that --ks or --k says. Raises CommandError."""
+    """The requests that the options select, by their number of chunks (--ks or --k). Raises CommandError."""
     return {k: _requests(args, k) for k in args.ks or [args.k]}
 
 
@@ -82,18 +82,18 @@ def run(
     kind: str,
     summarize: Callable[..., dict[str, Any]] = summarize,
 ) -> int:
-    """Take the samples the options name, print figures; returns the exit code.
+    """Take the samples that the options select and print figures; returns the exit code.
 
     Args:
-        args: `parse`'s.
-        requests: `load`'s.
+        args: the result of `parse`.
+        requests: the result of `load`.
         kind: of the record.
-        summarize: as `eval.serve.latency.summarize`; its results go through `eval.serve.latency.table`.
+        summarize: like `eval.serve.latency.summarize`; `eval.serve.latency.table` formats its results.
     """
     arms = parse_arms(args.arms)
     everything = [request for listed in requests.values() for request in listed]
     if args.history == "reference" and any(r.conversation is not None and r.reply is None for r in everything):
-        raise CommandError(f"--history reference: task {args.task} has turns without a reply; take own")
+        raise CommandError(f"--history reference: task {args.task} has turns without a reply; use own")
     if args.load == "closed" and all(request.arrival_s is not None for request in everything):
         print("eval: --load closed does not use the requests' own times; --load trace does", file=sys.stderr)
     folder = args.out or default_folder(kind)
@@ -126,11 +126,11 @@ RANGES = {
     "thresholds": (1, 10**6),
     "ratios": (0.0, 1.0),
 }
-"""Of each swept option but the rates, which `workload` checks."""
+"""Ranges of the swept options, except rates, which `workload` checks."""
 
 
 def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Request]]) -> list[Cell]:
-    """Every combination of what is swept; `requests` by their number of chunks."""
+    """Every combination of the swept options; `requests` by their number of chunks."""
     made = []
     for (label, load), k, window, threshold, ratio in itertools.product(
         loads(args), requests, args.windows or [None], args.thresholds or [None], args.ratios or [None]
@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add_task_options(parser)
     add_load_options(parser)
     group = parser.add_argument_group("sweeps: every combination is a cell")
-    group.add_argument("--ks", type=int, nargs="+", metavar="K", help="chunks of a request")
+    group.add_argument("--ks", type=int, nargs="+", metavar="K", help="chunks per request")
     group.add_argument("--windows", type=int, nargs="+", metavar="N", help="--chunkcache-window-requests")
     group.add_argument("--thresholds", type=int, nargs="+", metavar="N", help="--chunkcache-promotion-threshold")
     group.add_argument("--ratios", type=float, nargs="+", metavar="R", help="share recomputed, of arms that move KV")

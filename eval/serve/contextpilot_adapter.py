@@ -1,9 +1,9 @@
-"""ContextPilot as a client-side reorderer: a child process that only imports contextpilot, one JSON object a line.
+"""ContextPilot as a client-side reorderer: a child process that only imports contextpilot, one JSON object per line.
 
     parent -> {"ids": ["c7", "c2"], "conversation": null}     child -> {"ids": ["c2", "c7"]} or {"error": "..."}
 
-A child, because ContextPilot brings packages that need not agree with ours (so it may live in another Python), prints to
-stdout as it works, and may fail. Where it does, the request keeps the retriever's order and the failure is counted.
+A child process is used because ContextPilot's packages may conflict with ours (so it may run in another Python), it prints to
+stdout, and it may fail. If it fails, the request keeps the retriever's order and the failure is counted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 WORKER = Path(__file__).with_name("contextpilot_worker.py")
 IMPORT = "from contextpilot.server.live_index import ContextPilot"
-"""What the worker imports. `import contextpilot` alone says nothing: 0.5.0 loads its modules when they are first used."""
+"""The worker's import. `import contextpilot` alone proves nothing: 0.5.0 loads its modules on first use."""
 
 
 class ContextPilotReorderer:
-    """The online use of ContextPilot: each request is reordered with what the earlier ones left in its index.
+    """The online use of ContextPilot: each request is reordered by the index of earlier requests.
 
     Args:
         python: a Python in which contextpilot is installed; None: this one.
@@ -37,10 +37,10 @@ class ContextPilotReorderer:
         self._child: subprocess.Popen[str] | None = None
         self._counts = {"reordered": 0, "errors": 0}
         self.errors: dict[str, int] = {}
-        """What went wrong -> how often."""
+        """Error -> its count."""
 
     def order(self, request: Request) -> Sequence[TextChunk]:
-        """The request's chunks in ContextPilot's order; in the retriever's where it fails or loses one."""
+        """The request's chunks in ContextPilot's order; in the retriever's if it fails or loses a chunk."""
         if len(request.chunks) < 2:
             return request.chunks
         first = {chunk.id: chunk for chunk in reversed(request.chunks)}
@@ -54,11 +54,11 @@ class ContextPilotReorderer:
             self.errors[answer["error"]] = self.errors.get(answer["error"], 0) + 1
             return request.chunks
         self._counts["reordered"] += ordered != ids
-        # It takes a request for a set: a chunk that is there again stays behind the others.
+        # It treats a request as a set: repeated chunks are put after the others.
         return [*(first[i] for i in ordered), *(chunk for chunk in request.chunks if first[chunk.id] is not chunk)]
 
     def counts(self) -> dict[str, int]:
-        """`reordered`: requests sent in another order than the retriever's; `errors`: those it failed on."""
+        """`reordered`: requests sent in another order than the retriever's; `errors`: requests on which it failed."""
         return dict(self._counts)
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class ContextPilotReorderer:
             line = self._child.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:  # it died: the next request starts another, whose index is empty
+        if not line:  # it died: the next request starts another process with an empty index
             code = self._child.wait()
             self._child = None
             return {"error": f"the worker ended with {code}"}

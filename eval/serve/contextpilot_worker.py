@@ -1,4 +1,4 @@
-"""Reorders chunk ids with ContextPilot, one JSON object a line; see contextpilot_adapter.py. Runs in a Python of its own."""
+"""Reorders chunk ids with ContextPilot, one JSON object per line; see contextpilot_adapter.py. May run in another Python."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # ContextPilot prints as it works
+    os.dup2(2, 1)  # ContextPilot prints to stdout
     from contextpilot.server.live_index import ContextPilot
 
     pilot = ContextPilot(use_gpu=False)
@@ -17,7 +17,7 @@ def main() -> None:
         try:
             contexts, _ = pilot.reorder([question["ids"]], conversation_id=question["conversation"])
             answer: dict[str, object] = {"ids": list(contexts[0])}
-        except Exception as error:  # a request it cannot order is no reason to stop
+        except Exception as error:  # continue after a request that it cannot order
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -1,8 +1,8 @@
-"""What a replay expects an arm to find cached in a cell: the server's own parts, without the server.
+"""The hit share that a replay expects of an arm in a cell, computed by the server's own parts without a server.
 
-Only for arms whose server runs our cache with exact reuse. Requests are replayed one after the other in the order in which
-they stand, while a server has several in flight; and the pool, which also holds questions and answers, is taken for one of
-so many chunks. Both say how close a replay comes to a server, which is why the figure stands beside the measured one.
+Only for arms whose server runs our cache with exact reuse. Two simplifications: requests are replayed one after the other in
+their order, while a server has several in flight; and the pool is taken to hold a number of chunks, while it also holds questions
+and answers. The figure is reported with the measured one to show how close a replay comes to a server.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 def expected_hit_share(
     arm: Arm, cell: Cell, *, flags: Sequence[str], warm_up: int, capacity: int | None
 ) -> float | None:
-    """Chunks found cached as a prefix over chunks, of the first turns behind `warm_up` requests; None where replay knows nothing.
+    """Chunks found cached as a prefix over chunks, of the first turns after `warm_up` requests; None if it is unknown.
 
     Args:
-        flags: with which the arm's server was started, all of them; none: not known.
-        capacity: chunks that the pool holds; None for no limit.
+        flags: all flags of the arm's server; empty: unknown.
+        capacity: of the pool, in chunks; None for no limit.
     """
     if not arm.is_ours or arm.is_fused or not flags:
         return None
-    # A server's tree has no chain behind two system prompts, so behind each a chunk is another one. Its counts, unlike the
-    # server's, are then by system prompt too.
+    # In a server's tree chains after different system prompts are different, so a chunk gets a different id after each. Unlike
+    # the server's, access counts are then by system prompt too.
     systems = {system: n for n, system in enumerate(dict.fromkeys(request.system for request in cell.requests))}
     requests = [
         list(dict.fromkeys(_chunk(systems[request.system], chunk) for chunk in request.chunks))
@@ -47,9 +47,9 @@ def expected_hit_share(
 
 
 def first_turns(requests: Sequence[Request]) -> list[bool]:
-    """Of each request whether it stands alone or opens its conversation here.
+    """For each request whether it is a single request or the first turn of its conversation here.
 
-    A later turn's chunks stand behind a history, where no other request finds them; the server counts the first turn's then.
+    A later turn's chunks come after a history, where no other request matches them; the server then counts the first turn's.
     """
     begun: set[str] = set()
     firsts = []
@@ -61,7 +61,7 @@ def first_turns(requests: Sequence[Request]) -> list[bool]:
 
 
 def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySettings:
-    """The launcher's flags, `--flag value` or `--flag=value`, as a replay's settings. Of a flag given twice the last counts."""
+    """The launcher's flags, `--flag value` or `--flag=value`, as a replay's settings. The last of a repeated flag counts."""
     default = ChunkCacheConfig()
     given = {}
     for flag, following in pairwise([*flags, ""]):
@@ -76,7 +76,7 @@ def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySett
         tail=value("tail"),  # type: ignore[arg-type]
         eviction=value("eviction"),  # type: ignore[arg-type]
         admission=value("admission"),  # type: ignore[arg-type]
-        dedup="off" if value("dedup") == "off" else "shown",  # a replay's turns never leave the prompt
+        dedup="off" if value("dedup") == "off" else "shown",  # in a replay turns never leave the prompt
         capacity=capacity,
         capacity_tokens=None,
         window=int(value("window_requests")),
@@ -86,5 +86,5 @@ def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySett
 
 
 def _chunk(system: int, chunk: TextChunk) -> Chunk:
-    """Words stand for tokens: an order that weighs chains needs their proportion only."""
+    """Words are used as tokens: an order that weighs chains only needs their proportion."""
     return Chunk(ChunkId(f"{system}\0{chunk.id}"), max(1, len(chunk.text.split())))

@@ -1,8 +1,8 @@
 """One arm in one cell: its histories, its clock, and a block of requests sent as the load says.
 
-due    when the load, and a turn's predecessor, let the request go; all times of a sample count from here
-sent   when the client got to it: later than due only where this process is too slow, which the times then hold
-late   due minus the arrival that the load had planned: a turn that waited for the answer before it
+due    when load and preceding turn allow the request to be sent; all times of a sample count from here
+sent   when the client sent it: later than due only if this process is too slow, which the times then include
+late   due minus the arrival time of the load: how long a turn waited for the previous answer
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 Sample = dict[str, Any]
 MAX_NEW_TOKENS = 8
-"""Of an answer, where neither the request nor the plan says."""
+"""Maximum length of an answer, if neither the request nor the plan has one."""
 
 
 class Lane:
     """Sends its cell's requests to its arm's server, block by block; each arm sees its own answers in later turns.
 
     Args:
-        arm, cell, plan: what, and how.
+        arm, cell, plan: what is measured.
         url: the server's root.
-        model: what requests name as their model.
-        reports_cache: an answer without a count of cached tokens had none.
+        model: the model's name in requests.
+        reports_cache: whether a missing count of cached tokens means zero.
         session: part of the conversations' ids, so that no other cell or run continues them.
     """
 
@@ -49,10 +49,10 @@ class Lane:
         self._before = _predecessors(cell.requests)
         self._histories: dict[str, list[Message]] = {}
         self.clock_s = 0.0
-        """How long this lane has been under load."""
+        """Seconds that this lane has been under load."""
 
     async def run(self, numbers: Sequence[int]) -> list[Sample]:
-        """Send these requests of the cell, all turns behind their predecessors; a sample each, in their order."""
+        """Send these requests of the cell, each turn after its predecessor; returns their samples in order."""
         start = time.perf_counter()
         taken = await self._send_all(numbers, self.cell.load, self._offsets)
         samples = [self._sample(number, *taken[number], start) for number in numbers]
@@ -60,15 +60,15 @@ class Lane:
         return samples
 
     async def replay(self, numbers: Sequence[int]) -> None:
-        """Send what was served before again, some at a time, so that server and histories are as they were."""
+        """Send earlier requests again, several at a time, to restore the server's cache and the histories."""
         await self._send_all(numbers, Load(clients=max(self.cell.load.clients, 4)), None)
 
     def counts(self) -> dict[str, int] | None:
-        """What the client-side adapter did."""
+        """Counts of the client-side adapter."""
         return self._reorderer.counts() if self._reorderer else None
 
     def close(self) -> None:
-        """End the adapter."""
+        """Stop the adapter."""
         if self._reorderer:
             self._reorderer.close()
 
@@ -120,7 +120,7 @@ class Lane:
     async def _send(self, session: Any, number: int) -> Answer:
         request = self.cell.requests[number]
         body, history = dict(self._body), self._history(number)
-        # Our server knows a conversation by the answers it gave, which a reference history does not hold.
+        # Our server recognises a conversation by its own answers, which a reference history does not contain.
         if request.conversation is not None and self.arm.route == "rag" and self._plan.history == "own":
             body["conversation_id"] = f"{self._session}/{self.cell.name}/{request.conversation}"
         answer = await send(
@@ -179,7 +179,7 @@ class Lane:
             sample["reorder_s"] = answer.reorder_s
         if answer.chunkcache is not None:
             hit, order = answer.chunkcache.get("chunks_hit"), answer.chunkcache.get("order")
-            # In a conversation it counts the first turn's chunks, whichever turn this is.
+            # In a conversation the server counts the first turn's chunks, in every turn.
             if request.conversation is None and order and hit is not None:
                 sample["metrics"]["hit_share"] = hit / len(order)
             kept = ("chunks_hit", "chunks_planned", "predicted_exact", "turns_reused", "fallbacks")
@@ -204,7 +204,7 @@ def _predecessors(requests: Sequence[Request]) -> list[int]:
 
 
 def _metrics(answer: Answer, wait: float) -> dict[str, float]:
-    """An answer's figures under the names of eval/metrics.py. Tokens that come in one event count one by one."""
+    """An answer's figures under the names of eval/metrics.py. Tokens of one event are counted separately."""
     assert answer.ttft_s is not None
     metrics = {"ttft_s": wait + answer.ttft_s, "e2e_s": wait + answer.e2e_s}
     streaming = (answer.first_text_s or answer.ttft_s) + sum(answer.itl_s) - answer.ttft_s

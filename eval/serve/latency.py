@@ -1,7 +1,7 @@
-"""What a load's samples say: times, throughput, fates and errors of each arm in each cell. Pure functions of the samples.
+"""Results of a load's samples: times, throughput, fates and errors of each arm in each cell. Pure functions of the samples.
 
-Throughput counts the time an arm was loaded: of each block, from its first request's due time to its last answer. Warm-up is
-left out of everything; failed requests are counted as errors and have no times.
+Throughput is over the time under load: of each block, from its first request's due time to its last answer. Warm-up is left
+out; failed requests are counted as errors and have no times.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def summarize(samples: Sequence[Sample], *, facts: Mapping[str, Any], against: s
     """`results` of a serve run.
 
     Args:
-        samples: as `eval.serve.runner.measure` takes them.
-        facts: `servers`, `skipped`, `adapters`, `resumed_at`, as `measure` finds them.
-        against: the arm that all others are compared with, cell by cell.
+        samples: of `eval.serve.runner.measure`.
+        facts: `servers`, `skipped`, `adapters`, `resumed_at`, of `measure`.
+        against: the arm to compare all others with, cell by cell.
     """
     arms = list(dict.fromkeys(sample["arm"] for sample in samples))
     by_arm = {arm: [sample for sample in samples if sample["arm"] == arm] for arm in arms}
@@ -47,7 +47,7 @@ def summarize(samples: Sequence[Sample], *, facts: Mapping[str, Any], against: s
 
 
 def cells(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """One row for each arm in each cell, in the order in which they first came."""
+    """One row for each arm in each cell, in the order of their first samples."""
     groups: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
         group = groups.setdefault((json.dumps(sample["cell"]), sample["arm"]), [])
@@ -70,7 +70,7 @@ def cells(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Of one arm in one cell, per second of load; None where the server does not count tokens, or nothing was answered."""
+    """Throughput of one arm in one cell per second of load; None if the server does not count tokens, or without answers."""
     loaded = loaded_s(samples)
     answered = [sample for sample in samples if "error" not in sample]
 
@@ -86,7 +86,7 @@ def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
 
 
 def loaded_s(samples: Sequence[Sample]) -> float:
-    """Seconds in which these requests were the arm's load: over its blocks, first due to last done."""
+    """Seconds under load: over the arm's blocks, first due to last done."""
     spans: dict[int, tuple[float, float]] = {}
     for sample in samples:
         first, last = spans.get(sample["block"], (sample["due_s"], sample["done_s"]))
@@ -95,12 +95,12 @@ def loaded_s(samples: Sequence[Sample]) -> float:
 
 
 def cached_tokens(fates: Mapping[str, int] | None, reported: int | None) -> int | None:
-    """Tokens that needed no computing: by their fates where there are some, for SGLang's count holds recomputed ones, too."""
+    """Tokens that were not computed: by fates if there are any, because SGLang's count includes recomputed tokens."""
     return fates["exact"] + fates["relocated"] if fates else reported
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """`summarize`'s results for people: times in seconds; of the contrasts those of times, for the verdict tells of others."""
+    """The results of `summarize` as text: times in seconds, and contrasts of times only; the verdict has the others."""
     header = ("arm", "cell", "n", "errors", "ttft p50", "p90", "p99", "itl", "e2e p50", "req/s", "out tok/s", "cached")
     rows = [header, *(_row(cell) for cell in results["cells"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
@@ -156,7 +156,7 @@ def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
     values = [value for block in blocks.values() for value in block]
     if not values:
         return None
-    # Requests of a block share a stretch of time, so they move together; too few blocks are resampled one by one.
+    # Requests of a block were sent together, so their times are correlated; with too few blocks single requests are resampled.
     drawn = list(blocks.values()) if len(blocks) >= MIN_BLOCKS else [[value] for value in values]
     _, low, high = block_bootstrap(drawn, _median if METRICS[name].unit == "s" else _mean, draws=DRAWS)
     quantiles = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
@@ -179,7 +179,7 @@ def _fates(samples: Sequence[Sample]) -> dict[str, int] | None:
 
 
 def _share(samples: Sequence[Sample]) -> float | None:
-    """Of all prompt tokens, those that the server took from its cache."""
+    """Share of all prompt tokens that the server took from its cache."""
     told = [
         (cached, s["prompt_tokens"])
         for s in samples

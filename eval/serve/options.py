@@ -1,4 +1,4 @@
-"""Options of the commands that put servers under load, and what they make: the model's flags, the load, the plan."""
+"""Options of the commands that put servers under load, and the objects made from them: model flags, load, plan."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from eval.serve.workload import KINDS, Load
 from eval.task import Request
 
 DEFAULT_PARAMS = min((params for params in SHAPES if params >= 10), default=max(SHAPES))
-"""Of the random model: two arms and 60 requests are then a matter of two minutes on two cores."""
+"""Size of the random model, with which two arms and 60 requests take two minutes on two cores."""
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """When requests are sent, in which portions, and with which history."""
+    """Add the options for arrival times, blocks and history."""
     group = parser.add_argument_group("load")
-    group.add_argument("--load", choices=KINDS, default="closed", help="when requests leave; see above")
+    group.add_argument("--load", choices=KINDS, default="closed", help="when requests are sent; see above")
     group.add_argument(
         "--clients", type=int, nargs="+", metavar="N", help="closed: requests in flight, swept if several (default: 1)"
     )
@@ -40,71 +40,73 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="poisson, bursty: requests per second, swept if several (default: 1)",
     )
     group.add_argument("--burstiness", type=float, help="bursty: variance of the gaps over poisson's (default: 4)")
-    group.add_argument("--speed", type=float, help="trace: its seconds in one of ours (default: 1)")
+    group.add_argument("--speed", type=float, help="trace: seconds of the trace per second (default: 1)")
     group.add_argument(
         "--conversations",
         type=int,
         metavar="N",
-        help="that go on at a time, turn by turn (default: clients, or 8 in an open loop; a trace keeps its order)",
+        help="conversations at a time, turn by turn (default: clients, or 8 in an open loop; a trace keeps its order)",
     )
     group.add_argument(
         "--history",
         choices=get_args(History),
         default="own",
-        help="later turns show each arm's own answers, or the data set's (then the same messages go to all arms, and our "
-        "server, which knows a conversation by its own answers, takes every turn for a new request)",
+        help="own: later turns show each arm's own answers; reference: the data set's (all arms then get the same messages, and "
+        "our server, which recognises a conversation by its own answers, treats every turn as a new request)",
     )
-    group.add_argument("--max-new-tokens", type=int, help="of an answer, at most (default: what a trace says, else 8)")
+    group.add_argument("--max-new-tokens", type=int, help="maximum length of an answer (default: the trace's, else 8)")
     group.add_argument("--ignore-eos", action="store_true", help="answers of exactly that length (SGLang, vLLM)")
-    group.add_argument("--warm-up", type=int, default=10, metavar="N", help="first requests, not counted (default: 10)")
+    group.add_argument(
+        "--warm-up", type=int, default=10, metavar="N", help="first requests, not measured (default: 10)"
+    )
     group.add_argument(
         "--block",
         type=int,
         metavar="N",
-        help="requests of an arm in a row; 0: all. Default: 10, or fewer for at least 8 blocks; with several clients at "
-        "least 4 for each, in an open loop at least 20, for concurrency, rate and queue hold within a block only",
+        help="requests per block; 0: all. Default: 10, or fewer for at least 8 blocks; with several clients at least 4 for "
+        "each, in an open loop at least 20, because concurrency, rate and queue build up within a block only",
     )
-    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="without a word from the server")
+    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds without data from the server")
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """What servers are started with, where the run is kept, and how it goes on."""
-    group = parser.add_argument_group("servers that are started; flags for all of them stand behind --")
+    """Add the options for starting servers, for the run's folder, and for continuing a run."""
+    group = parser.add_argument_group("servers that are started; flags for all of them come after --")
     group.add_argument("--model-path", default="random", metavar="M", help="a model, bundled, or random (default)")
     group.add_argument(
         "--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters"
     )
-    group.add_argument("--threads", type=int, default=2, help="of each server, without a GPU (default: 2)")
+    group.add_argument("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
     group.add_argument("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; random: 40000)")
-    group.add_argument("--max-servers", type=int, default=6, help="at a time (default: 6)")
+    group.add_argument("--max-servers", type=int, default=6, help="maximum number of servers at a time (default: 6)")
     group.add_argument(
         "--flush",
         action="store_true",
-        help="NAME=URL: empty those servers' caches before every cell, too, and make ours forget its counts",
+        help="also flush the caches of NAME=URL servers before every cell, and reset the access counts of ours",
     )
     group = parser.add_argument_group("the run")
     group.add_argument(
-        "--out", type=Path, metavar="DIR", help="new, or of the run to go on with (default: runs/<date>)"
+        "--out", type=Path, metavar="DIR", help="a new folder, or that of a run to continue (default: runs/<date>)"
     )
     group.add_argument(
         "--resume-warm-up",
         type=int,
         default=100,
         metavar="N",
-        help="a run that goes on first sends each arm its last N requests again, unmeasured (default: 100)",
+        help="a continued run first sends each arm its last N requests again, unmeasured (default: 100)",
     )
-    group.add_argument("--baseline", metavar="RECORD", help="name of the record to read this one beside")
+    group.add_argument("--baseline", metavar="RECORD", help="name of the record to compare this one with")
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our options, and the flags behind `--`."""
+    """Our options, and the flags after `--`."""
     argv = list(argv)
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 
 
 def check_load_options(args: argparse.Namespace) -> None:
-    """Fill in what a kind of load needs. Raises CommandError for numbers out of range and for those of another kind."""
+    """Set the defaults of a kind of load. Raises CommandError for values out of range and options of another kind."""
     least = {"max_new_tokens": 1, "threads": 1, "max_servers": 1, "warm_up": 0, "block": 0, "resume_warm_up": 0}
     least |= {"max_total_tokens": 1, "conversations": 1}
     for name, bound in least.items():
@@ -125,7 +127,7 @@ def check_load_options(args: argparse.Namespace) -> None:
 
 
 def loads(args: argparse.Namespace) -> list[tuple[dict[str, Any], Load]]:
-    """What is swept of the load, and the load."""
+    """The swept settings of each load, and the load."""
     if args.load == "closed":
         made = [("clients", clients, Load("closed", clients=clients)) for clients in args.clients]
     elif args.load == "trace":
@@ -136,7 +138,7 @@ def loads(args: argparse.Namespace) -> list[tuple[dict[str, Any], Load]]:
 
 
 def make_plan(args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, **more: Any) -> Plan:
-    """The plan the options name; `more` are other fields of it."""
+    """The plan that the options select; `more`: its other fields."""
     measured = num_requests - args.warm_up
     if measured < 1:
         raise CommandError(f"--warm-up {args.warm_up} leaves none of {num_requests} requests to measure")
@@ -165,7 +167,7 @@ def make_plan(args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, 
 
 @contextmanager
 def model_flags(args: argparse.Namespace, requests: Sequence[Request], flags: Sequence[str]) -> Iterator[list[str]]:
-    """Flags that all servers share; a random model, whose tokenizer has learnt the requests' texts, lives as long as this."""
+    """The flags that all servers share. A random model, its tokenizer trained on the requests' texts, is deleted on exit."""
     with tempfile.TemporaryDirectory(prefix="eval-model-") as folder:
         path, pool = args.model_path, args.max_total_tokens
         if path == "random":
@@ -181,12 +183,12 @@ def model_flags(args: argparse.Namespace, requests: Sequence[Request], flags: Se
 
 
 def _default_block(args: argparse.Namespace, eighth: int) -> int:
-    """Enough blocks to resample, but rate, queue and concurrency hold within a block only."""
+    """A block short enough for 8 blocks, but long enough for rate, queue and concurrency to build up within it."""
     if args.load != "closed":
         return max(20, eighth)
     return max(min(10, eighth), 4 * max(args.clients) if max(args.clients) > 1 else 1)
 
 
 def default_folder(command: str) -> Path:
-    """Where a run is kept unless `--out` says."""
+    """The folder of a run without `--out`."""
     return Path("runs") / f"{datetime.datetime.now():%Y-%m-%dT%H%M%S}-{command}"

@@ -1,4 +1,4 @@
-"""What a measurement is: arms, the servers they run on, and the cells, each one setting of what is swept."""
+"""A measurement: arms, their servers, and cells, each one combination of swept settings."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ class Cell:
     """One combination of the swept settings: every arm of the plan answers `requests` under `load`."""
 
     label: Mapping[str, Any]
-    """Swept settings only, JSON: goes into each sample's `cell` and key. {} without a sweep."""
+    """Swept settings only, as JSON, for each sample's `cell` and key. {} without a sweep."""
     requests: Sequence[Request]
     load: Load = field(default_factory=Load)
     flags: tuple[str, ...] = ()
-    """Added to the flags of servers that run our cache. Cells with different flags have servers of their own."""
+    """Added to the flags of servers that run our cache. Cells with different flags use different servers."""
     body: Mapping[str, Any] = field(default_factory=dict)
     """Added to requests by `eval.serve.arms.request_body`: `{"reuse": {"ratio": 0.3}}` changes that of arms that move KV only."""
 
     @property
     def name(self) -> str:
-        """The label in one word, "" without a sweep."""
+        """The label as one word, "" without a sweep."""
         return ",".join(f"{key}={value}" for key, value in self.label.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all cells have in common."""
+    """The settings that all cells share."""
 
     arms: Sequence[Arm]
     server_flags: Sequence[str] = ()
-    """Of every server that is started: model, pool, and whatever the user adds."""
+    """Flags of every server that is started: model, pool, and the user's."""
     threads: int = 2
     block: int = 10
-    """Requests that one arm answers before the next has its turn; 0: all."""
+    """Requests that one arm answers before the next arm; 0: all."""
     warm_up: int = 0
-    """The first so many requests of each cell are sent and kept, but marked."""
+    """Number of first requests of each cell that are sent and kept, but marked."""
     max_new_tokens: int | None = None
-    """At most; None: what the request says."""
+    """Maximum length of an answer; None: the request's own."""
     history: History = "own"
     body: Mapping[str, Any] = field(default_factory=dict)
     """Added to the requests of all arms."""
@@ -56,11 +56,11 @@ class Plan:
     seed: int = 0
     max_servers: int = 6
     flush: bool = False
-    """Servers that are already there start every cell with empty caches, too, as those that are started always do."""
+    """Also flush running servers before every cell; servers that are started always begin a cell with an empty cache."""
     resume_warm_up: int = 100
-    """A run that goes on first sends each arm again what it had served last, so many requests, and the other turns of these
-    conversations and of those that go on: its cache is gone. Nothing of it is measured."""
+    """Since its cache is lost, a continued run first sends each arm its last requests again, this many, and the other turns of
+    their conversations and of unfinished ones. They are not measured."""
     timeout_s: float = 600.0
-    """Without a word from the server."""
+    """Seconds without data from the server."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Filled by `measure`: `servers` (arm -> what really runs), `skipped` (arm -> why), `resumed_at` (dates)."""
+    """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why), `resumed_at` (dates)."""

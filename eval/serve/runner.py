@@ -1,12 +1,12 @@
-"""The measurement itself: blocks of requests through all arms in turn, each arm with the cache its own traffic left.
+"""The measurement: sends blocks of requests to all arms in turn; each arm keeps the cache that its own traffic filled.
 
     block   1            2            3            4
             stock ours   ours stock   ours stock   stock ours        one arm at a time, the others idle
 
-Machine noise that lasts for more than a block hits all arms alike, and no arm is always first. Cells whose servers can stand
-side by side take turns in the same way; the others follow each other, each with its own arms interleaved.
+Machine noise that lasts longer than a block affects all arms alike, and no arm is always first. Cells whose servers can run at
+the same time are interleaved in the same way; the others are measured one after the other, each with its own arms interleaved.
 
-A block is kept when it is whole: after an interruption it is taken again from its start.
+Only complete blocks are kept: after an interruption a block is repeated from its start.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
     """Take every sample of `cells` x `plan.arms` that `run` does not hold yet; starts and stops the servers it needs.
 
     A sample is `{"key", "arm", "cell", "request", "warm_up", "metrics", "fates", "error"?, "block", "sent_s", ...}`.
-    Cells whose servers can stand side by side (at most `plan.max_servers`) are interleaved block by block, the others
-    follow each other, with the caches flushed in between. `plan.facts` is filled and kept in `<run.folder>/facts.json`;
-    `load_facts(folder)` reads it, for a `summarize` that puts `servers`, `skipped` and `resumed_at` into the results.
+    Cells whose servers can run at the same time (at most `plan.max_servers`) are interleaved block by block; the others are
+    measured one after the other, with the caches flushed in between. `plan.facts` is filled and stored in
+    `<run.folder>/facts.json`; `load_facts(folder)` reads it, for a `summarize` that puts `servers`, `skipped` and `resumed_at`
+    into the results.
 
     Raises:
-        CommandError: a server does not start, is not reachable or dies; an arm that is to run our cache does not; a cell
-            that the plan's arms or servers cannot serve.
+        CommandError: a server does not start, is not reachable or dies; an arm's server lacks our cache; the plan's arms or
+            servers cannot serve a cell.
     """
     arms = _usable(plan)
     if (count := sum(arm.url is None for arm in arms)) > plan.max_servers:
@@ -55,7 +56,7 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
     check(plan, cells)
     if len(cells) > 1 and not plan.flush and (there := [arm.name for arm in arms if arm.url is not None]):
         print(
-            f"eval: {', '.join(there)}: later cells profit from what earlier ones left cached; --flush empties it",
+            f"eval: {', '.join(there)}: later cells reuse the cache of earlier ones; --flush empties it",
             file=sys.stderr,
         )
     _drop_incomplete(run, plan, arms, cells)
@@ -76,7 +77,7 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
 
 
 def check(plan: Plan, cells: Sequence[Cell]) -> None:
-    """Raises CommandError for cells that cannot work: before a folder is made, or a server started."""
+    """Raise CommandError for cells that cannot run, before a folder is created or a server is started."""
     for cell in cells:
         arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
         for arm in plan.arms:
@@ -84,7 +85,7 @@ def check(plan: Plan, cells: Sequence[Cell]) -> None:
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
-    """What an earlier part of the run found out about its servers; {} for a new run, or one without samples."""
+    """The stored facts about servers of an earlier part of the run; {} for a new run, or one without samples."""
     try:
         return dict(json.loads((folder / FACTS).read_text(encoding="utf-8"))) if read_samples(folder) else {}
     except (CommandError, OSError, ValueError):
@@ -92,7 +93,7 @@ def load_facts(folder: Path) -> dict[str, Any]:
 
 
 def side_by_side(cells: Sequence[Cell], arms: Sequence[Arm], *, max_servers: int) -> Iterator[list[Cell]]:
-    """Neighbouring cells that share no server and need at most `max_servers`; a cell that needs more stands alone."""
+    """Groups of consecutive cells that share no server and need at most `max_servers`; a cell that needs more is alone."""
     together: list[Cell] = []
     keys: set[Key] = set()
     for cell in cells:
@@ -107,7 +108,7 @@ def side_by_side(cells: Sequence[Cell], arms: Sequence[Arm], *, max_servers: int
 
 
 def turned(items: Sequence[T], number: int) -> list[T]:
-    """The items in block `number`'s order: each is as often in each place, and as often before as behind each neighbour."""
+    """The items in block `number`'s order: over the blocks each is equally often in each place, and before each other."""
     first = number // 2 % len(items)
     order = [*items[first:], *items[:first]]
     return order[::-1] if number % 2 else order
@@ -132,7 +133,7 @@ def _usable(plan: Plan) -> list[Arm]:
 
 
 def _drop_incomplete(run: Run, plan: Plan, arms: Sequence[Arm], cells: Sequence[Cell]) -> None:
-    """A block that was kept in part, since the run was killed while it was written, is taken again."""
+    """Drop incomplete blocks, written when the run was killed, so that they are measured again."""
     incomplete: set[str] = set()
     for cell in cells:
         for block in cut(len(cell.requests), warm_up=plan.warm_up, block=plan.block):
@@ -191,7 +192,7 @@ def _measure_together(
 
 
 def _restore(run: Run, plan: Plan, lane: Lane, loop: asyncio.Runner) -> None:
-    """After an interruption: the lane's clock goes on, and its server sees again what it had served last."""
+    """After an interruption, continue the lane's clock and send its last requests again to the server."""
     requests = lane.cell.requests
     served = [number for number, request in enumerate(requests) if _key(lane.arm, lane.cell, request) in run]
     if not served:
@@ -200,7 +201,7 @@ def _restore(run: Run, plan: Plan, lane: Lane, loop: asyncio.Runner) -> None:
     lane.clock_s = max(sample["done_s"] for sample in mine)
     missing = set(range(len(requests))) - set(served)
     recent = set(served[max(0, len(served) - plan.resume_warm_up) :])
-    # Turns make sense only behind those before them.
+    # A turn needs the turns before it.
     talks = {requests[number].conversation for number in missing | recent} - {None}
     again = [number for number in served if number in recent or requests[number].conversation in talks]
     print(f"eval: {lane.arm.name}: sending {len(again)} requests again, unmeasured", file=sys.stderr)
@@ -209,7 +210,7 @@ def _restore(run: Run, plan: Plan, lane: Lane, loop: asyncio.Runner) -> None:
 
 
 def _check(samples: Sequence[Mapping[str, Any]], lane: Lane, servers: ServerPool) -> None:
-    """Raises CommandError if requests failed because the server is gone; other failures are named and kept."""
+    """Raise CommandError if requests failed because the server is gone; other failures are printed and kept."""
     errors = [sample["error"] for sample in samples if "error" in sample]
     if errors:
         servers.check(key_of(lane.arm, lane.cell), lane.url)
@@ -217,5 +218,5 @@ def _check(samples: Sequence[Mapping[str, Any]], lane: Lane, servers: ServerPool
 
 
 def _key(arm: Arm, cell: Cell, request: Request) -> str:
-    """A sample's name in the run."""
+    """A sample's key in the run."""
     return "/".join(filter(None, (cell.name, arm.name, request.id)))

@@ -1,11 +1,12 @@
-"""`python -m eval sensitivity`: one setting varied, everything else as it is, as in CRAFT's figures 13 to 15.
+"""`python -m eval sensitivity`: measures with one setting varied, as in CRAFT's figures 13 to 15.
 
     python -m eval sensitivity --parameter window --task ragpulse --data DIR --requests 300      all other options are serve's
 
-It is `python -m eval serve` with one sweep. What it adds: the values of the papers and the arms to which a parameter means
-something, unless --values and --arms say others; and, for arms whose server runs our cache with exact reuse, the share of chunks
-that a replay of the same requests finds cached (`expected_hit_share`) beside the measured one (`hit_share`). Both are of requests
-that stand alone or open a conversation.
+It is `python -m eval serve` with one sweep, and adds:
+
+- defaults for --values and --arms: the papers' values, and the arms to which a parameter applies;
+- for arms whose server runs our cache with exact reuse, the share of chunks that a replay of the same requests finds cached
+  (`expected_hit_share`) in addition to the measured one (`hit_share`). Both are of single requests and first turns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What is varied: `option` is serve's. `values` and `arms` count unless the user names others; no values: they must."""
+    """The varied setting: `option` is serve's; `values` and `arms` are defaults. Without `values` the user must give them."""
 
     summary: str
     option: str
@@ -95,11 +96,11 @@ def summarize(
     arms: Sequence[str],
     cells: Sequence[Cell],
 ) -> dict[str, Any]:
-    """serve's results, with `hit_share` in the cells and `expected_hit_share` among their metrics where they are known.
+    """serve's results, with `hit_share` in the cells and `expected_hit_share` among their metrics if they are known.
 
     Args:
-        arms: as in `--arms`.
-        cells: those that were measured; their requests in any order.
+        arms: those of `--arms`.
+        cells: the measured cells; their requests in any order.
     """
     results = latency.summarize(samples, facts=facts, against=against)
     known = {arm.name: arm for arm in parse_arms(arms)}
@@ -137,19 +138,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     names = "; ".join(f"{name}: {parameter.summary}, as {parameter.option}" for name, parameter in PARAMETERS.items())
     parser.add_argument("--parameter", required=True, choices=PARAMETERS, help=names)
-    parser.add_argument("--values", nargs="+", metavar="V", help="what it is set to, one after the other")
+    parser.add_argument("--values", nargs="+", metavar="V", help="values of the parameter")
     return parser
 
 
 def _hit_share(taken: Sequence[tuple[Sample, Request]]) -> float | None:
-    """Chunks that the server found cached over chunks, one listed twice counted once; None where it does not say."""
+    """Chunks that the server found cached over distinct chunks; None if the server does not report them."""
     told = [(s, request) for s, request in taken if (s.get("chunkcache") or {}).get("chunks_hit") is not None]
     num_chunks = sum(len({chunk.id for chunk in request.chunks}) for _, request in told)
     return sum(sample["chunkcache"]["chunks_hit"] for sample, _ in told) / num_chunks if num_chunks else None
 
 
 def _pool_chunks(samples: Sequence[Sample], server: Mapping[str, Any]) -> int | None:
-    """How many chunks the server's pool holds, each with its part of its request's other tokens; None where not known."""
+    """Capacity of the server's pool in chunks, each with its share of its request's other tokens; None if unknown."""
     pool, counted = server.get("max_total_num_tokens"), [s for s in samples if s["prompt_tokens"] and s["num_chunks"]]
     tokens = sum(sample["prompt_tokens"] + (sample["completion_tokens"] or 0) for sample in counted)
     return max(1, int(pool * sum(sample["num_chunks"] for sample in counted) / tokens)) if pool and tokens else None

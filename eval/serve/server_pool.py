@@ -1,7 +1,7 @@
-"""The servers of a measurement: started when first needed, each with its own log, stopped with everything else.
+"""The servers of a measurement: each is started on first use, with its own log, and all are stopped at the end.
 
-A server belongs to an arm and the flags that a cell adds; a stock server takes no cell's flags and serves all cells.
-What really runs is asked of the server itself and kept as facts; an arm that is to run our cache and does not is refused.
+A server is identified by its arm and the flags that a cell adds; a stock server takes no cell's flags and serves all cells. The
+server's own description of its configuration is stored as facts. An arm of ours whose server lacks our cache is refused.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ SERVER_FIELDS = (
 )
 """Of SGLang's `/server_info`."""
 FLUSH_S = 60
-"""How long a flush may wait for requests in flight."""
+"""Time that a flush may wait for requests in flight."""
 
 
 class Key(NamedTuple):
-    """Which server: its arm, and what a cell adds to its flags."""
+    """Identifies a server: its arm, and the flags that a cell adds."""
 
     arm: str
     flags: tuple[str, ...]
@@ -56,16 +56,16 @@ class Key(NamedTuple):
 
 
 def key_of(arm: Arm, cell: Cell) -> Key:
-    """The server that answers this arm's requests of this cell. Raises CommandError for flags that cannot reach it."""
+    """The server that answers this arm's requests of this cell. Raises CommandError for flags of a running server."""
     if arm.url is not None and arm.route == "rag" and cell.flags:
-        raise CommandError(f"{arm.name}: a server that is already there cannot be given {' '.join(cell.flags)}")
+        raise CommandError(f"{arm.name}: a running server cannot be given {' '.join(cell.flags)}")
     return Key(arm.name, cell.flags if arm.is_ours else ())
 
 
 class ServerPool:
-    """Started servers and endpoints that are already there; use it as a context manager.
+    """Started servers and running endpoints; a context manager.
 
-    SIGTERM and SIGHUP then stop them as Ctrl-C does.
+    SIGTERM and SIGHUP stop the started servers like Ctrl-C.
 
     Args:
         plan: flags and threads of every server; its `facts["servers"]` is filled.
@@ -78,10 +78,10 @@ class ServerPool:
         self._running: dict[Key, tuple[Server, ExitStack]] = {}
         self._served: dict[Key, str] = {}
         self._handlers: dict[int, Any] = {}
-        """Of the signals that were set, what was there."""
+        """The previous handlers of the signals that were set."""
 
     def __enter__(self) -> ServerPool:
-        # A terminated parent would leave them behind: they are sessions of their own, so that Ctrl-C does not reach them.
+        # Servers run in sessions of their own, so that Ctrl-C does not reach them; they would outlive a terminated parent.
         for sign in (signal.SIGTERM, signal.SIGHUP) if _in_main_thread() else ():
             if (handler := signal.getsignal(sign)) not in (signal.SIG_IGN, None):  # ignored: as under nohup
                 self._handlers[sign] = handler
@@ -91,7 +91,7 @@ class ServerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for sign in self._handlers:  # a terminal that is closed says so more than once
+        for sign in self._handlers:  # a closing terminal sends SIGHUP more than once
             signal.signal(sign, signal.SIG_IGN)
         try:
             self.keep(())
@@ -101,15 +101,15 @@ class ServerPool:
 
     def keep(self, keys: Collection[Key]) -> None:
         """Stop all started servers but these."""
-        with ExitStack() as stopping:  # also the others, where one does not stop
+        with ExitStack() as stopping:  # stop the others even if one does not stop
             for key in [key for key in self._running if key not in keys]:
                 stopping.callback(self._running.pop(key)[1].close)
 
     def open(self, key: Key, arm: Arm) -> str:
-        """The server's root address; it is started, or asked what it is, the first time.
+        """The server's root address. The first call starts the server, or queries a running one.
 
         Raises:
-            CommandError: it does not start, is not reachable, or lacks the cache that the arm needs.
+            CommandError: the server does not start, is not reachable, or lacks the cache that the arm needs.
         """
         if arm.url is None and key not in self._running:
             self._start(key, arm)
@@ -117,34 +117,34 @@ class ServerPool:
         if key not in self._served:
             self._served[key] = _model_of(key, url)
             self._facts[str(key)] = facts = self._describe(key, arm, url)
-            if arm.route == "chat" and facts["enable_cache_report"] is False:  # on the other route fates tell
+            if arm.route == "chat" and facts["enable_cache_report"] is False:  # the other route has fates
                 print(
                     f"eval: {key} does not report cached tokens: start it with --enable-cache-report", file=sys.stderr
                 )
         return url
 
     def model(self, key: Key) -> str:
-        """What requests name as their model."""
+        """The model's name in requests."""
         return self._served[key]
 
     def reports_cache(self, key: Key) -> bool:
-        """Whether an answer that says nothing of cached tokens had none: SGLang leaves a zero out."""
+        """Whether a missing count of cached tokens means zero: SGLang omits a zero."""
         return bool(self._facts[str(key)]["enable_cache_report"])
 
     def flush(self, key: Key, url: str) -> None:
-        """Empty the server's cache, unless it was already there and the plan does not say so. One that is not empty is noted."""
+        """Flush the server's cache; a running server's only with `plan.flush`. Records a cache that is not empty."""
         if key not in self._running and not self._plan.flush:
             self._facts[str(key)]["flushed"] = False
             return
         flushed = _flush(url)
         if self._facts[str(key)]["chunk_cache"]:
-            _post(f"{url}/chunkcache/forget")  # or a later cell would know which chunks an earlier one asked for
+            _post(f"{url}/chunkcache/forget")  # otherwise a later cell would use access counts of an earlier one
         if not flushed and self._facts[str(key)].get("flushed") is not False:
-            print(f"eval: {key}: POST /flush_cache failed, so it starts with what its cache holds", file=sys.stderr)
+            print(f"eval: {key}: POST /flush_cache failed, so its cache is not empty", file=sys.stderr)
         self._facts[str(key)]["flushed"] = flushed and self._facts[str(key)].get("flushed", True)
 
     def check(self, key: Key, url: str) -> None:
-        """After requests that failed. Raises CommandError if the server is gone, or does not answer."""
+        """Call after failed requests. Raises CommandError if the server is gone, or does not answer."""
         if key in self._running:
             server = self._running[key][0]
             if not any(server.is_healthy() for _ in range(3)):  # each try is given 5 s, which a busy machine may need
@@ -166,7 +166,7 @@ class ServerPool:
         return server_flags(arm, [*self._plan.server_flags, *key.flags])
 
     def _describe(self, key: Key, arm: Arm, url: str) -> dict[str, Any]:
-        """What the server says it is; None for what it does not say."""
+        """The server's description of itself; None for missing facts."""
         info, stats = _ask(url + "/server_info"), _ask(url + "/chunkcache/stats")
         if arm.route == "rag" and not stats.get("ranks"):
             raise CommandError(
@@ -185,13 +185,13 @@ class ServerPool:
 
 
 def _interrupt(_: int, frame: FrameType | None) -> None:
-    """As Ctrl-C, also where that is asyncio's to handle; and where it is ignored, as in a shell's background job."""
+    """Raise KeyboardInterrupt, also if asyncio handles Ctrl-C or a shell's background job ignores it."""
     handler = signal.getsignal(signal.SIGINT)
     (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
 
 def _in_main_thread() -> bool:
-    """Signals can be set in no other."""
+    """Signal handlers can only be set in the main thread."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -202,11 +202,11 @@ def _model_of(key: Key, url: str) -> str:
     except (CommandError, OSError, HTTPException) as error:
         raise CommandError(f"{key}: no server answers: {error}") from None
     except (KeyError, IndexError, TypeError):
-        raise CommandError(f"{key}: {url}/v1/models names no model: it is no OpenAI-compatible server") from None
+        raise CommandError(f"{key}: {url}/v1/models names no model: it is not an OpenAI-compatible server") from None
 
 
 def _weights_dtype(model_path: str | None) -> str | None:
-    """What the server's `dtype` auto goes by; None if the model's folder is not here."""
+    """The dtype that the server's `dtype` auto selects; None if the model's folder is not local."""
     try:
         config = json.loads((Path(str(model_path)) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,13 +1,13 @@
-"""When requests are sent: arrival times as a pure function of a load and a seed, and the cutting into blocks.
+"""Arrival times of requests, as a pure function of load and seed, and the division into blocks.
 
-| kind | a request leaves |
+| kind | a request is sent |
 |---|---|
-| closed | when one of `clients` is free: at most so many are in flight |
+| closed | when one of `clients` is free: at most `clients` are in flight |
 | poisson | at its time, gaps exponential with mean 1 / `rate` |
 | bursty | at its time, gaps Gamma with mean 1 / `rate` and `burstiness` times the variance of poisson's |
 | trace | at its `arrival_s` / `speed` |
 
-All but closed are open loops: a slow server gets the next request all the same, so waiting in its queue is measured.
+All kinds except closed are open loops: a slow server also gets the next request on time, so waiting in its queue is measured.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests arrive. Each number counts for the kinds that the table names it for."""
+    """How requests arrive. Each field applies to the kinds that use it in the table above."""
 
     kind: Kind = "closed"
     clients: int = 1
     rate: float = 1.0
     """Requests per second, on average."""
     burstiness: float = 4.0
-    """Variance of the gaps over that of poisson's with the same rate: 1 is poisson, more comes in bursts, less is more even."""
+    """Variance of the gaps over that of poisson's with the same rate: 1 is poisson, more is burstier, less is more even."""
     speed: float = 1.0
-    """A trace's seconds per second."""
+    """Seconds of the trace per second."""
 
     def __post_init__(self) -> None:
         for name in ("clients", "rate", "burstiness", "speed"):
@@ -48,14 +48,14 @@ class Load:
 
 
 def arrivals(load: Load, times: Sequence[float | None], *, seed: int) -> list[float] | None:
-    """Seconds from the first request's arrival to each one's, never falling; None for a closed loop.
+    """Seconds from the first request's arrival to each request's, non-decreasing; None for a closed loop.
 
     Args:
         load: kind and numbers.
-        times: `arrival_s` of each request; only a trace's are read.
-        seed: the same seed gives the same arrivals, and a longer list begins with the shorter one.
+        times: `arrival_s` of each request; used for a trace only.
+        seed: equal seeds give equal arrivals, and a longer list begins with the shorter one.
     Raises:
-        CommandError: a trace's load with a request that has no time, or times that fall.
+        CommandError: a trace in which a request has no time, or times decrease.
     """
     if load.kind == "closed":
         return None
@@ -71,7 +71,7 @@ def arrivals(load: Load, times: Sequence[float | None], *, seed: int) -> list[fl
 
 
 def cut(count: int, *, warm_up: int, block: int) -> list[range]:
-    """The numbers 0 to count - 1 as blocks of at most `block` (0: as many as there are); none holds both sides of `warm_up`."""
+    """The numbers 0 to count - 1 as blocks of at most `block` (0: no limit); no block crosses the end of `warm_up`."""
     warm_up = min(warm_up, count)
     edges = [0, *range(block, warm_up, block), warm_up, *range(warm_up + block, count, block), count] if block else []
     edges = edges or [0, warm_up, count]
@@ -79,10 +79,10 @@ def cut(count: int, *, warm_up: int, block: int) -> list[range]:
 
 
 def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
-    """The requests with `at_once` conversations going on at a time, one turn of each in turn, as a server sees its users.
+    """The requests with `at_once` conversations at a time, one turn of each in rotation, like concurrent users of a server.
 
-    A request without a conversation is one of a single turn. Turns stay in order; 1 leaves the list as it is, if a
-    conversation's turns stand together there.
+    A request without a conversation is a conversation of one turn. Turns stay in order; with 1 the list is unchanged if the
+    turns of each conversation are consecutive.
     """
     conversations: dict[str, deque[Request]] = {}
     for request in requests:
@@ -103,7 +103,7 @@ def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
 def _traced(times: Sequence[float | None], speed: float) -> list[float]:
     known = [time for time in times if time is not None]
     if len(known) < len(times):
-        raise CommandError("--load trace needs requests with arrival times (arrival_s); take closed, poisson or bursty")
+        raise CommandError("--load trace needs requests with arrival times (arrival_s); use closed, poisson or bursty")
     if any(late < early for early, late in itertools.pairwise(known)):
-        raise CommandError("--load trace: arrival times fall; sort the trace by them")
+        raise CommandError("--load trace: arrival times decrease; sort the trace by them")
     return [(time - known[0]) / speed for time in known]

@@ -1,1 +1,1 @@
-"""One module a data set: source, licence, an example, and `load(source) -> TaskData`."""
+"""One module per data set: source, licence, an example, and `load(source) -> TaskData`."""

@@ -1,7 +1,7 @@
-"""`musique`: questions put together from two to four, over Wikipedia paragraphs.
+"""`musique`: questions composed of two to four single ones, over Wikipedia paragraphs.
 
 Source: MuSiQue-Ans (Trivedi et al. 2022). Licence: CC BY 4.0; the paragraphs are Wikipedia's, CC BY-SA.
-Hub: dgslibisey/MuSiQue, split validation, the authors' files as they are. A question's list is its twenty paragraphs. A row:
+Hub: dgslibisey/MuSiQue, split validation, the authors' files unchanged. A question's list is its twenty paragraphs. A row:
 
     {"id": "2hop__460946_294723", "question": "Who is the spouse of the Green performer?", "answer": "Miquette Giraudy",
      "answer_aliases": [], "answerable": true, "paragraphs": [{"idx": 0, "title": "Grant's First Stand",

@@ -2,9 +2,9 @@
 
 Source: Natural Questions (Kwiatkowski et al. 2019). Licence: CC BY-SA 3.0.
 Hub: google-research-datasets/natural_questions, config dev, split validation; nq_open has no passages. Passages are the page's
-top-level paragraphs and tables of at least 20 words, without mark-up. Gold is the long answer that an annotator chose, answers
-are the short ones; questions without a short one are left out. There is no list to answer from; all paragraphs together are
-searched. A row:
+top-level paragraphs and tables of at least 20 words, without mark-up. Gold is the annotator's long answer, answers are the short
+ones; questions without a short one are left out. Questions have no lists of their own; all paragraphs together are searched. A
+row:
 
     {"id": "797803103760793766", "question": {"text": "who founded google", ...},
      "document": {"title": "Google", "tokens": {"token": ["<h1>", "Google", ...], "is_html": [true, false, ...]}, ...},
@@ -23,7 +23,7 @@ from eval.task import Source, TaskData
 
 HUB = HubName("google-research-datasets/natural_questions", "dev", "validation")
 MIN_WORDS = 20
-"""Shorter ones are headings' and boxes' leftovers, and no answer is expected in them."""
+"""Shorter passages are remains of headings and boxes, and contain no answers."""
 
 
 def load(source: Source) -> TaskData:

@@ -1,10 +1,10 @@
 """`ragpulse`: requests of a RAG service in production; lengths, times and which passages, but no text.
 
 Source: RAGPulse, github.com/flashserve/RAGPulse, read from files; not from the hub. Licence: MIT.
-Every component becomes random words, as many as its tokens / scale, the same wherever it occurs. System prompts end in a block
-that no other request has: in front of the chunks it would leave nothing to reuse for anybody, so only the first block is the
-system prompt, and the question is everything else. Requests without passages are left out; one that carries its history as a
-component is a request of its own, not a turn. Rows of `<DIR>/ragpulse/components.jsonl.gz` and `requests.jsonl.gz`:
+Every component becomes random words, as many as its tokens / scale, the same in all requests. System prompts end in a block that
+is unique to the request: before the chunks it would prevent any reuse, so only the first block is the system prompt, and all
+other components are the question. Requests without passages are left out; one with its history as a component is a single
+request, not a turn. Rows of `<DIR>/ragpulse/components.jsonl.gz` and `requests.jsonl.gz`:
 
     {"kind": "passage", "id": 5856, "token_length": 411}
     {"id": 3800, "timestamp": 0.0, "session_id": "1758081635837-uficr5ams6tj", "input_length": 2926, "output_length": 154,
@@ -21,11 +21,11 @@ from eval.errors import CommandError
 from eval.task import Request, Source, TaskData, TextChunk
 
 KINDS = ("sys_prompt", "history", "web_search", "user_input")
-"""Components of a request that are no passages, in prompt order."""
+"""Components of a request that are not passages, in prompt order."""
 
 
 def load(source: Source) -> TaskData:
-    """In the order of arrival, the first request at 0 s. Raises CommandError, for components of unknown length too."""
+    """Requests in the order of arrival, the first one at 0 s. Raises CommandError, also for components of unknown length."""
     folder = source.folder("ragpulse")
     lengths = {
         (text_of(row, "kind", where), name_of(row, "id", where)): int(number_of(row, "token_length", where))
@@ -40,7 +40,7 @@ def load(source: Source) -> TaskData:
         if not names:
             continue
         if (request_id := f"ragpulse:{name_of(row, 'id', where)}") in ids:
-            raise CommandError(f"{where}: id {row['id']!r} is there twice")
+            raise CommandError(f"{where}: id {row['id']!r} occurs twice")
         ids.add(request_id)
         for name in names:
             if name not in passages:

@@ -1,16 +1,16 @@
 """`sharegpt`: conversations of people with a chatbot, for multi-turn load.
 
-Source: whatever is in ShareGPT's format, for example anon8231489123/ShareGPT_Vicuna_unfiltered on the hub, file
-ShareGPT_V3_unfiltered_cleaned_split.json (`--hub` alone). Licence: that one says Apache-2.0; users' texts are their own.
-`--data FILE` is a JSON list, or one object a line. User turns are asked in order, with the file's own replies as history. Nothing
-was retrieved for them: without `--corpus` there are no chunks, with it the passages of that folder are searched for each user
+Source: any file in ShareGPT's format, for example anon8231489123/ShareGPT_Vicuna_unfiltered on the hub, file
+ShareGPT_V3_unfiltered_cleaned_split.json (`--hub` alone). Licence: that one's is Apache-2.0; users' texts are their own.
+`--data FILE` is a JSON list, or one object per line. User turns are sent in order, with the file's own replies as history. The
+data set has no passages: without `--corpus` there are no chunks, with it the passages of that folder are searched for each user
 turn, as CRAFT (section 5) searches Wikipedia's. An item:
 
     {"id": "dsOTKpn_0", "conversations": [{"from": "human", "value": "Why does `dir` ..."},
                                           {"from": "gpt", "value": "The `dir` command ..."}, ...]}
 
 A leading turn of the bot is left out (the file has long conversations in pieces). A conversation that then does not alternate,
-has an empty or unknown turn, no question, or an id that was there is skipped; how many are said on stderr.
+has an empty or unknown turn, no question, or a repeated id is skipped; stderr shows how many.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _id(item: object, number: int) -> str:
 
 
 def _turns(item: object) -> tuple[str, list[tuple[str, str | None]]] | None:
-    """System prompt, and each question with its reply; None for a conversation that is malformed."""
+    """System prompt, and each question with its reply; None for a malformed conversation."""
     turns = item.get("conversations") if isinstance(item, dict) else None
     if not isinstance(turns, list):
         return None

@@ -1,8 +1,8 @@
 """`squad`: questions about one Wikipedia paragraph; five to twenty-five share each.
 
 Source: SQuAD 1.1 (Rajpurkar et al. 2016). Licence: CC BY-SA 4.0.
-Hub: rajpurkar/squad, split validation. There is no list: each question has its own paragraph, and all paragraphs together are
-what is searched. A row:
+Hub: rajpurkar/squad, split validation. Questions have no lists of their own: each has one paragraph, and all paragraphs together
+are searched. A row:
 
     {"id": "56be4db0acb8001400a502ec", "title": "Super_Bowl_50", "context": "Super Bowl 50 was an American football game ...",
      "question": "Which NFL team represented the AFC at Super Bowl 50?",

@@ -1,7 +1,7 @@
-"""`trace`: your own trace, in the format of `python -m eval replay`; text is made of random words.
+"""`trace`: your own trace, in the format of `python -m eval replay`; texts are random words.
 
-Source and licence: yours. A chunk becomes as many random words as its length / scale, the same wherever its id occurs, and so do
-system prompts; every question is another one. A line, of which only `passages` is needed (eval/replay/trace.py):
+Source and licence: yours. A chunk becomes as many random words as its length / scale, the same for each occurrence of its id.
+System prompts are made alike; every question is different. A line, of which only `passages` is needed (eval/replay/trace.py):
 
     {"passages": ["doc7#2", "doc1#0"], "lengths": [212, 198], "timestamp": 12.5, "conversation": "c41",
      "question_tokens": 30, "system_tokens": 120, "output_tokens": 90}
@@ -14,13 +14,13 @@ from eval.replay.trace import TraceRequest, read_trace
 from eval.task import Request, Source, TaskData, TextChunk
 
 CHUNK_TOKENS = 256
-"""Where the trace has no lengths: in the middle of the 128 to 512 that CRAFT calls typical."""
+"""Used if the trace has no lengths: in the middle of the 128 to 512 that CRAFT calls typical."""
 QUESTION_TOKENS = 16
-"""Where it has no `question_tokens`; the sets of questions here have 8 to 20 words."""
+"""Used if the trace has no `question_tokens`; the sets of questions here have 8 to 20 words."""
 
 
 def load(source: Source) -> TaskData:
-    """In the order of arrival, the first request at 0 s if every line has a timestamp. Raises CommandError."""
+    """Requests in the order of arrival, the first one at 0 s if every line has a timestamp. Raises CommandError."""
     trace = read_trace(source.file(), max_requests=source.requests).requests
     passages: dict[str, TextChunk] = {}
     # A length given anywhere counts everywhere.

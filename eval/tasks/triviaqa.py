@@ -3,8 +3,8 @@
 Source: TriviaQA (Joshi et al. 2017), reading comprehension. Licence: Apache-2.0; the pages are Wikipedia's, CC BY-SA, and the
 web pages' licences are their own.
 Hub: mandarjoshi/trivia_qa, config rc.wikipedia, split validation. Pages are whole articles: they are cut into pieces of 100
-words, and gold are those that hold an answer, which need not mean that they answer the question. With config rc the web pages
-found for a question (`search_results`) are taken too. There is no list to answer from; all pieces together are searched. A row:
+words, and gold are the pieces that contain an answer, although they may not answer the question. With config rc the web pages
+found for a question (`search_results`) are used too. Questions have no lists; all pieces together are searched. A row:
 
     {"question_id": "tc_33", "question": "Which Lloyd Webber musical premiered in the US on 10th December 1993?",
      "answer": {"value": "Sunset Boulevard", "aliases": ["Sunset Blvd", ...], ...},
@@ -23,7 +23,7 @@ from eval.task import Source, TaskData
 
 HUB = HubName("mandarjoshi/trivia_qa", "rc.wikipedia", "validation")
 PIECE_WORDS = 100
-"""As in the Wikipedia passages of DPR (Karpukhin et al. 2020), which the folder's are too."""
+"""As in the Wikipedia passages of DPR (Karpukhin et al. 2020), which are those of the folder."""
 
 
 def load(source: Source) -> TaskData:
@@ -50,5 +50,5 @@ def _pieces(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def _words(text: str) -> str:
-    """With a space around each word, so that one is found as a whole only."""
+    """The text with a space around each word, so that only whole words are found."""
     return f" {' '.join(''.join(c if c.isalnum() else ' ' for c in text.lower()).split())} "

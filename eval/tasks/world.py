@@ -1,4 +1,4 @@
-"""`world`: the bundled model's generated world, which it can answer. Nothing to download.
+"""`world`: questions about the bundled model's generated world, which that model can answer. Nothing to download.
 
 Source: `eval.world.world`, drawn from the seed. Licence: this project's (Apache-2.0).
 A request's chunks are the passage with the answer and distractors of the same kind; popular passages are asked about more often:
@@ -18,7 +18,7 @@ NUM_PASSAGES = 60
 
 
 def load(source: Source) -> TaskData:
-    """Raises CommandError for data that is named, or for more chunks than there are passages of a kind."""
+    """Generate the task. Raises CommandError for --data or --hub, or for more chunks than passages of a kind."""
     if source.data is not None or source.hub is not None:
         raise CommandError("task world is generated: it takes neither --data nor --hub")
     from eval.world.world import World

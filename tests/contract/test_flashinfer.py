@@ -1,4 +1,4 @@
-"""Every name of FlashInfer that we touch, and the model that stands in for it. Red here after an upgrade says what to read.
+"""Every name of FlashInfer that we use, and the model that replaces it in tests. Failures after an upgrade show what to read.
 
 The insides of the kernels that sglang_chunkcache/attention/flashinfer_cuda.py relies on are pinned by compiling them
 (test_flashinfer_cuda.py).

@@ -53,14 +53,14 @@ def test_host_hits_need_no_flag() -> None:
 
 
 def test_requests_are_matched_as_themselves() -> None:
-    """Plans hang on the request; a request between two prefill pieces is not matched again, or its plan would be lost."""
+    """Plans are stored on the request; a request between two prefill pieces is not matched again, or its plan would be lost."""
     assert "req=self," in source(Req.init_next_round_input)
     assert "if tree_cache is not None:" in source(Req.init_next_round_input)
     assert "self.chunked_req.init_next_round_input()" in source(Scheduler._get_new_batch_prefill_raw)
 
 
 def test_forward_hook_sees_the_batch_before_it_is_laid_out() -> None:
-    """The hook gets (worker, batch, ...); `ForwardBatch.init_new` comes inside, behind it."""
+    """The hook gets (worker, batch, ...); `ForwardBatch.init_new` is called inside, after it."""
     assert parameters(TpModelWorker.forward_batch_generation)[0] == "batch"
     assert "ForwardBatch.init_new(" in source(TpModelWorker.forward_batch_generation)
     names = {f.name for f in dataclasses.fields(ScheduleBatch)}

@@ -179,7 +179,7 @@ def test_match_result_fields() -> None:
     ],
 )
 def test_req_sets_attribute(path: str) -> None:
-    """Read or written by us. `Req` has no slots, so attributes of ours may hang on it."""
+    """Read or written by us. `Req` has no `__slots__`, so we may set attributes of our own."""
     assert f"self.{path}" in inspect.getsource(Req)
     assert not hasattr(Req, "__slots__")
 
@@ -225,7 +225,7 @@ def test_release_inserts_then_frees_then_unlocks() -> None:
 
 
 def test_tree_node_takes_attributes_of_ours() -> None:
-    """Chunk, chain and mark hang on SGLang's nodes."""
+    """Chunk, chain and mark are attributes of SGLang's nodes."""
     node = TreeNode()
     node.chunkcache = "x"
     assert {"key", "value", "parent", "children", "lock_ref", "last_access_time", "priority"} <= set(vars(node))

@@ -63,14 +63,14 @@ def test_nodes_have_slots_of_their_own_to_exchange() -> None:
 
 
 def test_rows_are_written_before_the_forward() -> None:
-    """What a request was promised stands in its row when we exchange some of it, and is not written again."""
+    """A request's row holds its promised slots when we replace some of them, and SGLang does not write them again."""
     assert "req.prefix_indices" in source(ScheduleBatch.prepare_for_extend)
     assert "prefix_tensors" in source(allocation.alloc_for_extend)
     assert "alloc_for_extend(" in source(ScheduleBatch.prepare_for_extend)
 
 
 def test_scheduler_has_one_stream_and_forwards_wait_for_it() -> None:
-    """Promises are made in the scheduler's stream; a forward in its own stream comes behind all that was queued there."""
+    """Promises are made in the scheduler's stream; a forward in its own stream runs after all work queued there."""
     assert (
         "StreamContext(self.schedule_stream): self.metrics_reporter.start_scheduler_time_accounting() dispatch"
         in source(scheduler)

@@ -1,4 +1,4 @@
-"""Our server with a KV pool in which every slot that nobody owns holds NaN: whoever reads such a slot answers NaN.
+"""Our server with a KV pool in which every free slot holds NaN: a request that reads such a slot answers NaN.
 
     python -m tests.e2e.poisoned_server --model-path M [our flags] [any SGLang flag]
 

@@ -1,4 +1,4 @@
-"""The poison itself: whoever reads a slot that nobody owns gets NaN. A tiny real model in this process."""
+"""The poison itself: reading a free slot gives NaN. A tiny real model in this process."""
 
 from __future__ import annotations
 

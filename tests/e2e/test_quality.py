@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_permutation_of_two_requests(rag_server: Server, tmp_path: Path) -> None:
-    """Right answers in whatever order the chunks stand: the bundled model reads facts wherever they are."""
+    """Right answers in any order of the chunks: the bundled model reads facts at any position."""
     argv = ["permutation", "--requests", "2", "--orders", "5", "--k", "4", "--arm", f"ours={rag_server.url},rag"]
     assert main([*argv, "--weights", "real", "--out", str(tmp_path / "run")]) == 0
     record = read_record(tmp_path / "run")
@@ -35,7 +35,7 @@ def test_permutation_of_two_requests(rag_server: Server, tmp_path: Path) -> None
 
 
 def test_full_prefill_finds_nothing_cached(rag_server: Server, tmp_path: Path) -> None:
-    """Every prompt is asked a second time under a salt of its own, behind an arm that has just cached it."""
+    """Every prompt is sent again under a unique salt, after an arm that has just cached it."""
     argv = ["answers", "--requests", "4", "--k", "4", "--arms", f"ours={rag_server.url},rag", "--weights", "real"]
     assert main([*argv, "--reference", rag_server.url, "--out", str(tmp_path / "run")]) == 0
     ours = [row for row in read_samples(tmp_path / "run") if row["arm"] == "ours"]

@@ -101,7 +101,7 @@ def test_nothing_found_is_answered_without_chunks(rag_server: Server) -> None:
 
 
 def test_conversation_searches_its_last_turns(rag_server: Server) -> None:
-    """A question that names nobody is found by the one before it, and what the prompt shows already is not shown again."""
+    """A question without a name is searched with the previous one, and chunks in the prompt are not shown again."""
     (first,) = questions(1)
     messages = [{"role": "user", "content": first.question}]
     answer = chat(rag_server, messages, conversation_id="talk")
@@ -158,7 +158,7 @@ def test_frontend_programs_can_search(rag_server: Server) -> None:
 
 
 def test_requests_at_once_are_searched_together(rag_server: Server) -> None:
-    """Whoever waits for the same search is one batch, and finds what it would have found alone."""
+    """Waiting requests form one batch, and each finds the same as alone."""
 
     def search(question: Question) -> dict[str, Any]:
         return post(rag_server.url + RETRIEVE, {"query": question.question, "k": 2, "text": False})
@@ -266,8 +266,8 @@ def test_damaged_generation_is_not_served(rag_server: Server, index: Path) -> No
 
 
 def test_nothing_is_left_behind(rag_server: Server) -> None:
-    """After all of the above: no plan, no load, nobody waits, no slot is missing, and the counters tell of it."""
-    stats = get(rag_server.url + "/chunkcache/stats")
+    """After all of the above: no plan, no load, no waiting request, no missing slot, and the counters show it."""
+    stats = get(server.url + "/chunkcache/stats")
     assert stats["tree"]["open_plans"] == 0
     assert stats["prompt_tokens_in_flight"] == [0]
     assert stats["retrieval"]["waiting"] == 0

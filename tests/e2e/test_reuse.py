@@ -1,4 +1,4 @@
-"""Any-position reuse as a user sees it, on a server whose pool holds NaN wherever nobody owns a slot.
+"""Fused reuse as a user sees it, on a server whose pool holds NaN in every free slot.
 
 Every answer below is asked for with log probabilities and refused where one is not a number. `cache_salt` keeps a test's KV
 to itself; under a salt of its own a prompt is prefilled in full. The bundled model answers questions about its passages and
@@ -301,7 +301,7 @@ def test_conversation_with_fused_turns(fused_server: Server, world: World, salt:
 
 
 def staying_of(world: World) -> tuple[list[Passage], list[Passage]]:
-    """Four passages; and the same behind another first one of the same length, so that they keep their positions."""
+    """Four passages; and the same after another first one of the same length, so that they keep their positions."""
     first, *rest = world.passages[:4]
     begin, *sentences = first.text.removesuffix(".").split(". ")
     other = first._replace(id="other", text=". ".join([begin, *sentences[::-1]]) + ".")
@@ -363,7 +363,7 @@ def test_recomputing_all_of_what_stays_equals_full_prefill(fused_server: Server,
 
 
 def test_chunks_are_found_on_the_device_wherever_they_stand(fused_server: Server, world: World, salt: str) -> None:
-    """Behind others and alone behind the head; what was cached nowhere is a gap, and found there later."""
+    """After others and alone after the head; a chunk that is not cached is a gap, and found there later."""
     a, b, c, d, e = world.passages[:5]
     ask(fused_server, [a, b], "Hello", cache_salt=salt, max_tokens=1)
     ask(fused_server, [c], "Hello", cache_salt=salt, max_tokens=1)
@@ -422,7 +422,7 @@ def test_explain_says_what_then_happens(fused_server: Server, world: World, salt
 
 
 def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_path: Path) -> None:
-    """The command puts every chunk into the store behind its neighbours, and requests take those variants."""
+    """The command puts every chunk into the store, computed after its neighbours, and requests take those variants."""
     flush(fused_server)
     passages = world.passages[:4]
     rows: dict[str, list[dict[str, Any]]] = {
@@ -449,7 +449,7 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
 
 
 def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> None:
-    """Neighbours are moved if they can be, the chunk itself is computed and kept behind them."""
+    """Neighbours are moved if they can be; the chunk itself is computed after them and kept."""
     a, b, c = world.passages[:3]
 
     def prepare(chunk: Passage, *neighbors: Passage) -> dict[str, Any]:

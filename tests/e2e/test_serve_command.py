@@ -1,4 +1,4 @@
-"""`python -m eval serve` with real servers: what it starts, measures, records and leaves behind."""
+"""`python -m eval serve` with real servers: what it starts, measures and records, and that no process remains."""
 
 from __future__ import annotations
 

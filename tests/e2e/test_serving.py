@@ -1,4 +1,4 @@
-"""What a user sees: answers from the chunks, fates, conversations, streams, SGLang's own routes beside ours."""
+"""What a user sees: answers from the chunks, fates, conversations, streams, SGLang's own routes next to ours."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class FakeEndpoint:
     """Nothing is ever found cached."""
     cache_report: bool = True
     is_down: bool = False
-    """Connections are closed without an answer, as behind a process that has died."""
+    """Connections are closed without an answer, as if the process had died."""
     odd_event: dict[str, Any] | None = None
     """Sent before the first text."""
     url: str = ""
@@ -153,7 +153,7 @@ def _says(body: Any) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 @contextmanager
 def serving(endpoint: FakeEndpoint) -> Iterator[FakeEndpoint]:
-    """The endpoint behind a real socket, in a thread of its own."""
+    """The endpoint on a real socket, in a thread of its own."""
     loop, port, ready = asyncio.new_event_loop(), free_port(), threading.Event()
 
     async def start() -> web.AppRunner:

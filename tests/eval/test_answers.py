@@ -104,7 +104,7 @@ def test_unknown_weights_show_no_right_answers(
 def test_a_server_that_has_the_bundled_model_is_scored_on_its_world(
     ours: FakeChat, bundled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says so itself; a second server whose weights nobody knows would be compared by what it cannot know."""
+    """It reports the bundled model; a second server with unknown weights would be scored by answers it cannot know."""
     results = run(ours, tmp_path / "run")["results"]
     assert "note" not in results
     assert all("em" in cell["metrics"] for cell in results["cells"])
@@ -121,7 +121,7 @@ def test_a_server_that_has_the_bundled_model_is_scored_on_its_world(
     [
         ("full-prefill=http://127.0.0.1:9", "expected http://HOST:PORT and nothing else, got 'full-prefill=http"),
         ("http://127.0.0.1:9,chat", "expected http://HOST:PORT and nothing else"),
-        ("http://127.0.0.1:9", "only one can compute full prefill"),
+        ("http://127.0.0.1:9", "only our server can compute full prefill"),
     ],
 )
 def test_a_reference_that_is_no_server_of_ours_is_refused(reference: str, said: str, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_text_prompts_of_another_length_are_counted(
     """Chunks as text are tokenised with their surroundings: answers may then differ without any reuse."""
     record = run(ours, tmp_path / "run", arms=(f"stock={ours.url},chat",))
     assert record["results"]["tokenised_otherwise"] == {"stock": 6}
-    assert "6 prompts tokenised otherwise: the reference's text, but" in capsys.readouterr().out
+    assert "6 prompts tokenised differently: the text is the reference's, but" in capsys.readouterr().out
     rows = [row for row in read_samples(tmp_path / "run") if row["arm"] == "stock"]
     assert all(row["metrics"]["same"] == 1 for row in rows)  # full prefill of its own prompt
 
@@ -236,10 +236,10 @@ def test_text_prompts_of_another_length_are_counted(
     ("options", "said"),
     [
         (["--weights", "real", "--task", "squad"], "the bundled weights know nothing of squad"),
-        (["--against", "nobody"], "--against: nobody is none of full-prefill, ours"),
+        (["--against", "nobody"], "--against: nobody is not one of full-prefill, ours"),
         (["--clients", "0"], "--clients must be at least 1, got 0"),
         (["--judge-url", "http://127.0.0.1:9"], "--judge-url needs --judge-model"),
-        (["--bert-encoder", "/nowhere"], "is no folder of an encoder"),
+        (["--bert-encoder", "/nowhere"], "is not the folder of an encoder"),
     ],
 )
 def test_nonsense_gets_one_line(options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_craft_is_the_papers() -> None:
 
 
 def test_ours_is_our_defaults() -> None:
-    """What a user gets who sets nothing but SGLang's policy."""
+    """The configuration of a user who sets only SGLang's policy."""
     for name in ("ours", "ours-fcfs"):
         assert parse_launcher(list(ARMS[name].flags))[0] == config.ChunkCacheConfig()
 
@@ -134,13 +134,13 @@ def test_endpoints(text: str, url: str, route: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("our", "no arm 'our'; there is no-cache, stock-fcfs"),
+        ("our", "no arm 'our'; choose from no-cache, stock-fcfs"),
         ("", "no arm ''"),
         ("a/b=http://h", "letters, digits"),
         ("=http://h", "letters, digits"),
         ("a=", "expected NAME=http://HOST:PORT"),
         ("a=localhost:8000", "expected NAME=http://HOST:PORT"),
-        ("a=http://h,grpc", "expected chat or rag behind the comma, got 'grpc'"),
+        ("a=http://h,grpc", "expected chat or rag after the comma, got 'grpc'"),
     ],
 )
 def test_nonsense_gets_one_line(text: str, message: str) -> None:

@@ -153,7 +153,7 @@ def test_odd_answers_are_errors(odd: FakeEndpoint, event: dict[str, Any]) -> Non
         ("dropped", "Client"),
         ("unfinished", "broke off before [DONE]"),
         ("empty", "without a token"),
-        ("garbage", "no JSON object: {not JSON"),
+        ("garbage", "not a JSON object: {not JSON"),
         ("complaint", "out of memory"),
     ],
 )

@@ -58,11 +58,11 @@ def test_what_differs_between_two_runs_is_told(tmp_path: Path, capsys: pytest.Ca
     assert 'server ours device: "cpu" in A, "cuda" in B' in found["differs"]
     assert "The runs differ in:" in text
     assert found["verdict"] == []
-    assert "No verdict: the runs are of other requests: seed differ." in text
+    assert "No verdict: the runs are of different requests: seed differ." in text
 
 
 def test_arms_of_one_run_beside_the_usual_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --against stock SGLang is what the others are compared with, wherever it stands in the run."""
+    """Without --against the others are compared with stock SGLang, whatever its place in the run."""
     run = write_served(tmp_path / "a", make_served({"ours": 1.0, "stock-lpm": 2.0, "craft": 1.5}), against="stock-lpm")
     _, _, found = compare(capsys, run, "--metric", "ttft_s")
     assert {(c["a"], c["b"]) for c in found["contrasts"]} == {("stock-lpm", "ours"), ("stock-lpm", "craft")}
@@ -144,10 +144,10 @@ def test_runs_of_other_requests_have_no_verdict(tmp_path: Path, capsys: pytest.C
     code, text, found = compare(capsys, tmp_path / "a", tmp_path / "b", "--fail-if-worse")
     assert (code, found["verdict"]) == (0, [])
     assert len(found["contrasts"]) > 0
-    assert "No verdict: the runs are of other requests: requests_sha256 differ." in text
+    assert "No verdict: the runs are of different requests: requests_sha256 differ." in text
     assert compare(capsys, tmp_path / "a", tmp_path / "c", "--fail-if-worse")[0] == 1, "the digest settles it"
     code, text, _ = compare(capsys, tmp_path / "a", tmp_path / "d", "--fail-if-worse")
-    assert (code, "other requests: seed differ" in text) == (0, True)
+    assert (code, "different requests: seed differ" in text) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -156,12 +156,12 @@ def test_runs_of_other_requests_have_no_verdict(tmp_path: Path, capsys: pytest.C
         (["nothing"], "holds no record.json"),
         (["one"], "has 1 arm, so name a second record"),
         (["two", "--against", "vllm"], "has no arm 'vllm'; it has stock-lpm, ours"),
-        (["two", "--metric", "speed"], "speed was not measured; there is e2e_s, hit_share, itl_s, ttft_s"),
+        (["two", "--metric", "speed"], "speed was not measured; measured: e2e_s, hit_share, itl_s, ttft_s"),
         (["two", "replay"], "A is a serve record and B a replay record"),
         (["two", "two", "two"], "expected one or two records, got 3"),
         (["old"], "has no kind"),
         (["broken"], "has no results"),
-        (["strange"], "not what `python -m eval` writes"),
+        (["strange"], "were not written by `python -m eval`"),
         (["two", "other"], "no arm is in both"),
     ],
 )

@@ -138,7 +138,7 @@ def test_turns_that_changed_are_summed_apart() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--policies", "off", "off"], "two different ones"),
+        (["--policies", "off", "off"], "at least two different policies"),
         (["--k", "9"], "--k must be in 1..8"),
         (["--hop", "2", "--k", "1"], "--k must be in 2..8"),
         (["--hop", "2", "--task", "mtrag"], "--hop 2 is for task world"),

@@ -31,13 +31,13 @@ def share(arm: str, measured: Cell, *, warm_up: int = 0, capacity: int | None = 
 
 
 def test_order_decides() -> None:
-    """`ours` puts the cached chain first; of `ba` behind `ab` the retriever's order finds nothing."""
+    """`ours` puts the cached chain first; the retriever's order finds nothing of `ba` after `ab`."""
     assert share("ours", cell("ab", "ba")) == 0.5
     assert share("ours", cell("ab", "ba", flags=("--chunkcache-order", "retriever"))) == 0.0
 
 
 def test_warm_up_fills_the_cache_and_is_not_counted() -> None:
-    """As in the measured share beside it."""
+    """As in the measured share."""
     assert share("ours", cell("ab", "ba"), warm_up=1) == 1.0
     assert share("ours", cell("ab"), warm_up=1) is None
 
@@ -57,7 +57,7 @@ def test_capacity() -> None:
 
 
 def test_conversations_and_repeated_chunks() -> None:
-    """A later turn's chunks stand behind its history: they are not counted. A chunk listed twice counts once."""
+    """A later turn's chunks come after its history and are not counted. A chunk listed twice counts once."""
     assert share("ours", cell("ab", "ab", conversation="talk")) == 0.0
     first, later, alone = *requests("ab", "cd", conversation="talk"), *requests("ab")
     assert share("ours", Cell({}, [first, later, alone])) == 0.5
@@ -66,7 +66,7 @@ def test_conversations_and_repeated_chunks() -> None:
 
 
 def test_system_prompts_share_no_chain() -> None:
-    """What stands in front of the chunks is part of every prefix."""
+    """The text before the chunks is part of every prefix."""
     ab, ba = requests("ab", "ba")
     assert share("ours", Cell({}, [ab, replace(ba, system="Be brief.")])) == 0.0
     assert share("ours", Cell({}, [ab, ba])) == 0.5
@@ -94,7 +94,7 @@ def test_nothing_is_expected_of_a_server_whose_flags_are_not_known() -> None:
 
 
 def test_a_flags_two_spellings() -> None:
-    """What stands behind -- may have either; the last one given wins, as with the launcher."""
+    """Flags after -- may have either form; the last one counts, as with the launcher."""
     assert replay_settings(["--chunkcache-order=retriever", "--x"], capacity=None).order == "retriever"
     flags = ["--chunkcache-window-requests", "5", "--chunkcache-window-requests=7"]
     assert replay_settings(flags, capacity=None).window == 7

@@ -28,7 +28,7 @@ def test_passages_do_not_depend_on_how_many_are_asked_for() -> None:
 
 
 def test_a_written_corpus_has_copies(tmp_path: Path) -> None:
-    """An index must keep a text once: without copies, nobody would see it keep two."""
+    """An index must keep a text once; without copies in the corpus a second one would go unnoticed."""
     assert CORPUS.write(tmp_path / "c.jsonl") == 1201
     rows = [json.loads(line) for line in (tmp_path / "c.jsonl").open()]
     assert rows[COPY_EVERY]["id"] == f"copy{COPY_EVERY - 1}"

@@ -66,7 +66,7 @@ def test_block_longer_than_the_sequence_is_all_of_it() -> None:
 
 
 def test_every_element_is_as_likely_as_any_other() -> None:
-    """Runs go on at the front behind the end; otherwise a warm-up at the front would count less than it should."""
+    """Runs wrap around at the end; otherwise a warm-up at the front would count less than it should."""
     first_only = [1.0] + [0.0] * 19
     value, low, high = moving_block_share(first_only, [1] * 20, block=10, draws=4000)
     assert value == 0.05

@@ -86,7 +86,7 @@ def test_failed_requests_are_errors_and_have_no_times() -> None:
 
 
 def test_throughput_counts_the_time_the_arm_was_loaded() -> None:
-    """Between its blocks another arm was measured; its clock stands still, and a pause in the block is part of the load."""
+    """Between an arm's blocks another arm is measured, and the arm's clock stops; a pause inside a block is part of the load."""
     taken = [sample(number=n) for n in range(4)]
     assert loaded_s(taken) == 1.5 + 1.5
     assert throughput(taken) == {
@@ -112,7 +112,7 @@ def test_cached_share_is_over_all_tokens() -> None:
 
 
 def test_recomputed_tokens_are_not_cached() -> None:
-    """SGLang counts them as found, for they stand in the cache's slots: reuse would look cheaper the more it computes."""
+    """SGLang counts recomputed tokens as cached, since they are in the cache's slots: more recomputing would look cheaper."""
     fates = {"exact": 10, "relocated": 15, "recomputed": 60, "computed": 15}
     (row,) = cells([sample(cached_tokens=85, fates=fates)])
     assert row["cached_share"] == 0.25

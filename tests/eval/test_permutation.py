@@ -50,7 +50,7 @@ def test_orders_are_asked_as_drawn_and_once(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_two_hop_questions_show_both_passages(tmp_path: Path) -> None:
-    """One-hop questions are answered in any order; these take two facts, whose passages stand among the chunks."""
+    """One-hop questions are answered in any order; these need two facts, whose passages are among the chunks."""
     with chatting(FakeChat(last_chunk)) as fake:
         run(fake, tmp_path / "run", "--hop", "2")
         bodies = fake.received
@@ -107,7 +107,7 @@ def make_row(request: str, number: int, f1: float) -> dict[str, Any]:
 
 
 def test_mean_and_deviation_by_hand() -> None:
-    """One request within its deviation (0.5 beside 0.5 ± 0.5), one outside (1 beside 0), one that never changes."""
+    """One request within its deviation (0.5 against 0.5 ± 0.5), one outside (1 against 0), one that never changes."""
     rows = [make_row("1", n, f1) for n, f1 in enumerate([0.5, 0.0, 1.0])]
     rows += [make_row("2", n, f1) for n, f1 in enumerate([1.0, 0.0, 0.0])]
     rows += [make_row("3", n, 0.3) for n in range(3)]

@@ -121,7 +121,7 @@ def test_bad_options_end_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data", "."], "--data goes with --task"),
+        (["--data", "."], "--data requires --task"),
         (["--capacity", "5", "--capacity-tokens", "5"], "give --capacity or --capacity-tokens, not both"),
     ],
 )
@@ -169,18 +169,18 @@ def test_task_without_passages_is_one_clear_line(tmp_path: Path, capsys: pytest.
 
 
 def test_verdict_names_the_policies_that_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two evictions at one room are two verdicts; stock's is LRU in both."""
+    """Two evictions at one capacity are two verdicts; stock's is LRU in both."""
     trace = write_trace(tmp_path / "trace.jsonl", popular_sets(200))
     options = ["--order", "retriever", "tree", "--eviction", "reused", "lru", "--capacity", "20"]
     _, results = compare(capsys, trace, *options)
-    found = [line for line in results["verdict"] if line.startswith("Room for 20 chunks, eviction ")]
+    found = [line for line in results["verdict"] if line.startswith("Capacity for 20 chunks, eviction ")]
     assert [line.split(": ")[1].startswith("stock SGLang finds") for line in found] == [True, True]
 
 
 def test_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """With the commands there are."""
     assert main(["reply"]) == 2
-    assert "unknown command 'reply'; there is replay" in capsys.readouterr().err
+    assert "unknown command 'reply'; choose from replay" in capsys.readouterr().err
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +223,7 @@ def compare(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> t
 
 
 def test_comparison_of_a_clear_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sets in turning order: stock finds little, ours nearly all; nine cells, a verdict for each room, a record."""
+    """Sets in turning order: stock finds little, ours nearly all; nine cells, a verdict for each capacity, a record."""
     trace = write_trace(tmp_path / "trace.jsonl", popular_sets(400))
     lines, results = compare(capsys, trace)
     assert lines[-1] == json.dumps(results)
@@ -234,20 +234,23 @@ def test_comparison_of_a_clear_win(tmp_path: Path, capsys: pytest.CaptureFixture
     assert unlimited["low"] <= unlimited["value"] <= unlimited["high"]
     assert unlimited["value"] > 0.95
     assert results["cells"][0]["chunk_hit_rate"]["value"] < 0.6
-    assert any("WORTH IT with no limit of room" in line for line in results["verdict"])
+    assert any("WORTH IT with unlimited capacity" in line for line in results["verdict"])
     assert f"record: {tmp_path / 'run'}" in lines
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["kind"], record["complete"], record["results"]) == ("replay", True, results)
 
 
 def test_trace_without_any_overlap_is_not_worth_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing comes twice: zero for everybody, and no wish to be fair to us turns that around."""
+    """No chunk occurs twice: zero for every policy, and a verdict against ours."""
     records: list[dict[str, object]] = [{"passages": [f"{n}-{i}" for i in range(5)]} for n in range(300)]
     _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", records))
     assert results["overlap"]["seen_before"]["value"] == 0
     assert {cell["chunk_hit_rate"]["high"] for cell in results["cells"]} == {0}
     (verdict,) = [line for line in results["verdict"] if line.startswith("Verdict")]
-    assert verdict == "Verdict: NOT WORTH IT with no limit of room; with room for 375 chunks; with room for 187 chunks."
+    assert (
+        verdict
+        == "Verdict: NOT WORTH IT with unlimited capacity; with capacity for 375 chunks; with capacity for 187 chunks."
+    )
     assert "eval serve" not in "\n".join(results["verdict"])  # which would measure nothing either
     assert results["verdict"][-1].startswith("Hardly any chunk was retrieved before")
 
@@ -261,27 +264,27 @@ def test_short_trace_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_verdict_on_few_requests_says_so_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The one line that people quote; from 200 requests on it stands alone."""
+    """The verdict line; from 200 requests on without a remark on their number."""
     _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", popular_sets(150)))
     (told,) = [line for line in results["verdict"] if line.startswith("Verdict")]
     assert told.startswith("Verdict on only 150 requests: WORTH IT")
 
 
 @pytest.mark.parametrize(
-    ("num_sets", "rooms", "left_out"),
+    ("num_sets", "capacities", "left_out"),
     [
         (10, [0, 12, 6], None),
-        (6, [0, 7], "Left out: room for 3 chunks, since the largest request has 5."),
-        (2, [0], "Left out: room for 2 and 1 chunks, since the largest request has 5."),
+        (6, [0, 7], "Left out: capacity for 3 chunks, since the largest request has 5."),
+        (2, [0], "Left out: capacity for 2 and 1 chunks, since the largest request has 5."),
     ],
 )
 def test_sizes_below_one_request_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_sets: int, rooms: list[int], left_out: str | None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_sets: int, capacities: list[int], left_out: str | None
 ) -> None:
     """No server runs with a pool that its largest request does not fit in, so nothing is said of one."""
     records = popular_sets(120, num_sets=num_sets)
     _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", records))
-    assert [cell["cell"]["capacity"] for cell in results["cells"][::3]] == rooms
+    assert [cell["cell"]["capacity"] for cell in results["cells"][::3]] == capacities
     assert [line for line in results["verdict"] if line.startswith("Left out")] == ([left_out] if left_out else [])
 
 
@@ -316,7 +319,7 @@ def test_gain_around_the_threshold_cannot_be_told(tmp_path: Path, capsys: pytest
     assert any(line.startswith("Verdict: CANNOT BE TOLD") for line in results["verdict"])
 
 
-def test_token_rooms_come_from_the_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_capacities_come_from_the_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Operators know KV tokens: a quarter and an eighth of the distinct chunks' tokens, or what they name."""
     records = [{**record, "lengths": [10] * 5} for record in popular_sets(120)]
     trace = write_trace(tmp_path / "trace.jsonl", records)
@@ -393,9 +396,9 @@ def test_deduplication_is_no_gain_of_ours(tmp_path: Path, capsys: pytest.Capture
         ("retriever shown", "tree"): 0,
         ("frequency", "tree"): 0,
     }
-    gain = "No limit of room: stock SGLang behind an application that leaves out what was shown saves 50.0% of chunks, "
+    gain = "Unlimited capacity: stock SGLang with an application that leaves out chunks already shown saves 50.0% of chunks, "
     assert f"{gain}0.0% without that: deduplication alone gains +50.0 points, 95% interval [+50.0, +50.0]." in lines
-    assert any(line.startswith("Verdict: NOT WORTH IT with no limit of room") for line in lines)
+    assert any(line.startswith("Verdict: NOT WORTH IT with unlimited capacity") for line in lines)
 
 
 def test_order_is_worth_it_beyond_deduplication(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -404,7 +407,7 @@ def test_order_is_worth_it_beyond_deduplication(tmp_path: Path, capsys: pytest.C
     turns = [turn(n, *passages) for n, passages in enumerate(firsts) for _ in range(2)]
     _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", turns))
     (verdict,) = [line for line in results["verdict"] if line.startswith("Verdict")]
-    assert verdict.startswith("Verdict: WORTH IT with no limit of room")
+    assert verdict.startswith("Verdict: WORTH IT with unlimited capacity")
     (ours,) = [
         c for c in results["contrasts"] if (c["a"], c["b"], c["cell"]["capacity"]) == ("retriever shown", "tree", 0)
     ]
@@ -413,7 +416,7 @@ def test_order_is_worth_it_beyond_deduplication(tmp_path: Path, capsys: pytest.C
 
 
 def test_grid_without_stocks_deduplication_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ours with it beside stock without it would be judged by both at once; like beside like is judged."""
+    """Ours with deduplication against stock without it would mix two effects; only equal deduplication is judged."""
     trace = write_trace(tmp_path / "trace.jsonl", [turn(n, f"{n}a") for n in range(100) for _ in range(2)])
     _, results = compare(capsys, trace, "--order", "retriever", "tree")
     assert any(line.startswith("No verdict: an application can leave out") for line in results["verdict"])
@@ -421,11 +424,11 @@ def test_grid_without_stocks_deduplication_has_no_verdict(tmp_path: Path, capsys
     options = ["--order", "retriever", "tree", "--dedup", "off", "shown", "--out", str(tmp_path / "both")]
     _, results = compare(capsys, trace, *options)
     (verdict,) = [line for line in results["verdict"] if line.startswith("Verdict")]
-    assert verdict == "Verdict: NOT WORTH IT with no limit of room, dedup off; with no limit of room, dedup shown."
+    assert verdict == "Verdict: NOT WORTH IT with unlimited capacity, dedup off; with unlimited capacity, dedup shown."
 
 
 def test_turn_behind_an_empty_one_is_no_first_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its chunks stand behind the question of a turn that retrieved nothing; that turn is no request of the figures."""
+    """Its chunks come after the question of a turn that retrieved nothing; that turn is in no figure."""
     opening: dict[str, object] = {"passages": [], "conversation": 1}
     trace = write_trace(tmp_path / "trace.jsonl", [{"passages": ["a"]}, opening, turn(1, "a")])
     report = run_json(capsys, trace)
@@ -440,7 +443,7 @@ def test_turn_behind_an_empty_one_is_no_first_turn(tmp_path: Path, capsys: pytes
 
 
 def test_grid_leaves_out_what_would_be_the_same_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tail matters to `tree` only, an eviction where room is limited, a window where something counts."""
+    """A tail matters to `tree` only, an eviction at limited capacity, a window where something counts."""
     trace = write_trace(tmp_path / "trace.jsonl", TRACE)
     options = ["--order", "retriever", "tree", "--tail", "rank", "frequency", "--eviction", "lru", "reused"]
     _, results = compare(capsys, trace, *options, "--window", "1", "1000", "--k", "1", "2")

@@ -87,7 +87,7 @@ def test_page_needs_nothing_else(served_page: tuple[Path, str, Path]) -> None:
 
 
 def test_pictures_are_png_inside_and_beside_and_told_in_words(served_page: tuple[Path, str, Path]) -> None:
-    """Each stands on the page for light and dark, and as a file; who cannot see it reads its sentence."""
+    """Each chart is on the page for light and dark, and a file; its alternative text has its sentence."""
     _, page, out = served_page
     images = [attrs for tag, attrs in Tags(page).tags if tag == "img"]
     assert {path.name for path in out.glob("*.png")} == {
@@ -228,7 +228,7 @@ def test_storage_simulation_stands_beside_the_paper(tmp_path: Path) -> None:
 
 
 def test_readings_are_computed(tmp_path: Path) -> None:
-    """The sentence beside a chart names the figures that the table below it holds."""
+    """The sentence of a chart names figures of the table below it."""
     samples = make_served({"stock-lpm": 3.0, "ours": 1.0}, requests=20)
     run = read_recorded(write_served(tmp_path / "run", samples, against="stock-lpm"))
     picture = create_chapter(run, "run").pictures[0]
@@ -272,7 +272,7 @@ def test_foreign_folder_is_not_written_into(tmp_path: Path, capsys: pytest.Captu
     """--out pointed at one's home must not fill it; an older report may be replaced."""
     run = write_run(tmp_path / "run", "serve", [], {"cells": [], "contrasts": [], "verdict": []})
     assert main(["report", str(run), "--out", str(run)]) == 2
-    assert "is no folder of a report" in capsys.readouterr().err
+    assert "is not the folder of a report" in capsys.readouterr().err
     for _ in range(2):
         write_report(run, out=tmp_path / "out")
 
@@ -315,7 +315,7 @@ def test_replays_verdict_stands_whole_at_the_top(tmp_path: Path) -> None:
 
 
 def test_an_interruption_stands_beside_the_verdict(tmp_path: Path) -> None:
-    """Who reads the first box alone must not take it for one run."""
+    """A reader of the first box alone must see that the run was interrupted."""
     results = {
         "cells": [],
         "contrasts": [],

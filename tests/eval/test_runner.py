@@ -1,4 +1,4 @@
-"""Blocks, arms, cells and histories against fake endpoints: who is sent what, in which order, and what is kept of it."""
+"""Blocks, arms, cells and histories against fake endpoints: the requests of each arm, their order, and the kept samples."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_cells_on_the_same_server_start_from_an_empty_cache(
     cells = [Cell({"k": k}, singles(1)) for k in (3, 5)]
     take(tmp_path / "s", replace(plan, flush=False), cells)
     assert [(endpoint.num_flushed, endpoint.num_forgotten) for endpoint in endpoints] == [(3, 0), (3, 3)]
-    assert "stock-lpm, ours: later cells profit" in capsys.readouterr().err
+    assert "stock-lpm, ours: later cells reuse" in capsys.readouterr().err
     assert plan.facts["servers"]["ours"]["flushed"] is False
 
 
@@ -325,7 +325,7 @@ def test_cells_stand_side_by_side_where_they_share_no_server() -> None:
 
 
 def test_more_arms_than_servers_are_refused(tmp_path: Path) -> None:
-    """They have to stand side by side to be interleaved."""
+    """Their servers must run at the same time to be interleaved."""
     with pytest.raises(CommandError, match="2 arms need 2 servers at once"):
         take(tmp_path / "r", Plan([ARMS["ours"], ARMS["stock-lpm"]], max_servers=1), [Cell({}, singles(1))])
 
@@ -333,7 +333,7 @@ def test_more_arms_than_servers_are_refused(tmp_path: Path) -> None:
 def test_server_that_is_already_there_takes_no_flags(endpoints: Endpoints, tmp_path: Path) -> None:
     """A window that did not reach the server would be reported as measured."""
     cell = Cell({"window": 1}, singles(1), flags=("--chunkcache-window-requests", "1"))
-    with pytest.raises(CommandError, match="already there cannot be given"):
+    with pytest.raises(CommandError, match="a running server cannot be given"):
         take(tmp_path / "r", Plan(arms_of(endpoints)), [cell])
 
 

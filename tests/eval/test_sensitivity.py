@@ -1,4 +1,4 @@
-"""The sensitivity command: what it makes of a parameter, and what it puts beside the measured hits. No server."""
+"""The sensitivity command: the sweep of a parameter, and the expected hits next to the measured ones. No server."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_defaults(name: str, parameter: Any) -> None:
 
 
 def test_a_rate_needs_values_and_an_open_loop() -> None:
-    """What a machine can serve nobody knows; the user's kind of load counts."""
+    """Rates have no default, since they depend on the machine; the user's kind of load counts."""
     with pytest.raises(CommandError, match="--parameter rate needs --values"):
         parse(["--parameter", "rate"])
     args = parse(["--parameter", "rate", "--values", "1", "2.5"])
@@ -176,7 +176,7 @@ def test_a_rate_needs_values_and_an_open_loop() -> None:
 
 
 def test_flags_of_the_servers_go_through() -> None:
-    """What stands behind -- is SGLang's."""
+    """Flags after -- are SGLang's."""
     args = parse(["--parameter", "window", "--values", "10", "--requests", "30", "--", "--mem-fraction-static", "0.5"])
     assert (args.windows, args.requests, args.server_flags) == ([10], 30, ["--mem-fraction-static", "0.5"])
 

@@ -158,7 +158,7 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
         (["--windows", "10"], "--windows needs"),
         (["--requests", "10"], "--warm-up 10 leaves none of 10"),
         (["--block", "-1"], "--block must be at least 0"),
-        (["--against", "nobody"], "none of the arms"),
+        (["--against", "nobody"], "not one of the arms"),
         (["--history", "reference", "--task", "nonsense"], "unknown"),
     ],
 )

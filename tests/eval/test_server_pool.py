@@ -1,4 +1,4 @@
-"""Servers are started when needed and stopped whatever happens; processes that only answer HTTP stand in for them."""
+"""Servers are started when needed and stopped whatever happens; processes that only answer HTTP replace them."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_the_papers_three_queries() -> None:
 
 
 def test_backtracking_misses_what_is_stored_behind_another_chunk() -> None:
-    """`b` was computed behind `a` only: no shorter path leads to it, and it is stored once more."""
+    """`b` was computed after `a` only: no shorter path leads to it, and it is stored again."""
     requests = [["a", "b"], ["c", "b"], ["d", "c", "b"]]
     assert backtracking_store([], requests) == Counts(replicas=5, computed=5, recomputed=1, found=2)
     assert chunk_store([], requests) == Counts(replicas=4, computed=4, recomputed=0, found=3)

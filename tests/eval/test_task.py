@@ -48,7 +48,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", QUESTION_SETS)
 def test_given_chunks_are_the_data_sets_in_its_order(data: Path, name: str) -> None:
-    """The distractors stand where the data set has them, and the title is read too."""
+    """Distractors keep the data set's order, and the title is part of the text."""
     by_id = {request.id: request for request in requests("--task", name, "--data", data, "--retriever", "given")}
     assert len(by_id) == 10
     asked = by_id[f"{name}:q4"]
@@ -286,7 +286,7 @@ def test_world_of_another_seed_is_another(data: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--task", "hotpot"), "--task hotpot: unknown; there is world, hotpotqa"),
+        (("--task", "hotpot"), "--task hotpot: unknown; choose from world, hotpotqa"),
         (("--k", "0"), "--k must be at least 1, got 0"),
         (("--requests", "-3"), "--requests must be at least 1, got -3"),
         (("--scale", "0"), "--scale must be at least 1, got 0"),
@@ -316,15 +316,15 @@ QUESTION = {"id": "q", "question": "Which?"}
 @pytest.mark.parametrize(
     ("name", "rows", "said"),
     [
-        ("questions", [QUESTION, QUESTION], "line 2: id 'q' is there twice"),
-        ("questions", [{"id": "q"}], "line 1: question must be a text"),
+        ("questions", [QUESTION, QUESTION], "line 2: id 'q' occurs twice"),
+        ("questions", [{"id": "q"}], "line 1: question must be a non-empty string"),
         ("questions", [QUESTION | {"context_passage_ids": ["p99"]}], "names 'p99', which is not among the passages"),
         ("questions", [QUESTION | {"gold_passage_ids": "p1"}], "gold_passage_ids must be a list"),
-        ("questions", [], "there are no questions"),
+        ("questions", [], "has no questions"),
         ("questions", [QUESTION], "lists no chunks here: use --retriever"),
         ("passages", [], "has no passages"),
-        ("passages", [{"id": "p"}], "line 1: text must be a text"),
-        ("passages", [{"id": "p", "text": "x"}] * 2, "line 2: id 'p' is there twice"),
+        ("passages", [{"id": "p"}], "line 1: text must be a non-empty string"),
+        ("passages", [{"id": "p", "text": "x"}] * 2, "line 2: id 'p' occurs twice"),
     ],
 )
 def test_wrong_rows_are_named(data: Path, name: str, rows: list[dict[str, object]], said: str) -> None:

@@ -194,7 +194,7 @@ def test_a_part_of_a_split(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_layout_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match=r"row 1 is not laid out as task squad expects: KeyError 'title'"):
+    with pytest.raises(CommandError, match=r"row 1 does not have the format of task squad: KeyError 'title'"):
         load("squad", published(tmp_path, TWO_PARAGRAPHS))
 
 

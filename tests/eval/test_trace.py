@@ -112,7 +112,7 @@ def test_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("[1, 2]", "must be a JSON object but is a list (wanted: one JSON object a line)"),
+        ("[1, 2]", "must be a JSON object but is a list (expected: one JSON object per line)"),
         ("null", "must be a JSON object but is null"),
         ("{", "Expecting property name"),
         ("id,passages,timestamp", "Expecting value"),

@@ -194,7 +194,7 @@ def test_failed_update_changes_nothing_and_frees_the_folder(folder: Path) -> Non
 
 
 def test_killed_writer_leaves_the_last_commit_writable(folder: Path) -> None:
-    """kill -9 in the middle of a build: nothing of it is seen, its lock holds nobody up."""
+    """kill -9 in the middle of a build: none of it is visible, and its lock blocks no later writer."""
     code = """if True:
         import os, sys
         from pathlib import Path
@@ -221,7 +221,7 @@ def test_second_writer_is_refused(folder: Path) -> None:
         Bm25Index.open(folder, language="english").update([], [], memory_bytes=MEMORY)
         yield 0, ""
 
-    with pytest.raises(RetrievalError, match="another writer is at work"):
+    with pytest.raises(RetrievalError, match="another writer holds its lock"):
         Bm25Index.open(folder, language="english").update(nested(), [], memory_bytes=MEMORY)
 
 
@@ -331,7 +331,7 @@ def test_another_language_is_refused(folder: Path) -> None:
 def test_unknown_language_lists_those_there_are(folder: Path, tmp_path: Path) -> None:
     """`en` is the likely mistake."""
     for make in (Bm25Index.open, Bm25Index.create):
-        with pytest.raises(RetrievalError, match=r"'en'; there are none, arabic, .*turkish"):
+        with pytest.raises(RetrievalError, match=r"'en'; choose from none, arabic, .*turkish"):
             make(folder, language="en")
 
 

@@ -1,4 +1,4 @@
-"""Building: what a run reports, what it refuses, and that a killed one goes on."""
+"""Building: reports, refusals, and that a killed build continues."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_reports(tmp_path: Path) -> None:
 
 
 def test_encodes_each_passage_once(tmp_path: Path) -> None:
-    """Encoding is the dearest step: what is stored is never encoded again, but for one text when a build goes on, as a check."""
+    """Encoding is the most expensive step: stored passages are not encoded again, except one to check a continued build."""
     encoder = CountingEncoder()
     build(tmp_path, make_documents([f"text {n}" for n in range(10)]), encoder=encoder)
     build(tmp_path, make_documents([f"text {n}" for n in range(12)]), encoder=encoder)
@@ -116,7 +116,7 @@ def test_a_document_that_only_waits_can_be_removed(tmp_path: Path) -> None:
 
 
 def test_a_lost_store_is_not_filled_anew(tmp_path: Path) -> None:
-    """Rows would count from 0 again, beside the old vectors."""
+    """Rows would count from 0 again, but the old vectors are still in the file."""
     build(tmp_path, make_documents(["a", "b", "c"]))
     (tmp_path / PASSAGES).unlink()
     with pytest.raises(CorruptIndexError, match="holds 0 of 3 passages"):
@@ -131,7 +131,7 @@ def test_a_build_is_resumed_with_its_encoder_only(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).unlink()
     with open(tmp_path / VECTORS, "r+b") as file:
         file.truncate(2 * DIM * 4)
-    with pytest.raises(CorruptIndexError, match="of another encoder"):
+    with pytest.raises(CorruptIndexError, match="written by another encoder"):
         build(tmp_path, documents, encoder=WordEncoder(seed=1))
 
 
@@ -168,7 +168,7 @@ def test_words_that_were_damaged_get_no_new_checksum(tmp_path: Path) -> None:
 
 
 def test_many_later_rows_become_the_base(tmp_path: Path) -> None:
-    """Up to a fifth of the base is searched beside it."""
+    """Up to a fifth of the base is searched in a second segment."""
     documents = make_documents([f"text {n}" for n in range(25)])
     build(tmp_path, documents[:20])
     for end, segments in [(22, [20, 2]), (24, [20, 4]), (25, [25])]:
@@ -211,7 +211,7 @@ def test_a_removal_that_died_is_finished_by_the_same_command(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("texts", "changes", "message"),
     [
-        ([], {}, "no text in these documents"),
+        ([], {}, "these documents contain no text"),
         (["a"], {"factory": "Nonsense"}, "factory 'Nonsense'"),
         (["a"], {"factory": "IVF8,Flat"}, "needs at least 8 passages, there are 1"),
         (["a"], {"bm25_language": "klingon"}, "klingon"),
@@ -250,7 +250,7 @@ def test_not_a_directory_of_an_index(tmp_path: Path) -> None:
 
 def test_two_documents_of_one_id(tmp_path: Path) -> None:
     """Said as what it is, from within a transaction."""
-    with pytest.raises(RetrievalError, match="'d0' is there twice, with different texts"):
+    with pytest.raises(RetrievalError, match="'d0' occurs twice, with different texts"):
         build(tmp_path, [Document("d0", "", "a"), Document("d0", "", "b")])
     build(tmp_path, make_documents(["a"]))
 
@@ -356,7 +356,7 @@ def test_killed_again_and_again(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_reader_sees_whole_generations(tmp_path: Path) -> None:
-    """Beside a process that is killed while it adds and removes: every answer is one generation's."""
+    """While another process adds and removes and is killed: every answer is one generation's."""
     build(tmp_path / "index", make_documents([f"text w{n}" for n in range(30)]))
     program = """if True:
         import sys

@@ -149,7 +149,7 @@ def test_nothing_to_search() -> None:
 
 
 def test_searches_with_other_parameters_run_at_once(indexes: dict[str, Any]) -> None:
-    """nprobe belongs to a search, not to the index: nobody gets another one's recall."""
+    """nprobe belongs to a search, not to the index: concurrent searches do not change each other's recall."""
     segment = create_segment(indexes["IVF8,Flat"], 0, NONE)
     expected = {nprobe: search_segments((segment,), QUERIES, k=20, nprobe=nprobe)[1] for nprobe in (1, NUM_LISTS)}
     assert not np.array_equal(expected[1], expected[NUM_LISTS])

@@ -28,7 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
 
 
 def test_default_encoder_comes_back(saved: tuple[dict[str, Any], Path]) -> None:
-    """The record survives JSON, and the encoder behind it gives the same vectors."""
+    """The spec survives JSON, and the encoder loaded from it gives the same vectors."""
     spec, folder = saved
     loaded: Encoder = load_encoder(
         json.loads(json.dumps(spec)), folder=folder, override=None, device=None, batch_size=1

@@ -142,7 +142,7 @@ def test_no_texts_give_no_rows(encoder: HashedEncoder) -> None:
 
 
 def test_huge_text(encoder: HashedEncoder) -> None:
-    """A document that nobody split is slow, not fatal, and does not overflow."""
+    """A document that was not split is slow, not fatal, and does not overflow."""
     vectors = encoder.encode_passages(["word " * 500_000 + "x" * 1_000_000])
     assert np.isfinite(vectors).all()
     np.testing.assert_allclose(np.linalg.norm(vectors), 1, atol=1e-5)

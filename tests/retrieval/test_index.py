@@ -214,7 +214,7 @@ def test_a_generation_that_goes_while_it_is_opened(folder: Path, monkeypatch: py
 
 
 def test_compressed_vectors_only_propose(tmp_path: Path) -> None:
-    """Scores are those of the vectors themselves, so rows of the exact segment beside them win only if they are nearer."""
+    """Scores are those of the stored vectors, so rows of the exact segment win only if they are nearer."""
     texts = [f"word{number % 97} tail{number % 31} end{number}" for number in range(1200)]
     build(tmp_path, make_documents(texts), factory="IVF1,PQ4x4", bm25_language=None)
     build(tmp_path, make_documents(["word1 tail2"], prefix="late"), factory="IVF1,PQ4x4", bm25_language=None)

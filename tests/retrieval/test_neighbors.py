@@ -1,4 +1,4 @@
-"""Neighbours of passages: who they are, that a killed run goes on, that the preprocessing reads the files, FusionRAG's figure."""
+"""Neighbours of passages: the right ones, a killed run continues, the preprocessing reads the files, FusionRAG's figure."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_index(vectors: Sequence[Sequence[float]], *, removed: Sequence[int] = (
 
 
 def on_circle(num: int) -> list[list[float]]:
-    """Unit vectors at 0, 0.5, 2, 4.5 ... degrees: the row before is nearer than the one behind, and no two are equally near."""
+    """Unit vectors at 0, 0.5, 2, 4.5 ... degrees: the previous row is nearer than the next, and no two are equally near."""
     return [[float(np.cos(angle)), float(np.sin(angle))] for angle in np.radians(np.arange(num) ** 2 / 2)]
 
 
@@ -100,7 +100,7 @@ def test_fewer_passages_than_neighbors() -> None:
 
 @pytest.mark.parametrize("batch_rows", [1, 3, 100])
 def test_file_holds_every_live_passage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_rows: int) -> None:
-    """Whatever the batches; nothing else stays behind."""
+    """For any batch size; no other file remains."""
     monkeypatch.setattr(neighbors, "BATCH_ROWS", batch_rows)
     index = make_index(on_circle(7), removed=[0])
     assert write(index, tmp_path / "n.jsonl") == 6
@@ -145,7 +145,7 @@ def test_interrupted_run_goes_on(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("batches_of_four")
 @pytest.mark.parametrize("change", ["generation", "n", "damage"])
 def test_interrupted_run_of_something_else_is_dropped(tmp_path: Path, change: str) -> None:
-    """Neighbours of two generations, or of two settings, are never mixed, and leave nothing behind."""
+    """Neighbours of two generations, or of two settings, are never mixed, and no partial file remains."""
     path, index = tmp_path / "n.jsonl", make_index(on_circle(10))
     interrupt(index, path, after_rows=4)
     if change == "generation":

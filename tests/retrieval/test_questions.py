@@ -107,14 +107,14 @@ def test_halves_of_characters_are_replaced(tmp_path: Path) -> None:
         ([QUESTIONS[0], "{"], "2: not JSON"),
         (["[" * 200_000], "1: not JSON"),
         ([7], "1: must be a JSON object"),
-        ([{"gold_passage_ids": []}], "1: question must be a text"),
-        ([{"question": " "}], "1: question must be a text"),
-        ([{"question": "q", "gold_passage_ids": "p1"}], "1: gold_passage_ids must be a list of texts"),
+        ([{"gold_passage_ids": []}], "1: question must be a non-empty string"),
+        ([{"question": " "}], "1: question must be a non-empty string"),
+        ([{"question": "q", "gold_passage_ids": "p1"}], "1: gold_passage_ids must be a list of strings"),
         ([{"question": "q", "gold_passage_ids": ["p9"]}], "1: gold passage 'p9' is not among the passages"),
         ([{"question": "q", "domain": "x"}], "1: there are no passages of domain 'x'"),
         ([{"id": "c", "turns": {}}], "1: turns must be a list of objects"),
-        ([{"turns": []}], "1: id must be a text"),
-        ([{"id": "c", "turns": [{}]}], "1: turn 1: question must be a text"),
+        ([{"turns": []}], "1: id must be a non-empty string"),
+        ([{"id": "c", "turns": [{}]}], "1: turn 1: question must be a non-empty string"),
         ([], "no questions"),
     ],
 )
@@ -127,9 +127,9 @@ def test_wrong_lines_are_named(tmp_path: Path, rows: list[Any], message: str) ->
 @pytest.mark.parametrize(
     ("passages", "message"),
     [
-        ([{"id": "p1"}], "1: text must be a text"),
-        ([{"text": "t"}], "1: id must be a text"),
-        ([PASSAGES[0], PASSAGES[0]], "2: id 'p0' is there twice"),
+        ([{"id": "p1"}], "1: text must be a non-empty string"),
+        ([{"text": "t"}], "1: id must be a non-empty string"),
+        ([PASSAGES[0], PASSAGES[0]], "2: id 'p0' occurs twice"),
         ([], "no passages"),
     ],
 )
@@ -141,7 +141,7 @@ def test_wrong_passages_are_named(tmp_path: Path, passages: list[Any], message: 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """Missing, not gzip, cut off, not UTF-8."""
-    with pytest.raises(RetrievalError, match=r"nowhere/passages\.jsonl\.gz: there is no such file"):
+    with pytest.raises(RetrievalError, match=r"nowhere/passages\.jsonl\.gz: no such file"):
         read(tmp_path / "nowhere")
     questions = make_folder(tmp_path, QUESTIONS) / "questions.jsonl.gz"
     whole = questions.read_bytes()
@@ -150,7 +150,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(RetrievalError, match=r"questions\.jsonl\.gz:\d+: "):
             read(tmp_path)
     questions.unlink()
-    with pytest.raises(RetrievalError, match=r"questions\.jsonl\.gz: there is no such file"):
+    with pytest.raises(RetrievalError, match=r"questions\.jsonl\.gz: no such file"):
         read(tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_unknown_queries_are_refused(text: str) -> None:
 def test_rewrites_and_limits_that_are_not_there(tmp_path: Path) -> None:
     """A turn without a rewrite is left out, not searched for by something else."""
     make_folder(tmp_path, QUESTIONS)
-    with pytest.raises(RetrievalError, match=r"questions\.jsonl\.gz:1: a question of its own has no rewrite"):
+    with pytest.raises(RetrievalError, match=r"questions\.jsonl\.gz:1: a single question has no rewrite"):
         read(tmp_path, query="rewrite")
     with pytest.raises(RetrievalError, match="limit must be at least 1, got 0"):
         read(tmp_path, limit=0)
@@ -175,5 +175,5 @@ def test_rewrites_and_limits_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(RetrievalError, match=r"conversations\.jsonl\.gz: no rewrites"):
         read(tmp_path, file=conversations, query="rewrite")
     make_folder(tmp_path, [{**TALK, "turns": [{"question": "q", "rewrite": 7}]}], name="conversations")
-    with pytest.raises(RetrievalError, match="1: turn 1: rewrite must be a text"):
+    with pytest.raises(RetrievalError, match="1: turn 1: rewrite must be a non-empty string"):
         read(tmp_path, file=conversations, query="rewrite")

@@ -16,8 +16,8 @@ import pytest
 
 from retrieval import retriever as retriever_module
 from retrieval.errors import CorruptIndexError, RetrievalError
-from retrieval.fusion import reciprocal_rank_fusion
 from retrieval.index import Index
+from retrieval.rank_fusion import reciprocal_rank_fusion
 from retrieval.retriever import RRF_CONSTANT, Mode, Retriever
 from tests.retrieval.small_index import WordEncoder, build, make_documents, remove
 
@@ -42,7 +42,7 @@ def test_each_mode_finds_a_word(whole_index: Path) -> None:
     assert ids(retriever, "word3", mode="bm25") == []
 
 
-def test_fusion_is_of_the_two_lists(whole_index: Path) -> None:
+def test_rank_fusion_is_of_the_two_lists(whole_index: Path) -> None:
     """By reciprocal ranks; a smaller k is the front of a larger one."""
     retriever = make_retriever(whole_index)
     lists = [ids(retriever, "word5 tail1", k=100, mode=mode) for mode in ("dense", "bm25")]
@@ -104,7 +104,7 @@ def test_refresh_switches_to_what_was_built(folder: Path) -> None:
 
 
 def test_refresh_keeps_serving_when_the_newer_one_is_damaged(folder: Path) -> None:
-    """It raises, once for whoever asked, and searches go on."""
+    """`refresh` raises for each caller, and searches continue."""
     retriever = make_retriever(folder)
     remove(folder, "d0")
     (folder / "removed-4.npy").write_bytes(b"")
@@ -172,9 +172,9 @@ def open_with(monkeypatch: pytest.MonkeyPatch, folder: Path, encoder: Any) -> Re
 def test_only_its_own_encoder(whole_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another model's vectors would find anything; the stored probe tells."""
     assert ids(open_with(monkeypatch, whole_index, WordEncoder()), "word1", k=1, mode="bm25") == ["d1"]
-    with pytest.raises(CorruptIndexError, match="vectors of 8 numbers, but the encoder gives 9"):
+    with pytest.raises(CorruptIndexError, match="vectors have 8 dimensions, but the encoder gives 9"):
         open_with(monkeypatch, whole_index, WordEncoder(dim=9))
-    with pytest.raises(CorruptIndexError, match="of another encoder"):
+    with pytest.raises(CorruptIndexError, match="written by another encoder"):
         open_with(monkeypatch, whole_index, WordEncoder(seed=1))
 
 
@@ -186,7 +186,7 @@ def test_info(whole_index: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_searching_needs_no_right_to_write(whole_index: Path, tmp_path: Path) -> None:
-    """The index may belong to somebody else, or lie on a medium that nobody can write."""
+    """The index may belong to another user, or be on a read-only medium."""
     folder = Path(shutil.copytree(whole_index, tmp_path / "index", ignore=shutil.ignore_patterns("*-wal", "*-shm")))
     program = f"""if True:
         import os

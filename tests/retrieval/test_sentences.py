@@ -58,7 +58,7 @@ def test_sentences(text: str, expected: list[str]) -> None:
     ],
 )
 def test_paragraphs_headings_and_lists(text: str, expected: list[str]) -> None:
-    """A heading has a border before it, none behind or within; a list item begins with one."""
+    """A heading has a border before it, none after or inside it; a list item begins with one."""
     assert cut(text) == expected
 
 

@@ -121,7 +121,7 @@ def test_split_keeps_every_promise_and_equals_the_naive_splitter(
 @given(text=TEXTS)
 @settings(max_examples=examples(60))
 def test_split_over_several_blocks_loses_nothing(tokens: Tokens, text: str) -> None:
-    """A block's border may fall anywhere in a long text, and positions go on behind it."""
+    """A block's border may fall anywhere in a long text, and positions continue after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splitter_module, "BLOCK_CHARS", 40)
         passages = split(tokens, text, 40, 10)
@@ -136,7 +136,7 @@ def test_split_packs_whole_sentences() -> None:
 
 
 def test_split_repeats_whole_sentences_within_the_overlap() -> None:
-    """The passage begins with the earliest sentence that the overlap has room for."""
+    """The passage begins with the earliest sentence that fits into the overlap."""
     text = "A b c d e. F g. H i. J k l m n. O p."
     assert words(text, 12, 5) == ["A b c d e. F g. H i.", "H i. J k l m n. O p."]
 

@@ -94,7 +94,7 @@ def test_is_known_tells_changed_documents(store: PassageStore) -> None:
     assert store.is_known(Document("a", "", "x"), run)
     assert store.is_known(Document("a", "", "x"), run), "the same document twice in one run is no mistake"
     assert not store.is_known(Document("a", "title", "x"), run + 1)
-    with pytest.raises(RetrievalError, match="'a' is there twice"):
+    with pytest.raises(RetrievalError, match="'a' occurs twice"):
         store.is_known(Document("a", "", "z"), run)
 
 
@@ -112,7 +112,7 @@ def test_removed_documents_are_read_anew(store: PassageStore) -> None:
 def test_one_id_in_two_documents(store: PassageStore) -> None:
     """An id names one passage."""
     put(store, "a", ["x"])
-    with pytest.raises(RetrievalError, match="'a#0' is there twice"):
+    with pytest.raises(RetrievalError, match="'a#0' occurs twice"):
         store.put(Document("b", "", "y"), [Passage("a#0", "b", "", "y", 0, 1, 1)], 0)
 
 

@@ -99,5 +99,5 @@ def test_load_tokens_refuses_what_is_no_tokenizer(tmp_path: Path, monkeypatch: p
     for name in (str(tmp_path / "none"), "none.json", "./none"):
         with pytest.raises(RetrievalError, match=r"no such file or folder$"):
             load_tokens(name)
-    with pytest.raises(RetrievalError, match="cannot be had from the hub"):
+    with pytest.raises(RetrievalError, match="cannot be loaded from the hub"):
         load_tokens("no-such-user/no-such-model")

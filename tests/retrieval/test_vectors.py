@@ -57,7 +57,7 @@ def test_half_a_row_is_written_over(path: Path, num_bytes: int) -> None:
 
 
 def test_readers_see_the_rows_of_when_they_opened_it(path: Path) -> None:
-    """A build goes on beside them."""
+    """A build may append while the file is read."""
     VectorFile(path, dim=3).append(ROWS[:4])
     early = VectorFile(path, dim=3)
     VectorFile(path, dim=3).append(ROWS[4:])

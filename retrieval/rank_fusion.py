@@ -1,6 +1,6 @@
-"""Reciprocal rank fusion: one ranking out of several, by places alone.
+"""Reciprocal rank fusion: merges several rankings into one, by ranks alone.
 
-Knows no scores: those of BM25 and of inner products share no scale. Cormack, Clarke and Buettcher, SIGIR 2009.
+Scores are not used, because BM25 scores and inner products share no scale. Cormack, Clarke and Buettcher, SIGIR 2009.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from math import fsum
 def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], *, k: int, constant: int) -> list[tuple[int, float]]:
     """The best `k` ids of all rankings with score = sum of 1 / (constant + rank), best first.
 
-    Equal scores stand by best rank, then by the first ranking that holds that rank.
+    Equal scores are ordered by best rank, then by the first ranking that holds that rank.
 
     Args:
-        rankings: ids, best first; rank counts from 1. An id that a ranking repeats counts once, at its first place.
-        constant: the larger, the less the first places stand out; 60 in the paper.
+        rankings: ids, best first; rank counts from 1. An id that a ranking repeats counts once, at its first rank.
+        constant: the larger, the smaller the advantage of the first ranks; 60 in the paper.
     Raises:
-        ValueError: `k` is negative, or `constant` is (a rank's share would no longer fall with the rank).
+        ValueError: `k` or `constant` is negative (with a negative constant a share would not fall with the rank).
     """
     if k < 0 or constant < 0:
         raise ValueError(f"k and constant must not be negative, got {k} and {constant}")
