@@ -247,7 +247,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     def _request_fields(self, sampling_params: SglSamplingParams) -> dict[str, Any]:
         self._handle_dtype_to_regex(sampling_params)
         names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
-        given = {name: getattr(sampling_params, name, None) for name in names}
+        given = {name: vars(sampling_params).get(name) for name in names}
         return {
             "sampling_params": {
                 "skip_special_tokens": global_config.skip_special_tokens_in_output,

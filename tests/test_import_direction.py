@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,85 @@ def test_retrieval_imports_nothing_of_ours() -> None:
 def test_sglang_chunkcache_knows_no_eval_and_no_tests() -> None:
     """The product does not depend on its measurement."""
     assert offenders("sglang_chunkcache", {"eval", "tests"}) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "forbidden"),
+    [
+        ("front", {"scheduler", "fusion", "attention"}),
+        ("scheduler", {"front", "fusion"}),
+        ("fusion", {"front"}),
+        ("attention", {"front", "scheduler", "fusion"}),
+    ],
+)
+def test_folders_follow_the_requests_way(folder: str, forbidden: set[str]) -> None:
+    """Front and scheduler are two processes; the tree asks of fusion what a protocol in `scheduler` says."""
+    beyond = tuple(f"sglang_chunkcache.{name}." for name in forbidden)
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources(f"sglang_chunkcache/{folder}")
+        for name in imports(path)
+        if f"{name}.".startswith(beyond)
+    }
+    assert found == set()
+
+
+def test_wire_imports_neither_side() -> None:
+    """What crosses the process border is data: both processes read it, without torch and SGLang."""
+    allowed = sys.stdlib_module_names | {"radix_ext", "msgspec"}
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources("sglang_chunkcache/wire")
+        for name in imports(path)
+        if name.split(".")[0] not in allowed and not name.startswith("sglang_chunkcache.wire.")
+    }
+    assert found == set()
+
+
+def module_graph(package: str) -> dict[str, set[str]]:
+    """What each module of a package imports of the same package, inside functions and for the type checker included."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources(package)
+    }
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        graph[module] = set()
+        for name in imports(path):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            graph[module] |= {name} - {"", module}
+    return graph
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """The nodes of one circle, in order; none for a graph without circles."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+@pytest.mark.parametrize("package", ["radix_ext", "retrieval", "sglang_chunkcache"])
+def test_modules_import_in_no_circle(package: str) -> None:
+    """A module can be read, tested and moved without those that import it."""
+    assert circle(module_graph(package)) == []
+
+
+def test_folders_import_in_no_circle() -> None:
+    """A folder is a stage of a request's way; a module of the package's root is a stage of its own."""
+    folders: dict[str, set[str]] = defaultdict(set)
+    for module, imported in module_graph("sglang_chunkcache").items():
+        folder = ".".join(module.split(".")[:2])
+        folders[folder] |= {".".join(name.split(".")[:2]) for name in imported} - {folder}
+    assert circle(folders) == []
+
+
+def test_circle_is_found() -> None:
+    """The three tests above would pass on any code if it were not."""
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) in (["b", "c", "b"], ["c", "b", "c"])
+    assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 def test_eval_uses_public_names_only() -> None:
@@ -111,3 +192,21 @@ def test_import_is_light(module: str, absent: tuple[str, ...]) -> None:
     code = f"import {module}, sys; print([m for m in {absent!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_state_on_sglangs_objects_has_one_home() -> None:
+    """Records on `TreeNode` and `Req` are read by two functions, so that the type checker sees every field."""
+    homes = {
+        "config.py": "our own dataclass and argparse's namespace",
+        "front/engine.py": "starlette's state, and a proxy's __getattr__",
+        "front/prompt.py": "a tokenizer of transformers",
+        "scheduler/node.py": "the two functions",
+    }
+    package = ROOT / "sglang_chunkcache"
+    found = {
+        str(path.relative_to(package))
+        for path in sources("sglang_chunkcache")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Name) and node.id in ("getattr", "setattr", "hasattr")
+    }
+    assert found == set(homes)

@@ -49,7 +49,7 @@ class Engine:
     async def run(self, rag: RagRequest, obj: Any, raw_request: Any) -> AsyncIterator[Any]:
         """SGLang's outputs for a planned request, with what is ours taken out of them. Outputs of a request that does not stream
         are handed out when it is over, since SGLang reads only the first."""
-        incremental = bool(obj.stream and getattr(self._manager, "incremental_streaming_output", False))
+        incremental = bool(obj.stream and self._manager.incremental_streaming_output)
         whole = []
         with self._books.begin(rag):
             self._address(obj, rag)

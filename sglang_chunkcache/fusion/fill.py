@@ -40,10 +40,11 @@ from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.plan import Piece
 from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.scores import ChunkScores
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
 from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
-from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.fusion.store import HostBlob
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Fallback
 

@@ -10,14 +10,12 @@ still counts. It is only promised where a hit follows. Chunks are moved whole or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from radix_ext import ChunkId, Span
-from sglang_chunkcache.fusion.selectors import context
-from sglang_chunkcache.fusion.selectors.set import admissible
-from sglang_chunkcache.fusion.store import ChunkScores
+from sglang_chunkcache.fusion.scores import ChunkScores, best_variant, cfo, fix_overhead
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Fallback
 
@@ -223,7 +221,7 @@ def _choose(
             overlap=len(known.intersection(best.prefix)),
             cfo=None
             if best.scores is None
-            else context.cfo(1.0, context.fix_overhead(best.prefix, best.scores, before), span.end - span.start),
+            else cfo(1.0, fix_overhead(best.prefix, best.scores, before), span.end - span.start),
         )
     return chosen
 
@@ -235,7 +233,7 @@ def _best(
     wants them used, then the one computed after most of the chunks that precede this one now."""
     if fusion.selector == "context":
         variants = [(option.prefix, option.scores) for option in options]
-        return context.best_variant(variants, before, without=fusion.without)
+        return best_variant(variants, before, without=fusion.without)
 
     def merit(index: int) -> tuple[bool, int, bool, int]:
         option = options[index]
@@ -253,3 +251,34 @@ def _of_one_set(ids: Sequence[ChunkId], offered: dict[int, tuple[Candidate, ...]
         index: tuple(option for option in offered.get(index, ()) if option.prefix == prefix)[:1]
         for index, prefix in enumerate(chain)
     }
+
+
+def admissible(
+    chunks: Sequence[ChunkId], prefixes: Sequence[Collection[tuple[ChunkId, ...]]]
+) -> tuple[tuple[ChunkId, ...], ...]:
+    """The longest leading run of a request's chunks that is, as a set, one cached chain.
+
+    A chain is cached if each of its chunks has KV computed after exactly the chain's chunks before it, back to the first,
+    which has none before it. Of chains of equal length the one nearest to the request's order is taken: the first in the
+    lexicographic order of its chunks' indices.
+
+    Args:
+        chunks: the request's chunks, in order. A run ends before a chunk that occurs a second time.
+        prefixes: per chunk, the prefixes that it has KV after; order irrelevant.
+    Returns:
+        For each chunk of the run the prefix whose KV to use; as long as the run, () if there is none.
+    """
+    index_of = {chunk: index for index, chunk in reversed(list(enumerate(chunks)))}  # its first place
+    # Only a chain that ends in one of its own links can be whole: try each link as the last one.
+    chains = []
+    for chunk, index in index_of.items():
+        for prefix in prefixes[index]:
+            order = [index_of.get(link, -1) for link in (*prefix, chunk)]
+            if sorted(order) == list(range(len(order))):
+                chains.append((-len(order), order))
+    for _, order in sorted(chains):
+        chain = tuple(chunks[index] for index in order)
+        links = {index: chain[:depth] for depth, index in enumerate(order)}
+        if all(prefix in prefixes[index] for index, prefix in links.items()):
+            return tuple(links[index] for index in range(len(order)))
+    return ()

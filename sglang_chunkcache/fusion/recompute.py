@@ -8,9 +8,10 @@ recomputing every token of a region, by either, equals an ordinary prefill of it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -156,16 +157,28 @@ def _run_virtual(runner: Any, req_pool_index: int, runs: Sequence[tuple[int, int
         extend_lens=[b - a for a, b in runs],
     )
     backend = runner.attn_backend
-    paged = getattr(backend, "use_paged", None)
-    if paged is not None:
-        backend.use_paged = True
+    with _paged(backend), forward_context(ForwardContext(attn_backend=backend)):
+        backend.init_forward_metadata(batch)
+        return runner.model.model(batch.input_ids, batch.positions, batch)  # type: ignore[no-any-return]
+
+
+@runtime_checkable
+class _RaggedByDefault(Protocol):
+    """SGLang's FlashInfer backend."""
+
+    use_paged: bool
+
+
+@contextmanager
+def _paged(backend: Any) -> Iterator[None]:
+    if not isinstance(backend, _RaggedByDefault):
+        yield
+        return
+    before, backend.use_paged = backend.use_paged, True
     try:
-        with forward_context(ForwardContext(attn_backend=backend)):
-            backend.init_forward_metadata(batch)
-            return runner.model.model(batch.input_ids, batch.positions, batch)  # type: ignore[no-any-return]
+        yield
     finally:
-        if paged is not None:
-            backend.use_paged = paged
+        backend.use_paged = before
 
 
 def _run_sparse(runner: Any, sequences: Sequence[PassSequence], sparse: SparseAttention) -> Tensor:

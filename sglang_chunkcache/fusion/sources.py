@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from radix_ext import ChunkId
-from sglang_chunkcache.fusion.store import ChunkScores, Variant
+from sglang_chunkcache.fusion.scores import ChunkScores
+from sglang_chunkcache.fusion.store import Variant
 from sglang_chunkcache.scheduler.node import facts
 
 

@@ -22,41 +22,8 @@ from torch import Tensor
 
 from radix_ext import ChunkId, IntegrityError
 from radix_ext.errors import check_at_least
+from sglang_chunkcache.fusion.scores import ChunkScores
 from sglang_chunkcache.scheduler.node import ChunkIdentity
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkScores:
-    """Attention of one variant, measured once; means over layers and heads. Queries are this chunk's tokens.
-
-    Raises:
-        ValueError: lengths or shapes disagree.
-    """
-
-    inter: tuple[float, ...]
-    """Per chunk of the variant's prefix: attention mass on that chunk, summed over this chunk's tokens (Cache-Craft eq. 3)."""
-    prefix_lens: tuple[int, ...]
-    """Tokens of each chunk of the prefix."""
-    intra: float
-    """Mass on earlier tokens of this chunk, a token's own position excluded (Cache-Craft eq. 4)."""
-    context: Tensor
-    """[num_tokens] float32, CPU: mass of each token on all chunks of the prefix (Cache-Craft eq. 14)."""
-    received: Tensor
-    """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk."""
-
-    def __post_init__(self) -> None:
-        if len(self.inter) != len(self.prefix_lens):
-            raise ValueError(
-                f"inter must have {len(self.prefix_lens)} entries, one a prefix_len, but got {len(self.inter)}"
-            )
-        if self.context.dim() != 1 or self.received.shape != self.context.shape:
-            shapes = f"{tuple(self.context.shape)} and {tuple(self.received.shape)}"
-            raise ValueError(f"context and received must both be [num_tokens] but got {shapes}")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the two tensors."""
-        return self.context.nbytes + self.received.nbytes
 
 
 @dataclass(frozen=True, eq=False)

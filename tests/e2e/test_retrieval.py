@@ -267,7 +267,7 @@ def test_damaged_generation_is_not_served(rag_server: Server, index: Path) -> No
 
 def test_nothing_is_left_behind(rag_server: Server) -> None:
     """After all of the above: no plan, no load, no waiting request, no missing slot, and the counters show it."""
-    stats = get(server.url + "/chunkcache/stats")
+    stats = get(rag_server.url + "/chunkcache/stats")
     assert stats["tree"]["open_plans"] == 0
     assert stats["prompt_tokens_in_flight"] == [0]
     assert stats["retrieval"]["waiting"] == 0

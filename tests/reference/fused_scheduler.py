@@ -23,8 +23,9 @@ from sglang_chunkcache.fusion.fill import Capture
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.plan import Limits, Piece
 from sglang_chunkcache.fusion.promise import Fuser
+from sglang_chunkcache.fusion.scores import ChunkScores
 from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
-from sglang_chunkcache.fusion.store import ChunkScores, ChunkStore, HostBlob
+from sglang_chunkcache.fusion.store import ChunkStore, HostBlob
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.wire.report import Fallback

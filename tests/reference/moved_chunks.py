@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from radix_ext import ChunkId
+from sglang_chunkcache.fusion.scores import ChunkScores
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection
-from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 

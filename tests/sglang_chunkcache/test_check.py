@@ -222,6 +222,7 @@ def test_the_bundled_model_passes() -> None:
     (gate,) = json.loads(done.stdout.splitlines()[-1])["ranks"]
     assert gate["passed"]
     assert gate["moved_ulps"] <= gate["max_ulps"]
+    assert gate["kv_error"] <= gate["max_kv_error"]
     assert gate["logit_error"] <= gate["max_logit_error"] < gate["logit_error_unrecomputed"]
     assert gate["scattered_error"] <= gate["max_scattered_error"] < gate["scattered_error_off_by_one"]
     assert gate["conclusive"]

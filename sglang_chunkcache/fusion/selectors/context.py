@@ -1,29 +1,19 @@
-"""Cache-Craft (3.1 and 3.2): how far a chunk's KV depends on the chunks before it, and how much of these has changed.
+"""Cache-Craft (3.1 and 3.2): of each chunk the ceil(CFO * n) tokens that attended to the old prefix most (eq. 14).
 
-    CFO = alpha * CCI * (1 - beta')     share of the chunk to recompute            eq. 12
-    CCI = sigmoid(a / b)                how much the prefix went into its KV       eq. 9 to 11
-    beta' = beta * (1 - gamma)          how much of that prefix is in this prompt      eq. 6 to 8
-
-The ceil(CFO * n) tokens that looked at the old prefix most are recomputed (eq. 14). Queries are always in this chunk, keys
-in earlier ones; the paper is not consistent about the order of its indices.
+CFO is scores.py's.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
-from math import exp, inf
 
 from torch import Tensor
 
-from radix_ext import ChunkId
+from sglang_chunkcache.fusion.scores import cfo, fix_overhead, solve_alpha
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import highest, leading, num_critical
-from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Fallback
-
-Prefix = tuple[ChunkId, ...]
 
 
 class ContextGuided(Selector):
@@ -61,130 +51,3 @@ class ContextGuided(Selector):
 
 
 SELECTOR = ContextGuided()
-
-
-def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix) -> float:
-    """beta (eq. 6): the share of the chunk's attention to its old prefix that falls on chunks of this prompt.
-
-    Args:
-        prefix_old: the chunks that its KV was computed after.
-        inter: mass on each chunk of `prefix_old`, as `ChunkScores.inter`.
-        prefix_new: the chunks before it in this prompt, in any order.
-    Returns:
-        0 to 1; 0 where the old prefix is empty or got no attention.
-    Raises:
-        ValueError: `inter` has not one entry a chunk of `prefix_old`.
-    """
-    total, here = sum(inter), set(prefix_new)
-    shared = sum(mass for chunk, mass in zip(prefix_old, inter, strict=True) if chunk in here)
-    return shared / total if total > 0 else 0.0
-
-
-def order_penalty(prefix_old: Prefix, prefix_new: Prefix) -> float:
-    """gamma (eq. 7): Kendall's tau distance of the shared chunks' two orders, 0 (same) to 1 (reversed).
-
-    0 where fewer than two chunks are shared; a repeated chunk counts at its first place. O(m log m) compares.
-    """
-    rank_new = {chunk: rank for rank, chunk in reversed(list(enumerate(prefix_new)))}
-    ranks = [rank_new[chunk] for chunk in dict.fromkeys(prefix_old) if chunk in rank_new]
-    if len(ranks) < 2:
-        return 0.0
-    seen: list[int] = []
-    discordant = 0
-    for rank in ranks:
-        discordant += len(seen) - bisect_left(seen, rank)  # those before it in the old order and after it in the new
-        insort(seen, rank)
-    return discordant / (len(ranks) * (len(ranks) - 1) / 2)
-
-
-def adjusted_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix) -> float:
-    """beta' (eq. 8): beta * (1 - gamma). Raises as `prefix_overlap`."""
-    return prefix_overlap(prefix_old, inter, prefix_new) * (1 - order_penalty(prefix_old, prefix_new))
-
-
-def inter_density(scores: ChunkScores) -> float:
-    """a-bar (eq. 9 and 10): sum over the prefix of inter / (n * prefix_len), n the chunk's tokens; scores are layer means."""
-    num_tokens = len(scores.context)
-    return sum(mass / (num_tokens * length) for mass, length in zip(scores.inter, scores.prefix_lens, strict=True))
-
-
-def intra_density(scores: ChunkScores) -> float:
-    """b-bar (eq. 9 and 10): intra / n**2."""
-    return scores.intra / len(scores.context) ** 2
-
-
-def context_impact(scores: ChunkScores) -> float:
-    """CCI (eq. 11): sigmoid(a / b), 0.5 (the prefix plays no part) to 1. Where b is 0: 1 if a is not 0, else 0.5."""
-    a, b = inter_density(scores), intra_density(scores)
-    if b <= 0:
-        return 1.0 if a > 0 else 0.5
-    return 1 / (1 + exp(-a / b))
-
-
-def fix_overhead(
-    prefix_old: Prefix, scores: ChunkScores | None, prefix_new: Prefix, *, without: frozenset[str] = frozenset()
-) -> float:
-    """CCI * (1 - beta'): the CFO at alpha 1, before it is clamped.
-
-    Args:
-        scores: None: CCI is 1, and each chunk of the old prefix is attended alike.
-        without: parts left out: "beta" (beta' is 0) and "cci" (CCI is 1).
-    Returns:
-        0 to 1.
-    """
-    impact = 1.0 if scores is None or "cci" in without else context_impact(scores)
-    inter = scores.inter if scores else (1.0,) * len(prefix_old)
-    overlap = 0.0 if "beta" in without else adjusted_overlap(prefix_old, inter, prefix_new)
-    return impact * (1 - overlap)
-
-
-def cfo(alpha: float, overhead: float, num_tokens: int) -> float:
-    """CFO (eq. 12): alpha * overhead, kept within [1 / num_tokens, 1]. Infinite `alpha` means 1, also where overhead is 0."""
-    return 1.0 if alpha == inf else min(1.0, max(1 / num_tokens, alpha * overhead))
-
-
-def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -> float:
-    """The alpha at which the mean CFO of all tokens is `ratio`; replaces the paper's validation set (eq. 13).
-
-    The mean is piecewise linear in alpha, with a corner where a CFO leaves or meets its clamp.
-
-    Args:
-        overheads: `fix_overhead` of each chunk.
-        lens: tokens of each chunk, at least 1.
-        ratio: 0 to 1.
-    Returns:
-        inf for ratio 1 (all CFO are 1), 0 for a ratio that the lower clamps alone reach or exceed (always for ratio 0).
-        Where chunks with overhead 0 keep the mean below `ratio`: the least alpha that raises all others to 1.
-    """
-    if ratio >= 1:
-        return inf
-
-    def total(alpha: float) -> float:
-        return sum(n * cfo(alpha, x, n) for x, n in zip(overheads, lens, strict=True))
-
-    target = ratio * sum(lens)
-    corners = sorted(
-        {0.0} | {at / x for x, n in zip(overheads, lens, strict=True) if x > 0 for at in (1 / n, 1.0) if at / x < inf}
-    )
-    above = bisect_left(corners, target, key=total)
-    if above == 0 or above == len(corners):
-        return corners[min(above, len(corners) - 1)]
-    low, high = corners[above - 1], corners[above]
-    return low + (high - low) * (target - total(low)) / (total(high) - total(low))
-
-
-def best_variant(
-    candidates: Sequence[tuple[Prefix, ChunkScores | None]],
-    prefix_new: Prefix,
-    *,
-    without: frozenset[str] = frozenset(),
-) -> int:
-    """Index of the variant with the lowest CFO for this prompt (Cache-Craft 3.3), the first among equals.
-
-    Raises:
-        ValueError: no candidates.
-    """
-    if not candidates:
-        raise ValueError("candidates must not be empty")
-    overheads = [fix_overhead(prefix, scores, prefix_new, without=without) for prefix, scores in candidates]
-    return overheads.index(min(overheads))

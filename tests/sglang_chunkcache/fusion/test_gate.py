@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,59 +22,61 @@ from sglang_chunkcache.attention.sparse_layout import SparseLayout, page_indices
 from sglang_chunkcache.fusion import gate
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention, run_gate
 from sglang_chunkcache.fusion.relocate import RotaryTable
-from tests.models import FAMILIES, make_runner, write_model
+from tests import models
 from tests.reference import flashinfer
 
 FIGURES = GateFigures(
     moved_ulps=1.0,
     stored_ulps=1.5,
+    noise_ulps=0.5,
+    kv_error=3.0,
     logit_error=0.02,
     logit_noise=0.01,
     logit_error_unrecomputed=3.0,
-    logit_scale=4.0,
     scattered_error=2.0,
     scattered_error_off_by_one=50.0,
     dtype="bfloat16",
 )
+FIELDS = [field for field in dataclasses.fields(GateFigures) if field.name != "dtype"]
 
 
 # Figures and limits
-
-
-def test_the_limit_is_prefills_own_noise() -> None:
-    """Four times what prefill in two pieces differs by, and at least four units in the last place of the largest logit."""
-    assert FIGURES.max_logit_error == pytest.approx(4 * 4.0 * 2**-7)
-    assert dataclasses.replace(FIGURES, logit_noise=0.5).max_logit_error == 2.0
-    assert dataclasses.replace(FIGURES, logit_noise=0.0, dtype="float32").max_logit_error == pytest.approx(16 * 2**-23)
 
 
 @pytest.mark.parametrize(
     ("change", "passed"),
     [
         ({}, True),
-        ({"moved_ulps": 2.0, "stored_ulps": 2.0}, True),
-        ({"moved_ulps": 2.1}, False),
-        ({"stored_ulps": 2.1}, False),
-        ({"logit_error": 0.125}, True),
-        ({"logit_error": 0.126}, False),
-        ({"logit_error": float("nan")}, False),
-        ({"moved_ulps": float("nan")}, False),
-        ({"stored_ulps": float("nan")}, False),
-        ({"logit_noise": float("nan")}, False),
-        ({"scattered_error": 4.0}, True),
-        ({"scattered_error": 4.1}, False),
-        ({"scattered_error": float("nan")}, False),
+        ({"moved_ulps": 5.0, "stored_ulps": 5.0}, True),
+        ({"moved_ulps": 5.1}, False),
+        ({"stored_ulps": 5.1}, False),
+        ({"stored_ulps": 5.1, "noise_ulps": 0.6}, True),
+        ({"logit_error": 0.08}, True),
+        ({"logit_error": 0.081}, False),
+        ({"logit_error": 0.081, "logit_noise": 0.02}, True),
+        ({"kv_error": 8.0}, True),
+        ({"kv_error": 8.1}, False),
+        ({"scattered_error": 8.0}, True),
+        ({"scattered_error": 8.1}, False),
+        *(({field.name: float("nan")}, "_un" in field.name or "off_by" in field.name) for field in FIELDS),
     ],
     ids=str,
 )
 def test_what_passes(change: dict[str, Any], passed: bool) -> None:
-    """Each figure alone fails the gate; one that is no number, too."""
+    """Each figure alone fails the gate; one that is no number, too, but for those that tell what mistakes would give."""
     figures = dataclasses.replace(FIGURES, **change)
     assert figures.passed is passed
     assert figures.as_dict()["passed"] is passed
 
 
-@pytest.mark.parametrize("change", [{"logit_error_unrecomputed": 0.12}, {"scattered_error_off_by_one": 3.9}], ids=str)
+def test_a_rounding_per_layer_is_granted() -> None:
+    """Where prefill's kernels do not differ from themselves at all."""
+    assert gate._rounding(torch.bfloat16, 0) == gate._rounding(torch.bfloat16, 1) == 2**-8
+    assert gate._rounding(torch.bfloat16, 4) == 2**-7
+    assert gate._rounding(torch.float32, 4) == gate.MIN_NOISE
+
+
+@pytest.mark.parametrize("change", [{"logit_error_unrecomputed": 0.079}, {"scattered_error_off_by_one": 7.9}], ids=str)
 def test_what_says_nothing(change: dict[str, Any]) -> None:
     """A gate that a broken pass would get through as well."""
     assert FIGURES.conclusive
@@ -85,37 +86,41 @@ def test_what_says_nothing(change: dict[str, Any]) -> None:
 def test_figures_are_told_with_their_limits() -> None:
     """What stands in the refusal and in the command's JSON."""
     told = FIGURES.as_dict()
-    assert (told["moved_ulps"], told["max_ulps"], told["max_logit_error"]) == (1.0, 2.0, FIGURES.max_logit_error)
-    assert "1.50 by way of the store (limit 2.0)" in str(FIGURES)
+    assert (told["moved_ulps"], told["max_ulps"], told["max_logit_error"]) == (1.0, 5.0, FIGURES.max_logit_error)
+    assert "1.50 by way of the store (limit 5.00)" in str(FIGURES)
+    assert "K/V off by 3 times prefill's own noise (limit 8.0)" in str(FIGURES)
     assert "without recomputing 3" in str(FIGURES)
-    assert "off by 2 times prefill's own noise (limit 4.0, with limits off by one 50)" in str(FIGURES)
+    assert "off by 2 times prefill's own noise (limit 8.0, with limits off by one 50)" in str(FIGURES)
 
 
 # On real models
 
 
-@pytest.fixture(scope="module", params=[(f, d) for f in FAMILIES for d in ("float32", "bfloat16")], ids="-".join)
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+EVERY_DAY = (("qwen2", "float32"), ("qwen3_yarn", "float32"), ("stablelm", "bfloat16"))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((f, d), marks=() if (f, d) in EVERY_DAY else pytest.mark.nightly, id=f"{f}-{d}")
+        for f in models.FAMILIES
+        for d in ("float32", "bfloat16")
+    ]
+)
+def runner(request: pytest.FixtureRequest) -> Any:
     """A ModelRunner of each family."""
-    family, dtype = request.param
-    return make(tmp_path_factory.mktemp(family), family, dtype)
+    return models.runner(*request.param)
 
 
-@pytest.fixture(scope="module")
-def yarn(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture
+def yarn() -> Any:
     """A model whose table carries YaRN's mscale, in float32 so that little is excused."""
-    return make(tmp_path_factory.mktemp("yarn"), "qwen3_yarn", "float32")
+    return models.runner("qwen3_yarn", "float32")
 
 
-@pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture
+def half() -> Any:
     """What FlashInfer takes."""
-    return make(tmp_path_factory.mktemp("half"), "llama", "bfloat16", head_dim=64)
-
-
-def make(path: Path, family: str, dtype: str, *, head_dim: int | None = None) -> Any:
-    write_model(path, family, dtype=getattr(torch, dtype), head_dim=head_dim)
-    return make_runner(path, dtype=dtype)
+    return models.runner("llama", "bfloat16", head_dim=64)
 
 
 def heads_of(runner: Any) -> tuple[HeadShape, float]:
@@ -159,8 +164,7 @@ def test_every_family_passes_and_gives_all_back(runner: Any, sparse: bool) -> No
     spoil(runner)
     figures = run_gate(runner, table_of(runner), params, sparse=reference(runner) if sparse else None)
     assert figures.passed, str(figures)
-    assert figures.logit_error_unrecomputed > 5 * figures.max_logit_error
-    assert figures.scattered_error_off_by_one > 5 * gate.NOISE_FACTOR
+    assert figures.conclusive
     assert figures.dtype == str(runner.token_to_kv_pool.dtype).removeprefix("torch.")
     assert params.token_to_kv_pool_allocator.available_size() == num_slots
     assert set(params.req_to_token_pool.free_slots) == rows
@@ -178,8 +182,8 @@ def test_a_wrong_table_fails(yarn: Any, theta: float) -> None:
     other = positions / (10000.0 * theta) ** dims
     figures = run_gate(yarn, RotaryTable(other.cos(), other.sin(), table.is_neox), params_of(yarn))
     assert not figures.passed
-    assert figures.moved_ulps > 2
-    assert figures.stored_ulps > 2
+    assert figures.moved_ulps > 100
+    assert figures.stored_ulps > 100
 
 
 @pytest.mark.engine
@@ -218,7 +222,8 @@ def test_recomputing_nothing_fails(yarn: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gate, "_again", again_or_not)
     figures = run_gate(yarn, table_of(yarn), params_of(yarn))
     assert not figures.passed
-    assert figures.logit_error == figures.logit_error_unrecomputed
+    assert figures.logit_error == pytest.approx(figures.logit_error_unrecomputed, rel=1e-3)
+    assert figures.kv_error > 100 * gate.NOISE_FACTOR
 
 
 @pytest.mark.engine

@@ -41,7 +41,7 @@ from tests.sglang_chunkcache.fusion.test_recompute import make_attention
 
 pytestmark = pytest.mark.engine
 
-TOLERANCES = {torch.float32: 5e-5, torch.bfloat16: 1e-1}
+TOLERANCES = {torch.float32: 5e-5, torch.bfloat16: 24 * 2**-7}
 """As in test_fill.py."""
 _GENERATOR = torch.Generator().manual_seed(11)
 LENS = {"head": 5, "A": 14, "D": 14, "E": 14, "B": 24, "question": 6, "F": 14}

@@ -18,8 +18,8 @@ from radix_ext import ChunkId, Span
 from sglang_chunkcache.config import SELECTORS
 from sglang_chunkcache.fusion import selectors
 from sglang_chunkcache.fusion.plan import Candidate, Limits, ReusePlan, make_plan, max_critical
+from sglang_chunkcache.fusion.scores import ChunkScores
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
-from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Fallback
 from tests.examples import examples

@@ -29,9 +29,9 @@ from tests import models
 from tests.models import FAMILIES, MAX_REQUESTS, kv_of, logits_of, make_row, prefill
 from tests.reference import flashinfer
 
-TOLERANCES = {torch.float32: 3e-5, torch.float16: 1.5e-2, torch.bfloat16: 1e-1}
-"""Largest difference of K, V (up to 5 in size) and logits, by dtype: sums in another order, three layers deep. bfloat16 has
-steps of 0.03 there, float16 of 0.004."""
+TOLERANCES = {torch.float32: 3e-5, torch.float16: 24 * 2**-10, torch.bfloat16: 24 * 2**-7}
+"""Largest difference of K, V (up to 5 in size) and logits, by dtype: sums in another order, three layers deep. The coarse dtypes
+have steps of 4 times their eps there; 10.5 times eps is the largest difference seen, in either, on a CPU with AVX-512."""
 
 NUM_TOKENS = 200
 REFERENCE = torch.arange(1, 1 + NUM_TOKENS)

@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 
 from radix_ext import ChunkId, IntegrityError  # noqa: E402
 from radix_ext.errors import LimitError  # noqa: E402
-from sglang_chunkcache.fusion.store import ChunkScores, ChunkStore, HostBlob, Variant  # noqa: E402
+from sglang_chunkcache.fusion.scores import ChunkScores  # noqa: E402
+from sglang_chunkcache.fusion.store import ChunkStore, HostBlob, Variant  # noqa: E402
 from sglang_chunkcache.scheduler.node import ChunkIdentity  # noqa: E402
 from tests.reference.naive_store import NaiveStore, NaiveVariant  # noqa: E402
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from sglang_chunkcache.fusion.selectors import get
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
-from sglang_chunkcache.fusion.selectors.context import (
+from sglang_chunkcache.fusion.scores import (
+    ChunkScores,
     adjusted_overlap,
     best_variant,
     cfo,
@@ -24,7 +23,8 @@ from sglang_chunkcache.fusion.selectors.context import (
     prefix_overlap,
     solve_alpha,
 )
-from sglang_chunkcache.fusion.store import ChunkScores
+from sglang_chunkcache.fusion.selectors import get
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
 from tests.examples import examples
 from tests.reference.moved_chunks import as_lists, cases, ids, make_chunk, make_request, make_scores
 from tests.reference.naive_selectors import bisect_alpha, kendall_distance, mean_cfo

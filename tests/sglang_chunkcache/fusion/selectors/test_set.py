@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from radix_ext import ChunkId
-from sglang_chunkcache.fusion.selectors.set import admissible
+from sglang_chunkcache.fusion.plan import admissible
 from tests.examples import examples
 from tests.reference.moved_chunks import ids
 from tests.reference.naive_selectors import set_run

@@ -1,0 +1,153 @@
+"""How far the start-up gate's limits are from right runs and from mistakes, over token seeds and draws of weights.
+
+    launch/test.sh -m nightly -k gate_sweep
+
+A right run has each figure within its limit, a mistake has one beyond it. The sweep prints how far, in multiples of the limit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("transformers")
+
+import torch
+
+from sglang_chunkcache.attention.base import HeadShape, SparseRequest
+from sglang_chunkcache.attention.reference import ReferenceAttention
+from sglang_chunkcache.fusion import gate, recompute
+from sglang_chunkcache.fusion.gate import GateFigures, open_trial
+from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
+from tests.models import FAMILIES, runner
+
+DTYPES = ("float32", "bfloat16")
+EVERY_DAY = (("qwen2", "float32"), ("qwen3_yarn", "float32"), ("stablelm", "bfloat16"))
+
+NUM_DRAWS, SEEDS_PER_DRAW = 10, 20
+
+Mistake = Callable[[pytest.MonkeyPatch], None]
+
+
+def moved_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Keys are turned to the next position."""
+
+    def copy(*args: Any, target_positions: Any, **rest: Any) -> None:
+        copy_moved(*args, target_positions=target_positions + 1, **rest)
+
+    patch.setattr(gate, "copy_moved", copy)
+
+
+def recomputed_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """The pass runs tokens at the next position."""
+    batch = recompute._pass_batch
+    patch.setattr(recompute, "_pass_batch", lambda model, ids, positions, **k: batch(model, ids, positions + 1, **k))
+
+
+def sees(more: int) -> Mistake:
+    """Every query sees so many keys more."""
+    visible = SparseRequest.visible
+
+    def mistake(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(SparseRequest, "visible", lambda r: (visible(r) + more).clamp(1, r.num_keys))
+
+    return mistake
+
+
+def stale(layer: int) -> Mistake:
+    """Recomputing B leaves this layer's KV as it was moved."""
+    again = gate._again
+
+    def mistake(patch: pytest.MonkeyPatch) -> None:
+        def run(model: Any, row: Any, ids: Any, requests: Any, sparse: Any) -> Any:
+            if list(requests[0]) != list(range(gate.START, gate.END)):
+                return again(model, row, ids, requests, sparse)
+            pool, slots = model.token_to_kv_pool, row.slots[gate.START : gate.END]
+            keys, values = pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]
+            hidden = again(model, row, ids, requests, sparse)
+            pool.k_buffer[layer][slots], pool.v_buffer[layer][slots] = keys, values
+            return hidden
+
+        patch.setattr(gate, "_again", run)
+
+    return mistake
+
+
+MISTAKES: dict[str, Mistake] = {
+    "moved off by one position": moved_off_by_one,
+    "recomputed off by one position": recomputed_off_by_one,
+    "sees one key more": sees(1),
+    "sees one key less": sees(-1),
+    "layer 1 stale": stale(1),
+    "layer 2 stale": stale(2),
+}
+
+
+def multiple(figures: GateFigures) -> float:
+    """Of the limit: the figure nearest to it or furthest beyond it."""
+    return max(figure / limit for figure, limit in figures.limits.values())
+
+
+def sweep(model: Any, seeds: range, found: dict[str, list[float]]) -> None:
+    """Adds multiples of the limit to `found`: of right runs and of each mistake, one or two a seed."""
+    layer = model.model.model.layers[0].self_attn
+    heads = HeadShape(layer.attn.tp_q_head_num, layer.attn.tp_k_head_num, layer.attn.head_dim, model.dtype)
+    sparse = ReferenceAttention(heads, scale=layer.attn.scaling)
+    params = SimpleNamespace(
+        req_to_token_pool=model.req_to_token_pool, token_to_kv_pool_allocator=model.token_to_kv_pool_allocator
+    )
+    for seed in seeds:
+        with open_trial(model, RotaryTable.of(layer.rotary_emb), params, seed=seed) as trial:
+            for attention in (None, sparse):
+                figures = trial.measure(attention)
+                assert figures.passed, f"seed {seed}: {figures}"
+                found["right"].append(multiple(figures))
+            for name, mistake in MISTAKES.items():
+                with pytest.MonkeyPatch.context() as patch:
+                    mistake(patch)
+                    figures = trial.measure(sparse)
+                assert not figures.passed, f"seed {seed}, {name}: {figures}"
+                found[name].append(multiple(figures))
+
+
+def told(found: dict[str, list[float]]) -> str:
+    weakest = ", ".join(f"{name} {min(found[name]):.4g}" for name in MISTAKES)
+    return f"worst of {len(found['right'])} right runs {max(found['right']):.3f}; weakest {weakest}"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("family", "dtype"), EVERY_DAY)
+def test_right_runs_pass_and_mistakes_fail(family: str, dtype: str) -> None:
+    """Two token seeds each; the sweep below has all families and other weights."""
+    sweep(runner(family, dtype), range(1, 3), defaultdict(list))
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_runs_pass_and_mistakes_fail_with_any_weights(
+    family: str, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """200 token seeds over ten draws of weights, as large as those of `write_model`. Biases are drawn as well: a new model's are
+    0, and a Qwen2 without them is a Llama."""
+    model = runner(family, dtype)
+    weights = [p.data for name, p in model.model.named_parameters() if p.ndim > 1 or name.endswith("bias")]
+    kept = [weight.clone() for weight in weights]
+    found: dict[str, list[float]] = defaultdict(list)
+    try:
+        for draw in range(NUM_DRAWS):
+            generator = torch.Generator().manual_seed(draw)
+            for weight in weights:
+                weight.copy_(0.15 * torch.randn(weight.shape, generator=generator))
+            sweep(model, range(draw * SEEDS_PER_DRAW, (draw + 1) * SEEDS_PER_DRAW), found)
+    finally:
+        for weight, old in zip(weights, kept, strict=True):
+            weight.copy_(old)
+    with capsys.disabled():
+        print(f"\n{family}-{dtype}: {told(found)}")
