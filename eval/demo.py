@@ -392,7 +392,7 @@ def _table(rows: Sequence[Row]) -> str:
     all_rows = rows[-1]
     saved = 1 - all_rows.computed / max(1, all_rows.plain_computed)
     text += [
-        "tokens are prompt tokens; in a conversation `found cached` counts the chunks of its first turn, `already shown`",
+        "tokens are prompt tokens; in a conversation each turn finds the first turn's chunks cached again, `already shown`",
         "those the server left out because the conversation has them; the plain cache keeps everything, chunks as retrieved.",
         f"Computed {all_rows.computed} tokens instead of {all_rows.plain_computed}: {100 * saved:.0f}% less prefill.",
     ]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Purpose: time to first token of our server beside stock SGLang, same requests, interleaved; a ratio above 1 means ours is faster.
+# Purpose: time to first token of our server and of stock SGLang, same requests, interleaved; a ratio above 1 means ours is faster.
 #   launch/compare_stock.sh DATA [ragpulse|mtrag|fresh] [options of python -m eval.bench.ttft]
 # DATA is a folder with ragpulse/ and mtrag/ (their format: eval/bench/ttft.py, eval/tasks/).
 # Machine: nothing else running on it; two cores are enough, three servers share them one at a time.

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Purpose: attention of scattered tokens and moving of KV on a GPU: the tests that need one, then how fast ours are.
 #   tests      pytest -m gpu: every kernel against the reference, on the device
-#   bench      eval.bench.attention: ours (FA2, FA3, FA3 in two parts) beside dense FA2 and FA3, SDPA with a mask, virtual
+#   bench      eval.bench.attention: ours (FA2, FA3, FA3 in two parts) next to dense FA2 and FA3, SDPA with a mask, virtual
 #              sequences and FlashInfer's mask; ratios 0.02 to 1, 8k to 32k tokens, batches of 1 to 8, interleaved
 #   relocate   eval.bench.relocate: the fused copy of chunks against the device's copy rate
 #   launch/gpu_attention.sh OUT [--cpu-smoke] [options of python -m eval.bench.attention [-- options of pytest]]
-# OUT gets tests.txt, attention.txt and relocate.txt (the last lines of these two are JSON), a .log beside each (a .part is the
+# OUT gets tests.txt, attention.txt and relocate.txt (the last lines of these two are JSON), a .log for each (a .part is the
 # text of a step that failed), the run's folder attention/, which the same command goes on with, and records as in eval/results/.
 # A step that fails is told, and the others go on. The bench is skipped once its run is complete: another OUT measures again.
 # Machine: one NVIDIA GPU of 80 GB, Hopper for FA3, nothing else on it; nvcc, since FlashInfer compiles.

@@ -34,7 +34,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 work=$(mktemp -d "${TMPDIR:-/tmp}/$name.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
-# SGLang finds the plugin by its entry points: where the package is not installed, they are written beside the checkout.
+# SGLang finds the plugin by its entry points: where the package is not installed, they are written into a folder of the script's own.
 if ! "$python" -c 'import importlib.metadata as m; m.distribution("sglang-chunkcache")' 2>/dev/null; then
     "$python" - "$work/site" <<'PY'
 import sys, tomllib

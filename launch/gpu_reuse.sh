@@ -2,7 +2,7 @@
 # Purpose: any-position reuse on a GPU with FlashInfer, on models of Llama-3-8B's shape (times, not quality):
 #   the start-up gate (everything recomputed must give full prefill's logits) on four layers with random weights, since under
 #   dummy weights all logits are alike; then, 32 layers with dummy weights, time to first token against recompute ratio at
-#   8k, 16k and 27k tokens, beside stock SGLang. Interleaved; shares of full prefill with intervals.
+#   8k, 16k and 27k tokens, compared with stock SGLang. Interleaved; shares of full prefill with intervals.
 #   launch/gpu_reuse.sh OUT [--cpu-smoke] [options of python -m eval.bench.reuse [-- flags of both servers]]
 # OUT gets gate.txt, bench.txt (its last line is JSON), the servers' logs and, with --record, a copy of the record.
 # Machine: one NVIDIA GPU of 140 GB, nothing else on it: two servers of 16 GB of weights, KV pools of 66 GB and 16 GB.
@@ -16,7 +16,7 @@
 #   GPU_ENV   a file to source first, which installs or finds SGLang and FlashInfer; PYTHON is then python3 if not given
 #   STEPS     "gate bench" (default) or one of them
 #   POOL      tokens in our KV pool (default 500000, 128 KiB each); stock's is a quarter
-# Stock SGLang without its Rust tree core uses its Python tree: say so beside any comparison.
+# Stock SGLang without its Rust tree core uses its Python tree: say so with any comparison.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

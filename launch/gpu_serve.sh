@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Purpose: time to first token on a GPU with FlashInfer, policy by policy, under a RAG service's load: the requests of the RAGPulse
 #   trace at their full length, at several Poisson rates, a model of Llama-3-8B's shape with dummy weights (times, not quality).
-#   Stock SGLang with lpm stands in every run, since only what ran interleaved is compared. Dummy weights write no text, so there
+#   Stock SGLang with lpm is an arm of every run, since only interleaved arms are compared. Dummy weights write no text, so there
 #   are no times between output tokens.
 #   launch/gpu_serve.sh OUT [--cpu-smoke] --data DIR [options of python -m eval serve [-- flags of all servers]]
 # DIR has ragpulse/ (format: eval/tasks/ragpulse.py). OUT gets one run a step, step<n>/ with record.json, samples and the servers'
@@ -21,7 +21,7 @@
 #   REQUESTS  at each rate, the first 40 of them to warm up (default 160)
 #   SERVERS   side by side (default: by the GPU's memory)
 #   STEPS     which steps, from 1 (default: all; SERVERS - 1 arms each)
-# Stock SGLang without its Rust tree core uses its Python tree: say so beside any comparison.
+# Stock SGLang without its Rust tree core uses its Python tree: say so with any comparison.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/gpu_common.sh
@@ -43,7 +43,7 @@ else
     server+=(--cuda-graph-max-bs-decode 32 --disable-prefill-cuda-graph)
 fi
 if ((per_step < 2)); then
-    echo "$name: need room for two servers, there is room for $per_step" >&2
+    echo "$name: need memory for two servers, there is enough for $per_step" >&2
     exit 2
 fi
 
@@ -53,8 +53,8 @@ for step in ${STEPS:-$(if [[ -n $smoke ]]; then echo 1; else seq "$num_steps"; f
         echo "$name: STEPS: expected 1 to $num_steps, got '$step'" >&2
         exit 2
     fi
-    beside=("${arms[@]:(step - 1) * (per_step - 1):per_step - 1}")
-    echo "$name: step $step: stock-lpm ${beside[*]}" >&2
-    "$python" -m eval serve --task ragpulse --model-path "$work/model" --arms stock-lpm "${beside[@]}" --out "$out/step$step" \
+    others=("${arms[@]:(step - 1) * (per_step - 1):per_step - 1}")
+    echo "$name: step $step: stock-lpm ${others[*]}" >&2
+    "$python" -m eval serve --task ragpulse --model-path "$work/model" --arms stock-lpm "${others[@]}" --out "$out/step$step" \
         "${load[@]}" "${options[@]}" -- "${server[@]}" "${flags[@]}" | tee "$out/step$step.txt"
 done

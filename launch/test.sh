@@ -7,9 +7,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash launch/setup.sh
-# Test servers run beside pytest: without a limit each of them would start one thread per core.
+# Test servers run next to pytest: without a limit each of them would start one thread per core.
 half=$(($(nproc) / 2))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((half > 8 ? 8 : half > 1 ? half : 1))}
-# Some extension modules warn when Python ends, behind pytest's closing line, which should be the last.
+# Some extension modules warn when Python ends, after pytest's closing line, which should be the last.
 export PYTHONWARNINGS="${PYTHONWARNINGS:+$PYTHONWARNINGS,}ignore:builtin type:DeprecationWarning"
 exec .venv/bin/python -m pytest "$@"

@@ -115,8 +115,12 @@ def build_index(
         check_language(settings.bm25_language)
     folder.mkdir(parents=True, exist_ok=True)
     with writer_lock(folder):
-        if not (folder / SETTINGS).exists() and ((folder / PASSAGES).exists() or (folder / MANIFEST).exists()):
-            raise RetrievalError(f"{folder} holds files of an index but no {SETTINGS}; use another directory")
+        if not (folder / SETTINGS).exists():
+            if (folder / PASSAGES).exists() or (folder / MANIFEST).exists():
+                raise RetrievalError(f"{folder} holds files of an index but no {SETTINGS}; use another directory")
+            _settle_settings(
+                folder, settings, has_rows=False
+            )  # before all other files: a killed build continues from them
         store = PassageStore(folder / PASSAGES, writable=True)
         try:
             _settle_settings(folder, settings, has_rows=store.num_rows > 0)

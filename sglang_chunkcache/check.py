@@ -27,6 +27,8 @@ from typing import Any
 from sglang_chunkcache import config
 from sglang_chunkcache.calibrate import calibrate, read_examples
 from sglang_chunkcache.client import Client, ServerError
+from sglang_chunkcache.wire.message import decode
+from sglang_chunkcache.wire.state import STATE_KEY, RankState
 
 START_TIMEOUT_S = 1800
 """Loading a large model from a slow disk takes minutes, and never this long."""
@@ -148,7 +150,7 @@ def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     engine = sgl.Engine(server_args=server_args)
     try:
         state = engine.get_server_info()["internal_states"][0]
-        return _figures_of(state["chunkcache"])
+        return _figures_of(decode(state[STATE_KEY], RankState).counts)
     finally:
         engine.shutdown()
 

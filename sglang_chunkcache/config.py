@@ -39,7 +39,7 @@ class ChunkCacheConfig:
     """Configuration of one server. Raises ValueError naming the flag, its value and its range."""
 
     order: str = knob("tree", "how a request's chunks are ordered", choices=("retriever", "frequency", "tree"))
-    """`tree` puts the deepest cached chain first; `frequency` is CRAFT's order; `retriever` leaves the order alone."""
+    """`tree` puts the deepest cached chain first, `frequency` is CRAFT's order, `retriever` leaves the order alone."""
     tail: str = knob("rank", "order of the chunks after the cached chain (tree)", choices=("rank", "frequency"))
     """`rank` beats `frequency` on the RAGPulse trace at every capacity (radix_ext/README.md)."""
     admission: str = knob("all", "which chunks enter the cache", choices=("all", "promoted"))

@@ -86,7 +86,7 @@ def read_corpus(path: Path) -> dict[str, str]:
         if not isinstance(text, str) or not text:
             raise ServerError(f"{where}: text must be a text that is not empty")
         if name in texts:
-            raise ServerError(f"{where}: id {name!r} is there twice")
+            raise ServerError(f"{where}: id {name!r} occurs twice")
         texts[name] = text
     if not texts:
         raise ServerError(f"{path}: no chunks")
@@ -101,7 +101,7 @@ def read_neighbors(path: Path, known: Mapping[str, str]) -> dict[str, list[str]]
         if name not in known:
             raise ServerError(f"{where}: id {name!r} is not in the corpus")
         if name in neighbors:
-            raise ServerError(f"{where}: id {name!r} is there twice")
+            raise ServerError(f"{where}: id {name!r} occurs twice")
         if not isinstance(listed, list) or not all(_is_id(item) for item in listed):
             raise ServerError(f"{where}: neighbors must be a list of ids")
         ids = [str(item) for item in listed]
@@ -156,7 +156,7 @@ def preprocess(
 
     alone = run("alone", [(chunk, ()) for chunk in texts])
     behind = run(
-        "behind neighbors",
+        "after neighbors",
         [(chunk, neighbors[chunk][:top_n]) for chunk in texts if neighbors.get(chunk)],
     )
     stores = [rank.get("store") for rank in client.get("/chunkcache/stats")["ranks"]]

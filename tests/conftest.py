@@ -24,9 +24,9 @@ if find_spec("torch") is not None:
 
 DATA_VAR = "CHUNKCACHE_DATA"
 
-TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
 """Largest absolute difference of two log probabilities that still counts as equal, by the model's dtype: different
-cached lengths change the order of summation, and bfloat16 keeps 8 bits."""
+cached lengths change the order of summation, and bfloat16 keeps 8 bits. A key at a wrong position costs far more."""
 
 CI_MINUTES = 12
 """What the whole of .ci/run, set-up included, may take on two idle cores; it tells when it began by `CI_STARTED`."""

@@ -8,7 +8,7 @@
     sdpa                      torch's with a mask, in blocks of queries over the keys that the last of them sees
     dense, virtual            on the CPU: the same by torch's SDPA
 
-SDPA gets its keys beside each other and its masks ready, FlashInfer its packed mask: none of that is timed in a run. Building and
+SDPA gets its keys contiguous and its masks ready, FlashInfer its packed mask: none of that is timed in a run. Building and
 packing FlashInfer's is part of its plan's time.
 """
 
@@ -44,7 +44,7 @@ class Arm:
     whole: bool = False
     """All tokens are its queries."""
     contiguous: bool = False
-    """It knows no pages: its requests' lie beside each other."""
+    """It knows no pages: each request's are contiguous."""
 
 
 def arms_of(shape: HeadShape, *, device: torch.device, page_size: int) -> list[Arm]:
@@ -186,7 +186,7 @@ class MaskedSDPA:
         self._masks: dict[int, Tensor] = {}
 
     def plan(self, requests: Sequence[SparseRequest]) -> None:
-        """Raises ValueError for pages that do not lie beside each other."""
+        """Raises ValueError for pages that are not contiguous."""
         keys = _key_slices(requests, self._page_size)
         self._requests = [(slice_, request.visible()) for slice_, request in zip(keys, requests, strict=True)]
         self._masks = {}
@@ -213,7 +213,7 @@ class RunsSDPA:
         self._runs: list[tuple[slice, slice]] = []
 
     def plan(self, requests: Sequence[SparseRequest]) -> None:
-        """Raises ValueError for pages that do not lie beside each other."""
+        """Raises ValueError for pages that are not contiguous."""
         keys = _key_slices(requests, self._page_size)
         self._runs, start = [], 0
         for run in runs_of(requests):
@@ -251,7 +251,7 @@ def _key_slices(requests: Sequence[SparseRequest], page_size: int) -> list[slice
     """Which of the pool's tokens each request's keys are."""
     for request in requests:
         if bool((request.kv_pages.diff() != 1).any()):
-            raise ValueError("kv_pages: expected pages beside each other")
+            raise ValueError("kv_pages: expected contiguous pages")
     starts = [int(request.kv_pages[0]) * page_size for request in requests]
     return [slice(start, start + request.num_keys) for start, request in zip(starts, requests, strict=True)]
 
@@ -267,7 +267,7 @@ def _additive_mask(visible: Tensor, queries: Tensor) -> Tensor:
 def _sdpa(
     queries: Tensor, keys: Tensor, values: Tensor, seen: slice, mask: Any, scale: float, *, causal: bool = False
 ) -> Tensor:
-    """[rows, num_qo_heads, head_dim]; query heads that share a KV head stand beside each other, keys are not copied."""
+    """[rows, num_qo_heads, head_dim]; query heads that share a KV head are adjacent, keys are not copied."""
     num_kv_heads = keys.shape[-2]
     query = queries.reshape(len(queries), num_kv_heads, -1, queries.shape[2]).permute(1, 2, 0, 3)
     key, value = (

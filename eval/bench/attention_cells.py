@@ -39,7 +39,7 @@ class Cell:
 def cells_of(
     patterns: Sequence[str], contexts: Sequence[int], batches: Sequence[int], ratios: Sequence[float]
 ) -> list[Cell]:
-    """The grid, context by context and batch by batch; at ratio 1 all patterns are one, behind the others."""
+    """The grid, context by context and batch by batch; at ratio 1 all patterns are one, after the others."""
     cells = [
         Cell(pattern if ratio < 1 else "all", context, batch, ratio)
         for context in contexts

@@ -11,7 +11,7 @@ from sglang_chunkcache.attention.flashinfer import KERNELS
 
 NO_GPU = "Measured on a CPU: none of this is a GPU figure, and the GPU figures are missing."
 PLANNED = ("dense_fa2", "virtual_fa2", "custom_mask")
-"""Whose planning is shown beside ours; FA3's is FA2's."""
+"""Arms whose planning is shown next to ours. FA3's is FA2's."""
 PAPER = "FusionRAG's own figures, from its figure 14b (its kernel, its GPU, 15%, 32k): 4.2x over FlashAttention, 2.69x over SDPA."
 
 

@@ -59,9 +59,9 @@ SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", 
 RATIOS = (0.0, 0.15, 0.5, 1.0)
 NUM_PASSAGES = 20
 MAX_NEW_TOKENS = 24
-TIE = 0.0626
-"""Two best tokens closer than this, in nats, may swap: bfloat16 rounding depends on the rest of the batch, and the model's logits
-are mostly between 8 and 16, where adjacent bfloat16 values are 0.0625 apart."""
+TIE = 0.126
+"""Two best tokens closer than this, in nats, may swap: bfloat16 rounding depends on the batch and on the CPU's kernels. The
+model's logits are mostly between 8 and 16, where adjacent bfloat16 values are 0.0625 apart, and each of two may move by one."""
 
 
 @dataclass(frozen=True)

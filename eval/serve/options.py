@@ -141,7 +141,9 @@ def make_plan(args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, 
     """The plan that the options select; `more`: its other fields."""
     measured = num_requests - args.warm_up
     if measured < 1:
-        raise CommandError(f"--warm-up {args.warm_up} leaves none of {num_requests} requests to measure")
+        raise CommandError(
+            f"--warm-up {args.warm_up} leaves none of {num_requests} requests to measure; send more, or fewer to warm up"
+        )
     block = _default_block(args, max(1, measured // MIN_BLOCKS)) if args.block is None else args.block
     blocks = -(-measured // block) if block else 1
     if blocks < MIN_BLOCKS and len(arms) > 1:

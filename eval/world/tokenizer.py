@@ -1,12 +1,12 @@
 """The bundled model's tokenizer and the pieces a conversation is tokenised in.
 
 Byte-level BPE without a prefix space, so any text survives encode and decode; every word of the world is one token when
-a space stands before it. The chat template is the plain form of what `turn_pieces` writes:
+a space precedes it. The chat template is the plain form of what `turn_pieces` writes:
 
     <|bos|><|system|>\\n{system}<|end|>\\n<|user|>\\n{passage}\\n\\n{passage}\\n\\n{question}<|end|>\\n<|assistant|>\\n
     {answer}<|end|>\\n<|user|>\\n ...
 
-Each piece is tokenised apart, so a passage has the same token ids wherever it stands.
+Each piece is tokenised apart, so a passage has the same token ids at every place.
 """
 
 import random
@@ -65,7 +65,7 @@ def create_tokenizer() -> PreTrainedTokenizerFast:
 def turn_pieces(
     passages: Sequence[str], question: str, *, opens: bool, system: str | None = None
 ) -> tuple[str, list[str], str]:
-    """What stands before the passages, the passages' own pieces, and what follows up to the answer.
+    """The text before the passages, the passages' own pieces, and what follows up to the answer.
 
     Args:
         passages: texts that are new in this turn.

@@ -104,7 +104,7 @@ def fact_list_row(rng: random.Random, encode: Encoder) -> Row:
         row.ids.extend(ids)
         row.answer_of.extend(0 for _ in ids)
         if number >= num_facts:
-            row.answer_of[-2] = number  # the value stands before the full stop
+            row.answer_of[-2] = number  # the value comes before the full stop
     return row
 
 
@@ -272,8 +272,8 @@ def _initialise(model: LlamaForCausalLM) -> None:
     """Random weights, except for the two mechanisms that training alone takes far too long to find.
 
     Layer 0, looking back: its heads attend 1, 2, 3 and 4 tokens back, and the first two write what they find into
-    separate halves of the hidden space. Layer 1, looking up: its first head compares the one half of a query (what
-    stood one before) with the other half of a key (what stood two before) and copies the key's token. In `{name}
+    separate halves of the hidden space. Layer 1, looking up: its first head compares the one half of a query (the
+    token one back) with the other half of a key (the token two back) and copies the key's token. In `{name}
     {verb} {value}` the verb thereby finds the value that followed the same name before. Questions, choosing among an
     entity's facts and chaining two of them are left to training, and these weights are trained like all others.
     """

@@ -3,7 +3,7 @@
     python -m eval.world.train_links --minutes 40 --threads 1 [--init DIR] [--out DIR]
 
 "Later the company visited Kelton" is learned in two moves, and neither was found by the loss on answers alone: the value's
-token looks for the last passage about a company (`RESOLVE`) and, once the verb of an answer stands there, looks for the value
+token looks for the last passage about a company (`RESOLVE`) and, once the verb of an answer is written, looks for the value
 whose company is the one asked about (`LOOK_UP`). Each gets a head of its own that is told where to attend for as long as
 training lasts. Between the two halves `_fit_look_up` sets the second head's weights by themselves: it gains nothing from
 training until names match, and names match little until it gains.
@@ -113,7 +113,7 @@ class LinkedRows:
         turns = sample_conversation(rng, num_passages, NUM_TURNS, share_linked=share_linked)
         drawn = LinkedRow(Row([], []), [], [], [])
         last: dict[str, int] = {}  # kind -> where the last passage of that kind has its name
-        told: dict[tuple[int, int], int] = {}  # (name, verb) -> where the value stands
+        told: dict[tuple[int, int], int] = {}  # (name, verb) -> index of the value
         for number, turn in enumerate(turns):
             self._add_turn(drawn, turn, system if number == 0 else None, last, told)
         return drawn

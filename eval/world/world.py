@@ -5,14 +5,14 @@ Every entity has one passage of four facts, each fact one sentence `{name} {verb
     The company Dravex makes clocks. In 1987 Dravex hired Anna. Dravex serves Kelton. Later Dravex bought Solon.
 
 A one-hop question asks for one fact, a two-hop question for a fact about the value of another one. Answers repeat the
-facts' wording, so the name and the verb stand right before the value wherever it is read or written. Names are few and
+facts' wording, so the name and the verb come right before the value wherever it is read or written. Names are few and
 facts are drawn anew for every seed: nothing about an entity can be known but from its passage.
 
-Facts can be found wherever they stand, so they say little about positions. `order_questions` asks for those: which
+Facts can be found at any place, so they say little about positions. `order_questions` asks for those: which
 passage comes first, last, or after another one.
 
-`World(..., links=True)` adds one sentence to each passage, anywhere but first, that can only be understood from what
-stands before the passage: "Later the company visited Kelton." The company is the one that the last passage about a
+`World(..., links=True)` adds one sentence to each passage, anywhere but first, that can only be understood from the text
+before the passage: "Later the company visited Kelton." The company is the one that the last passage about a
 company is about, whichever that is. `linked_questions` asks for those facts, given the order.
 
 Standard library only; knows nothing of tokens, models or servers.
@@ -148,7 +148,7 @@ class Passage(NamedTuple):
 class Question(NamedTuple):
     """`answers`: the whole answer the model is trained to give, then the bare value; either one is right.
 
-    `hop` counts the facts needed: 1 or 2; 0 stands for a question about the passages' order and -1 for one about a fact
+    `hop` counts the facts needed: 1 or 2; 0 is a question about the passages' order and -1 one about a fact
     told without a name (`linked_questions`).
     """
 
@@ -421,8 +421,8 @@ def _sample_linked_conversation(rng: random.Random, num_passages: int, num_turns
 def sample_fact_list(rng: random.Random, num_facts: int) -> list[str]:
     """Sentences about few relations of entities of one kind, then the same ones in another order: teaches recall.
 
-    What stands before a value in the second half, name and verb, has stood before it in the first one; neither name nor
-    verb alone tells the value.
+    The name and the verb before a value in the second half come before it in the first one, too. Neither name nor verb
+    alone tells the value.
     """
     kind = rng.choice(ENTITY_KINDS)
     num_relations = rng.choice((1, 2, 2, 4))

@@ -1,9 +1,9 @@
 """The launches of a sparse pass on FlashInfer's kernels: planned once, run once a layer.
 
-    kernel          "causal" launch     "limited" launch        "full" launch
-    fa2             FA2, causal         FA2, our variant        -
-    fa3             FA3, causal         FA3, our variant        -
-    fa3_two_part    FA3, causal         FA2, our variant        FA3; then merged with "limited"
+    kernel          "causal" launch     "limited" launch           "full" launch
+    fa2             FA2, causal         FA2, our kernel variant    -
+    fa3             FA3, causal         FA3, our kernel variant    -
+    fa3_two_part    FA3, causal         FA2, our kernel variant    FA3, then merged with "limited"
 
 Rows of a launch are a slice of the pass, so launches read and write views. Neither `plan` nor `run` waits for the device,
 with one exception: FlashInfer's `plan` writes into pinned memory of its own and queues a copy, so the next `plan` waits
@@ -185,7 +185,7 @@ class FlashInferSparse:
         return "fa2" if self._kernel == "fa2" or (self._kernel == "fa3_two_part" and kind == "limited") else "fa3"
 
     def _masks(self, kind: Kind) -> bool:
-        """Whether the kernel applies its variant to every tile only in custom-mask mode; that mode is then forced."""
+        """Whether the kernel variant is applied to every tile only in custom-mask mode; that mode is then forced."""
         return kind == "limited" and self._backend(kind) == "fa2"
 
     def _create_wrapper(self, kind: Kind) -> Any:

@@ -28,7 +28,7 @@ MAX_GROUP_SIZE = 8
 
 VARIANT_NAME = "ChunkcacheLimits"
 
-# NOTE: the kernels read `qo_len`, `kv_len`, `window_left` and `sm_scale_log2` of the variant, uninitialised if not set here.
+# NOTE: the kernels read `qo_len`, `kv_len`, `window_left` and `sm_scale_log2` of the kernel variant; unset, they are garbage.
 # NOTE: LogitsMask is called on every tile only in custom-mask mode, which the caller forces; else inner tiles skip it.
 # NOTE: tiles are whole, so it is called for rows at or past qo_len too, whose limits are another entry's or past the buffer.
 _FA2 = """

@@ -37,8 +37,12 @@ class Launch(NamedTuple):
     """One kernel launch over e entries, whose rows and page indices are concatenated."""
 
     kind: Kind
-    """causal: each row sees a key more than the one before, the last all of its entry's; full: a row sees all keys of its
-    entry; limited: its entry's first `limits[row]`."""
+    """The keys of its entry that a row sees.
+
+    causal     one more than the row before, the last row all
+    full       all
+    limited    the first `limits[row]`
+    """
     rows: slice
     """Of the pass, in plan order."""
     qo_indptr: Tensor
@@ -206,7 +210,12 @@ def _tiles_of(tile_rows: int, counts: Ints) -> Pieces:
 
 
 def _launches(runs: Pieces, tiles: Pieces, cuts: Ints, visible: Ints, page_size: int) -> tuple[Launch, ...]:
-    """The launches that have entries; `cuts`: pages of each tile that are "full"; `visible`: [n] in plan order."""
+    """The launches that have entries.
+
+    Args:
+        cuts: pages of each tile that are "full".
+        visible: [n] in plan order.
+    """
     whole = tiles.take(cuts > 0)
     last_seen = visible[np.cumsum(np.concatenate([runs.size, tiles.size])) - 1]
     run_keys, tile_keys = last_seen[: len(runs.size)], last_seen[len(runs.size) :]

@@ -1,120 +1,31 @@
-"""The front of one process: its parts, made when SGLang is ready, and its routes in SGLang's app."""
+"""The front in SGLang's app: once per process, in the main one."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.entrypoints import http_server
 
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.front.bookkeeper import Bookkeeper
-from sglang_chunkcache.front.chat import RagServingChat
-from sglang_chunkcache.front.drafter import Drafter
-from sglang_chunkcache.front.engine import Engine
-from sglang_chunkcache.front.intake import Intake
-from sglang_chunkcache.front.planner import Planner
-from sglang_chunkcache.front.prompt import PromptAssembler, read_template
+from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes
-from sglang_chunkcache.front.search import RagSearch
 
 if TYPE_CHECKING:
     from retrieval.retriever import Retriever
 
-
-class App:
-    """The parts of the front. Each is made when it is first needed: with the first request or the start-up check."""
-
-    def __init__(self, config: ChunkCacheConfig) -> None:
-        self.config = config
-        self.retriever: Retriever | None = None
-
-    @cached_property
-    def manager(self) -> Any:
-        """SGLang's tokenizer manager."""
-        return http_server.get_global_state().tokenizer_manager
-
-    @cached_property
-    def context_len(self) -> Any:
-        """Of prompt and answer together, in tokens. A KV pool smaller than the model's context is the tighter limit."""
-        return min(self.manager.model_config.context_len, self.manager.max_req_input_len)
-
-    @cached_property
-    def books(self) -> Bookkeeper:
-        """The front's state."""
-        args = self.manager.server_args
-        return Bookkeeper(self.config, num_ranks=args.dp_size, prometheus=args.enable_metrics)
-
-    @cached_property
-    def drafter(self) -> Drafter:
-        """Raises ValueError for a chat template, a RAG template or a tokenizer that cannot be served."""
-        if name := http_server.get_global_state().template_manager.chat_template_name:
-            raise ValueError(f"--chat-template {name}: SGLang's built-in templates are not supported; give a file")
-        template = read_template(self.config.rag_template)
-        assembler = PromptAssembler(self.manager.tokenizer, template=template, separator=self.config.chunk_separator)
-        return Drafter(self.config, assembler, self.books, context_len=self.context_len)
-
-    @cached_property
-    def planner(self) -> Planner:
-        """Where and in which order."""
-        return Planner(self.config, self.books, context_len=self.context_len)
-
-    @cached_property
-    def engine(self) -> Engine:
-        """The way to the ranks."""
-        return Engine(self.manager, self.books)
-
-    @cached_property
-    def chat(self) -> RagServingChat:
-        """SGLang's chat serving."""
-        return RagServingChat(self.engine, http_server.get_global_state().template_manager, self.books)
-
-    @cached_property
-    def search(self) -> RagSearch | None:
-        """None for a server without an index."""
-        return RagSearch(self.retriever, self.config, self.books.metrics) if self.retriever is not None else None
-
-    @cached_property
-    def intake(self) -> Intake:
-        """From HTTP to plans."""
-        return Intake(self)
-
-    async def stats(self) -> dict[str, Any] | None:
-        """Counts of the front and of every rank. None: a rank runs without the chunk cache."""
-        from sglang_chunkcache import __version__
-
-        _ = self.drafter  # the start-up check asks for stats: a template that cannot be served must fail it
-        states = await self.engine.states()
-        if states is None:
-            return None
-        ranks = [
-            {
-                "dp_rank": state.dp_rank,
-                "seq": state.seq,
-                "chunk_nodes": state.chunk_nodes,
-                **state.counts,
-                "mirror": self.books.mirrors[state.dp_rank].compared(state),
-            }
-            for state in states
-        ]
-        retrieval = self.search.stats() if self.search else None
-        return {"version": __version__, **self.books.stats(), "retrieval": retrieval, "ranks": ranks}
-
-
-_app: App | None = None
+_parts: Parts | None = None
 
 
 def install(config: ChunkCacheConfig) -> None:
-    """Put our routes into SGLang's app. Once per process."""
-    global _app
-    _app = App(config)
-    for method, path, handler in Routes(
-        _app
-    ).table():  # not include_router: it hides the endpoints from SGLang's auth levels
+    """Put our routes into SGLang's app."""
+    global _parts
+    _parts = Parts(config)
+    for method, path, handler in Routes(_parts).table():
+        # Not include_router: it hides the endpoints from SGLang's auth levels.
         http_server.app.add_api_route(path, handler, methods=[method])
 
 
 def search_with(retriever: Retriever) -> None:
     """Answer requests from this index; after `install`, before the first request."""
-    assert _app is not None
-    _app.retriever = retriever
+    assert _parts is not None
+    _parts.retriever = retriever

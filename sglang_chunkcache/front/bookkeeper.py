@@ -85,7 +85,7 @@ class Bookkeeper:
         planned = rag.planned
         area = [Chunk(span.chunk, span.end - span.start) for span in planned.area]
         self._count_request(planned)
-        rag.custom_params = self.told(planned)
+        rag.custom_params = pack(self.told(planned), secret=self._config.secret)
         with ExitStack() as taken:
             rag.plan = self.tree.plan(planned.namespace, area, rank=planned.rank)
             taken.callback(self.tree.cancel, rag.plan)
@@ -96,11 +96,11 @@ class Bookkeeper:
             taken.callback(self._count_outcome, rag)
             yield rag
 
-    def told(self, planned: Planned) -> dict[str, str]:
-        """What the scheduler is told of a request: its `custom_params`. Counts nothing."""
+    def told(self, planned: Planned) -> RequestSpans:
+        """What the scheduler is told of a request. Counts nothing."""
         fusion, is_preprocessing = planned.fusion, planned.draft.is_preprocessing
         often = spans_to_keep(self._config, self.table, planned.spans)
-        request = RequestSpans(
+        return RequestSpans(
             spans=planned.spans,
             namespace=planned.namespace,
             promoted_len=self._promoted_len(planned),
@@ -110,7 +110,6 @@ class Bookkeeper:
             fusion=fusion,
             is_later_turn=planned.draft.num_turns > 0,
         )
-        return pack(request, secret=self._config.secret)
 
     def observe(self, rag: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool) -> None:
         """Take what is ours out of one output of SGLang's, and learn from it. `index`: which of the n answers it is of."""

@@ -81,9 +81,7 @@ class Engine:
             ChunkCacheError: the rank does not explain.
         """
         identity = planned.draft.identity
-        asked = ExplainRequest(
-            planned.input_ids, dict(self._books.told(planned)), identity.extra_key, identity.cache_salt
-        )
+        asked = ExplainRequest(planned.input_ids, self._books.told(planned), identity.extra_key, identity.cache_salt)
         self._manager.auto_create_handle_loop()
         # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this request that carries text.
         answers = await self._manager.get_internal_state_communicator(GetInternalStateReq(rid=encode(asked)))
@@ -99,5 +97,4 @@ class Engine:
         """Tell the scheduler what it must know, and SGLang which rank it is."""
         params = obj.sampling_params
         obj.sampling_params = {**params, "custom_params": rag.params_with(params.get("custom_params"))}
-        if len(self._books.mirrors) > 1:
-            obj.routed_dp_rank = rag.planned.rank
+        obj.routed_dp_rank = rag.planned.rank if len(self._books.mirrors) > 1 else None

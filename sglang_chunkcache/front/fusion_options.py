@@ -1,4 +1,4 @@
-"""From a client's wish for moved KV to what the scheduler is told: defaults, the recipe, and which chunks go into the store.
+"""From a client's options for moved KV to what the scheduler is told: defaults, the recipe, and which chunks go into the store.
 
     recipe   query/0.15/alpha=-/focus=0/without=-/question=9f86d081884c7d65
              the policy                           only where the choice of tokens depends on the question
@@ -38,7 +38,7 @@ def fused_request(
     focus: bool | None = None,
     without: Iterable[str] = (),
 ) -> FusionRequest:
-    """The client's wish with the server's defaults filled in; the recipe comes with the prompt.
+    """The client's options with the server's defaults filled in; the recipe comes with the prompt.
 
     `focus` is part of Cache-Craft's selector (algorithm 1), so it is on by default for `context` alone.
 

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from fastapi import Request
@@ -16,13 +16,12 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bodies import GenerateIn, PreprocessIn
+from sglang_chunkcache.front.intake import Intake
+from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.request import Planned, RagRequest
 
-if TYPE_CHECKING:
-    from sglang_chunkcache.front.app import App
 
-
-async def generate(app: App, body: GenerateIn, planned: Planned, raw_request: Request) -> Any:
+async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request: Request) -> Any:
     """SGLang's answer to a prompt of parts, whole or as events, with the `chunkcache` object.
 
     Raises:
@@ -40,7 +39,7 @@ async def generate(app: App, body: GenerateIn, planned: Planned, raw_request: Re
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
     )
-    outputs = app.engine.run(rag, obj, raw_request)
+    outputs = parts.engine.run(rag, obj, raw_request)
     try:
         first = await anext(outputs)
     except (ValueError, TypeError) as error:  # SGLang's parameters raise both
@@ -50,11 +49,11 @@ async def generate(app: App, body: GenerateIn, planned: Planned, raw_request: Re
     return StreamingResponse(
         _events(first, outputs, rag),
         media_type="text/event-stream",
-        background=app.engine.create_abort_task(obj),
+        background=parts.engine.create_abort_task(obj),
     )
 
 
-async def preprocess(app: App, body: PreprocessIn, raw_request: Request) -> dict[str, Any]:
+async def preprocess(parts: Parts, intake: Intake, body: PreprocessIn, raw_request: Request) -> dict[str, Any]:
     """Put a chunk's KV into every rank's store; what became of the prompts' tokens.
 
     Raises:
@@ -62,8 +61,8 @@ async def preprocess(app: App, body: PreprocessIn, raw_request: Request) -> dict
     """
     fates: Counter[str] = Counter()
     start = time.perf_counter()
-    for rank in range(len(app.books.mirrors)):
-        planned = app.intake.preprocessing(body, raw_request, rank=rank)
+    for rank in range(len(parts.books.mirrors)):
+        planned = intake.preprocessing(body, raw_request, rank=rank)
         rag = RagRequest(planned)
         obj = GenerateReqInput(
             input_ids=planned.input_ids,
@@ -71,7 +70,7 @@ async def preprocess(app: App, body: PreprocessIn, raw_request: Request) -> dict
             extra_key=body.extra_key,
             cache_salt=body.cache_salt,
         )
-        async for _ in app.engine.run(rag, obj, raw_request):
+        async for _ in parts.engine.run(rag, obj, raw_request):
             pass
         fates.update(rag.fates() or {})
     span = planned.spans[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from fastapi import Request
@@ -18,11 +18,9 @@ from sglang_chunkcache.front.bodies import (
     RetrieveBody,
     parse,
 )
+from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.request import Identity, Options, Passage, Planned
 from sglang_chunkcache.front.search import RagSearch, Retrieval
-
-if TYPE_CHECKING:
-    from sglang_chunkcache.front.app import App
 
 
 class Intake:
@@ -33,8 +31,8 @@ class Intake:
         SearchFailedError: in `chat` and `retrieval`.
     """
 
-    def __init__(self, app: App) -> None:
-        self._app, self._config = app, app.config
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._config = parts, parts.config
 
     async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
         """A chat completion over `chunks` or over what the index finds."""
@@ -56,16 +54,16 @@ class Intake:
             retrieval=found.answer() if found else None,
         )
         try:
-            draft = self._app.drafter.chat(
+            draft = self._parts.drafter.chat(
                 messages,
                 passages,
                 identity=identity,
                 options=options,
                 conversation_id=fields.conversation_id,
                 tools=_tools(request),
-                template_kwargs=self._app.chat.template_kwargs(request),
+                template_kwargs=self._parts.chat.template_kwargs(request),
             )
-            return request, self._app.planner.plan(draft)
+            return request, self._parts.planner.plan(draft)
         except RequestError as error:
             raise _about_the_search(error, found) from None
 
@@ -89,19 +87,19 @@ class Intake:
             fusion=body.fusion_request(self._config),
         )
         identity = _identity(raw_request, body.cache_salt, body.extra_key)
-        return body, self._app.planner.plan(self._app.drafter.parts(parts, identity=identity, options=options))
+        return body, self._parts.planner.plan(self._parts.drafter.parts(parts, identity=identity, options=options))
 
     def preprocessing(self, body: PreprocessIn, raw_request: Request, *, rank: int) -> Planned:
         """A chunk after its neighbours, on one rank."""
-        draft = self._app.drafter.preprocessing(
+        draft = self._parts.drafter.preprocessing(
             [message.model_dump() for message in body.messages],
             self._passages(body.neighbors, "neighbors"),
             *self._passages([body.chunk], "chunk"),
             identity=_identity(raw_request, body.cache_salt, body.extra_key),
-            template_kwargs=self._app.chat.default_chat_template_kwargs or None,
+            template_kwargs=self._parts.chat.default_chat_template_kwargs or None,
             rank=rank,
         )
-        return self._app.planner.plan(draft)
+        return self._parts.planner.plan(draft)
 
     # Private, in order of use
 
@@ -110,7 +108,7 @@ class Intake:
             if body.get(field):
                 raise RequestError(f"{field}: not supported here; use /v1/chat/completions")
         request = parse(ChatCompletionRequest, body)
-        self._app.chat.check(request)
+        self._parts.chat.check(request)
         return request
 
     def _passages(self, chunks: list[ChunkIn], field: str = "chunks") -> list[Passage]:
@@ -132,9 +130,9 @@ class Intake:
         return await self._search().find(fields.retrieve, messages, field="retrieve.", is_gone=is_gone)
 
     def _search(self) -> RagSearch:
-        if self._app.search is None:
+        if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")
-        return self._app.search
+        return self._parts.search
 
 
 async def json_object(raw_request: Request) -> dict[str, Any]:

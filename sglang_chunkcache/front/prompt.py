@@ -99,7 +99,7 @@ class PromptAssembler:
             return self._raw(text)
         guarded, guard = self._raw(self._guard + text), self._raw(self._guard)
         if guarded[: len(guard)] != guard:
-            raise RequestError("the tokenizer joins a piece to what stands before it")
+            raise RequestError("messages: the tokenizer joins a piece to the text before it")
         return guarded[len(guard) :]
 
     @property

@@ -15,7 +15,7 @@ The last four show or change what other tenants see, so they ask for the admin l
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.responses import ORJSONResponse
@@ -25,10 +25,8 @@ from sglang_chunkcache.errors import ChunkCacheError, RequestError, SearchFailed
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.bodies import PreprocessIn, parse
 from sglang_chunkcache.front.generate import generate, preprocess
-from sglang_chunkcache.front.intake import json_object
-
-if TYPE_CHECKING:
-    from sglang_chunkcache.front.app import App
+from sglang_chunkcache.front.intake import Intake, json_object
+from sglang_chunkcache.front.parts import Parts
 
 Handler = Callable[..., Awaitable[Any]]
 
@@ -36,8 +34,8 @@ Handler = Callable[..., Awaitable[Any]]
 class Routes:
     """The handlers. Each refuses with 400 and the field that is wrong."""
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._intake = parts, Intake(parts)
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """(method, path, handler)."""
@@ -55,15 +53,15 @@ class Routes:
     async def rag_chat_completions(self, raw_request: Request) -> Any:
         """A chat completion over `chunks`."""
         try:
-            request, planned = await self._app.intake.chat(raw_request)
+            request, planned = await self._intake.chat(raw_request)
         except (ValueError, SearchFailedError) as error:
             return self._refuse(error)
-        return await self._app.chat.serve(request, planned, raw_request)
+        return await self._parts.chat.serve(request, planned, raw_request)
 
     async def rag_retrieve(self, raw_request: Request) -> Any:
         """The passages of a query or of the last user messages."""
         try:
-            body, found = await self._app.intake.retrieval(raw_request)
+            body, found = await self._intake.retrieval(raw_request)
         except (ValueError, SearchFailedError) as error:
             return _error_response(error)
         return ORJSONResponse(found.listed(with_text=body.text))
@@ -71,17 +69,17 @@ class Routes:
     async def rag_generate(self, raw_request: Request) -> Any:
         """SGLang's `/generate` over `parts`."""
         try:
-            body, planned = await self._app.intake.generate(raw_request)
+            body, planned = await self._intake.generate(raw_request)
         except ValueError as error:
             return self._refuse(error)
         try:
-            return await generate(self._app, body, planned, raw_request)
+            return await generate(self._parts, body, planned, raw_request)
         except RequestError as error:  # SGLang's, and counted when it began
             return _error_response(error)
 
     async def chunkcache_stats(self) -> Any:
         """Counts of the front and of every rank."""
-        stats = await self._app.stats()
+        stats = await self._parts.stats()
         if stats is None:
             return ORJSONResponse({"error": "a rank runs without the chunk cache"}, status_code=500)
         return ORJSONResponse(stats)
@@ -93,23 +91,23 @@ class Routes:
         max_nodes: Annotated[int, Query(ge=1, le=100_000)] = 200,
     ) -> Any:
         """The first levels of the global tree."""
-        return ORJSONResponse(self._app.books.tree.snapshot(depth=depth, max_nodes=max_nodes))
+        return ORJSONResponse(self._parts.books.tree.snapshot(depth=depth, max_nodes=max_nodes))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_forget(self) -> Any:
         """Forget what requests were like, as a restart would. `/flush_cache` empties the cache."""
-        self._app.books.forget()
+        self._parts.books.forget()
         return ORJSONResponse({"forgotten": ["table", "conversations"]})
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_explain(self, raw_request: Request) -> Any:
         """A chat request's order, rank, spans and each chunk's source. Nothing but a search is run or counted."""
         try:
-            _, planned = await self._app.intake.chat(raw_request)
+            _, planned = await self._intake.chat(raw_request)
         except (ValueError, SearchFailedError) as error:
             return _error_response(error)
         try:
-            found = await self._app.engine.explain(planned)
+            found = await self._parts.engine.explain(planned)
         except ChunkCacheError as error:
             return ORJSONResponse({"error": str(error)}, status_code=500)
         return ORJSONResponse(explained(planned, found))
@@ -119,7 +117,7 @@ class Routes:
         """Put a chunk's KV after its neighbours into every rank's store (FusionRAG 3.1)."""
         try:
             body = parse(PreprocessIn, await json_object(raw_request))
-            return ORJSONResponse(await preprocess(self._app, body, raw_request))
+            return ORJSONResponse(await preprocess(self._parts, self._intake, body, raw_request))
         except RequestError as error:
             return self._refuse(error)
         except ValueError as error:  # SGLang's, and counted when it began
@@ -127,7 +125,7 @@ class Routes:
 
     def _refuse(self, error: Exception) -> ORJSONResponse:
         outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
-        self._app.books.metrics.count("requests", outcome)
+        self._parts.books.metrics.count("requests", outcome)
         return _error_response(error)
 
 

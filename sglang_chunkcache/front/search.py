@@ -76,31 +76,31 @@ class RagSearch:
 
     async def find(
         self,
-        wish: RetrieveIn,
+        options: RetrieveIn,
         messages: Sequence[Mapping[str, Any]],
         *,
         field: str,
         is_gone: Callable[[], Awaitable[bool]],
     ) -> Retrieval:
-        """Search as a request wishes.
+        """Search by a request's options.
 
         Args:
-            messages: where the query comes from, unless the wish has one.
-            field: put in front of the names of the wish's fields in errors; "retrieve." in a chat request.
-            is_gone: whether the client has hung up; asked again and again while the search takes long.
+            messages: where the query comes from, unless the options have one.
+            field: put in front of the names of the options in errors; "retrieve." in a chat request.
+            is_gone: whether the client has disconnected; asked repeatedly while the search runs.
         Raises:
-            RequestError: a wish that this server or index cannot serve, or no query; names the field.
+            RequestError: an option that this server or index cannot serve, or no query; names the field.
             SearchFailedError: too many requests wait, or the search failed.
         """
         config = self._config
-        k = wish.k or config.retrieve_k
+        k = options.k or config.retrieve_k
         if k > config.max_chunks:
             raise RequestError(f"{field}k: {k} asked for, at most {config.max_chunks}")
-        mode = wish.mode or default_mode(self._retriever, config)
+        mode = options.mode or default_mode(self._retriever, config)
         if mode not in self._retriever.modes:
             raise RequestError(f"{field}mode: this index offers {', '.join(self._retriever.modes)}")
-        query = query_of(wish, messages, field=field, max_chars=config.max_query_chars)
-        search = self._queue.search(query, k=k, mode=mode, nprobe=wish.nprobe or config.retrieve_nprobe)
+        query = query_of(options, messages, field=field, max_chars=config.max_query_chars)
+        search = self._queue.search(query, k=k, mode=mode, nprobe=options.nprobe or config.retrieve_nprobe)
         try:
             return Retrieval(query, mode, k, await _unless_gone(search, is_gone))
         except RequestError:
@@ -134,20 +134,20 @@ def default_mode(retriever: Retriever, config: ChunkCacheConfig) -> Mode:
     return retriever.modes[0] if config.retrieve_mode == "auto" else cast("Mode", config.retrieve_mode)
 
 
-def query_of(wish: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, field: str, max_chars: int) -> str:
-    """The wish's query, or the last user messages, oldest first: as many as wished and fit; of one too long, its end.
+def query_of(options: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, field: str, max_chars: int) -> str:
+    """The query of the options, or the last user messages, oldest first: as many as asked for and fit; of one too long, its end.
 
     Raises:
         RequestError: nothing to search for, or a query given that is longer than `max_chars`; names the field.
     """
-    if wish.query is not None:
-        if wish.turns is not None:
+    if options.query is not None:
+        if options.turns is not None:
             raise RequestError(f"{field}turns: not together with {field}query")
-        if not wish.query.strip():
+        if not options.query.strip():
             raise RequestError(f"{field}query: is empty")
-        if len(wish.query) > max_chars:
-            raise RequestError(f"{field}query: {len(wish.query)} characters, at most {max_chars}")
-        return wish.query
+        if len(options.query) > max_chars:
+            raise RequestError(f"{field}query: {len(options.query)} characters, at most {max_chars}")
+        return options.query
     texts: list[str] = []
     for index in reversed(range(len(messages))):
         if messages[index].get("role") != "user":
@@ -158,7 +158,7 @@ def query_of(wish: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, field: 
         if texts and len(text) + sum(len(later) + 1 for later in texts) > max_chars:
             break
         texts.insert(0, text)
-        if len(texts) == (wish.turns or 1):
+        if len(texts) == (options.turns or 1):
             break
     query = "\n".join(texts)[-max_chars:]
     if not query.strip():
@@ -179,7 +179,7 @@ async def _unless_gone(search: Awaitable[Found], is_gone: Callable[[], Awaitable
     try:
         while not (await asyncio.wait({task}, timeout=GONE_POLL_S))[0]:
             if await is_gone():
-                raise RequestError("body: the client has hung up")
+                raise RequestError("body: the client has disconnected")
         return task.result()
     finally:
         task.cancel()

@@ -123,7 +123,7 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
 def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[Tensor]:
     """How far moved KV is from that of an ordinary prefill of the promised region, at the second layer.
 
-    The whole region runs through the first layer and the second's projections over the exact prefix; a model of one layer is
+    The whole region runs through the first layer and the second's projections over the exact prefix. A model of one layer is
     compared at the first.
 
     Returns per request, [end] float32, CPU: squared difference of K plus that of V, summed over heads and dimensions; 0 at

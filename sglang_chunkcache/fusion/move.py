@@ -1,4 +1,4 @@
-"""One request's promised region, on its way from the promise to the report: what fuser.py asks for and fusion_pass.py fills."""
+"""One request's promised region, on its way from the promise to the report: what promise.py asks for and fill.py fills."""
 
 from __future__ import annotations
 

@@ -157,22 +157,16 @@ class Fuser:
             if slots is None:
                 return self._decline(outcome, Fallback.NO_ROOM, node)
             row = torch.cat([req.prefix_indices, *_rows(plan, slots[:num_own], shared)])
-            last, sharing = self._insert(key, row, plan, shared, req.priority or 0)
-            own_slots = OwnSlots(self.cache, sharing, slots[num_own:]) if shared else None
-            if own_slots is not None:
-                taken.callback(own_slots.close)
-            outcome.move = Move(
-                plan=plan,
-                fusion=spans.fusion,
-                slots=row,
-                token_ids=req.origin_input_ids[: plan.end],
-                question_ids=req.origin_input_ids[spans.spans[-1].end :],
-                question_start=spans.spans[-1].end,
-                row_index=lambda: req.kv.req_pool_idx,
-                shared=frozenset(shared),
-                own_slots=own_slots,
-            )
-            self._pending.append(_Pending(outcome.move, last, taken.pop_all()))
+            move = _move(req, plan, spans, row, shared)
+            chunks, last = self._insert(key, row, plan, req.priority or 0)
+            taken.push(lambda error, *_: self._remove(last, node) if error else None)
+            for span, source in shared.items():
+                self.cache.share(source, chunks[span])
+            if shared:
+                move.own_slots = OwnSlots(self.cache, [chunks[span] for span in shared], slots[num_own:])
+                taken.callback(move.own_slots.close)
+            outcome.move = move
+            self._pending.append(_Pending(move, last, taken.pop_all()))
         state(req).fused = key.fused
         for piece in plan.pieces:
             if isinstance(piece.source, HostCopy):
@@ -332,24 +326,42 @@ class Fuser:
         return slots
 
     def _insert(
-        self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, shared: Mapping[int, TreeNode], priority: int
-    ) -> tuple[TreeNode, list[TreeNode]]:
-        """Nodes for the region, yet to be filled: (the last one, those that share their source's slots)."""
+        self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, priority: int
+    ) -> tuple[list[TreeNode], TreeNode]:
+        """Nodes for the region, yet to be filled: (the prompt's chunk nodes up to there, the last node)."""
         # As chunked: the request has not used these nodes yet, so nothing is a hit.
         _, path = self.cache.insert_segments(key, row, priority, True, are_filled=False)
         chunks = [node for node in path if facts(node).chunk is not None]
         for piece in plan.pieces:
             if piece.span is not None:
                 facts(chunks[piece.span]).is_moved = piece.source is not None
-        for span, source in shared.items():
-            self.cache.share(source, chunks[span])
-        return path[-1], [chunks[span] for span in shared]
+        return chunks, path[-1]
+
+    def _remove(self, last: TreeNode, above: TreeNode) -> None:
+        """Take the nodes from `last` up to `above` out of the tree again. Their slots are not freed."""
+        while last is not above:
+            self.cache._delete_leaf(last)
+            last = last.parent
 
 
 def _outcome(req: Req) -> Outcome:
     """The request's, a new one where nothing was matched yet."""
     found: Outcome | None = state(req).promise
     return found or Outcome()
+
+
+def _move(req: Req, plan: ReusePlan, spans: RequestSpans, row: torch.Tensor, shared: Mapping[int, TreeNode]) -> Move:
+    assert spans.fusion is not None
+    return Move(
+        plan=plan,
+        fusion=spans.fusion,
+        slots=row,
+        token_ids=req.origin_input_ids[: plan.end],
+        question_ids=req.origin_input_ids[spans.spans[-1].end :],
+        question_start=spans.spans[-1].end,
+        row_index=lambda: req.kv.req_pool_idx,
+        shared=frozenset(shared),
+    )
 
 
 def _rows(plan: ReusePlan, slots: torch.Tensor, shared: Mapping[int, TreeNode]) -> list[torch.Tensor]:

@@ -52,7 +52,7 @@ from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
 from sglang_chunkcache.wire.events import Evicted, Inserted
 from sglang_chunkcache.wire.message import encode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Explanation, Fallback
-from sglang_chunkcache.wire.spans import RequestSpans, unpack
+from sglang_chunkcache.wire.spans import RequestSpans, checked, unpack
 from sglang_chunkcache.wire.state import ExplainRequest, RankState
 
 if TYPE_CHECKING:
@@ -222,8 +222,8 @@ class ChunkRadixCache(SharingRadixCache):
             origin_input_ids=ids,
             extra_key=asked.extra_key,
             cache_salt=asked.cache_salt,
-            sampling_params=SimpleNamespace(custom_params=asked.custom_params),
         )
+        state(req).is_read, state(req).spans = True, checked(asked.spans, ids)
         key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
         exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
         planned = self.promiser.explain(req) if self.promiser is not None else None

@@ -1,4 +1,4 @@
-"""Slots that more than one tree node holds: how many hold each, and how many of those are locked. No slot, tensor or tree.
+"""Slots that more than one tree node holds: how many hold each, how many of those are locked. Counts only: no tensor, no tree.
 
     group    the slots of one chunk as it was computed, known by offset: 0 1 2 3 4 5
     source   holds 0 1 2 3 4 5        owners   3 2 2 3 2 3
@@ -8,7 +8,10 @@
 SGLang counts each node's tokens as evictable or protected by that node's lock, so it counts a slot once a holder. A slot is
 protected if any of its holders is locked, and counts once: the surplus here is what SGLang counts too many.
 
-Invariants: 0 <= locks <= owners for each slot; the surpluses are never negative; a slot without owners is free.
+Invariants:
+- 0 <= locks <= owners for each slot.
+- The surpluses are never negative.
+- A slot without owners is free.
 """
 
 from __future__ import annotations

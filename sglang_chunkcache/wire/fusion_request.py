@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from sglang_chunkcache.wire.message import Record
 
 
@@ -9,8 +13,8 @@ class FusionRequest(Record, frozen=True):
     """One request's options for fused reuse, defaults filled in."""
 
     selector: str
-    ratio: float
-    """Share of the moved tokens to recompute, 0 to 1."""
+    ratio: Annotated[float, Meta(ge=0, le=1)]
+    """Share of the moved tokens to recompute."""
     recipe: str = ""
     """Names how the fused KV is made. Requests share fused nodes where it agrees."""
     alpha: float | None = None

@@ -5,7 +5,7 @@ A string passes every door of SGLang's (`custom_params`, `customized_info`, a st
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -31,4 +31,7 @@ def decode(text: str, kind: type[R]) -> R:
     Raises:
         ValueError: another version, a field that is missing, unknown or of another type; names it.
     """
-    return msgspec.json.decode(text, type=tuple[Literal[VERSION], kind])[1]  # type: ignore[valid-type]
+    version, message = msgspec.json.decode(text, type=tuple[int, msgspec.Raw])
+    if version != VERSION:
+        raise ValueError(f"message of version {version}, this is version {VERSION}")
+    return msgspec.json.decode(message, type=kind)

@@ -30,8 +30,9 @@ class Fallback(StrEnum):
 
     PLAIN_TEXT = (
         "plain_text",
-        "The rank could not read the chunks' offsets and computed the prompt as plain text.",
-        "Read the rank's log, which has the cause under `bad_spans`, and report it as a bug.",
+        "The rank could not read the chunks' offsets and computed the prompt as plain text, or the front could not read its "
+        "answer.",
+        "Read the logs of rank (`bad_spans`) and front, start both from the same installation, and report it as a bug.",
     )
     BAD_SPANS = (
         "bad_spans",

@@ -10,8 +10,9 @@ import hmac
 from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Annotated
 
-from msgspec import structs
+from msgspec import Meta, structs
 
 from radix_ext import Span, check_spans, chunk_id, leading_area
 from sglang_chunkcache.wire.events import Acknowledgement
@@ -31,7 +32,7 @@ class RequestSpans(Record, frozen=True):
     """Sorted, disjoint, in prompt tokens."""
     namespace: str
     """The root of the global tree under which the first chunk area is cached."""
-    promoted_len: int
+    promoted_len: Annotated[int, Meta(ge=0)]
     """Leading chunks of the first chunk area that are over the promotion threshold."""
     ack: Acknowledgement
     keep: frozenset[int] = frozenset()
@@ -81,7 +82,11 @@ def unpack(params: object, token_ids: array[int], *, secret: str) -> RequestSpan
     if not hmac.compare_digest(mark.encode("utf-8", "surrogatepass"), secret.encode()):
         return None
     text = params.get(SPANS_KEY)
-    request = decode(text if isinstance(text, str) else "", RequestSpans)
+    return checked(decode(text if isinstance(text, str) else "", RequestSpans), token_ids)
+
+
+def checked(request: RequestSpans, token_ids: array[int]) -> RequestSpans:
+    """The request, if its spans are this prompt's. Raises ValueError otherwise."""
     check_spans(request.spans, len(token_ids))
     spans = tuple(Span(start, end, chunk_id(token_ids[start:end])) for start, end, _ in request.spans)
     if spans != request.spans:

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang_chunkcache.wire.message import Record
 from sglang_chunkcache.wire.report import Explanation
+from sglang_chunkcache.wire.spans import RequestSpans
 
 STATE_KEY = "chunkcache"
 """Key of the encoded `RankState` in a scheduler's internal state."""
@@ -15,7 +16,7 @@ class ExplainRequest(Record, frozen=True):
     """A request to explain, not to run: what SGLang would get of it."""
 
     input_ids: list[int]
-    custom_params: dict[str, Any]
+    spans: RequestSpans
     extra_key: str | None
     cache_salt: str | None
 
@@ -30,6 +31,6 @@ class RankState(Record, frozen=True):
     """XOR of the chain ids in the rank's tree; the mirror has one to compare."""
     chunk_nodes: int
     counts: dict[str, Any]
-    """For `/chunkcache/stats`, as they are shown."""
+    """For `/chunkcache/stats`: shown as they are."""
     explanation: Explanation | None = None
     """The answer to an `ExplainRequest`."""

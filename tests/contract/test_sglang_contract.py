@@ -190,7 +190,7 @@ def test_custom_params_reach_the_scheduler_unchecked() -> None:
 
 
 def test_radix_key_parts() -> None:
-    """`limit` caps without slicing; an empty salt is none; a key is one array and a namespace."""
+    """`limit` caps without slicing. An empty salt is none. A key is one array and a namespace."""
     from array import array
 
     key = RadixKey(array("q", [1, 2, 3]), "x", limit=2, cache_salt="")

@@ -10,7 +10,8 @@ from eval.http import get, post
 from eval.server import Server
 from eval.tasks.world import world_requests
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+"""The fast tests of two ranks are those of planner, bookkeeper and mirror."""
 
 
 def test_repeated_chunks_go_where_they_are_cached(dp_server: Server) -> None:

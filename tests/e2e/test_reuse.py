@@ -232,7 +232,7 @@ def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selec
 
 
 def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, salt: str) -> None:
-    """Behind a fused request over the same tokens an exact one finds the head only, and answers as a prefill does."""
+    """After a fused request over the same tokens an exact one finds the head only, and answers as a prefill does."""
     passages = world.passages[:4]
     question = order_questions(passages)[3]
     ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
@@ -245,7 +245,7 @@ def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, 
 
 
 def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: str) -> None:
-    """The same recipe finds the fused chunks; another ratio or selector moves its own; `query`'s recipe has the question."""
+    """The same recipe finds the fused chunks. Another ratio or selector moves its own. `query`'s recipe has the question."""
     passages = world.passages[:4]
     ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
 
@@ -315,8 +315,8 @@ def shared_stats(server: Server) -> dict[str, int]:
 
 
 def test_chunks_that_keep_their_position_share_slots(fused_server: Server, salt: str) -> None:
-    """Nothing is moved and little taken: facts are found all the same, what is shared is told, and who has computed it gets
-    the answers he got before."""
+    """Nothing is moved and little taken: facts are found all the same, what is shared is told, and the request that
+    computed it gets the answers it got before."""
     flush(fused_server)
     world = World(seed_of("position", 0), 20, num_kinds=1)
     cached, asked = staying_of(world)
@@ -444,7 +444,7 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
     exact, *moved = passages[1:]
     assert reply["chunkcache"]["fates"]["exact"] > reply["chunkcache"]["head_tokens"], (
         exact
-    )  # computed alone, as it stands here
+    )  # computed alone, as it is here
     assert sources_of(reply) == [(p.id, "host", 2) for p in moved]
 
 
@@ -460,9 +460,9 @@ def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> N
     alone = prepare(a)
     assert alone["fates"]["relocated"] == 0
     prepare(b)
-    behind = prepare(c, b, a)
-    assert behind["fates"]["relocated"] > 0
-    assert behind["fates"]["computed"] >= behind["chunk_tokens"]
+    after = prepare(c, b, a)
+    assert after["fates"]["relocated"] > 0
+    assert after["fates"]["computed"] >= after["chunk_tokens"]
     settle(Client(fused_server.url, None))
     reply = ask(fused_server, [a, c], "Hello", cache_salt=salt, reuse=fused())
     assert sources_of(reply)[-1][2] == 2

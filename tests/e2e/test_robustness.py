@@ -117,7 +117,7 @@ def test_flush_during_load(rag_server: Server) -> None:
 
 @pytest.mark.nightly
 def test_retracted_requests_are_served_in_the_end(retracting_server: Server) -> None:
-    """A request taken back matches again with its answer so far behind the prompt; slots and mirror still add up."""
+    """A request taken back matches again with its answer so far after the prompt; slots and mirror still add up."""
     bodies = [body_of(request, max_tokens=60, ignore_eos=True) for request in world_requests(16, seed=6)]
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda body: post(retracting_server.url + "/rag/v1/chat/completions", body), bodies))

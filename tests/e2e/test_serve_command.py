@@ -59,4 +59,4 @@ def test_serve_measures_stock_and_ours_on_the_bundled_model(tmp_path: Path) -> N
         port = re.search(r"running on http://127\.0\.0\.1:(\d+)", log.read_text())
         assert port is not None
         with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", int(port[1]))) != 0, f"{log.stem} was left behind"
+            assert probe.connect_ex(("127.0.0.1", int(port[1]))) != 0, f"{log.stem} was left running"

@@ -1,6 +1,6 @@
-"""A server that answers whole chat completions with distributions, as the quality modes ask for them; ours or a stock one.
+"""A server that answers whole chat completions with distributions, as the quality modes ask for them: ours or a stock one.
 
-It knows by salt what was asked (an equal prompt is cached but for its last token) and what stood before a chunk when it was
+It knows by salt what was asked (an equal prompt is cached but for its last token) and which chunks preceded a chunk when it was
 captured, newest capture last. What it answers is the test's to say.
 """
 

@@ -80,11 +80,11 @@ def test_bodies_are_valid(arm: Arm) -> None:
     bodies = pytest.importorskip("sglang_chunkcache.front.bodies")
     settings, _ = parse_launcher(list(arm.flags))
     fields = bodies.parse(bodies.RagFields, {**request_body(arm, {"reuse": {"ratio": 0.5}}), "chunks": [{"text": "a"}]})
-    wish = fields.reuse_request(settings)
-    assert (wish is not None) == arm.is_fused == (settings.reuse == "fused")
-    if wish is not None:
-        assert wish.ratio == 0.5
-        assert wish.selector == arm.body["reuse"]["selector"]
+    request = fields.fusion_request(settings)
+    assert (request is not None) == arm.is_fused == (settings.reuse == "fused")
+    if request is not None:
+        assert request.ratio == 0.5
+        assert request.selector == arm.body["reuse"]["selector"]
 
 
 @pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)

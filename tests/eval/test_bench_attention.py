@@ -387,7 +387,7 @@ def test_reference_alone_is_no_arm_of_ours() -> None:
 
 
 def test_table_shows_times_speedups_and_the_paper_apart() -> None:
-    """A figure of the paper is named as such, and never stands in a row of ours."""
+    """A figure of the paper is named as such, and is never in a row of ours."""
     roof = {"key": "roof/0", "kind": "roof", "product_flops": 1, "copy_bytes": 1, "product_ms": [1.0], "copy_ms": [1.0]}
     plan = {"executed_pairs": 3, "index_bytes": 5 << 20, "entries": 1, "layout_ms": 0.25}
     sample = make_sample(plans={"fa3": plan})

@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_every_set_query_and_retriever_has_a_row(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Words that stand in one passage only are found by all three."""
+    """Words of one passage only are found by all three."""
     assert main(["--data", str(data), "--sets", "single", "turns", "--k", "3"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["data"], row["query"], row["retriever"]) for row in results["rows"]] == [

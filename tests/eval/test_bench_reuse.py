@@ -81,7 +81,7 @@ def test_every_arm_comes_first_once_in_a_cycle() -> None:
 
 
 def test_load_has_whole_chunks_and_no_text_twice() -> None:
-    """Two sets that share no chunk, or a device source could stand in for a host one."""
+    """Two sets that share no chunk, or a device source could replace a host one."""
     load = Load.make(600, 256, 0.5)
     assert len(load.stored) == len(load.plain) == len(set(load.stored)) == 2
     assert not set(load.stored) & set(load.plain)

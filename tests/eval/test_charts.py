@@ -59,7 +59,7 @@ def test_every_axis_says_what_it_shows(tmp_path: Path, name: str) -> None:
     assert figure.axes
     for ax in figure.axes:
         assert ax.get_xlabel()
-        assert ax.get_ylabel() or name == "scores"  # there the arms' names stand on the axis
+        assert ax.get_ylabel() or name == "scores"  # there the arms' names are on the axis
         assert "(" in ax.get_xlabel() + ax.get_ylabel(), "no unit"
 
 
@@ -113,7 +113,7 @@ def test_a_level_arm_is_a_level_line() -> None:
 
 
 def test_hit_rates_have_a_bar_a_policy_and_size(tmp_path: Path) -> None:
-    """Heights are the record's shares; no limit stands last."""
+    """Heights are the record's shares; no limit comes last."""
     cells = read_recorded(write_replay(tmp_path / "replay")).cells
     ax = draw(lambda look: charts.hit_rates(cells, look)).axes[0]
     heights = sorted(patch.get_height() for patch in ax.patches)  # type: ignore[attr-defined]

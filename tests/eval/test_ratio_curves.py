@@ -192,7 +192,7 @@ def make_row(arm: str, capture: str, request: str, f1: float, ratio: float = 0.1
 
 
 def make_rows() -> list[dict[str, Any]]:
-    """Full prefill 1; full reuse 0.5 alone and 0.75 preprocessed; query 0.75 and 1; random 0.5."""
+    """Full prefill 1, full reuse 0.5 alone and 0.75 preprocessed, query 0.75 and 1, random 0.5."""
     rows = [
         {"arm": "full-prefill", "cell": {"kind": "order"}, "request": r, "metrics": {"f1": 1.0}, "fates": None}
         for r in "ab"
@@ -217,7 +217,7 @@ def test_figures_by_hand() -> None:
     assert found["query", "alone"]["metrics"]["f1"]["mean"] == 0.75
     assert found["query", "alone"]["normalized_f1"] == 0.5
     assert found["query", "preprocessed"]["normalized_f1"] == 1.0
-    assert found["full-reuse", "preprocessed"]["normalized_f1"] == 0.5  # beside full reuse without preprocessing
+    assert found["full-reuse", "preprocessed"]["normalized_f1"] == 0.5  # of full reuse without preprocessing
     assert "normalized_f1" not in found["full-prefill", None]
     shares = [found["query", "alone"][f"{name}_share"] for name in ("exact", "moved", "recomputed")]
     assert shares == [0.1, 0.8, 0.25]

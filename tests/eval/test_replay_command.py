@@ -40,7 +40,7 @@ def run_json(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 def test_report_has_hit_rate_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """Plain or gzip; repeats and empty requests left out; ids 7 and "7" are one chunk; the default order is tree."""
+    """Plain or gzip. Repeats and empty requests left out. Ids 7 and "7" are one chunk. The default order is tree."""
     report = run_json(capsys, write_trace(tmp_path / name, TRACE))
     assert (report["num_requests"], report["num_chunks"], report["num_chunk_hits"]) == (3, 7, 2)
     assert report["chunk_hit_rate"] == 2 / 7
@@ -258,7 +258,7 @@ def test_trace_without_any_overlap_is_not_worth_it(tmp_path: Path, capsys: pytes
 def test_short_trace_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ninety requests may differ by luck however much they differ."""
     _, results = compare(capsys, write_trace(tmp_path / "trace.jsonl", popular_sets(90)))
-    told = "Verdict on only 90 requests: CANNOT BE TOLD FROM THIS TRACE with no limit"
+    told = "Verdict on only 90 requests: CANNOT BE TOLD FROM THIS TRACE with unlimited capacity"
     assert any(line.startswith(told) for line in results["verdict"])
     assert any(line.startswith("Warning: 90 requests are few") for line in results["verdict"])
 

@@ -249,9 +249,9 @@ def test_arm_called_ours_without_our_cache_is_refused(endpoints: Endpoints, tmp_
 
 
 def test_unreachable_server_is_one_line(tmp_path: Path) -> None:
-    nobody = Arm("a", "", route="chat", url=f"http://127.0.0.1:{free_port()}")
+    unreachable = Arm("a", "", route="chat", url=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(CommandError, match="a: no server answers") as error:
-        take(tmp_path / "r", Plan([nobody]), [Cell({}, singles(1))])
+        take(tmp_path / "r", Plan([unreachable]), [Cell({}, singles(1))])
     assert "\n" not in str(error.value)
 
 
@@ -283,7 +283,7 @@ def test_server_that_dies_ends_the_run_with_what_there_is(tmp_path: Path) -> Non
     }
     questions = [question.split("\n\n")[-1] for question in dies.questions[num_before:]]
     assert questions[:2] == ["q0", "q1"], "sent again"
-    assert len(dies.received[num_before + 2]["messages"]) == 5, "the conversation goes on behind them"
+    assert len(dies.received[num_before + 2]["messages"]) == 5, "the conversation goes on after them"
     assert len(questions) == 8
     mine = [sample for sample in again.samples if sample["arm"] == "dies"]
     assert [s["due_s"] for s in mine] == sorted(s["due_s"] for s in mine)

@@ -187,7 +187,7 @@ def test_the_mean_of_unequal_blocks_is_over_values() -> None:
 
 
 def test_what_moves_together() -> None:
-    """Turns of a conversation; questions about the same passage; else every request is by itself."""
+    """Turns of a conversation, or questions about the same passage. Else every request is by itself."""
     turns = [Request(f"t:1:{n}", "?", conversation="t:1", gold_ids=(f"p{n}",)) for n in range(2)]
     about = [Request(f"t:{n}", "?", gold_ids=("p1", "p2")) for n in range(2)]
     plain = [Request(f"t:{n}", "?") for n in range(2)]

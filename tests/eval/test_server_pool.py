@@ -138,7 +138,7 @@ def test_second_hangup_does_not_stop_the_stopping(tmp_path: Path, monkeypatch: p
 
 
 def test_under_nohup_a_hangup_stays_ignored(tmp_path: Path) -> None:
-    """Who starts a run with nohup closes the terminal on purpose."""
+    """A user who starts a run with nohup closes the terminal on purpose."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with ServerPool(Plan([OURS]), tmp_path):

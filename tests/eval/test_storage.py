@@ -63,7 +63,7 @@ def test_known_chunks_are_stored_before_the_first_query() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_accounts_agree(seed: int) -> None:
-    """Every chunk is found or computed; replicas are what was computed and what was there; finding more computes less."""
+    """Every chunk is found or computed. Replicas are what was computed and what was there. Finding more computes less."""
     rng = random.Random(seed)
     known = [str(n) for n in range(5)]
     requests = [[str(n) for n in rng.sample(range(20), 4)] for _ in range(60)]
@@ -170,7 +170,7 @@ def test_trace_has_no_known_chunks(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_nonsense_is_one_clear_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    """And no folder is left behind."""
+    """And no folder is left."""
     assert main(["replay", "--storage", "--out", str(tmp_path / "run"), *options]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -51,7 +51,7 @@ def test_start_has_counts_of_one_and_an_empty_tree(example: Example) -> None:
 
 
 def test_first_request_promotes_the_leading_run(example: Example) -> None:
-    """[C1, C2, C5] finds nothing; C1 and C2 reach the threshold, C5 does not; C2 becomes C1's child on GPU 1."""
+    """[C1, C2, C5] finds nothing. C1 and C2 reach the threshold, C5 does not. C2 becomes C1's child on GPU 1."""
     assert example.serve(C1, C2, C5) == 0
     assert example.counts(C1, C2, C5) == [2, 2, 1]
     assert example.chain(C1, C2) == [Tier.DEVICE, Tier.DEVICE]

@@ -117,7 +117,7 @@ def test_notices_about_unknown_chains_are_ignored_and_counted() -> None:
 
 
 def test_evicting_an_inner_node_takes_what_hangs_below_on_that_rank_only() -> None:
-    """KV behind a missing prefix is useless there, but another rank may hold the whole chain."""
+    """KV after a missing prefix is useless there, but another rank may hold the whole chain."""
     tree = make_tree("abc", "abd")
     hold(tree, "abc", rank=1)
     assert tree.evict(chain("ab"), rank=0) == 3

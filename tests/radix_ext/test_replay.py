@@ -102,14 +102,14 @@ def test_empty_trace_has_rates_of_zero() -> None:
 
 
 def test_admission_of_promoted_runs_only_caches_less() -> None:
-    """CRAFT to the letter: a chunk's first request leaves nothing behind."""
+    """CRAFT to the letter: a chunk's first request stores nothing."""
     trace = as_chunks([["a", "b"]] * 3)
     assert run(trace).total.num_hits == 4
     assert run(trace, admission="promoted").total.num_hits == 2
 
 
 def test_room_in_tokens_is_kept_after_every_request() -> None:
-    """Chunks of 5 tokens, room for 10: the same replay as room for two chunks; of 11 tokens, none fits beside another."""
+    """Chunks of 5 tokens, a capacity of 10: the same replay as with a capacity of two chunks. Of 11 tokens, none fits."""
     trace = make_trace(80)
     by_chunks = run(as_chunks(trace, num_tokens=5), capacity=2)
     by_tokens = run(as_chunks(trace, num_tokens=5), capacity_tokens=10)
@@ -119,7 +119,7 @@ def test_room_in_tokens_is_kept_after_every_request() -> None:
 
 
 def test_later_turn_hits_no_prefix_and_drops_what_was_shown() -> None:
-    """CRAFT 4.3: its second turn stands behind a history, so `b` is no hit although it is cached at the front."""
+    """CRAFT 4.3: its second turn comes after a history, so `b` is no hit although it is cached at the front."""
     trace = as_chunks([["b", "d"], ["a", "b"], ["b", "a", "c"], ["b", "c"]], num_tokens=5)
     names = [None, "x", "x", None]
     counts = run(trace, conversations=names).requests
@@ -127,7 +127,7 @@ def test_later_turn_hits_no_prefix_and_drops_what_was_shown() -> None:
         (0, 0, 0),
         (1, 0, 0),
         (0, 2, 10),
-        (1, 0, 0),  # `c` stands behind the question of turn 1 there
+        (1, 0, 0),  # `c` comes after the question of turn 1 there
     ]
     counts = run(trace, conversations=names, dedup="off").requests
     assert [(count.num_hits, count.num_dropped) for count in counts] == [(0, 0), (1, 0), (0, 0), (1, 0)]
@@ -141,7 +141,7 @@ def test_conversations_of_one_turn_change_nothing() -> None:
 
 
 def test_turn_behind_an_empty_one_hits_no_prefix() -> None:
-    """A first turn without chunks is a history all the same: its question stands in front of the second."""
+    """A first turn without chunks is a history all the same: its question comes before the second."""
     trace = as_chunks([["a"], [], ["a", "b"], [], ["b"]])
     counts = run(trace, conversations=[None, "x", "x", "x", "x"]).requests
     assert [(count.num_chunks, count.num_hits, count.num_dropped, count.num_lost) for count in counts] == [
@@ -154,7 +154,7 @@ def test_turn_behind_an_empty_one_hits_no_prefix() -> None:
 
 
 def test_history_takes_room() -> None:
-    """The chunks of later turns are KV too: with room for three, the third turn's two push the other request out."""
+    """The chunks of later turns are KV too: with a capacity of three, the third turn's two push the other request out."""
     trace = as_chunks([["o"], ["a"], ["b", "c"], ["o"]])
     names = [None, "x", "x", None]
     assert run(trace, conversations=names, capacity=4).total.num_hits == 1

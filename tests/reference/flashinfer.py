@@ -1,8 +1,8 @@
 """FlashInfer 0.6.18's paged prefill wrapper in torch: what its kernels compute, what it refuses, what it silently gets wrong.
 
-Stands in for the module `flashinfer` where there is no GPU: the names, constructor, `plan` and `run` are FlashInfer's, as far
+Replaces the module `flashinfer` where there is no GPU: the names, constructor, `plan` and `run` are FlashInfer's, as far
 as we use them (tests/contract/test_flashinfer.py compares). Where the real one would read wild memory or wait for the device,
-this one raises. Knows one variant by its name, `ChunkcacheLimits`. Computes in float32, entry by entry.
+this one raises. Knows one kernel variant by its name, `ChunkcacheLimits`. Computes in float32, entry by entry.
 """
 
 from __future__ import annotations

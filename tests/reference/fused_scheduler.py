@@ -1,7 +1,7 @@
-"""The scheduler with moved KV, and a pool that remembers what stands in each slot instead of numbers.
+"""The scheduler with moved KV, and a pool that remembers what each slot holds instead of numbers.
 
-    KV(token, position, context)    context: the exact tokens up to here that it was computed behind, as one number;
-                                    None: moved, recomputed or computed behind such
+    KV(token, position, context)    context: the exact tokens before it, as one number;
+                                    None: moved, recomputed or computed after such
 
 Whatever reads a slot says which token it expects there at which position. A freed slot holds nothing, so reading it, or one
 that was promised and never filled, is an assertion. So is writing what more than one node of the tree holds.
@@ -35,7 +35,7 @@ ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
 
 
 class KV(NamedTuple):
-    """What stands in one slot."""
+    """What one slot holds."""
 
     token: int
     position: int
@@ -50,7 +50,7 @@ class Contents:
         self._contexts: dict[tuple[int, int], int] = {}
 
     def context(self, before: int | None, token: int) -> int | None:
-        """The context of `token` behind `before`; 0 is the empty one."""
+        """The context of `token` after `before`; 0 is the empty one."""
         return None if before is None else self._contexts.setdefault((before, token), len(self._contexts) + 1)
 
     def read(self, slot: int, token: int, position: int) -> KV:
@@ -223,7 +223,7 @@ class FusedScheduler(Scheduler):
         return [*set(super().tree_slots()), *reserved]
 
     def content(self, req: FakeReq, start: int, end: int) -> list[KV | None]:
-        """What stands in the request's row."""
+        """What the slots of the request's row hold."""
         return [self.contents.slots.get(slot) for slot in self.slots(req, start, end)]
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
@@ -278,6 +278,6 @@ class FusedScheduler(Scheduler):
             spans = state(req).spans
             exact_len = self.contents.exact_len(slots[:start], ids[:start])
             if spans is None or spans.fusion is None:
-                assert exact_len == start, "an exact request stands on approximate KV"
+                assert exact_len == start, "an exact request reads approximate KV"
             self.contents.compute(slots, ids, range(start, end))
         self.fuser.after()

@@ -20,7 +20,7 @@ def units(
     extra_key: str | None,
     salt: str | None,
 ) -> Path:
-    """The first `up_to` tokens as units; a chunk that would be cut is left out with all behind it."""
+    """The first `up_to` tokens as units; a chunk that would be cut is left out with all after it."""
     path: list[Unit] = [("plain" if spans is None else "chunks", extra_key, salt)]
     starts = dict(spans or ())
     position = 0
@@ -75,7 +75,7 @@ class NaiveCache:
             self.marks.pop(path, None)
             self.hits.pop(path, None)
         for path in self.slots:
-            assert len(path) == 2 or path[:-1] in self.slots, f"{path} lost what it stands on"
+            assert len(path) == 2 or path[:-1] in self.slots, f"{path} lost its prefix"
 
     def is_promoted(self, path: Path) -> bool:
         """The mark of the nearest chunk of the first area, at `path` or above; True without one."""

@@ -1,4 +1,4 @@
-"""HashedEncoder one text, one word and one column at a time, with dicts; and the projection by a full decomposition."""
+"""HashedEncoder one text, one word and one column at a time, with dicts. The projection is by a full decomposition."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class NaiveIndex:
         return bool(documents)
 
     def texts(self) -> set[str]:
-        """What the documents that were read say, whoever's row holds it."""
+        """What the documents that were read say, in any row."""
         return {passage.content for document in self.documents.values() for passage in self.cut(document)}
 
     def publish(self) -> None:
@@ -111,7 +111,7 @@ class NaiveIndex:
         return counts
 
     def _rows_of_document(self, name: str) -> list[int]:
-        return [row for row in self.live if self.passages[row].document_id == name]
+        return [row for row in sorted(self.live) if self.passages[row].document_id == name]
 
     def _hide(self, row: int) -> None:
         self.live.discard(row)

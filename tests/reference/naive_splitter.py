@@ -46,21 +46,21 @@ class NaiveSplitter:
         return sum(span_end > start and span_start < end for span_start, span_end in self.spans)
 
     def end_of_passage(self, start: int, fresh: int) -> int | None:
-        """The best end; with less room while the text alone proves too long."""
-        room = self.max_tokens
-        while (end := self.best_end(start, fresh, room)) is not None:
+        """The best end; with fewer tokens while the text alone proves too long."""
+        limit = self.max_tokens
+        while (end := self.best_end(start, fresh, limit)) is not None:
             excess = len(self.tokens.offsets(self.text[start:end])) - self.max_tokens
             if excess <= 0:
                 return end
             if end == fresh + 1:
                 return None
-            room -= excess
+            limit -= excess
         return None
 
-    def best_end(self, start: int, fresh: int, room: int) -> int | None:
+    def best_end(self, start: int, fresh: int, limit: int) -> int | None:
         """The document's end, a paragraph's if half full, a sentence's, a line's, a word's, a token's."""
         fitting = [
-            border for border in self.borders if border.end > fresh and self.num_tokens(start, border.end) <= room
+            border for border in self.borders if border.end > fresh and self.num_tokens(start, border.end) <= limit
         ]
         if fitting and fitting[-1] == self.borders[-1]:
             return fitting[-1].end
@@ -71,7 +71,7 @@ class NaiveSplitter:
             return fitting[-1].end
         if start < fresh and self.begins_sentence(fresh):
             return None
-        cuts = [cut for cut in range(fresh + 1, len(self.text)) if self.num_tokens(start, cut) <= room]
+        cuts = [cut for cut in range(fresh + 1, len(self.text)) if self.num_tokens(start, cut) <= limit]
         if not cuts:
             return None if start < fresh else fresh + 1
         lines = [cut for cut in cuts if self.text[cut] == "\n" and self.half_full(start, cut)]

@@ -1,10 +1,10 @@
 """SGLang's scheduler reduced to what a prefix cache sees: the same calls in the same order, on its real pools.
 
 A request goes match -> load back -> lock -> prefill pieces -> decode -> release; the last step is SGLang's own
-`release_kv_cache`. Slots are counted, so that a double free or a leak shows at once.
+`release_kv_cache`. Slots are counted, so a double free or a leak shows at once.
 
-A batch is first put together (`add`, `extend`), which gives out promises but no slots of its own; `forward` allocates
-and computes. There SGLang dies if room is short, so here it is an assertion.
+A batch is first put together (`add`, `extend`), which gives out promises but no slots of its own. `forward` allocates
+and computes. There SGLang dies if slots are short, so here it is an assertion.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
     """SGLang's slot allocator that refuses a slot which is free already."""
 
     contents: dict[int, Any]
-    """What stands in a slot, for a scheduler that keeps it; a freed slot holds nothing."""
+    """What a slot holds, for a scheduler that keeps it; a freed slot holds nothing."""
 
     def clear(self) -> None:
         super().clear()
@@ -198,10 +198,10 @@ class Scheduler:
         return matched
 
     def extend(self, req: FakeReq, end: int) -> bool:
-        """The next piece of a request under way, up to `end` or the budget, into the batch. False if there is no room."""
+        """The next piece of a request under way, up to `end` or the budget, into the batch. False if slots are short."""
         if self.prefill_budget is not None:
             end = min(end, req.filled + self.prefill_budget - self._num_planned())
-        if end <= req.filled or self._room() < end - req.filled:
+        if end <= req.filled or self._num_free() < end - req.filled:
             return False
         self.batch.append((req, end))
         return True
@@ -224,7 +224,7 @@ class Scheduler:
         self.cache.cache_unfinished_req(req, chunked=True)
 
     def prefill(self, req: FakeReq, num_tokens: int) -> bool:
-        """The next piece, at most `num_tokens`, behind a `stash`. False if there is no room."""
+        """The next piece, at most `num_tokens`, after a `stash`. False if slots are short."""
         if not self.extend(req, min(len(req.all_ids), req.filled + num_tokens)):
             return False
         self.forward()
@@ -255,14 +255,14 @@ class Scheduler:
     def serve(self, req: FakeReq, *, piece: int = 10**6, answer: Sequence[int] = ()) -> int:
         """A whole request at once; returns its matched length."""
         matched = self.admit(req, piece)
-        assert matched is not None, "no room"
+        assert matched is not None, "slots are short"
         while not self.is_prefilled(req):
             self.stash(req)
-            assert self.prefill(req, piece), "no room"
+            assert self.prefill(req, piece), "slots are short"
         if answer:
             self.sample(req, answer[0])
             for token in answer[1:]:
-                assert self.decode(req, token), "no room"
+                assert self.decode(req, token), "slots are short"
         self.release(req, is_insert=True)
         return matched
 
@@ -294,7 +294,7 @@ class Scheduler:
             self.cache.check_integrity()
 
     def _load_back(self, req: FakeReq, num_tokens: int) -> int | None:
-        """Where the first piece ends, behind what is promised."""
+        """Where the first piece ends, after what is promised."""
         end = self._piece_end(req, req.host_hit_length, num_tokens)
         if end is None or not req.host_hit_length:
             return end
@@ -310,7 +310,7 @@ class Scheduler:
         return end
 
     def _piece_end(self, req: FakeReq, promised: int, num_tokens: int) -> int | None:
-        """None where the budget or the room does not allow for it."""
+        """None where the budget or the free slots do not allow for it."""
         start = len(req.prefix_indices) + promised
         end = min(len(req.all_ids), start + num_tokens) if self.is_chunked else len(req.all_ids)
         if self.prefill_budget is not None:
@@ -319,10 +319,10 @@ class Scheduler:
                 end = min(end, start + left)
             if left <= 0 or (not self.is_chunked and self.batch and end - start >= left):
                 return None
-        return end if promised + end - start <= self._room() else None
+        return end if promised + end - start <= self._num_free() else None
 
-    def _room(self) -> int:
-        """Slots that can be had beside those the batch has been told it will get."""
+    def _num_free(self) -> int:
+        """Slots that can be had besides those promised to the batch."""
         return int(self.allocator.available_size() + self.cache.evictable_size()) - self._num_planned()
 
     def _num_planned(self) -> int:
@@ -333,7 +333,7 @@ class Scheduler:
         if self.allocator.available_size() < need:
             self.evict(need - self.allocator.available_size())
         slots = self.allocator.alloc(need)
-        assert slots is not None, f"SGLang dies: no room for {need} tokens of a batch that was admitted"
+        assert slots is not None, f"SGLang dies: no slots for {need} tokens of a batch that was admitted"
         self.rows.write((req.kv.req_pool_idx, slice(end - need, end)), slots.to(torch.int32))
         req.kv.kv_allocated_len = end
 

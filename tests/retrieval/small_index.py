@@ -21,7 +21,7 @@ OPTIONS = BuildOptions(fit_passages=1000, encode_batch=3, bm25_memory_bytes=15_0
 
 
 class WordEncoder:
-    """The sum of a text's words, each a fixed random direction, at length 1. `seed` stands for the weights."""
+    """The sum of a text's words, each a fixed random direction, at length 1. `seed` replaces the weights."""
 
     def __init__(self, *, seed: int = 0, dim: int = DIM) -> None:
         self.seed, self.dim = seed, dim
@@ -68,7 +68,7 @@ def make_documents(texts: Sequence[str], *, prefix: str = "d") -> list[Document]
 
 
 def quiet(stage: str, done: int, total: int | None) -> None:
-    """Nobody watches."""
+    """No progress is shown."""
 
 
 def build(folder: Path, documents: Iterable[Document], *, encoder: Any = None, **changes: Any) -> BuildReport:

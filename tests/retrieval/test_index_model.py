@@ -84,7 +84,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.opened: list[Opened] = []
         self.is_clean = True
         self.patches: list[Any] = [
-            patch("os.fsync"),  # nobody pulls the plug here
+            patch("os.fsync"),  # no power is cut here
             patch.object(build_module, "READ_DOCUMENTS", READ_DOCUMENTS),
         ]
         for each in self.patches:
@@ -158,6 +158,7 @@ class IndexMachine(RuleBasedStateMachine):
             self._build(corpus, encoder)
         except Killed:
             with open(self.folder / VECTORS, "ab") as file:
+                file.truncate(file.tell() // (2 * DIM) * (2 * DIM))  # a writer goes on here, not after half a row
                 file.write(torn)
             self.naive.read(corpus)
         else:

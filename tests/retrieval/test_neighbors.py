@@ -66,7 +66,7 @@ def on_circle(num: int) -> list[list[float]]:
 
 
 def quiet(stage: str, done: int, total: int | None) -> None:
-    """Nobody watches."""
+    """No progress is shown."""
 
 
 def write(index: Index, path: Path, *, n: int = 2) -> int:
@@ -175,7 +175,7 @@ def test_a_real_index(tmp_path: Path) -> None:
     from retrieval.build import BuildOptions, build_index, remove_passages
 
     def never() -> Any:
-        raise AssertionError("nobody takes over d1's text")
+        raise AssertionError("no passage takes over d1's text")
 
     from retrieval.index import IndexSettings
     from retrieval.passage import Document

@@ -53,7 +53,7 @@ def test_equal_to_the_formulas(num_chunks: int, seed: int) -> None:
 
 
 def test_prefix_does_not_depend_on_the_order_of_full_lists() -> None:
-    """So a figure needs no seed beside it; Total does."""
+    """So a figure needs no seed next to it; Total does."""
     random = Random(0)
     requests = [random.sample(range(7), 3) for _ in range(50)]
     backwards = requests[::-1]
@@ -85,7 +85,7 @@ def test_repetition_stays_inside_a_conversation() -> None:
 
 @pytest.mark.data
 def test_ragpulse_as_recorded(data_dir: Path) -> None:
-    """The figures published beside the trace: logged order, each list divided by its own length, repeats as turns' mean."""
+    """The figures published with the trace: logged order, each list divided by its own length, repeats as turns' mean."""
     with gzip.open(data_dir / "ragpulse" / "requests.jsonl.gz", "rt") as lines:
         rows = [json.loads(line) for line in lines]
     requests = [row["passages"] for row in rows]

@@ -164,7 +164,7 @@ def test_split_keeps_a_heading_with_what_follows() -> None:
 
 
 def test_split_cuts_a_long_sentence_between_lines_then_words() -> None:
-    """A table's rows stay whole; a sentence without breaks is cut between words; a word without end between tokens."""
+    """A table's rows stay whole. A sentence without breaks is cut between words. A word without end between tokens."""
     assert words("a b c d e\nf g h i j\nk l m n o", 12) == ["a b c d e\nf g h i j", "k l m n o"]
     assert words("a b c d e f g h i j k l", 8) == ["a b c d e f g h", "i j k l"]
     assert words("a b c d e f g h i j k l", 8, 3) == ["a b c d e f g h", "f g h i j k l"]

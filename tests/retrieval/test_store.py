@@ -50,7 +50,7 @@ def test_passages_that_stay_keep_their_rows(store: PassageStore) -> None:
     assert put(store, "a", ["x", "Y", "z"]) == (1, 0)
     assert live(store) == {"a#0": 0, "a#2": 2, "a#1": 3}
     assert store.removed_rows().tolist() == [1]
-    assert store.get([1])[0].text == "y", "whoever serves an older generation reads it on"
+    assert store.get([1])[0].text == "y", "a server of an older generation reads it on"
 
 
 def test_a_rows_number_is_never_given_again(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_no_alpha_may_be_enough() -> None:
 
 
 def test_quality_that_falls_again() -> None:
-    """The first grid point that suffices is halved in on; what is worse behind it is never asked for."""
+    """The first grid point that suffices is halved in on; a worse point after it is never asked for."""
     good = lambda alpha: float(0.4 <= alpha <= 0.6)  # noqa: E731
     result = calibrate(FakeClient(good), EXAMPLES, target=0.9)
     assert 0.4 <= result["alpha"] <= 0.4 + 0.25 / 2**NUM_HALVINGS
@@ -113,7 +113,7 @@ def test_steps_tell_what_was_recomputed() -> None:
 
 
 def test_chunks_are_stored_in_another_order_first() -> None:
-    """Twice, since a chunk enters the store at its second use; captures are waited for; full prefill has its own salt."""
+    """Twice, since a chunk enters the store at its second use. Captures are waited for. Full prefill has its own salt."""
     client = FakeClient(lambda alpha: 1.0)
     calibrate(client, EXAMPLES[:1], target=0.9)
     warm, again, full, fused = client.chats

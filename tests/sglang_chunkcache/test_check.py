@@ -48,7 +48,7 @@ def answer_with(server: FakeServer, *gates: Any) -> None:
 def test_gates_of_a_running_server(
     server: FakeServer, capsys: pytest.CaptureFixture[str], gates: list[dict[str, Any]], code: int
 ) -> None:
-    """One failed rank fails the check; the table names ranks, the last line is JSON; both have the attention that ran."""
+    """One failed rank fails the check. The table names ranks, the last line is JSON. Both have the attention that ran."""
     answer_with(server, *gates)
     assert main(["--url", server.url]) == code
     *table, line = capsys.readouterr().out.splitlines()
@@ -210,6 +210,7 @@ def test_a_child_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "did not load within" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_the_bundled_model_passes() -> None:
     """The whole command, with SGLang's engine."""
@@ -230,6 +231,7 @@ def test_the_bundled_model_passes() -> None:
     assert gate["attention"]["reason"]
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_a_flag_that_does_not_suit_is_named() -> None:
     """What the server would refuse at start, the check refuses too, in one line."""

@@ -56,7 +56,7 @@ def test_captures_that_never_come_are_an_error(server: FakeServer) -> None:
 
 
 def test_waiting_captures_are_driven_on(server: FakeServer) -> None:
-    """They are done beside a forward, so requests are sent until none waits; without any, none is sent."""
+    """They are done along with a forward, so requests are sent until none waits; without any, none is sent."""
     server.pending = 3
     settle(Client(server.url, None))
     assert [path for path, _ in server.posts] == ["/rag/v1/generate"] * 3

@@ -318,7 +318,7 @@ def test_select_scores_choices_behind_the_same_parts(server: FakeServer, backend
 
 
 def test_select_against_unconditional_likelihood(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    """Methods that compare with the choice alone get as many probabilities for it as behind the prompt."""
+    """Methods that compare with the choice alone get as many probabilities for it as after the prompt."""
 
     @function
     def program(s: Any) -> None:
@@ -386,16 +386,16 @@ def test_keys_and_identity_are_sent(server: FakeServer) -> None:
 
 def test_reuse_and_order_are_sent(server: FakeServer) -> None:
     """With every request; unless given, the server decides."""
-    wish = {"mode": "fused", "selector": "first"}
+    reuse = {"mode": "fused", "selector": "first"}
 
     @function
     def program(s: Any) -> None:
         s += chunks(DOCS) + sgl.gen("answer")
 
-    program.run(backend=ChunkCacheEndpoint(server.url, reuse=wish, order="retriever")).sync()
+    program.run(backend=ChunkCacheEndpoint(server.url, reuse=reuse, order="retriever")).sync()
     program.run(backend=ChunkCacheEndpoint(server.url)).sync()
     given, plain = (body for path, body in server.posts if path == "/rag/v1/generate")
-    assert (given["reuse"], given["order"]) == (wish, "retriever")
+    assert (given["reuse"], given["order"]) == (reuse, "retriever")
     assert not {"reuse", "order"} & set(plain)
 
 

@@ -142,7 +142,7 @@ def test_unsupported_setting_is_named(change: dict[str, Any], named: str) -> Non
 
 
 class Started(Exception):
-    """Stands for the server that would start."""
+    """Replaces the server that would start."""
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_main_without_cuda_starts_where_nothing_needs_it(run: list[Any], flags: 
 def test_main_sparse_attention_without_moved_kv_exits_with_2(
     run: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who asks for it would believe that it runs."""
+    """A user who asks for it would believe that it runs."""
     with pytest.raises(SystemExit) as caught:
         launch_server.main(["--model-path", "m", *SPARSE])
     assert caught.value.code == 2

@@ -51,7 +51,7 @@ def files(tmp_path: Path) -> list[str]:
 def test_every_chunk_alone_then_behind_its_neighbors(
     server: FakeServer, files: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the corpus' order; neighbours nearest first, each once, never the chunk itself; nothing is left waiting."""
+    """In the corpus' order. Neighbours nearest first, each once, never the chunk itself. Nothing is left waiting."""
     assert main(["--url", server.url + "/", *files]) == 0
     assert server.chunks == [("A", []), ("B", []), ("C", []), ("A", ["B", "C"]), ("C", ["A"])]
     assert server.pending == 0
@@ -132,7 +132,7 @@ BAD_CORPUS = [
     ([{"id": "a"}], 1, "text must be"),
     ([{"id": "a", "text": ""}], 1, "text must be"),
     ([{"id": "a", "text": 5}], 1, "text must be"),
-    ([*CORPUS, {"id": "3", "text": "again"}], 4, "id '3' is there twice"),
+    ([*CORPUS, {"id": "3", "text": "again"}], 4, "id '3' occurs twice"),
 ]
 BAD_NEIGHBORS = [
     (["nope"], 1, "not JSON"),
@@ -141,7 +141,7 @@ BAD_NEIGHBORS = [
     ([{"id": "a", "neighbors": "b"}], 1, "neighbors must be a list"),
     ([{"id": "a", "neighbors": [{"id": "b"}]}], 1, "neighbors must be a list"),
     ([{"id": "a", "neighbors": ["b", "x"]}], 1, "neighbor 'x' is not in the corpus"),
-    ([*NEIGHBORS, {"id": "a", "neighbors": []}], 4, "id 'a' is there twice"),
+    ([*NEIGHBORS, {"id": "a", "neighbors": []}], 4, "id 'a' occurs twice"),
 ]
 
 
@@ -204,6 +204,6 @@ def test_exact_server_is_named(server: FakeServer, files: list[str], capsys: pyt
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
 def test_no_server_is_one_line(url: str, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody listens, or it is no address."""
+    """No server listens, or it is no address."""
     assert main(["--url", url, *files]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -194,7 +194,7 @@ def test_chat_template_equals_the_pieces(tokenizer: Any) -> None:
 
 
 def test_files_stay_small() -> None:
-    """They are in git: everyone who clones pays for them."""
+    """They are in git: every clone downloads them."""
     files = [path for path in model_dir().iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= MAX_BYTES
 

@@ -363,8 +363,8 @@ def test_runs_over_the_maximum_do_not_grow_the_tiles() -> None:
     scattered = make_request(range(0, 64, 2), 64)
     alone = plan_sparse([scattered], tile_rows=2).launches[-1]
     many_runs = [make_request(range(60, 64), 64)] * 20
-    beside = plan_sparse([scattered, *many_runs], tile_rows=2, max_indices=1060).launches[-1]
-    assert sizes(beside) == sizes(alone)
+    together = plan_sparse([scattered, *many_runs], tile_rows=2, max_indices=1060).launches[-1]
+    assert sizes(together) == sizes(alone)
 
 
 @given(

@@ -45,7 +45,7 @@ def attend(cls: type, lens: list[tuple[int, int]], dtype: torch.dtype, **kwargs:
 @pytest.mark.parametrize("lens", [[(0, 7)], [(9, 1)], [(9, 5)], [(40, 13), (0, 3), (1, 1), (20, 20)]], ids=repr)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 def test_equals_sglangs(lens: list[tuple[int, int]], dtype: torch.dtype, tolerance: float) -> None:
-    """Behind prefixes of any length, several sequences at once, grouped heads. One key too many is seen in the second digit."""
+    """After prefixes of any length, several sequences at once, grouped heads. One key too many is seen in the second digit."""
     expected, got = attend(TorchNativeAttnBackend, lens, dtype), attend(UnpaddedAttention, lens, dtype)
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
 

@@ -54,6 +54,8 @@ def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.Monk
     rag = Asked(bench.plan("q", A))
 
     class Manager:
+        incremental_streaming_output = False
+
         async def generate_request(self, obj: Any, request: Any) -> AsyncIterator[Any]:
             for ids in ([65], [65, 66], [65, 66, 67]):
                 yield make_output(ids, 0, None, 0, None)

@@ -43,7 +43,7 @@ def make_request(rag: Any = None, *, is_gone: bool = False) -> Any:
 
 
 def make_obj(*, stream: bool = True) -> Any:
-    return SimpleNamespace(stream=stream, sampling_params={"n": 1}, routed_dp_rank=None)
+    return SimpleNamespace(stream=stream, sampling_params={"n": 1}, routed_dp_rank=5)
 
 
 def output(*ids: int, reason: str | None = None, index: int = 0) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_whole_answer_is_released_before_it_is_handed_out() -> None:
 
 
 def test_scheduler_is_told_and_the_rank_named() -> None:
-    """With the parameters that the client sent; one rank alone needs no name."""
+    """With the parameters that the client sent. One rank alone needs no name, whatever rank the client named."""
     for num_ranks, rank in ((2, 0), (1, None)):
         bench, manager = Bench(num_ranks=num_ranks), Manager(output(65))
         rag = Asked(bench.plan("q", A))

@@ -15,13 +15,13 @@ pytest.importorskip("sglang")
 
 from sglang.srt.utils.auth import AuthLevel
 
-from sglang_chunkcache.front.app import App
 from sglang_chunkcache.front.engine import Engine
+from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes
 from sglang_chunkcache.front.search import RagSearch
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation, Report, Source
-from sglang_chunkcache.wire.spans import MARK_KEY, unpack
+from sglang_chunkcache.wire.spans import MARK_KEY, checked, unpack
 from sglang_chunkcache.wire.state import ExplainRequest, RankState
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 from tests.sglang_chunkcache.front.front_bench import SECRET, A, B, Bench, make_output
@@ -41,6 +41,8 @@ rag_chat_completions, rag_generate, rag_retrieve = Routes.rag_chat_completions, 
 
 class Manager:
     """SGLang's: answers every request with one token, and state requests with what each rank found."""
+
+    incremental_streaming_output = False
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.sent = bench, list[Any]()
@@ -98,10 +100,10 @@ def call() -> Iterator[MakeServer]:
         chat = SimpleNamespace(
             check=lambda request: None, template_kwargs=lambda request: None, default_chat_template_kwargs={}
         )
-        app = App(bench.config)
-        vars(app).update(books=bench.books, drafter=bench.drafter, planner=bench.planner, search=search, chat=chat)
-        vars(app).update(engine=Engine(manager, bench.books))
-        routes = Routes(app)
+        parts = Parts(bench.config)
+        vars(parts).update(books=bench.books, drafter=bench.drafter, planner=bench.planner, search=search, chat=chat)
+        vars(parts).update(engine=Engine(manager, bench.books))
+        routes = Routes(parts)
 
         def send(endpoint: Endpoint, body: Any = None) -> tuple[int, Any]:
             async def read() -> bytes:
@@ -154,10 +156,8 @@ def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
     assert (plan["sources"][0]["chunk"], plan["sources"][0]["end"]) == ("a", 15)
     asked = manager.sent[0]
     assert (len(asked.input_ids), asked.extra_key, asked.cache_salt) == (plan["prompt_tokens"], None, None)
-    spans = unpack(asked.custom_params, array("q", asked.input_ids), secret=SECRET)
-    assert spans is not None
-    assert spans.fusion is not None
-    assert spans.fusion.recipe == plan["reuse"]["recipe"]
+    assert checked(asked.spans, array("q", asked.input_ids)) == asked.spans
+    assert asked.spans.fusion.recipe == plan["reuse"]["recipe"]
     assert bench.books.stats() == before
     send(chunkcache_explain, body)
     assert (manager.sent[1].extra_key, manager.sent[1].cache_salt) == ("k", "s")

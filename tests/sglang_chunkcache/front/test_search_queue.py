@@ -58,8 +58,8 @@ def ids(found: Found | BaseException) -> list[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait, with the event loop running, at most five seconds."""
-    deadline = time.monotonic() + 5
+    """Wait, with the event loop running, at most a minute."""
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)

@@ -3,7 +3,7 @@
     elsewhere   head | C | A | E | B                     computed there; A and C stay on the device, B and E are stored
     prompt      head | A | B | text | C | D | E | question    D and the text are gaps
 
-Promised slots hold NaN before, so whoever reads one too early, or forgets to write one, is seen.
+Promised slots hold NaN before, so a test sees code that reads one too early or forgets to write one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.fusion.store import Variant
+from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 from tests import models
 from tests.models import FAMILIES, kv_of, logits_of, make_row, prefill
@@ -93,7 +94,8 @@ class Scene:
         self.sources: dict[str, Any] = {}
         for name in "AC":
             start, end = THERE[name]
-            node = SimpleNamespace(value=SOURCE[start:end], start=start, prefix=self.prefix_there(name), scores=None)
+            node = SimpleNamespace(value=SOURCE[start:end])
+            facts(node).start, facts(node).prefix = start, self.prefix_there(name)
             self.sources[name] = DeviceCopy(node)
         captured = self.fusion_pass.capture([self.capture(name) for name in "BE"])
         for name, (blob, scores) in zip("BE", captured, strict=True):
@@ -110,7 +112,7 @@ class Scene:
         )
 
     def move(self, reuse: FusionRequest, *, target: Tensor = TARGET, row: int = 1, question: bool = True) -> Move:
-        """The promised region, NaN so far, behind the head of the reference."""
+        """The promised region, NaN so far, after the head of the reference."""
         slots = torch.cat([REFERENCE[: LENS["head"]], target[LENS["head"] : END]])
         for buffer in (*self.runner.token_to_kv_pool.k_buffer, *self.runner.token_to_kv_pool.v_buffer):
             buffer[slots[LENS["head"] :]] = float("nan")
@@ -133,7 +135,7 @@ class Scene:
         )
 
     def answer(self, row: int = 1) -> Tensor:
-        """The last token's logits behind what was filled."""
+        """The last token's logits after what was filled."""
         ids = tokens_of((*PROMPT, "question"))
         return logits_of(
             self.runner, run_virtual(self.runner, req_pool_index=row, runs=[(END, len(ids))], token_ids=ids)
@@ -443,7 +445,7 @@ def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
 
 
 def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
-    """A source that nobody can read is an error of ours, not a wrong answer."""
+    """A source that no tier can read is an error of ours, not a wrong answer."""
     move = scene.move(asked("none", 0.0))
     odd = SimpleNamespace(where="tape", prefix=(), scores=None, preprocessed=False)
     pieces = tuple(replace(p, source=odd) if p.chunk == "A" else p for p in move.plan.pieces)
@@ -457,7 +459,7 @@ def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
 
 
 def test_captures_are_scored_unless_switched_off(scene: Scene) -> None:
-    """Scores say what stood before; the copy is the source's KV."""
+    """Scores say what came before; the copy is the source's KV."""
     capture = scene.capture("E")
     ((blob, scores),) = scene.fusion_pass.capture([capture])
     assert scores is not None

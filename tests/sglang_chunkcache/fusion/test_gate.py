@@ -84,7 +84,7 @@ def test_what_says_nothing(change: dict[str, Any]) -> None:
 
 
 def test_figures_are_told_with_their_limits() -> None:
-    """What stands in the refusal and in the command's JSON."""
+    """What the refusal and the command's JSON say."""
     told = FIGURES.as_dict()
     assert (told["moved_ulps"], told["max_ulps"], told["max_logit_error"]) == (1.0, 5.0, FIGURES.max_logit_error)
     assert "1.50 by way of the store (limit 5.00)" in str(FIGURES)
@@ -366,18 +366,20 @@ def test_dummy_weights_pass_and_say_nothing(half: Any) -> None:
 def offered(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer is there."""
     choice = on_flashinfer(half, "fa2"), attention_choice.described("sparse", "the fastest here", "fa2", {"fa2": 1.0})
-    monkeypatch.setattr(attention_choice, "create", lambda runner, wish: choice if wish != "masked" else (None, {}))
+    monkeypatch.setattr(
+        attention_choice, "create", lambda runner, setting: choice if setting != "masked" else (None, {})
+    )
 
 
-def gated(runner: Any, wish: str) -> Any:
-    return gated_attention(runner, table_of(runner), params_of(runner), wish)
+def gated(runner: Any, setting: str) -> Any:
+    return gated_attention(runner, table_of(runner), params_of(runner), setting)
 
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("offered")
-@pytest.mark.parametrize("wish", ["auto", "sparse"])
-def test_what_passes_is_taken(half: Any, wish: str) -> None:
-    sparse, attention, figures = gated(half, wish)
+@pytest.mark.parametrize("setting", ["auto", "sparse"])
+def test_what_passes_is_taken(half: Any, setting: str) -> None:
+    sparse, attention, figures = gated(half, setting)
     assert isinstance(sparse, FlashInferSparse)
     assert (attention["kind"], attention["kernel"]) == ("sparse", "fa2")
     assert figures.passed
@@ -416,9 +418,9 @@ def test_auto_gives_up_what_raises(half: Any, monkeypatch: pytest.MonkeyPatch, n
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(FlashInferSparse, name, fail)
-    room = half.token_to_kv_pool_allocator.available_size()
+    free = half.token_to_kv_pool_allocator.available_size()
     sparse, attention, figures = gated(half, "auto")
     assert sparse is None
     assert "no kernel image" in attention["reason"]
     assert figures.passed
-    assert half.token_to_kv_pool_allocator.available_size() == room
+    assert half.token_to_kv_pool_allocator.available_size() == free

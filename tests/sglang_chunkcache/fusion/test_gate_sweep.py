@@ -3,6 +3,11 @@
     launch/test.sh -m nightly -k gate_sweep
 
 A right run has each figure within its limit, a mistake has one beyond it. The sweep prints how far, in multiples of the limit.
+On an Intel Xeon with AVX-512, seven families, 200 token seeds each:
+
+    dtype       worst of 2,800 right runs               weakest of 8,400 mistakes
+    float32     .60 (a layer-0 key, 2.4 units)          1,550 (sees one key more)
+    bfloat16    .49                                     3.0 (sees one key more; one position off 10.9, a stale layer 19)
 """
 
 from __future__ import annotations

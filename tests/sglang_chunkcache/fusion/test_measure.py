@@ -99,7 +99,7 @@ def question_of(tokens: Tensor, visible: Tensor, chunks: tuple[tuple[int, int], 
     return QuestionProbe(tokens[END:], torch.arange(END, len(tokens)), SLOTS[visible], visible, chunks, END)
 
 
-@pytest.mark.parametrize("weight_bytes", [1, 128 << 20])
+@pytest.mark.parametrize("weight_bytes", [1, pytest.param(128 << 20, marks=pytest.mark.nightly)])
 def test_question_evidence_is_the_questions_attention(
     runner: Any, monkeypatch: pytest.MonkeyPatch, weight_bytes: int
 ) -> None:
@@ -113,7 +113,7 @@ def test_question_evidence_is_the_questions_attention(
     ]
     with untouched(runner):
         evidence = question_evidence(runner, requests)
-    # The oracle writes the question's K/V behind the chunks.
+    # The oracle writes the question's K/V after the chunks.
     for question, chunks, (last, by_layer) in zip(asked, (CHUNKS, CHUNKS[1:2]), evidence, strict=True):
         with captured(runner) as queries:
             row = make_row(runner, SLOTS)
@@ -190,7 +190,9 @@ def test_deviation_is_nothing_where_kv_is_exact(runner: Any) -> None:
     assert evidence.max() < 1e-8
 
 
-@pytest.mark.parametrize("weight_bytes", [1, 4 * 4 * 27 * 2, 128 << 20])
+@pytest.mark.parametrize(
+    "weight_bytes", [4 * 4 * 27 * 2, *(pytest.param(limit, marks=pytest.mark.nightly) for limit in (1, 128 << 20))]
+)
 def test_scores_are_means_of_the_chunks_attention(
     runner: Any, monkeypatch: pytest.MonkeyPatch, weight_bytes: int
 ) -> None:
@@ -251,7 +253,7 @@ def test_ranks_add_up_their_heads(runner: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_model_of_one_layer_is_compared_in_it() -> None:
-    """There the K/V differs only where other tokens stand in the pool."""
+    """There the K/V differs only where the pool holds other tokens."""
     runner = models.runner("llama", num_layers=1)
     tokens, others = make_tokens(0), make_tokens(0)
     others[30] = (others[30] + 1) % 128

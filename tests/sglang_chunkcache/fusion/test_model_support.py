@@ -1,4 +1,4 @@
-"""Every reason why KV cannot be moved, one by one; and a real engine's model, which has none.
+"""Every reason why KV cannot be moved, one by one, and a real engine's model, which has none.
 
 Server arguments, pool, attention and rotary modules are SGLang's own; the runner around them is a fake whose attributes are
 compared with a real one's.
@@ -103,7 +103,7 @@ def test_nothing_against_a_plain_model() -> None:
 
 
 def test_kv_written_by_the_rotary_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's Qwen3-MoE does so on CUDA in bfloat16: its K/V would go past our passes into a slot that nobody reads."""
+    """SGLang's Qwen3-MoE does so on CUDA in bfloat16: its K/V would go past our passes into a slot that is never read."""
     from sglang.srt.models import qwen3_moe
 
     runner = make_runner()
@@ -338,9 +338,21 @@ print(json.dumps({
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3", marks=pytest.mark.nightly)])
+def test_runner_of_a_real_model() -> None:
+    """The model and pool that SGLang makes have nothing against them, and all attributes that are read here."""
+    from tests import models
+
+    real, fake = models.runner("llama"), make_runner()
+    assert unsupported(real, real.server_args) == []
+    assert [name for name in vars(fake) if not hasattr(real, name)] == []
+    assert [name for name in vars(fake.model_config) if not hasattr(real.model_config, name)] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_real_model(family: str, tmp_path: Path) -> None:
-    """The model and pool that SGLang makes have nothing against them, and all attributes that are read here.
+    """The same from SGLang's own loader, with a context longer than the model's.
 
     In a process of its own, for SGLang's configuration is global.
     """

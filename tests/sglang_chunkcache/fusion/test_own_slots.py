@@ -83,7 +83,7 @@ def rag(*chunks: Sequence[int], reuse: FusionRequest | None = None) -> FakeReq:
 
 
 def promise(reuse: FusionRequest = HALF) -> tuple[FusedScheduler, FakeReq]:
-    """head | D | B, whose B has the slots of the B behind A; not filled yet."""
+    """head | D | B, whose B has the slots of the B after A; not filled yet."""
     scheduler = FusedScheduler(100, config(reuse="fused"))
     scheduler.serve(rag(A, B))
     req = rag(D, B, reuse=reuse)

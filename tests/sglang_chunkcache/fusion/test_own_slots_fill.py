@@ -1,4 +1,4 @@
-"""Chunks that keep their source's position, on real SGLang models: who shares slots computes what he would with copies.
+"""Chunks that keep their source's position, on real SGLang models: shared slots give the answers that copies give.
 
     owner    head | A | B | question     computed exactly, and still answering
     one      head | D | B | question     B's rows are the owner's; critical tokens have slots of their own
@@ -66,7 +66,7 @@ class EngineScheduler(Scheduler):
         self.allocator.clear()
         self.rows.clear()
         for buffer in (*runner.token_to_kv_pool.k_buffer, *runner.token_to_kv_pool.v_buffer):
-            buffer.fill_(float("nan"))  # whoever reads what nobody wrote is seen
+            buffer.fill_(float("nan"))  # a read of what was never written is seen
         settings = config(reuse="fused", scoring="off", **knobs)
         self.cache = ChunkRadixCache(CacheInitParams(False, self.rows, self.allocator, 1), settings)
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
@@ -174,7 +174,7 @@ def alone(runner: Any, first: str, reuse: FusionRequest | None) -> tuple[Tensor,
 
 @pytest.mark.parametrize("attention", ["masked", "reference"])
 def test_requests_recompute_different_tokens_of_one_chunk(runner: Any, attention: str) -> None:
-    """In one batch, beside the owner of the shared slots; then all decode together. KV and logits are those of requests with
+    """In one batch with the owner of the shared slots; then all decode together. KV and logits are those of requests with
     copies of their own, those of the last one an ordinary prefill's, and the shared slots keep every bit."""
     expected = [alone(runner, *each) for each in (("A", None), ("D", ONE), ("E", TWO), ("F", None))]
     scheduler = EngineScheduler(runner, attention)

@@ -62,7 +62,7 @@ def plan_of(
     fusion: FusionRequest = NONE,
     limits: Limits = ROOMY,
 ) -> ReusePlan:
-    """`sources` as letters: one copy computed behind nothing each."""
+    """`sources` as letters: one copy each, computed after nothing."""
     known: Mapping[str, Sequence[Candidate]] = (
         {letter: [Copy()] for letter in sources} if isinstance(sources, str) else sources
     )
@@ -92,7 +92,7 @@ def test_gap_is_promised_where_a_hit_follows() -> None:
 
 
 def test_trailing_gap_is_left_to_the_prefill() -> None:
-    """Nothing behind B is cached: an ordinary prefill computes it as well."""
+    """Nothing after B is cached: an ordinary prefill computes it as well."""
     assert pieces(plan_of("AAABBB..", "A")) == [(0, 3, True)]
 
 
@@ -105,7 +105,7 @@ def test_text_before_the_first_hit_is_a_gap_too() -> None:
 
 
 def test_text_between_chunk_areas_is_a_gap() -> None:
-    """A conversation's earlier answer stands between two areas."""
+    """A conversation's earlier answer is between two areas."""
     assert pieces(plan_of("AAA...BB.", "AB")) == [(0, 3, True), (3, 6, False), (6, 8, True)]
 
 
@@ -128,7 +128,7 @@ def test_what_is_cached_already_is_not_planned() -> None:
 
 
 def test_fresh_spans_are_computed_though_a_source_exists() -> None:
-    """FusionRAG preprocesses a chunk behind its neighbours: that chunk itself must not be moved."""
+    """FusionRAG preprocesses a chunk after its neighbours: that chunk itself must not be moved."""
     fusion = FusionRequest("none", 0.0, "r", fresh=frozenset({1}))
     assert pieces(plan_of("AABBCC.", "ABC", fusion=fusion)) == [(0, 2, True), (2, 4, False), (4, 6, True)]
 
@@ -233,9 +233,9 @@ def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[l
 # From where
 
 
-def chosen(options: Sequence[Copy], *, behind: str = "AB", selector: str = "query") -> Candidate:
-    """What chunk Z is moved from where it stands behind `behind`."""
-    plan = plan_of(f"{behind}ZZ.", {"Z": options}, fusion=make_request(selector))
+def chosen(options: Sequence[Copy], *, after: str = "AB", selector: str = "query") -> Candidate:
+    """What chunk Z is moved from in a prompt that has it after the chunks `after`."""
+    plan = plan_of(f"{after}ZZ.", {"Z": options}, fusion=make_request(selector))
     source = plan.pieces[-1].source
     assert source is not None
     return source
@@ -271,7 +271,7 @@ def test_among_equals_the_one_at_the_same_position_is_taken(selector: str) -> No
 
 @pytest.mark.parametrize(("start", "stays"), [(2, True), (3, False), (None, False)])
 def test_piece_stays_where_its_source_stands(start: int | None, stays: bool) -> None:
-    """KV in host memory stands at no position."""
+    """KV in host memory has no position."""
     (*_, piece) = plan_of("ABZZ.", {"Z": [Copy(start=start)]}).pieces
     assert piece.stays == stays
     assert not plan_of("ABZZ.", "Z").pieces[0].stays  # a gap
@@ -294,7 +294,7 @@ def test_piece_carries_the_fix_overhead_of_a_scored_source() -> None:
 
 
 def test_set_takes_one_cached_chain_only() -> None:
-    """SET-CACHE: B behind A and A behind nothing serve "BA"; C, not of that chain, is computed."""
+    """SET-CACHE: B after A and A after nothing serve "BA"; C, not of that chain, is computed."""
     sources = {"A": [Copy()], "B": [Copy(ids("X")), Copy(ids("A"))], "C": [Copy()]}
     plan = plan_of("BBAAC..", sources, fusion=make_request("set"))
     assert pieces(plan) == [(0, 2, True), (2, 4, True)]
@@ -303,7 +303,7 @@ def test_set_takes_one_cached_chain_only() -> None:
 
 
 def test_set_counts_chunks_of_the_exact_prefix() -> None:
-    """The chain's first chunk is cached where it stands; the second is moved because of it."""
+    """The chain's first chunk is cached at its place; the second is moved because of it."""
     sources = {"A": [Copy()], "B": [Copy(ids("A"))]}
     assert pieces(plan_of("AA.BB.", sources, start=2, fusion=make_request("set"))) == [(2, 3, False), (3, 5, True)]
 

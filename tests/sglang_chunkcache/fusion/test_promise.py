@@ -1,4 +1,4 @@
-"""`Fuser` in the scheduler's order of calls, case by case; test_fuser_model.py drives it through random lives."""
+"""`Fuser` in the scheduler's order of calls, case by case; test_promise_model.py drives it through random lives."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import ChunkIdentity
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
+from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import ExplainRequest
 from tests.reference.fused_scheduler import KV, FusedScheduler
-from tests.reference.scheduler import FakeReq, answer_of, config, marked, walk
+from tests.reference.scheduler import SECRET, FakeReq, answer_of, config, marked, walk
 
 HEAD, A, B, C, D, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [6, 6, 6, 6], [30, 31, 32]
 OTHER_HEAD = [95, 96, 97]
@@ -245,8 +246,10 @@ def test_explain_tells_the_plan_and_changes_nothing() -> None:
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     req = fused(D, B)
+    spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=SECRET)
+    assert spans is not None
     before = scheduler.tree_slots(), scheduler.cache.log.seq
-    asked = ExplainRequest(list(req.origin_input_ids), req.sampling_params.custom_params, None, None)
+    asked = ExplainRequest(list(req.origin_input_ids), spans, None, None)
     found = (Source(2, 6, 0, "gap"), Source(6, 9, 1, "device", 1))
     assert scheduler.cache.explain(asked) == Explanation(2, 0, 9, found)
     assert (scheduler.tree_slots(), scheduler.cache.log.seq) == before

@@ -1,8 +1,8 @@
 """Exact, fused and plain requests interleaved, driven by Hypothesis through the scheduler's order of calls.
 
-The pool knows what stands in each slot (tests/reference/fused_scheduler.py). After every step each slot has one owner or
+The pool knows what each slot holds (tests/reference/fused_scheduler.py). After every step each slot has one owner or
 nodes that are booked as sharing it, sizes count it once, locks are what holders explain, nodes hold what their keys say, and
-nothing exact ever stands on approximate KV.
+no exact KV is ever computed over approximate KV.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ AREAS = st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_
 KEEP = st.frozensets(st.integers(0, 4), max_size=3)
 SALTS = st.integers(0, 9).map(lambda x: "salt" if x == 9 else None)
 STAYING = st.builds(
-    lambda first, behind: ((9,), [[first, *behind]], None),
+    lambda first, after: ((9,), [[first, *after]], None),
     st.sampled_from(CHUNKS[:2]),
     st.sampled_from([(CHUNKS[2],), (CHUNKS[2], CHUNKS[3]), (CHUNKS[3], CHUNKS[2]), (CHUNKS[2], CHUNKS[2])]),
 )
-"""What stands behind the first chunk was computed behind either, at the same position."""
+"""The chunks after the first one were computed after either, at the same position."""
 SHAPES = st.tuples(st.sampled_from(HEADS), AREAS, SALTS)
 RECIPES = (
     FusionRequest("none", 0.0, "none"),
@@ -67,7 +67,7 @@ def make_live(
     keep: Iterable[int],
     is_preprocessing: bool,
 ) -> Live:
-    """Head, then every area with `tail` behind it."""
+    """Head, then every area with `tail` after it."""
     ids, spans = list(head), []
     for area in areas:
         for chunk in area:
@@ -163,7 +163,7 @@ class FuserMachine(RuleBasedStateMachine):
         moves: tuple[int, ...] | None,
     ) -> None:
         """Begin one, and in the same batch maybe another with the same chunks and one more, asked otherwise (`again`),
-        behind the same head or another (`moves`).
+        after the same head or another (`moves`).
 
         `evicted`: tokens that leave between the match and the promise.
         """
@@ -334,7 +334,7 @@ class FuserMachine(RuleBasedStateMachine):
             assert not self._fits(live.req, piece), "nothing runs and it would fit, and yet it waits"
 
     def _fits(self, req: FakeReq, piece: int) -> bool:
-        """Whether SGLang alone would have admitted it: its first piece behind what is matched, in what is free or idle."""
+        """Whether SGLang alone would have admitted it: its first piece after what is matched, in what is free or idle."""
         self.scheduler.match(req)
         need = len(req.all_ids) - len(req.prefix_indices)
         if self.scheduler.is_chunked:

@@ -1,12 +1,15 @@
-"""`Fuser` where chunks keep their source's position and share its slots (FusionRAG 4.3), case by case as in test_fuser.py."""
+"""`Fuser` where chunks keep their source's position and share its slots (FusionRAG 4.3), case by case as in test_promise.py."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("sglang")
 
 from radix_ext import IntegrityError
+from sglang_chunkcache.fusion import promise
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.fused_scheduler import FusedScheduler
@@ -29,7 +32,7 @@ from tests.sglang_chunkcache.fusion.test_promise import (
 )
 
 E = [9, 8, 9, 8]
-"""As long as A and D: what stands behind keeps its position."""
+"""As long as A and D: the chunks after it keep their positions."""
 B_PLACE = slice(len(HEAD) + len(A), len(HEAD) + len(A) + len(B))
 
 
@@ -134,7 +137,7 @@ def test_request_of_the_same_batch_sees_slots_taken_later() -> None:
 
 
 def test_slots_outlive_their_source() -> None:
-    """They leave with their last holder; a source evicted frees what nobody shares."""
+    """They leave with their last holder; an evicted source frees the slots that no other node holds."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, tail=[30]))
     req = fused(D, B, fusion=asks("query", 0.5))
@@ -151,7 +154,7 @@ def test_slots_outlive_their_source() -> None:
 
 
 def test_source_outlives_those_who_share_it() -> None:
-    """It is found, exact, by whoever asks for it."""
+    """An exact request for it finds it."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B), answer=[50])
     scheduler.serve(fused(D, B), answer=[50])
@@ -180,7 +183,7 @@ def test_source_whose_slots_a_running_request_holds_is_evicted_last() -> None:
 @pytest.mark.parametrize("exclusive_slots", ["on", "off"])
 @pytest.mark.parametrize("eviction", ["lru", "reused"])
 def test_cold_chunks_leave_before_hot_ones(eviction: str, exclusive_slots: str) -> None:
-    """Also where two that nobody asks for any more share slots: alone neither frees them, and what is left of the pool would
+    """Also where two that no request asks for any more share slots: alone neither frees them, and what is left of the pool would
     be theirs and their prefixes' for good."""
     scheduler = make_scheduler(100, eviction=eviction, exclusive_slots=exclusive_slots, window_requests=3)
     scheduler.serve(rag(A, B))
@@ -236,7 +239,7 @@ def test_critical_tokens_without_slots_stay_as_moved(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("capacity", "recomputed"), [(60, 3), (36, 1)], ids=["roomy", "full"])
 def test_failing_pass_computes_what_has_slots(capacity: int, recomputed: int) -> None:
-    """All of it where there is room; else shared KV stays as moved, which is KV all the same."""
+    """All of it where slots are free; else shared KV stays as moved, which is KV all the same."""
     scheduler = make_scheduler(capacity)
     scheduler.serve(rag(A, B, tail=[30, 31]))
     keeper = rag(A, B, tail=[30, 31])
@@ -273,3 +276,18 @@ def test_check_integrity_names_shared_slots_that_are_not_booked() -> None:
     scheduler.cache.shared.leave(facts(node_of(scheduler, HEAD, D, B, recipe="r")).holding)
     with pytest.raises(IntegrityError, match="two owners"):
         scheduler.cache.check_integrity()
+
+
+@pytest.mark.parametrize("step", ["_insert", "_move", "share", "OwnSlots"])
+def test_error_in_the_middle_of_a_commit_takes_nothing(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Locks, slots and nodes are as before, each slot with one owner."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    before = sorted(scheduler.tree_slots()), scheduler.allocator.available_size(), scheduler.cache.num_reserved
+    owner = {"share": scheduler.cache, "_insert": scheduler.fuser}.get(step, promise)
+    monkeypatch.setattr(owner, step, mock.Mock(side_effect=RuntimeError("planted")))
+    with pytest.raises(RuntimeError, match="planted"):
+        scheduler.admit(fused(D, B, fusion=asks("query", 0.5)), 100)
+    after = sorted(scheduler.tree_slots()), scheduler.allocator.available_size(), scheduler.cache.num_reserved
+    assert after == before
+    scheduler.cache.check_integrity()

@@ -153,7 +153,7 @@ def test_recomputing_everything_equals_prefill(
     """All of a spoiled region in one pass, as one sequence or 55: K/V of all layers and the next token of a prefill."""
     logits = prefill(runner, prompt.tolist(), REFERENCE)
     assert is_decided(runner, logits)
-    slots = torch.cat([REFERENCE[:start], TARGET[start:]])  # behind an exact prefix
+    slots = torch.cat([REFERENCE[:start], TARGET[start:]])  # after an exact prefix
     spoil(runner, TARGET)
     hidden = run_pass(runner, sequences_of(prompt, slots, start, run_len), sparse=sparse)
     assert hidden is not None

@@ -352,7 +352,7 @@ SLOTS = {
 @pytest.mark.parametrize(("source", "target"), SLOTS.values(), ids=SLOTS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_copy_moved(source: list[int], target: list[int], dtype: torch.dtype) -> None:
-    """All layers, also where a token stays in its slot; values bit by bit, keys as in one layer; no other slot is touched."""
+    """All layers, also where a token stays in its slot. Values bit by bit, keys as in one layer. No other slot is touched."""
     case = CASES["partial"]
     pool, table = make_pool(case, dtype, v_head_dim=12, start_layer=5), table_of(case)
     old_keys, old_values = contents(pool)

@@ -1,7 +1,7 @@
-"""The kernel equals torch, bit by bit: in Triton's interpreter, and on CUDA where there is one; and what it compiles to.
+"""The kernel equals torch, bit by bit: in Triton's interpreter, and on CUDA where there is one. Also what it compiles to.
 
 Triton's interpreter cuts bits off where it goes from float32 to bfloat16, and loses subnormals on the way back. The device
-rounds to the nearest, which the compiled code below is asked about, so here torch's conversion stands in for the interpreter's.
+rounds to the nearest, which the compiled code below is asked about, so here torch's conversion replaces the interpreter's.
 """
 
 from __future__ import annotations
@@ -87,19 +87,19 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 class Shape(NamedTuple):
-    """Of a pool. Of the case's pairs the last `dropped` are left out, and `behind` numbers do not turn."""
+    """Of a pool. Of the case's pairs the last `dropped` are left out, and `unturned` numbers do not turn."""
 
     case: str
     dtype: torch.dtype
     num_layers: int = 2
     num_heads: int = 2
-    behind: int = 0
+    unturned: int = 0
     v_head_dim: int = 32
     dropped: int = 0
 
     @property
     def head_dim(self) -> int:
-        return CASES[self.case].rotary_dim - 2 * self.dropped + self.behind
+        return CASES[self.case].rotary_dim - 2 * self.dropped + self.unturned
 
     def table(self, device: str) -> RotaryTable:
         whole = table_of(CASES[self.case])
@@ -161,7 +161,7 @@ shapes = st.builds(
     dtype=st.sampled_from(DTYPES),
     num_layers=st.integers(1, 3),
     num_heads=st.integers(1, 5),
-    behind=st.sampled_from([0, 0, 1, 8, 48]),
+    unturned=st.sampled_from([0, 0, 1, 8, 48]),
     v_head_dim=st.sampled_from([1, 7, 24, 64]),
     dropped=st.sampled_from([0, 0, 1, 3]),
 )
@@ -169,10 +169,10 @@ shapes = st.builds(
 
 @given(st.sampled_from(KINDS), shapes, st.sampled_from([1, 2, 4]), st.integers(0, 9))
 @example("move", Shape("llama", torch.bfloat16), 4, 4)
-@example("move", Shape("interleaved partial", torch.float16, num_heads=3, behind=7), 2, 5)
+@example("move", Shape("interleaved partial", torch.float16, num_heads=3, unturned=7), 2, 5)
 @example("move", Shape("qwen2", torch.bfloat16, num_heads=3, v_head_dim=24, dropped=12), 2, 3)
-@example("move", Shape("interleaved", torch.bfloat16, num_heads=3, behind=1, dropped=6), 2, 3)
-@example("write", Shape("partial", torch.bfloat16, num_layers=3, num_heads=5, behind=48, v_head_dim=7), 4, 9)
+@example("move", Shape("interleaved", torch.bfloat16, num_heads=3, unturned=1, dropped=6), 2, 3)
+@example("write", Shape("partial", torch.bfloat16, num_layers=3, num_heads=5, unturned=48, v_head_dim=7), 4, 9)
 @example("read", Shape("interleaved", torch.float32, num_heads=1), 1, 1)
 @settings(max_examples=examples(60))
 def test_equals_torch(rig: Rig, kind: str, shape: Shape, block: int, num_tokens: int) -> None:
@@ -196,8 +196,8 @@ def test_blocks_as_in_service(rig: Rig, kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["partial", "interleaved partial"])
 def test_what_does_not_turn_keeps_every_bit(rig: Rig, name: str, dtype: torch.dtype) -> None:
-    """Random bits, NaNs of any payload among them: values, numbers behind `rotary_dim`, and all of a move by 0."""
-    shape = Shape(name, dtype, behind=48)
+    """Random bits, NaNs of any payload among them: values, numbers past `rotary_dim`, and all of a move by 0."""
+    shape = Shape(name, dtype, unturned=48)
     pool, table = make_pool(shape, rig.device), shape.table(rig.device)
     bits = BITS[dtype.itemsize]
     for buffer in (*pool.k_buffer, *pool.v_buffer):

@@ -1,4 +1,4 @@
-"""ChunkStore: what it keeps, what it refuses, what leaves first; at the end, against a plain list."""
+"""ChunkStore: what it keeps, what it refuses, what it evicts first. At the end, against a plain list."""
 
 from __future__ import annotations
 
@@ -201,13 +201,13 @@ def test_variant_limit_goes_by_reuse_then_by_use(uses: str, left: str) -> None:
 
 
 def test_chunk_limit_evicts_until_a_chunk_is_gone() -> None:
-    """Lowest first, whosesoever they are; a further variant of a known chunk needs no such room."""
+    """Lowest first, of any chunk. A further variant of a known chunk needs no place of its own."""
     store = make_store(chunks=2)
-    for name, behind in (("a", ""), ("b", ""), ("a", "x")):
-        store.put(chunk(name), make_variant(behind))
+    for name, before in (("a", ""), ("b", ""), ("a", "x")):
+        store.put(chunk(name), make_variant(before))
     assert store.num_variants == 3
     store.put(chunk("c"), make_variant())
-    assert prefixes(store, "a") == ["x"]  # its other variant was the lowest, but left no room for a chunk
+    assert prefixes(store, "a") == ["x"]  # its other variant was the lowest, but its eviction freed no chunk's place
     assert prefixes(store, "b") == []
 
 
@@ -280,7 +280,7 @@ def test_what_has_left_is_freed() -> None:
 
 
 def test_eviction_order_does_not_grow_with_replacement() -> None:
-    """A chunk with a limit of one variant leaves an entry behind at each put."""
+    """A chunk with a limit of one variant leaves an entry at each put."""
     store = make_store(variants=1)
     for index in range(1000):
         store.put(chunk("a"), make_variant(f"{index}"))
@@ -365,7 +365,7 @@ def test_integrity_names_each_harm(harm: Callable[[ChunkStore], None], message: 
 
 
 names = st.sampled_from("abc")
-behinds = st.sampled_from(["", "x", "y", "xy"])
+befores = st.sampled_from(["", "x", "y", "xy"])
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -379,14 +379,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(
         name=names,
-        behind=behinds,
+        before=befores,
         tokens=st.integers(1, 4) | st.just(13),
         scored=st.booleans(),
         preprocessed=st.booleans(),
     )
-    def put(self, name: str, behind: str, tokens: int, scored: bool, preprocessed: bool) -> None:
-        variant = make_variant(behind, num_tokens=tokens, scored=scored, preprocessed=preprocessed)
-        naive = NaiveVariant(chunk(name), prefix(behind), variant.nbytes, scored, preprocessed, 0, 0)
+    def put(self, name: str, before: str, tokens: int, scored: bool, preprocessed: bool) -> None:
+        variant = make_variant(before, num_tokens=tokens, scored=scored, preprocessed=preprocessed)
+        naive = NaiveVariant(chunk(name), prefix(before), variant.nbytes, scored, preprocessed, 0, 0)
         taken = self.store.put(chunk(name), variant)
         assert taken == self.naive.put(naive)
         if taken:

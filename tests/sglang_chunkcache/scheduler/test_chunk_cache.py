@@ -1,4 +1,4 @@
-"""`ChunkRadixCache` case by case; test_chunk_radix_cache_model.py drives it through random lives."""
+"""`ChunkRadixCache` case by case; test_chunk_cache_model.py drives it through random lives."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_match_ends_at_the_last_whole_chunk() -> None:
 
 
 def test_match_goes_on_into_the_question() -> None:
-    """Behind all chunks the question matches token by token, but never to the last token."""
+    """After all chunks the question matches token by token, but never to the last token."""
     scheduler = Scheduler(40, config())
     scheduler.serve(rag(C1))
     assert scheduler.serve(rag(C1, tail=[30, 31, 99])) == len(HEAD) + len(C1) + 2
@@ -259,7 +259,7 @@ def test_admission_promoted_inserts_everything_behind_a_promoted_area() -> None:
 
 
 def test_admission_promoted_keeps_a_conversation_with_a_second_area() -> None:
-    """Later turns bring chunks of their own behind the first area. They have no mark; the first area's holds for them,
+    """Later turns bring chunks of their own after the first area. They have no mark; the first area's holds for them,
     as it does for eviction, or a long conversation would be computed again every turn."""
     scheduler = Scheduler(60, config(admission="promoted"))
     ids = [*HEAD, *C1, *QUESTION, 50, *C2, *QUESTION]
@@ -445,7 +445,7 @@ def test_plain_requests_get_no_entry() -> None:
 
 
 def test_later_areas_have_no_place_in_the_global_tree() -> None:
-    """Chunks behind a question are nodes here, but chains are only for the first area."""
+    """Chunks after a question are nodes here, but chains are only for the first area."""
     scheduler = Scheduler(40, config())
     req = FakeReq([*HEAD, *C1, 30, *C2, 31], marked([(2, 6), (7, 10)]))
     scheduler.serve(req)

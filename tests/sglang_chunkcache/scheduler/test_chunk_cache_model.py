@@ -95,7 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(token=st.integers(1, 4), **REQUEST)
     def serve(self, token: int, **drawn: Any) -> None:
-        """From the queue to its only token, if there is room: this fills the tree."""
+        """From the queue to its only token, if slots suffice: this fills the tree."""
         live = self._make(**drawn)
         self._admit(live, len(live.req.all_ids))
         if live in self.live:

@@ -171,7 +171,7 @@ def test_child_key_separates_namespaces_kinds_and_chunks() -> None:
 
 
 def test_child_key_is_the_chunk_whatever_follows() -> None:
-    """A query with more behind the chunk finds the chunk's node."""
+    """A query with more after the chunk finds the chunk's node."""
     assert make_key([1, 2], (0, 2)).child_key() == make_key([1, 2, 7, 7], (0, 2)).child_key()
 
 
@@ -189,7 +189,7 @@ def test_exact_part_of_fused_key_is_shared_with_exact_keys() -> None:
 
 @pytest.mark.parametrize("start", [5, 7])
 def test_nothing_from_the_moved_chunk_on_is_shared_with_exact_keys(start: int) -> None:
-    """The chunk itself and the question behind it: computed exactly, they are another node."""
+    """The chunk itself and the question after it: computed exactly, they are another node."""
     assert FUSED[start:].child_key() != KEY[start:].child_key()
 
 
@@ -281,7 +281,7 @@ def fused_keys(draw: st.DrawFn) -> ChunkKey:
 
 
 def path_of(key: ChunkKey) -> list[object]:
-    """The child keys under which its segments hang, from the root down."""
+    """The child keys of its segments, from the root down."""
     return [key[segment.start :].child_key() for segment in key.segments()]
 
 

@@ -38,7 +38,7 @@ def test_unread_forgets_what_is_acknowledged() -> None:
 
 
 def test_unread_with_all_acknowledged_is_empty() -> None:
-    """Nothing new, nothing sent; the start still says where the reader stands."""
+    """Nothing new, nothing sent; the start still gives the reader's place."""
     log = make_log(3)
     assert log.unread(Acknowledgement(log.epoch, 3)) == Batch(log.epoch, 3, ())
 
@@ -63,7 +63,7 @@ def test_older_acknowledgement_after_a_newer_one_changes_nothing() -> None:
 
 
 def test_overflow_forgets_the_oldest() -> None:
-    """A rank nobody asks keeps bounded memory; the reader sees a gap."""
+    """A rank that is never asked keeps bounded memory; the reader sees a gap."""
     log = make_log(5, max_events=3)
     batch = log.unread(NOTHING)
     assert (batch.start, len(batch.events), log.seq) == (2, 3, 5)

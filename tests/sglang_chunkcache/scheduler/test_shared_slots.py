@@ -1,4 +1,4 @@
-"""`SharedSlots` against sets of (node, slot), through random lives of nodes; and what it refuses."""
+"""`SharedSlots` against sets of (node, slot), through random lives of nodes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_violations_name_wrong_books() -> None:
     assert violations([(source, False, [4, 5, 6]), (fused, False, [4, 5, 6])]) == []
     assert "owners [1, 1, 1]" in violations([(source, False, [4, 5, 6])])[0]
     assert "locks [1, 1, 1]" in violations([(source, True, [4, 5, 6]), (fused, False, [4, 5, 6])])[0]
-    assert "stands at two places" in violations([(source, False, [4, 5, 6]), (fused, False, [4, 6, 5])])[0]
+    assert "is at two places" in violations([(source, False, [4, 5, 6]), (fused, False, [4, 6, 5])])[0]
     assert violations([(source, False, [4, 5, 6]), (fused, False, [4, 5, 7])]) == [
         "one offset of a shared chunk has two slots"
     ]

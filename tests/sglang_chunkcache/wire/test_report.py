@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from radix_ext import ChainId, ChunkId
-from sglang_chunkcache.wire.events import Batch, Evicted, Inserted
+from radix_ext import ChainId, ChunkId, Span
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Answer, Explanation, Fallback, Report, Source
+from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import ExplainRequest, RankState
 
 SOURCES = (Source(0, 3, None, "gap"), Source(3, 9, 0, "device", 2, 1, 0.25))
@@ -21,7 +22,7 @@ EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicte
         Answer(EVENTS),
         Answer(EVENTS, REPORT),
         Explanation(1, 2, 3, SOURCES, (Fallback.NO_SOURCE,)),
-        ExplainRequest([1, 2], {"chunkcache_mark": "s"}, None, "salt"),
+        ExplainRequest([1, 2], RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2)), None, "salt"),
         RankState(1, 2, 3, 2**63 - 1, 4, {"free": 1, "store": {"pending": 0}}, Explanation(0, 0, 0)),
     ],
     ids=lambda message: type(message).__name__,

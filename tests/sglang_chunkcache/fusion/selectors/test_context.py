@@ -34,7 +34,7 @@ NOTHING = Evidence()
 
 
 def three_quarters(num_tokens: int = 4) -> ChunkScores:
-    """A chunk of CCI 0.75 behind p and q: b = 1, a = log 3, three quarters of it from p, which is as long as q."""
+    """A chunk of CCI 0.75 after p and q: b = 1, a = log 3, three quarters of it from p, which is as long as q."""
     mass = num_tokens * log(3)
     context = [float(token) for token in range(num_tokens)]
     return make_scores([0.75 * mass, 0.25 * mass], [1, 1], intra=num_tokens**2, context=context)
@@ -76,7 +76,7 @@ def test_order_penalty_below_two_shared() -> None:
 
 
 def test_order_penalty_counts_a_repeated_chunk_once() -> None:
-    """Where it first stands: a before b in the new prompt as in the old one."""
+    """Its first place: a before b in the new prompt as in the old one."""
     assert order_penalty(ids("ab"), ids("aba")) == 0
     assert order_penalty(ids("aba"), ids("ab")) == 0
 
@@ -101,7 +101,7 @@ def test_context_impact_by_hand() -> None:
 
 
 def test_context_impact_at_the_ends() -> None:
-    """Nothing before it 0.5; no attention inside it 1; both 0.5; and no overflow."""
+    """Nothing before it 0.5. No attention inside it 1. Both 0.5. No overflow."""
     assert context_impact(make_scores(intra=3, context=[0] * 2)) == 0.5
     assert context_impact(make_scores([1], [1], intra=0, context=[0])) == 1
     assert context_impact(make_scores([0], [1], intra=0, context=[0])) == 0.5
@@ -208,7 +208,7 @@ def test_without_a_prefix_it_chooses_the_first() -> None:
 
 
 def test_best_variant_needs_least() -> None:
-    """Behind p, q: a full match beats a match of the lighter half, of no part, and no prefix at all (CCI 0.5)."""
+    """After p, q: a full match beats a match of the lighter half, of no part, and no prefix at all (CCI 0.5)."""
     scores, none = three_quarters(), make_scores(intra=1, context=[0] * 4)
     candidates = [((), none), (ids("xy"), scores), (ids("xq"), scores), (ids("qp"), scores), (ids("pq"), scores)]
     assert best_variant(candidates, ids("pq")) == 4

@@ -51,7 +51,7 @@ def test_window_counts_equal_layers_in_a_row() -> None:
 
 @pytest.mark.parametrize("masses", [[], [3.0], [3.0, 1.0], [2.0, 2.0, 2.0, 2.0], [1.0, float("nan"), 0.0, 0.0]])
 def test_nothing_to_tell_apart_focuses_on_all(masses: list[float]) -> None:
-    """No i* in an empty range, no p where all gaps are 0: nobody is spared."""
+    """No i* in an empty range, no p where all gaps are 0: no token is spared."""
     assert focused(masses, masses, window=2) == (set(range(len(masses))), 2)
 
 

@@ -16,18 +16,18 @@ from tests.reference.naive_selectors import set_run
 
 
 def run(chunks: str, **prefixes: str) -> list[str]:
-    """Prefixes as words, `_` the empty one: a="_ b" means KV behind nothing and behind b."""
-    behind = [[ids(word.replace("_", "")) for word in prefixes.get(chunk, "").split()] for chunk in chunks]
-    return ["".join(prefix) for prefix in admissible(ids(chunks), behind)]
+    """Prefixes as words, `_` the empty one: a="_ b" means KV computed after nothing and after b."""
+    variants = [[ids(word.replace("_", "")) for word in prefixes.get(chunk, "").split()] for chunk in chunks]
+    return ["".join(prefix) for prefix in admissible(ids(chunks), variants)]
 
 
 def test_order_does_not_matter_but_the_set_does() -> None:
-    """b-a was cached; a-b is asked for: a was computed behind b."""
+    """b-a was cached; a-b is asked for: a was computed after b."""
     assert run("abc", b="_", a="b", c="x") == ["b", ""]
 
 
 def test_a_chain_is_needed_back_to_its_first_chunk() -> None:
-    """a behind b is worth nothing where b behind nothing has gone."""
+    """a after b is worth nothing where b after nothing has gone."""
     assert run("ab", a="b", b="x") == []
     assert run("abc", a="_", b="a", c="ab ba") == ["", "a", "ab"]
     assert run("abc", a="_", b="", c="ab") == [""]
@@ -39,7 +39,7 @@ def test_a_chain_with_a_foreign_chunk_does_not_count() -> None:
 
 
 def test_the_run_must_lead() -> None:
-    """b and c are a chain, but a stands before them."""
+    """b and c are a chain, but a comes before them."""
     assert run("abc", b="_", c="b") == []
 
 
@@ -65,9 +65,9 @@ def test_nothing_to_match() -> None:
 def test_equals_all_permutations(data: st.DataObject, length: int) -> None:
     """Dense enough in links that whole chains occur."""
     chunks = ids("abcd"[:length])
-    behind: list[set[tuple[ChunkId, ...]]] = [set() for _ in chunks]
+    variants: list[set[tuple[ChunkId, ...]]] = [set() for _ in chunks]
     for order in data.draw(st.lists(st.permutations("abcdx"), max_size=4)):
         for depth, name in enumerate(order):
             if name in chunks and data.draw(st.integers(0, 5)):
-                behind[chunks.index(ChunkId(name))].add(ids("".join(order[:depth])))
-    assert admissible(chunks, behind) == set_run(chunks, behind)
+                variants[chunks.index(ChunkId(name))].add(ids("".join(order[:depth])))
+    assert admissible(chunks, variants) == set_run(chunks, variants)
