@@ -85,12 +85,13 @@ class Bookkeeper:
         planned = rag.planned
         area = [Chunk(span.chunk, span.end - span.start) for span in planned.area]
         self._count_request(planned)
-        rag.custom_params = pack(self.told(planned), secret=self._config.secret)
+        told = self.told(planned)
+        rag.custom_params = pack(told, secret=self._config.secret)
         with ExitStack() as taken:
             rag.plan = self.tree.plan(planned.namespace, area, rank=planned.rank)
             taken.callback(self.tree.cancel, rag.plan)
-            promoted_len = self._promoted_len(planned)
-            self.tree.mark_promoted(planned.namespace, (chunk.id for chunk in area), promoted_len=promoted_len)
+            ids = (chunk.id for chunk in area)
+            self.tree.mark_promoted(planned.namespace, ids, promoted_len=told.promoted_len)
             self.router.begin(planned.rank, len(planned.input_ids))
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
             taken.callback(self._count_outcome, rag)
@@ -100,10 +101,11 @@ class Bookkeeper:
         """What the scheduler is told of a request. Counts nothing."""
         fusion, is_preprocessing = planned.fusion, planned.draft.is_preprocessing
         often = spans_to_keep(self._config, self.table, planned.spans)
+        area = (span.chunk for span in planned.area)
         return RequestSpans(
             spans=planned.spans,
             namespace=planned.namespace,
-            promoted_len=self._promoted_len(planned),
+            promoted_len=self.table.promoted_run(area, self._config.promotion_threshold),
             ack=self.mirrors[planned.rank].acknowledgement,
             keep=fusion.fresh if is_preprocessing and fusion else often,
             is_preprocessing=is_preprocessing,
@@ -174,9 +176,6 @@ class Bookkeeper:
             "tokens": tokens.get("exact", 0) / num_tokens if num_tokens else None,
             "chunks": chunks.get("hit", 0) / num_chunks if num_chunks else None,
         }
-
-    def _promoted_len(self, planned: Planned) -> int:
-        return self.table.promoted_run((span.chunk for span in planned.area), self._config.promotion_threshold)
 
     def _count_request(self, planned: Planned) -> None:
         draft = planned.draft

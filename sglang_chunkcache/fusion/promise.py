@@ -202,7 +202,8 @@ class Fuser:
 
     def after(self) -> None:
         """Score and store some of what waits."""
-        self.fallbacks[Fallback.CAPTURE_FAILED] += self.captures.run()
+        if num_failed := self.captures.run():
+            self.fallbacks[Fallback.CAPTURE_FAILED] += num_failed
 
     def report(self, req: Req) -> Report:
         """What the front may tell the client."""
@@ -254,7 +255,7 @@ class Fuser:
             },
             "moves": self.fusion_pass.stats(),
             "gate": self.gate,
-            "fallbacks": {**self.cache.fallbacks, **+self.fallbacks},
+            "fallbacks": {**self.cache.fallbacks, **self.fallbacks},
         }
 
     # Private, in order of use
