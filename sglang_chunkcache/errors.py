@@ -2,6 +2,7 @@
 
 ChunkCacheError
   RequestError        a client's mistake: HTTP 400; the message begins with the field's name and a colon
+    EngineRefusedError  SGLang's own refusal of a request that had begun
   SearchFailedError   the index gave no answer: HTTP 500 or 503
   ServerError         a mistake on a command line, or a server that does not serve: one line on stderr
     RefusedError      the server answered 400: this request is refused, others may be served
@@ -11,15 +12,23 @@ from __future__ import annotations
 
 
 class ChunkCacheError(Exception):
-    """Base of all."""
+    """Base of all. `status`: of the HTTP answer."""
+
+    status = 500
 
 
 class RequestError(ChunkCacheError, ValueError):
-    """A request that cannot be served as it is. HTTP 400; the message names the field."""
+    """A request that cannot be served as it is. The message names the field."""
+
+    status = 400
+
+
+class EngineRefusedError(RequestError):
+    """SGLang refuses a parameter. The bookkeeper has counted the request already."""
 
 
 class SearchFailedError(ChunkCacheError):
-    """A search that failed without a mistake of the client's. `status`: of the HTTP answer."""
+    """A search that failed without a mistake of the client's."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

@@ -281,7 +281,7 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) 
         body["reuse"] = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": rng.choice(RATIOS)}
         if rng.random() < 0.2:
             body["reuse"]["focus"] = rng.random() < 0.5
-        if rng.random() < 0.2:
+        if body["reuse"]["selector"] == "context" and rng.random() < 0.5:
             body["reuse"]["alpha"] = rng.choice((0.0, 0.5, 2.0))
     if act == "parallel":
         body |= {"n": 2, "temperature": 1.0}

@@ -1,23 +1,31 @@
-"""What clients may send: the fields of every body with their limits, and one way to say what is wrong with them."""
+"""What clients may send: the fields of every body with their limits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from hashlib import blake2b
+from typing import Annotated, Any, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
-from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.fusion_options import fused_request
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 
-Model = TypeVar("Model", bound=BaseModel)
-
 MAX_ID_CHARS = 256
 """Conversation ids and chunk labels; they are kept, so they are bounded."""
+MAX_ALPHA = 1000.0
+"""Far above the alpha that recomputes every chunk whole."""
 
 MAX_TURNS = 100
 """User messages that make a query; a query's characters are limited further."""
@@ -30,12 +38,23 @@ SearchMode = Literal["dense", "bm25", "fusion"]
 Order = Literal["retriever", "frequency", "tree"]
 
 
+def bounded(name: str) -> str:
+    """The name; of one over MAX_ID_CHARS characters the beginning and a digest of all of it."""
+    if len(name) <= MAX_ID_CHARS:
+        return name
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{name[: MAX_ID_CHARS - len(digest) - 1]}…{digest}"
+
+
+Name = Annotated[StrictStr, AfterValidator(bounded)]
+
+
 class ChunkIn(BaseModel):
     """A retrieved chunk. `id` is only shown back."""
 
     model_config = ConfigDict(extra="ignore")
-    text: str = Field(min_length=1)
-    id: str | int | None = None
+    text: str
+    id: Name | StrictInt | None = None
 
 
 class ReuseIn(BaseModel):
@@ -45,7 +64,7 @@ class ReuseIn(BaseModel):
     mode: Literal["exact", "fused"]
     selector: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1, strict=True)
-    alpha: float | None = Field(default=None, ge=0, strict=True)
+    alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
     focus: bool | None = Field(default=None, strict=True)
     without: list[Literal["beta", "cci"]] = Field(default=[], max_length=2)
 
@@ -115,7 +134,7 @@ class RagFields(ReuseFields):
 
     chunks: Annotated[list[ChunkIn], BeforeValidator(_none_or_list)] = []
     retrieve: Annotated[RetrieveIn | None, BeforeValidator(_true_or_object)] = None
-    conversation_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
+    conversation_id: Name | None = None
 
 
 class ChunkArea(BaseModel):
@@ -185,15 +204,3 @@ class PreprocessIn(BaseModel):
     messages: list[SystemMessage] = []
     extra_key: str | None = None
     cache_salt: str | None = None
-
-
-def parse(model: type[Model], body: dict[str, Any]) -> Model:
-    """The body as `model`. Raises RequestError naming the fields that are wrong."""
-    try:
-        return model.model_validate(body)
-    except (ValidationError, RequestValidationError) as error:
-        raise RequestError("; ".join(_field_error(item) for item in error.errors()[:5])) from None
-
-
-def _field_error(error: Any) -> str:
-    return f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}"

@@ -186,6 +186,7 @@ class Bookkeeper:
         for kind, amount in (
             ("retrieved", len(draft.retrieved)),
             ("repeated", len(draft.repeated)),
+            ("empty", len(draft.empty)),
             ("dropped", len(draft.dropped)),
             ("planned", planned.planned_len),
         ):

@@ -30,6 +30,8 @@ class _Chunks(NamedTuple):
     labels: dict[ChunkId, str]
     repeated: list[str]
     """Labels of the others."""
+    empty: list[str]
+    """Labels of those without a character to read."""
 
     @property
     def ids(self) -> tuple[ChunkId, ...]:
@@ -83,6 +85,7 @@ class Drafter:
             options,
             retrieved=chunks.ids,
             repeated=tuple(chunks.repeated),
+            empty=tuple(chunks.empty),
             dropped=tuple(label for chunk, label in chunks.labels.items() if chunk not in sent),
             num_turns=len(fitted.turns),
             num_departed=fitted.num_departed,
@@ -101,16 +104,17 @@ class Drafter:
         before = array("i", self._assembler.bos_ids)
         for part in parts[:first]:
             before.extend(encode(cast(str, part)) if part else ())
-        area = self._tokenize(cast(Sequence[Passage], parts[first]) if first < len(parts) else ())
+        area = self._tokenize(cast(Sequence[Passage], parts[first]) if first < len(parts) else (), "parts")
         after: list[Piece] = []
         later_labels: list[str] = []
         for part in parts[first + 1 :]:
             if isinstance(part, str):
                 after.append((encode(part), None))
                 continue
-            later = self._tokenize(part)
+            later = self._tokenize(part, "parts")
             later_labels += later.labels.values()
             area.repeated.extend(later.repeated)
+            area.empty.extend(later.empty)
             after += [(item.token_ids, item.chunk.id) for item in later.items]
         return Draft(
             before,
@@ -123,6 +127,7 @@ class Drafter:
             later_labels=tuple(later_labels),
             retrieved=area.ids,
             repeated=tuple(area.repeated),
+            empty=tuple(area.empty),
         )
 
     def preprocessing(
@@ -144,7 +149,9 @@ class Drafter:
             RequestError: a server without `--reuse fused`, or `chunk` among its neighbours.
         """
         check_fused(self._config, "chunk")
-        chunks = self._tokenize([*neighbors, chunk])
+        if not chunk.text.strip():
+            raise RequestError("chunk.text: is empty")
+        chunks = self._tokenize([*neighbors, chunk], "neighbors")
         if chunks.ids[-1] in {self._assembler.chunk(neighbor.text).chunk.id for neighbor in neighbors}:
             raise RequestError("neighbors: the chunk itself is among them")
         pieces = self._assembler.turn(
@@ -160,27 +167,31 @@ class Drafter:
             identity,
             Options(max_new_tokens=1, order="retriever", fusion=fusion, rank=rank),
             repeated=tuple(chunks.repeated),
+            empty=tuple(chunks.empty),
             is_preprocessing=True,
         )
 
     # Private, in order of use
 
-    def _tokenize(self, passages: Sequence[Passage]) -> _Chunks:
+    def _tokenize(self, passages: Sequence[Passage], field: str = "chunks") -> _Chunks:
         chunks: dict[ChunkId, TokenizedChunk] = {}
-        found = _Chunks((), {}, [])
+        found = _Chunks((), {}, [], [])
         num_tokens = 0
         for passage in passages:
+            if not passage.text.strip():
+                found.empty.append(passage.label)
+                continue
             item = self._assembler.chunk(passage.text)
             if item.chunk.id in chunks:
                 found.repeated.append(passage.label)
                 continue
             if item.chunk.num_tokens >= self._context_len:
                 raise RequestError(
-                    f"chunks: {passage.label!r} has {item.chunk.num_tokens} tokens, the context is {self._context_len}"
+                    f"{field}: {passage.label!r} has {item.chunk.num_tokens} tokens, the context is {self._context_len}"
                 )
             num_tokens += item.chunk.num_tokens
             if num_tokens > MAX_CHUNK_CONTEXTS * self._context_len:
-                raise RequestError(f"chunks: more than {num_tokens} tokens, the context is {self._context_len}")
+                raise RequestError(f"{field}: more than {num_tokens} tokens, the context is {self._context_len}")
             chunks[item.chunk.id] = item
             found.labels[item.chunk.id] = passage.label
         return found._replace(items=tuple(chunks.values()))

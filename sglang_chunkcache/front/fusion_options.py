@@ -43,10 +43,12 @@ def fused_request(
     `focus` is part of Cache-Craft's selector (algorithm 1), so it is on by default for `context` alone.
 
     Raises:
-        RequestError: a server that was started without `--reuse fused`.
+        RequestError: a server that was started without `--reuse fused`, or an alpha that the selector would not read.
     """
     check_fused(config, "reuse")
     selector = config.selector if selector is None else selector
+    if alpha is not None and selector != "context":
+        raise RequestError(f"reuse.alpha: selector {selector} has none, only context")
     return FusionRequest(
         selector=selector,
         ratio=float(config.recompute_ratio if ratio is None else ratio),

@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.errors import EngineRefusedError
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bodies import GenerateIn, PreprocessIn
 from sglang_chunkcache.front.intake import Intake
@@ -25,7 +25,7 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
     """SGLang's answer to a prompt of parts, whole or as events, with the `chunkcache` object.
 
     Raises:
-        RequestError: SGLang refuses the sampling parameters.
+        EngineRefusedError: SGLang refuses the sampling parameters.
     """
     rag = RagRequest(planned)
     obj = GenerateReqInput(
@@ -43,7 +43,7 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
     try:
         first = await anext(outputs)
     except (ValueError, TypeError) as error:  # SGLang's parameters raise both
-        raise RequestError(f"sampling_params: {error}") from None
+        raise EngineRefusedError(f"sampling_params: {error}") from None
     if not body.stream:
         return ORJSONResponse({**first, "chunkcache": answer(rag)})
     return StreamingResponse(
@@ -70,8 +70,11 @@ async def preprocess(parts: Parts, intake: Intake, body: PreprocessIn, raw_reque
             extra_key=body.extra_key,
             cache_salt=body.cache_salt,
         )
-        async for _ in parts.engine.run(rag, obj, raw_request):
-            pass
+        try:
+            async for _ in parts.engine.run(rag, obj, raw_request):
+                pass
+        except (ValueError, TypeError) as error:
+            raise EngineRefusedError(f"chunk: {error}") from None
         fates.update(rag.fates() or {})
     span = planned.spans[-1]
     return {"chunk_tokens": span.end - span.start, "fates": fates, "seconds": round(time.perf_counter() - start, 6)}

@@ -10,14 +10,13 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bodies import (
-    MAX_ID_CHARS,
     ChunkIn,
     GenerateIn,
     PreprocessIn,
     RagFields,
     RetrieveBody,
-    parse,
 )
+from sglang_chunkcache.front.parse import parse, refuse_misspelt
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.request import Identity, Options, Passage, Planned
 from sglang_chunkcache.front.search import RagSearch, Retrieval
@@ -37,6 +36,7 @@ class Intake:
     async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
         """A chat completion over `chunks` or over what the index finds."""
         body = await json_object(raw_request)
+        refuse_misspelt(body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields)
         fields = parse(RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body})
         request = self._openai_request(body)
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
@@ -48,6 +48,7 @@ class Intake:
             passages = found.chunks
         options = Options(
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
+            length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
             order=fields.order,
             fusion=fusion,
             num_answers=request.n,
@@ -83,6 +84,8 @@ class Intake:
             raise RequestError(f"parts: {num_chunks} chunks given, at most {self._config.max_chunks}")
         options = Options(
             max_new_tokens=body.sampling_params.max_new_tokens,
+            prompt_field="parts",
+            length_field="sampling_params.max_new_tokens",
             order=body.order,
             fusion=body.fusion_request(self._config),
         )
@@ -118,8 +121,6 @@ class Intake:
         for i, chunk in enumerate(chunks):
             if len(chunk.text) > config.max_chunk_chars:
                 raise RequestError(f"{field}.{i}.text: {len(chunk.text)} characters, at most {config.max_chunk_chars}")
-            if chunk.id is not None and len(str(chunk.id)) > MAX_ID_CHARS:
-                raise RequestError(f"{field}.{i}.id: at most {MAX_ID_CHARS} characters")
         return [Passage(str(i) if chunk.id is None else str(chunk.id), chunk.text) for i, chunk in enumerate(chunks)]
 
     async def _search_for(self, fields: RagFields, messages: list[dict[str, Any]], raw_request: Request) -> Retrieval:

@@ -12,7 +12,10 @@ from typing import Any
 COUNTERS = {
     "requests": ("outcome", "RAG requests by outcome: finished, aborted, refused, unsearched (its search failed)"),
     "prompt_tokens": ("fate", "prompt tokens by fate: exact, relocated, recomputed, computed"),
-    "chunks": ("kind", "chunks by kind: retrieved, repeated (in one request), dropped (already seen), planned, hit"),
+    "chunks": (
+        "kind",
+        "chunks by kind: retrieved, repeated (in one request), empty, dropped (already seen), planned, hit",
+    ),
     "sources": (
         "source",
         "chunks of fused requests after their exact prefix, by source: device, host, fused, gap (none)",

@@ -16,7 +16,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.fusion_options import recipe_of
-from sglang_chunkcache.front.request import Draft, Planned
+from sglang_chunkcache.front.request import Draft, Options, Planned
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.spans import namespace_of
 
@@ -41,7 +41,7 @@ class Planner:
         by_id = {item.chunk.id: item for item in draft.chunks}
         ordered = list(draft.chunks) if draft.history else [by_id[chunk.id] for chunk in ordering.chunks]
         ids, spans = draft.assemble(ordered)
-        self._check_length(len(ids), draft.options.max_new_tokens)
+        self._check_length(len(ids), draft.options)
         area = leading_area(spans)
         return Planned(
             draft,
@@ -78,15 +78,16 @@ class Planner:
             rank = ranks[0] if by_turns else router.choose(cached)
         return rank, orderings[rank]
 
-    def _check_length(self, prompt_len: int, max_new_tokens: int | None) -> None:
-        answer_len = max(1, max_new_tokens or 1)
+    def _check_length(self, prompt_len: int, options: Options) -> None:
+        answer_len = max(1, options.max_new_tokens or 1)
         if prompt_len + answer_len > self._context_len:
+            field = options.prompt_field if prompt_len >= self._context_len else options.length_field
             raise RequestError(
-                f"messages: prompt of {prompt_len} tokens and answer of {answer_len} "
+                f"{field}: prompt of {prompt_len} tokens and answer of {answer_len} "
                 f"exceed the context of {self._context_len}"
             )
         if not prompt_len:
-            raise RequestError("messages: the prompt is empty")
+            raise RequestError(f"{options.prompt_field}: the prompt is empty")
 
 
 def _chunks_of(spans: Sequence[Span]) -> list[Chunk]:

@@ -43,6 +43,9 @@ class Options:
     """What a request asks for besides its prompt."""
 
     max_new_tokens: int | None = None
+    prompt_field: str = "messages"
+    """What the client calls its prompt, and the limit of its answer; errors name them."""
+    length_field: str = "max_tokens"
     order: OrderPolicy | None = None
     """Of the chunks. None: the server's."""
     fusion: FusionRequest | None = None
@@ -76,6 +79,7 @@ class Draft:
     retrieved: tuple[ChunkId, ...] = ()
     """What counts as an access, dropped chunks included."""
     repeated: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     num_turns: int = 0
     """Earlier turns in `before`."""

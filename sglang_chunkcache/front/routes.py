@@ -21,11 +21,12 @@ from fastapi import Query, Request
 from fastapi.responses import ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_chunkcache.errors import ChunkCacheError, RequestError, SearchFailedError
+from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, SearchFailedError
 from sglang_chunkcache.front.answer import explained
-from sglang_chunkcache.front.bodies import PreprocessIn, parse
+from sglang_chunkcache.front.bodies import PreprocessIn
 from sglang_chunkcache.front.generate import generate, preprocess
 from sglang_chunkcache.front.intake import Intake, json_object
+from sglang_chunkcache.front.parse import parse
 from sglang_chunkcache.front.parts import Parts
 
 Handler = Callable[..., Awaitable[Any]]
@@ -54,7 +55,7 @@ class Routes:
         """A chat completion over `chunks`."""
         try:
             request, planned = await self._intake.chat(raw_request)
-        except (ValueError, SearchFailedError) as error:
+        except ChunkCacheError as error:
             return self._refuse(error)
         return await self._parts.chat.serve(request, planned, raw_request)
 
@@ -62,7 +63,7 @@ class Routes:
         """The passages of a query or of the last user messages."""
         try:
             body, found = await self._intake.retrieval(raw_request)
-        except (ValueError, SearchFailedError) as error:
+        except ChunkCacheError as error:
             return _error_response(error)
         return ORJSONResponse(found.listed(with_text=body.text))
 
@@ -70,12 +71,9 @@ class Routes:
         """SGLang's `/generate` over `parts`."""
         try:
             body, planned = await self._intake.generate(raw_request)
-        except ValueError as error:
-            return self._refuse(error)
-        try:
             return await generate(self._parts, body, planned, raw_request)
-        except RequestError as error:  # SGLang's, and counted when it began
-            return _error_response(error)
+        except ChunkCacheError as error:
+            return self._refuse(error)
 
     async def chunkcache_stats(self) -> Any:
         """Counts of the front and of every rank."""
@@ -104,12 +102,9 @@ class Routes:
         """A chat request's order, rank, spans and each chunk's source. Nothing but a search is run or counted."""
         try:
             _, planned = await self._intake.chat(raw_request)
-        except (ValueError, SearchFailedError) as error:
-            return _error_response(error)
-        try:
             found = await self._parts.engine.explain(planned)
         except ChunkCacheError as error:
-            return ORJSONResponse({"error": str(error)}, status_code=500)
+            return _error_response(error)
         return ORJSONResponse(explained(planned, found))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
@@ -118,21 +113,20 @@ class Routes:
         try:
             body = parse(PreprocessIn, await json_object(raw_request))
             return ORJSONResponse(await preprocess(self._parts, self._intake, body, raw_request))
-        except RequestError as error:
+        except ChunkCacheError as error:
             return self._refuse(error)
-        except ValueError as error:  # SGLang's, and counted when it began
-            return _error_response(error)
 
-    def _refuse(self, error: Exception) -> ORJSONResponse:
-        outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
-        self._parts.books.metrics.count("requests", outcome)
+    def _refuse(self, error: ChunkCacheError) -> ORJSONResponse:
+        if not isinstance(error, EngineRefusedError):
+            outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
+            self._parts.books.metrics.count("requests", outcome)
         return _error_response(error)
 
 
-def _error_response(error: Exception) -> ORJSONResponse:
+def _error_response(error: ChunkCacheError) -> ORJSONResponse:
     """SGLang's shape of an error. `param` is the field in front of the message's colon."""
-    message, status = str(error), error.status if isinstance(error, SearchFailedError) else 400
+    message, status = str(error), error.status
     kinds = {400: "BadRequestError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
-    param = message.split(":")[0] if status == 400 else None
+    param = message.split(":")[0] if status < 500 else None
     body = {"object": "error", "message": message, "type": kinds[status], "param": param, "code": status}
     return ORJSONResponse(body, status_code=status)

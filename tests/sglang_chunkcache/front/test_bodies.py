@@ -10,7 +10,16 @@ pytest.importorskip("fastapi")
 
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.bodies import GenerateIn, PreprocessIn, RagFields, RetrieveBody, RetrieveIn, parse
+from sglang_chunkcache.front.bodies import (
+    MAX_ID_CHARS,
+    ChunkIn,
+    GenerateIn,
+    PreprocessIn,
+    RagFields,
+    RetrieveBody,
+    RetrieveIn,
+)
+from sglang_chunkcache.front.parse import parse
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 FUSED = ChunkCacheConfig(reuse="fused")
@@ -37,9 +46,16 @@ def test_fused_reuse_with_defaults(reuse: Any) -> None:
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_every_selector_is_accepted(selector: str) -> None:
     """By the names in config.py."""
-    wish = {"mode": "fused", "selector": selector, "ratio": 1, "alpha": 3, "focus": False, "without": ["beta", "cci"]}
-    expected = FusionRequest(selector, 1.0, "", 3.0, False, frozenset({"beta", "cci"}))
-    assert parse(RagFields, {"reuse": wish}).fusion_request(FUSED) == expected
+    wish = {"mode": "fused", "selector": selector, "ratio": 1, "focus": False, "without": ["beta", "cci"]}
+    alpha = {"alpha": 3} if selector == "context" else {}
+    expected = FusionRequest(selector, 1.0, "", alpha.get("alpha"), False, frozenset({"beta", "cci"}))
+    assert parse(RagFields, {"reuse": wish | alpha}).fusion_request(FUSED) == expected
+
+
+def test_alpha_that_nothing_reads_is_refused() -> None:
+    """Only Cache-Craft's selector has one."""
+    with pytest.raises(RequestError, match=r"^reuse\.alpha: selector query has none"):
+        parse(RagFields, {"reuse": {"mode": "fused", "alpha": 1}}).fusion_request(FUSED)
 
 
 @pytest.mark.parametrize("order", ["retriever", "frequency", "tree", None])
@@ -53,8 +69,8 @@ BAD_REUSE: list[tuple[Any, str]] = [
     (5, "reuse"),
     ([], "reuse"),
     ({}, "reuse.mode"),
-    ("", "reuse.mode"),
-    ("Fused", "reuse.mode"),
+    ("", "reuse"),
+    ("Fused", "reuse"),
     ({"mode": None}, "reuse.mode"),
     ({"mode": "fused", "selector": "best"}, "reuse.selector"),
     ({"mode": "fused", "selector": 1}, "reuse.selector"),
@@ -65,6 +81,7 @@ BAD_REUSE: list[tuple[Any, str]] = [
     ({"mode": "fused", "ratio": True}, "reuse.ratio"),
     ({"mode": "fused", "alpha": -1}, "reuse.alpha"),
     ({"mode": "fused", "alpha": float("inf")}, "reuse.alpha"),
+    ({"mode": "fused", "alpha": 1e308}, "reuse.alpha"),
     ({"mode": "fused", "focus": 1}, "reuse.focus"),
     ({"mode": "fused", "without": "beta"}, "reuse.without"),
     ({"mode": "fused", "without": ["gamma"]}, "reuse.without.0"),
@@ -89,7 +106,7 @@ def test_bad_reuse_names_the_field(reuse: Any, field: str) -> None:
     [
         ({}, "chunk"),
         ({"chunk": "text"}, "chunk"),
-        ({"chunk": {"text": ""}}, "chunk.text"),
+        ({"chunk": {"text": None}}, "chunk.text"),
         ({"chunk": {"text": "x"}, "neighbors": {}}, "neighbors"),
         ({"chunk": {"text": "x"}, "neighbors": [{"id": "a"}]}, "neighbors.0.text"),
         ({"chunk": {"text": "x"}, "messages": [{"role": "user", "content": "x"}]}, "messages.0.role"),
@@ -190,12 +207,15 @@ def test_bad_search_names_the_field(body: dict[str, Any], field: str) -> None:
     assert str(caught.value).split(": ")[0] == field
 
 
-def test_refusals_are_listed() -> None:
-    """Several mistakes at once, a handful of them named."""
-    with pytest.raises(RequestError, match=r"order: .*; reuse\.mode: .*; chunks: "):
-        parse(RagFields, {"order": "x", "reuse": "y", "chunks": 7})
-
-
 def test_null_chunks_are_none() -> None:
     """As clients write that serialise every field they have."""
     assert parse(RagFields, {"chunks": None, "retrieve": True}).chunks == []
+
+
+def test_long_names_are_cut_to_a_digest() -> None:
+    """URLs as ids: still one name each, and of bounded length."""
+    names = [parse(ChunkIn, {"text": "x", "id": f"{'u' * 300}{end}"}).id for end in "ab"]
+    assert [len(str(name)) for name in names] == [MAX_ID_CHARS] * 2
+    assert names[0] != names[1]
+    assert parse(ChunkIn, {"text": "x", "id": "u" * MAX_ID_CHARS}).id == "u" * MAX_ID_CHARS
+    assert len(str(parse(RagFields, {"conversation_id": "c" * 10_000}).conversation_id)) == MAX_ID_CHARS

@@ -67,8 +67,8 @@ def test_every_choice_is_in_the_recipe() -> None:
 
 def test_recipe_is_canonical() -> None:
     """The order in which a client lists its wishes, or how it writes a number, changes nothing."""
-    one = fused_request(FUSED, ratio=1, alpha=2, without=["beta", "cci"])
-    two = fused_request(FUSED, ratio=1.0, alpha=2.0, without=["cci", "beta", "beta"])
+    one = fused_request(FUSED, selector="context", ratio=1, alpha=2, without=["beta", "cci"])
+    two = fused_request(FUSED, selector="context", ratio=1.0, alpha=2.0, without=["cci", "beta", "beta"])
     assert recipe_of(one, QUESTION) == recipe_of(two, QUESTION)
 
 

@@ -102,6 +102,16 @@ def test_repeated_text_is_sent_once() -> None:
     assert bench.books.metrics.totals()["chunks"]["repeated"] == 1
 
 
+@pytest.mark.parametrize("text", ["", " ", "\n\n"], ids=repr)
+def test_empty_chunk_is_dropped_and_told(text: str) -> None:
+    """Retrievers return such; the rest of the request is answered."""
+    bench = Bench()
+    asked = bench.ask("q", Passage("e", text), A)
+    of_parts = bench.parts([[Passage("e", text), A], "m", [Passage("f", text)]])
+    assert (asked.order, asked.empty, of_parts.order, of_parts.empty) == (["a"], ("e",), ["a"], ("e", "f"))
+    assert bench.books.metrics.totals()["chunks"]["empty"] == 3
+
+
 def test_same_label_with_other_text_is_another_chunk() -> None:
     """A label is only shown back."""
     assert Bench().ask("q", A, Passage("a", "other")).order == ["a", "a"]
@@ -123,11 +133,9 @@ def test_prompt_that_just_fits_is_sent(max_new_tokens: int | None) -> None:
     bench = Bench(context_len=200)
     length = 200 - room - len(bench.ask("").input_ids)
     assert len(bench.ask("q" * length, max_new_tokens=max_new_tokens).input_ids) == 200 - room
-    with pytest.raises(RequestError, match="exceed the context of 200"):
+    field = "max_tokens" if room > 1 else "messages"
+    with pytest.raises(RequestError, match=rf"^{field}: .* exceed the context of 200"):
         bench.ask("q" * (length + 1), max_new_tokens=max_new_tokens)
-
-
-# Conversations
 
 
 def test_turn_is_a_prefix_of_the_next() -> None:

@@ -169,7 +169,7 @@ def test_explain_without_an_answer_is_an_error(call: Any, state: dict[str, Any])
     _, manager, send = call()
     manager.states = [state]
     status, answer = send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS})
-    assert (status, answer) == (500, {"error": "rank 0 does not explain"})
+    assert (status, answer["message"], answer["param"]) == (500, "rank 0 does not explain", None)
 
 
 def test_explain_refuses_by_name_and_counts_nothing(call: Any) -> None:
