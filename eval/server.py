@@ -84,6 +84,12 @@ class Server:
             time.sleep(0.5)
 
     @property
+    def pid(self) -> int:
+        """Of its first process, which answers HTTP."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         """Whether the process is alive."""
         return self._process is not None and self._process.poll() is None

@@ -92,24 +92,15 @@ class ConversationMap:
         self._stored: OrderedDict[ConversationKey, _Stored] = OrderedDict()  # least recently used first
         self._num_tokens = 0
 
-    def agree(self, key: ConversationKey, hashes: Sequence[str], now: float) -> tuple[Turn, ...]:
-        """The longest leading run of stored turns whose last hash equals the client's at the same message.
-
-        `hashes` are the `running_hashes` of the client's messages. The run may begin in mid-conversation, its oldest
-        turns having left for overflow: each hash covers everything before it. Empty if nothing is stored or nothing
-        agrees.
-        """
+    def recall(self, key: ConversationKey, now: float) -> tuple[Turn, ...]:
+        """The conversation's turns, which count as used; empty if nothing is stored. `agreeing` says which may stand."""
         self._forget_idle(now)
         stored = self._stored.get(key)
         if stored is None:
             return ()
         stored.last_access = now
         self._stored.move_to_end(key)
-        for length in range(len(stored.turns), 0, -1):
-            turn = stored.turns[length - 1]
-            if turn.num_messages <= len(hashes) and hashes[turn.num_messages - 1] == turn.messages_hash:
-                return stored.turns[:length]
-        return ()
+        return stored.turns
 
     def finish(self, key: ConversationKey, base_turns: Sequence[Turn], turn: Turn, now: float) -> None:
         """Store the turns a request started from, and its own. Of two at once, the last to finish stays.
@@ -148,8 +139,22 @@ class ConversationMap:
             self._forget(key)
 
 
-def running_hashes(messages: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
-    """After each message, the hash of it and all before it: equal hashes, equal histories.
+def agreeing(turns: Sequence[Turn], hashes: Sequence[str]) -> tuple[Turn, ...]:
+    """The longest leading run of turns whose last hash equals the client's at the same message; maybe none.
+
+    `hashes` are the `running_hashes` of the client's messages. The run may begin in mid-conversation, its oldest turns
+    having left for overflow: each hash covers everything before it.
+    """
+    for length in range(len(turns), 0, -1):
+        turn = turns[length - 1]
+        if turn.num_messages <= len(hashes) and hashes[turn.num_messages - 1] == turn.messages_hash:
+            return tuple(turns[:length])
+    return ()
+
+
+def running_hashes(messages: Sequence[Mapping[str, object]], *, after: str = "") -> tuple[str, ...]:
+    """After each message, the hash of it and all before it: equal hashes, equal histories. `after` is the hash of what
+    came before the first.
 
     A message counts with all its fields that hold something, in canonical JSON. Fields that are null or empty do not
     count: clients send an answer back with some that the server never wrote.
@@ -158,7 +163,7 @@ def running_hashes(messages: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
         MessageError: a message that JSON cannot express; names its index.
     """
     hashes: list[str] = []
-    running = b""
+    running = bytes.fromhex(after)
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise MessageError(f"message {index} must be an object but got {type(message).__name__}")

@@ -67,10 +67,17 @@ class ChunkCacheConfig:
     """4 bytes each; the chunk records of a turn are counted as tokens, too (radix_ext.Turn.cost)."""
     conversation_idle_s: float = knob(3600.0, "seconds after which an idle conversation is forgotten", low=1.0)
     """A forgotten conversation costs a prefix, never an answer."""
+    max_body_bytes: int = knob(4 * 2**20, "bytes in the body of one request", low=1024)
+    """Checked before and while the body is read; about a million tokens of text."""
+    max_messages: int = knob(2000, "messages in one request, or parts of their contents", low=1, high=100_000)
+    """The chat template renders them all each time, some tens of microseconds each."""
     max_chunks: int = knob(256, "chunks in one request", low=1, high=100_000)
     """Bounds the work of one request in the front process."""
     max_chunk_chars: int = knob(200_000, "characters in one chunk", low=1)
-    """Tokenised on the event loop; the context length bounds it further."""
+    """The context length bounds it further."""
+    chunk_tokens: str = knob("text", "what control tokens in a chunk's text become", choices=("text", "control"))
+    """`text`: plain text, since a retrieved text is not trusted, so `<|end|>` in it ends nothing. `control`: what they are in a
+    message."""
     answer_reserve_tokens: int = knob(256, "tokens reserved for the answer when max_tokens is not given", low=1)
     """Decides when a conversation overflows; at most an eighth of the context is reserved."""
     rag_template: str | None = knob(None, "file with {chunks} and {question}: the user message around the chunks")

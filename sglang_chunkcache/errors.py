@@ -3,6 +3,9 @@
 ChunkCacheError
   RequestError        a client's mistake: HTTP 400; the message begins with the field's name and a colon
     EngineRefusedError  SGLang's own refusal of a request that had begun
+    TooLongError      a text that cannot fit the context
+    BodyTooLargeError a body over the limit: HTTP 413
+  BusyError           too many long requests wait already: HTTP 503
   SearchFailedError   the index gave no answer: HTTP 500 or 503
   ServerError         a mistake on a command line, or a server that does not serve: one line on stderr
     RefusedError      the server answered 400: this request is refused, others may be served
@@ -25,6 +28,22 @@ class RequestError(ChunkCacheError, ValueError):
 
 class EngineRefusedError(RequestError):
     """SGLang refuses a parameter. The bookkeeper has counted the request already."""
+
+
+class TooLongError(RequestError):
+    """A text that cannot fit the context; it is not tokenised."""
+
+
+class BodyTooLargeError(RequestError):
+    """A body over the limit, of which the rest is not read."""
+
+    status = 413
+
+
+class BusyError(ChunkCacheError):
+    """So many long requests wait already that this one would wait too long."""
+
+    status = 503
 
 
 class SearchFailedError(ChunkCacheError):

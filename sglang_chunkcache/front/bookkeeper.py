@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,9 +25,9 @@ from radix_ext import (
     KvAware,
     RoundRobin,
     Router,
-    Turn,
 )
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.front.conversation import Conversation
 from sglang_chunkcache.front.fusion_options import spans_to_keep
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
@@ -75,9 +75,9 @@ class Bookkeeper:
             idle_s=self._config.conversation_idle_s,
         )
 
-    def history(self, key: ConversationKey, hashes: Sequence[str]) -> tuple[Turn, ...]:
-        """The conversation's turns that agree with the client's messages."""
-        return self.conversations.agree(key, hashes, self._clock())
+    def conversation(self, key: ConversationKey) -> Conversation:
+        """What is in store of it."""
+        return Conversation(key, self.conversations.recall(key, self._clock()))
 
     @contextmanager
     def begin(self, rag: RagRequest) -> Iterator[RagRequest]:

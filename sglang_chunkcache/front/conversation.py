@@ -10,21 +10,25 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from radix_ext import ChunkId, ConversationKey, Span, Turn, keep_recent, running_hashes, shown
-from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces
+from sglang_chunkcache.errors import TooLongError
+from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces, last_user
+from sglang_chunkcache.front.tokenizer import RequestEncoder
 
 
 @dataclass(frozen=True, slots=True)
 class PromptContext:
     """What shapes a chat prompt besides its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
-    old exchanges may be left out, which only a conversation has asked for."""
+    old exchanges may be left out, which only a conversation has asked for; `encode` is the request's."""
 
     tools: Sequence[Mapping[str, Any]] | None
     template_kwargs: Mapping[str, Any] | None
     reserve: int
     may_shorten: bool
+    encode: RequestEncoder
 
 
 class Fitted(NamedTuple):
@@ -47,8 +51,10 @@ class OpenTurn:
     history: tuple[Turn, ...]
     """The earlier turns in its prompt."""
     lead: tuple[int, ...]
-    messages: Sequence[Mapping[str, Any]]
+    num_messages: int
     """The client's, after the settings."""
+    messages_hash: str
+    """Of them all."""
     seen: frozenset[ChunkId] | None
     """Chunks of all earlier turns. None where departed turns do not matter: only `--chunkcache-dedup paper` reads them."""
 
@@ -59,9 +65,17 @@ class OpenTurn:
         start = sum(turn.num_tokens for turn in self.history) + len(self.lead)
         own = tuple(Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start)
         seen = frozenset[ChunkId]() if self.seen is None else self.seen | {span.chunk for span in own}
-        messages = [*self.messages, {"role": "assistant", "content": content}]
+        (whole_hash,) = running_hashes([{"role": "assistant", "content": content}], after=self.messages_hash)
         body = array("i", [*input_ids[start:], *output_ids])
-        return Turn(len(messages), running_hashes(messages)[-1], array("i", self.lead), body, own, seen, tag)
+        return Turn(self.num_messages + 1, whole_hash, array("i", self.lead), body, own, seen, tag)
+
+
+class Conversation(NamedTuple):
+    """What a request says it continues."""
+
+    key: ConversationKey
+    turns: tuple[Turn, ...]
+    """Those in store, whether or not the client's messages agree with them."""
 
 
 class TurnFitter:
@@ -83,14 +97,18 @@ class TurnFitter:
         turn; CRAFT 4.3 says why that is safe.
         """
         kept = self._unseen(chunks, agreed, agreed)
-        pieces = self._pieces(messages, agreed, kept, context)
+        try:
+            pieces = self._pieces(messages, agreed, kept, context)
+        except TooLongError:
+            if not context.may_shorten:
+                raise
+            return self._shortened(messages, self._unseen(chunks, (), agreed), context)
         new_len = _num_tokens(pieces, kept)
         if sum(turn.num_tokens for turn in agreed) + new_len + context.reserve <= self._context_len:
             return Fitted(agreed, pieces, kept, 0)
         if agreed:
-            head = array(
-                "i", self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
-            )
+            head_text = self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
+            head = array("i", context.encode(head_text))
             needed = _num_tokens(pieces, chunks) + context.reserve  # what departs may have to be sent again
             budget = min(self._context_len // 2, self._context_len - needed) - len(head)
             turns = keep_recent(agreed, max(0, budget))
@@ -100,28 +118,27 @@ class TurnFitter:
                 return Fitted(turns, self._pieces(messages, agreed, kept, context), kept, len(agreed) - len(turns))
         if not context.may_shorten:
             return Fitted((), pieces, kept, 0)
-        kept = self._unseen(chunks, (), agreed)
-        pieces, num_departed = self._shorten(messages, kept, context)
-        return Fitted((), pieces, kept, num_departed)
+        return self._shortened(messages, self._unseen(chunks, (), agreed), context)
 
-    def _shorten(
-        self, messages: Sequence[Mapping[str, Any]], kept: Sequence[TokenizedChunk], context: PromptContext
-    ) -> tuple[TurnPieces, int]:
-        """The pieces of a prompt from messages alone, the oldest exchanges left out until half of the context is free."""
+    def _shortened(
+        self, messages: Sequence[Mapping[str, Any]], kept: tuple[TokenizedChunk, ...], context: PromptContext
+    ) -> Fitted:
+        """A prompt from messages alone: the opening, the newest exchanges that leave half of the context free, the question."""
         opening = next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), 0)
-        starts = [i for i, m in enumerate(messages) if i >= opening and m.get("role") == "user"] or [opening]
-
-        def pieces_from(number: int) -> TurnPieces:
-            return self._pieces([*messages[:opening], *messages[starts[number] :]], (), kept, context)
-
-        low, high = 0, len(starts) - 1  # the fewest exchanges to leave out; lengths fall, so search by halves
-        while low < high:
-            middle = (low + high) // 2
-            if _num_tokens(pieces_from(middle), kept) + context.reserve <= self._context_len // 2:
-                high = middle
-            else:
-                low = middle + 1
-        return pieces_from(low), low
+        question = last_user(messages)
+        pieces = self._pieces([*messages[:opening], *messages[question:]], (), kept, context)
+        texts = self._assembler.exchanges(
+            messages[: question + 1], tools=context.tools, template_kwargs=context.template_kwargs
+        )
+        room = self._context_len // 2 - context.reserve - _num_tokens(pieces, kept)
+        earlier: list[tuple[int, ...]] = []
+        for text in reversed(texts):
+            if room <= 0 or context.encode.is_longer(text, room) or len(ids := context.encode(text)) > room:
+                break
+            room -= len(ids)
+            earlier.insert(0, ids)
+        pieces = replace(pieces, lead=(*pieces.lead, *chain.from_iterable(earlier)))
+        return Fitted((), pieces, kept, len(texts) - len(earlier))
 
     def _pieces(
         self,
@@ -136,6 +153,7 @@ class TurnFitter:
             has_chunks=bool(kept),
             tools=context.tools,
             template_kwargs=context.template_kwargs,
+            encode=context.encode,
         )
         if agreed and pieces.lead and agreed[-1].body_ids[-1] == pieces.lead[0]:
             # The answer ended with the token that the template puts after it: once is enough.

@@ -1,22 +1,24 @@
 """From what a client sent to a Draft: chunks tokenised, each content once, and fitted to what the conversation has shown.
 
-Three kinds of prompt: a chat turn, parts as they come, and a chunk to preprocess. Reads the conversations, counts nothing.
+Three kinds of prompt: a chat turn, parts as they come, and a chunk to preprocess. Reads no state and counts nothing, so a thread
+may do it. Each text of a request is encoded once, and none that cannot fit.
 """
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from radix_ext import ChunkId, ConversationKey, Span, Turn, running_hashes
+from radix_ext import ChunkId, ConversationKey, Span, Turn, agreeing, running_hashes
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.bookkeeper import Bookkeeper
-from sglang_chunkcache.front.conversation import Fitted, OpenTurn, PromptContext, TurnFitter
+from sglang_chunkcache.errors import RequestError, TooLongError
+from sglang_chunkcache.front.conversation import Conversation, Fitted, OpenTurn, PromptContext, TurnFitter
 from sglang_chunkcache.front.fusion_options import check_fused
 from sglang_chunkcache.front.prompt import Piece, PromptAssembler, TokenizedChunk
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage
+from sglang_chunkcache.front.tokenizer import RequestEncoder
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 MAX_CHUNK_CONTEXTS = 4
@@ -42,14 +44,11 @@ class Drafter:
     """Drafts for one model.
 
     Args:
-        books: its conversations are read.
         context_len: the model's context in tokens, prompt and answer together.
     """
 
-    def __init__(
-        self, config: ChunkCacheConfig, assembler: PromptAssembler, books: Bookkeeper, *, context_len: int
-    ) -> None:
-        self._config, self._assembler, self._books, self._context_len = config, assembler, books, context_len
+    def __init__(self, config: ChunkCacheConfig, assembler: PromptAssembler, *, context_len: int) -> None:
+        self._config, self._assembler, self._context_len = config, assembler, context_len
         self._fitter = TurnFitter(assembler, context_len=context_len, dedup=config.dedup)
 
     def chat(
@@ -59,21 +58,26 @@ class Drafter:
         *,
         identity: Identity,
         options: Options,
-        conversation_id: str | None = None,
+        conversation: Conversation | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        is_over: threading.Event | None = None,
     ) -> Draft:
-        """A chat turn.
+        """A chat turn. Given up where `is_over` is set meanwhile.
 
         Raises:
             RequestError: messages or chunks that make no prompt; names the field.
         """
-        chunks = self._tokenize(passages)
-        told = [{"role": "\0settings", "tools": tools, "kwargs": template_kwargs}, *messages]
-        hashes = running_hashes(told)
-        key = _conversation_key(identity, conversation_id)
-        agreed = self._books.history(key, hashes) if key else ()
-        context = PromptContext(tools, template_kwargs, self._reserve(options), may_shorten=key is not None)
+        encode = self._encoder(is_over)
+        chunks = self._tokenize(passages, encode, may_be_shown=conversation is not None)
+        hashes: tuple[str, ...] = ()
+        agreed: tuple[Turn, ...] = ()
+        if conversation:
+            settings = {"role": "\0settings", "tools": tools, "kwargs": template_kwargs}
+            hashes = running_hashes([settings, *messages])
+            agreed = agreeing(conversation.turns, hashes)
+        may_shorten = conversation is not None
+        context = PromptContext(tools, template_kwargs, self._reserve(options), may_shorten, encode)
         fitted = self._fitter.fit(messages, agreed, chunks.items, context)
         sent = {item.chunk.id for item in fitted.kept}
         return Draft(
@@ -90,28 +94,42 @@ class Drafter:
             num_turns=len(fitted.turns),
             num_departed=fitted.num_departed,
             earlier_recipe=next((turn.tag for turn in reversed(fitted.turns) if turn.tag), ""),
-            turn=OpenTurn(key, fitted.turns, fitted.pieces.lead, told, self._seen(agreed)) if key else None,
+            turn=OpenTurn(
+                conversation.key, fitted.turns, fitted.pieces.lead, len(hashes), hashes[-1], self._seen(agreed)
+            )
+            if conversation
+            else None,
         )
 
-    def parts(self, parts: Sequence[str | Sequence[Passage]], *, identity: Identity, options: Options) -> Draft:
-        """Texts and chunk areas as they come; only the first area is ordered.
+    def parts(
+        self,
+        parts: Sequence[str | Sequence[Passage]],
+        *,
+        identity: Identity,
+        options: Options,
+        is_over: threading.Event | None = None,
+    ) -> Draft:
+        """Texts and chunk areas as they come; only the first area is ordered. Texts are the program's own, chunks are not.
 
         Raises:
             RequestError: a chunk longer than the context.
         """
-        encode = self._assembler.encode
+        encode = self._encoder(is_over)
         first = next((i for i, part in enumerate(parts) if part and not isinstance(part, str)), len(parts))
-        before = array("i", self._assembler.bos_ids)
+        num_chars = sum(len(part) for part in parts if isinstance(part, str))
+        if encode.tokenizer.least_len(num_chars) > self._context_len:
+            raise TooLongError(f"parts: more than {self._context_len} tokens, which is the context")
+        before = array("i", self._assembler.tokenizer.bos_ids)
         for part in parts[:first]:
             before.extend(encode(cast(str, part)) if part else ())
-        area = self._tokenize(cast(Sequence[Passage], parts[first]) if first < len(parts) else (), "parts")
+        area = self._tokenize(cast(Sequence[Passage], parts[first]) if first < len(parts) else (), encode, "parts")
         after: list[Piece] = []
         later_labels: list[str] = []
         for part in parts[first + 1 :]:
             if isinstance(part, str):
                 after.append((encode(part), None))
                 continue
-            later = self._tokenize(part, "parts")
+            later = self._tokenize(part, encode, "parts")
             later_labels += later.labels.values()
             area.repeated.extend(later.repeated)
             area.empty.extend(later.empty)
@@ -139,6 +157,7 @@ class Drafter:
         identity: Identity,
         template_kwargs: Mapping[str, Any] | None = None,
         rank: int = 0,
+        is_over: threading.Event | None = None,
     ) -> Draft:
         """`chunk` after its neighbours, whose KV is moved there, to be computed and stored (FusionRAG 3.1, eq. 10).
 
@@ -151,47 +170,67 @@ class Drafter:
         check_fused(self._config, "chunk")
         if not chunk.text.strip():
             raise RequestError("chunk.text: is empty")
-        chunks = self._tokenize([*neighbors, chunk], "neighbors")
-        if chunks.ids[-1] in {self._assembler.chunk(neighbor.text).chunk.id for neighbor in neighbors}:
+        encode = self._encoder(is_over)
+        before, own = self._tokenize(neighbors, encode, "neighbors"), self._tokenize([chunk], encode, "chunk")
+        if own.ids[0] in before.labels:
             raise RequestError("neighbors: the chunk itself is among them")
+        chunks = (*before.items, *own.items)
         pieces = self._assembler.turn(
-            [*messages, {"role": "user", "content": ""}], num_agreed=0, has_chunks=True, template_kwargs=template_kwargs
+            [*messages, {"role": "user", "content": ""}],
+            num_agreed=0,
+            has_chunks=True,
+            template_kwargs=template_kwargs,
+            encode=encode,
         )
-        fusion = FusionRequest("none", 0.0, fresh=frozenset({len(chunks.items) - 1}))
+        fusion = FusionRequest("none", 0.0, fresh=frozenset({len(chunks) - 1}))
         return Draft(
             array("i", (*pieces.lead, *pieces.intro)),
             (),
-            chunks.items,
+            chunks,
             ((pieces.outro, None),),
-            chunks.labels,
+            {**before.labels, **own.labels},
             identity,
             Options(max_new_tokens=1, order="retriever", fusion=fusion, rank=rank),
-            repeated=tuple(chunks.repeated),
-            empty=tuple(chunks.empty),
+            repeated=tuple(before.repeated),
+            empty=tuple(before.empty),
             is_preprocessing=True,
         )
 
     # Private, in order of use
 
-    def _tokenize(self, passages: Sequence[Passage], field: str = "chunks") -> _Chunks:
+    def _encoder(self, is_over: threading.Event | None) -> RequestEncoder:
+        limit = self._context_len
+        return RequestEncoder(self._assembler.tokenizer, limit=limit, is_over=is_over or threading.Event())
+
+    def _tokenize(
+        self, passages: Sequence[Passage], encode: RequestEncoder, field: str = "chunks", *, may_be_shown: bool = False
+    ) -> _Chunks:
+        """Each chunk, up to as many tokens as could be sent. `may_be_shown`: a conversation drops what it has shown already."""
+        limit = self._context_len * (MAX_CHUNK_CONTEXTS if may_be_shown else 1)
+        too_many = TooLongError(f"{field}: more than {limit} tokens, the context is {self._context_len}")
+        if encode.tokenizer.least_len(sum(map(len, {passage.text for passage in passages}))) > limit:
+            raise too_many
         chunks: dict[ChunkId, TokenizedChunk] = {}
         found = _Chunks((), {}, [], [])
-        num_tokens = 0
         for passage in passages:
             if not passage.text.strip():
                 found.empty.append(passage.label)
                 continue
+            if encode.is_longer(passage.text, self._context_len):
+                raise TooLongError(
+                    f"{field}: {passage.label!r} has more than {self._context_len} tokens, which is the context"
+                )
             item = self._assembler.chunk(passage.text)
-            if item.chunk.id in chunks:
-                found.repeated.append(passage.label)
-                continue
             if item.chunk.num_tokens >= self._context_len:
                 raise RequestError(
                     f"{field}: {passage.label!r} has {item.chunk.num_tokens} tokens, the context is {self._context_len}"
                 )
-            num_tokens += item.chunk.num_tokens
-            if num_tokens > MAX_CHUNK_CONTEXTS * self._context_len:
-                raise RequestError(f"{field}: more than {num_tokens} tokens, the context is {self._context_len}")
+            if item.chunk.id in chunks:
+                found.repeated.append(passage.label)
+                continue
+            limit -= item.chunk.num_tokens
+            if limit < 0:
+                raise too_many
             chunks[item.chunk.id] = item
             found.labels[item.chunk.id] = passage.label
         return found._replace(items=tuple(chunks.values()))
@@ -208,9 +247,8 @@ class Drafter:
         return min(self._config.answer_reserve_tokens, self._context_len // 8)
 
 
-def _conversation_key(identity: Identity, conversation_id: str | None) -> ConversationKey | None:
-    if not conversation_id:
-        return None
+def conversation_key(identity: Identity, conversation_id: str) -> ConversationKey:
+    """Whose conversation that is."""
     adapter = f"{identity.extra_key or ''}\0{identity.lora or ''}"
     return ConversationKey(identity.api_key, identity.cache_salt or "", adapter, conversation_id)
 

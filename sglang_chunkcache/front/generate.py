@@ -62,7 +62,7 @@ async def preprocess(parts: Parts, intake: Intake, body: PreprocessIn, raw_reque
     fates: Counter[str] = Counter()
     start = time.perf_counter()
     for rank in range(len(parts.books.mirrors)):
-        planned = intake.preprocessing(body, raw_request, rank=rank)
+        planned = await intake.preprocessing(body, raw_request, rank=rank)
         rag = RagRequest(planned)
         obj = GenerateReqInput(
             input_ids=planned.input_ids,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import orjson
 from fastapi import Request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.errors import BodyTooLargeError, RequestError
 from sglang_chunkcache.front.bodies import (
     ChunkIn,
     GenerateIn,
@@ -16,10 +21,23 @@ from sglang_chunkcache.front.bodies import (
     RagFields,
     RetrieveBody,
 )
+from sglang_chunkcache.front.drafter import conversation_key
 from sglang_chunkcache.front.parse import parse, refuse_misspelt
 from sglang_chunkcache.front.parts import Parts
-from sglang_chunkcache.front.request import Identity, Options, Passage, Planned
+from sglang_chunkcache.front.request import Draft, Identity, Options, Passage, Planned
 from sglang_chunkcache.front.search import RagSearch, Retrieval
+
+MAX_TOOLS = 1000
+"""Far more than a model can choose from."""
+
+MAX_STOP_CHARS = 4096
+"""Of all stop strings."""
+
+MAX_VALUES = 50_000
+"""JSON values in a body, besides its chunks'."""
+VALUES_PER_CHUNK = 4
+MARKS = (b"{", b"[", b",")
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 class Intake:
@@ -28,6 +46,7 @@ class Intake:
     Raises:
         RequestError: names the field that is wrong.
         SearchFailedError: in `chat` and `retrieval`.
+        BusyError: too many long requests wait.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -35,8 +54,9 @@ class Intake:
 
     async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
         """A chat completion over `chunks` or over what the index finds."""
-        body = await json_object(raw_request)
+        body = await json_object(raw_request, self._config)
         refuse_misspelt(body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields)
+        self._check_counts(body)
         fields = parse(RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body})
         request = self._openai_request(body)
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
@@ -54,30 +74,36 @@ class Intake:
             num_answers=request.n,
             retrieval=found.answer() if found else None,
         )
+        conversation = None
+        if fields.conversation_id:
+            conversation = self._parts.books.conversation(conversation_key(identity, fields.conversation_id))
         try:
-            draft = self._parts.drafter.chat(
+            draft = partial(
+                self._parts.drafter.chat,
                 messages,
                 passages,
                 identity=identity,
                 options=options,
-                conversation_id=fields.conversation_id,
+                conversation=conversation,
                 tools=_tools(request),
                 template_kwargs=self._parts.chat.template_kwargs(request),
             )
-            return request, self._parts.planner.plan(draft)
+            num_chars = sum(_num_chars(message.get("content")) for message in messages)
+            return request, await self._plan(draft, num_chars + _num_passage_chars(passages), raw_request)
         except RequestError as error:
             raise _about_the_search(error, found) from None
 
     async def retrieval(self, raw_request: Request) -> tuple[RetrieveBody, Retrieval]:
         """The passages of a query or of messages, with what was asked for."""
-        body = parse(RetrieveBody, await json_object(raw_request))
+        body = parse(RetrieveBody, await json_object(raw_request, self._config))
         if (body.query is None) == (not body.messages):
             raise RequestError("query: give query or messages, one of them")
         return body, await self._search().find(body, body.messages, field="", is_gone=raw_request.is_disconnected)
 
     async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
         """A prompt of `parts`."""
-        body = parse(GenerateIn, await json_object(raw_request))
+        body = parse(GenerateIn, await json_object(raw_request, self._config))
+        _check_stop(body.sampling_params.given().get("stop"), "sampling_params.stop")
         parts = [part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts]
         num_chunks = sum(len(part) for part in parts if not isinstance(part, str))
         if num_chunks > self._config.max_chunks:
@@ -90,21 +116,47 @@ class Intake:
             fusion=body.fusion_request(self._config),
         )
         identity = _identity(raw_request, body.cache_salt, body.extra_key)
-        return body, self._parts.planner.plan(self._parts.drafter.parts(parts, identity=identity, options=options))
+        draft = partial(self._parts.drafter.parts, parts, identity=identity, options=options)
+        num_chars = sum(len(part) if isinstance(part, str) else _num_passage_chars(part) for part in parts)
+        return body, await self._plan(draft, num_chars, raw_request)
 
-    def preprocessing(self, body: PreprocessIn, raw_request: Request, *, rank: int) -> Planned:
+    async def preprocessing(self, body: PreprocessIn, raw_request: Request, *, rank: int) -> Planned:
         """A chunk after its neighbours, on one rank."""
-        draft = self._parts.drafter.preprocessing(
+        neighbors, (chunk,) = self._passages(body.neighbors, "neighbors"), self._passages([body.chunk], "chunk")
+        draft = partial(
+            self._parts.drafter.preprocessing,
             [message.model_dump() for message in body.messages],
-            self._passages(body.neighbors, "neighbors"),
-            *self._passages([body.chunk], "chunk"),
+            neighbors,
+            chunk,
             identity=_identity(raw_request, body.cache_salt, body.extra_key),
             template_kwargs=self._parts.chat.default_chat_template_kwargs or None,
             rank=rank,
         )
-        return self._parts.planner.plan(draft)
+        num_chars = sum(len(message.content) for message in body.messages)
+        return await self._plan(draft, num_chars + _num_passage_chars([*neighbors, chunk]), raw_request)
 
     # Private, in order of use
+
+    def _check_counts(self, body: dict[str, Any]) -> None:
+        """Before SGLang's model of the request is built, which takes long for many parts."""
+        messages, tools = body.get("messages"), body.get("tools")
+        if isinstance(messages, list):
+            contents = (message.get("content") for message in messages if isinstance(message, dict))
+            count = max(len(messages), sum(len(content) for content in contents if isinstance(content, list)))
+            if count > self._config.max_messages:
+                raise RequestError(f"messages: {count} given, parts counted, at most {self._config.max_messages}")
+        if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+            raise RequestError(f"tools: {len(tools)} given, at most {MAX_TOOLS}")
+        _check_stop(body.get("stop"), "stop")
+
+    async def _plan(self, draft: Callable[..., Draft], num_chars: int, raw_request: Request) -> Planned:
+        """Long drafts are made in a thread, plans here: they read the books."""
+
+        def make(is_over: threading.Event) -> Draft:
+            return draft(is_over=is_over)
+
+        made = await self._parts.drafts.run(make, num_chars=num_chars, is_gone=raw_request.is_disconnected)
+        return self._parts.planner.plan(made)
 
     def _openai_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
         for field in ("input_ids", "continue_final_message"):
@@ -136,15 +188,61 @@ class Intake:
         return self._parts.search
 
 
-async def json_object(raw_request: Request) -> dict[str, Any]:
-    """The request's body. Raises RequestError."""
+async def json_object(raw_request: Request, config: ChunkCacheConfig) -> dict[str, Any]:
+    """The request's body.
+
+    Raises:
+        BodyTooLargeError: more bytes than allowed; they are not read.
+        RequestError: no JSON object, or one of too many values.
+    """
+    raw = await _bounded_body(raw_request, config.max_body_bytes)
+    if _num_values(raw) > MAX_VALUES + VALUES_PER_CHUNK * config.max_chunks:
+        raise RequestError("body: too many values")
     try:
-        body = orjson.loads(await raw_request.body())
+        body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"body: not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("body: must be a JSON object")
     return body
+
+
+async def _bounded_body(raw_request: Request, max_bytes: int) -> bytes:
+    too_large = BodyTooLargeError(f"body: more than {max_bytes} bytes")
+    if int(raw_request.headers.get("content-length", 0)) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for piece in raw_request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def _num_values(raw: bytes) -> int:
+    """About how many values a JSON text holds, strings aside; never more than it holds where that is many. A parser would make an
+    object of each, which takes a second for a few MiB of brackets."""
+    if sum(map(raw.count, MARKS)) <= MAX_VALUES:  # in strings or not
+        return 0
+    num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
+    return max(num_strings, sum(map(STRING.sub(b"", raw).count, MARKS)) if num_strings <= MAX_VALUES else 0)
+
+
+def _check_stop(stop: Any, field: str) -> None:
+    """SGLang tokenises stop strings on the event loop."""
+    texts = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+    if sum(len(text) for text in texts if isinstance(text, str)) > MAX_STOP_CHARS:
+        raise RequestError(f"{field}: at most {MAX_STOP_CHARS} characters")
+
+
+def _num_chars(content: Any) -> int:
+    if isinstance(content, list):
+        return sum(_num_chars(part.get("text")) for part in content)
+    return len(content) if isinstance(content, str) else 0
+
+
+def _num_passage_chars(passages: Iterable[Passage]) -> int:
+    return sum(len(passage.text) for passage in passages)
 
 
 def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, adapter: str | None = None) -> Identity:

@@ -10,6 +10,7 @@ from sglang.srt.entrypoints import http_server
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.chat import RagServingChat
+from sglang_chunkcache.front.draft_queue import DraftQueue
 from sglang_chunkcache.front.drafter import Drafter
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.planner import Planner
@@ -49,8 +50,18 @@ class Parts:
         if name := http_server.get_global_state().template_manager.chat_template_name:
             raise ValueError(f"--chat-template {name}: SGLang's built-in templates are not supported; give a file")
         template = read_template(self.config.rag_template)
-        assembler = PromptAssembler(self.manager.tokenizer, template=template, separator=self.config.chunk_separator)
-        return Drafter(self.config, assembler, self.books, context_len=self.context_len)
+        assembler = PromptAssembler(
+            self.manager.tokenizer,
+            template=template,
+            separator=self.config.chunk_separator,
+            chunk_tokens=self.config.chunk_tokens,
+        )
+        return Drafter(self.config, assembler, context_len=self.context_len)
+
+    @cached_property
+    def drafts(self) -> DraftQueue:
+        """Where drafts are made."""
+        return DraftQueue()
 
     @cached_property
     def planner(self) -> Planner:

@@ -19,6 +19,7 @@ from typing import Any
 
 from radix_ext import Chunk, ChunkId, Span, chunk_id
 from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.tokenizer import Encode, ServedTokenizer
 
 CHUNK_CACHE_SIZE = 4096
 """Chunk texts whose token ids are remembered: a popular chunk is tokenised once, not once a request."""
@@ -65,13 +66,16 @@ class PromptAssembler:
 
     Args:
         tokenizer: the served model's Hugging Face tokenizer.
+        chunk_tokens: as in the configuration.
         template: the user message around the chunks; holds `{chunks}`, then `{question}`, each once.
         separator: text after every chunk.
     Raises:
-        ValueError: the template's placeholders, or a tokenizer whose pieces cannot be put together again.
+        ValueError: the template's placeholders, or a tokenizer that cannot be served.
     """
 
-    def __init__(self, tokenizer: Any, *, template: str = DEFAULT_TEMPLATE, separator: str) -> None:
+    def __init__(
+        self, tokenizer: Any, *, template: str = DEFAULT_TEMPLATE, separator: str, chunk_tokens: str = "text"
+    ) -> None:
         if template.count("{chunks}") != 1 or template.count("{question}") != 1:
             raise ValueError("the rag template must hold {chunks} and {question}, each once")
         self._intro, rest = template.split("{chunks}")
@@ -81,38 +85,16 @@ class PromptAssembler:
             )
         self._before_question, self._after_question = rest.split("{question}")
         self._tokenizer, self._separator = tokenizer, separator
+        self.tokenizer = ServedTokenizer(tokenizer, chunk_tokens=chunk_tokens)
+        self._is_separator_control = self.tokenizer.holds_control(separator)
         # Marks at the places where the rendered text is cut; random, so that no message can hold them.
         nonce = secrets.token_hex(8)
         self._start, self._chunks, self._answer = (f"\ue000{name}{nonce}\ue001" for name in ("s", "c", "a"))
-        self._guard = self._find_guard()
         self._remembered_chunk = lru_cache(CHUNK_CACHE_SIZE)(self._tokenize_chunk)
 
     def chunk(self, text: str) -> TokenizedChunk:
         """A chunk's ids, its separator included; the same at every place."""
         return self._remembered_chunk(text) if len(text) <= CHUNK_CACHE_CHARS else self._tokenize_chunk(text)
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of one piece; pieces decode to their texts put together."""
-        if not text:
-            return ()
-        if not self._guard:
-            return self._raw(text)
-        guarded, guard = self._raw(self._guard + text), self._raw(self._guard)
-        if guarded[: len(guard)] != guard:
-            raise RequestError("messages: the tokenizer joins a piece to the text before it")
-        return guarded[len(guard) :]
-
-    @property
-    def bos_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts in front of a plain text prompt; chat templates bring their own."""
-        ids = tuple(self._tokenizer.encode(""))
-        return ids if ids == (self._tokenizer.bos_token_id,) else ()
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
 
     def turn(
         self,
@@ -122,10 +104,12 @@ class PromptAssembler:
         has_chunks: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        encode: Encode | None = None,
     ) -> TurnPieces:
         """The pieces of the turn that the last message opens.
 
         `num_agreed` messages, the last an answer, are there as tokens already: `lead` begins after that answer.
+        `encode` is the request's own, if it has one.
 
         Raises:
             RequestError: the last message is not a user's text, or the chat template refuses the messages.
@@ -147,7 +131,8 @@ class PromptAssembler:
             text = self._split(text, self._answer)[1]
         lead, rest = self._split(text, self._start)
         intro, outro = self._split(rest, self._chunks)
-        return TurnPieces(self.encode(lead), self.encode(intro), self.encode(outro))
+        encode = encode or self.tokenizer.encode
+        return TurnPieces(encode(lead), encode(intro), encode(outro))
 
     def head(
         self,
@@ -155,18 +140,39 @@ class PromptAssembler:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:
-        """Ids in front of a conversation's first user message: what stays when the oldest turns leave."""
+    ) -> str:
+        """The text in front of a conversation's first user message: what stays when the oldest turns leave."""
         opening = []
         for i, message in enumerate(messages):
             if message.get("role") not in ("system", "developer"):
                 break
             opening.append({**message, "content": text_of(message, i)})
         text = self._render([*opening, {"role": "user", "content": self._start}], tools, template_kwargs)
-        return self.encode(self._split(text, self._start)[0])
+        return self._split(text, self._start)[0]
+
+    def exchanges(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """The text from each user message to the next one, in order. `messages` end with the question, which is left out."""
+        shaped = [{**message, "content": text_of(message, i) or ""} for i, message in enumerate(messages)]
+        for message in shaped:
+            if message["role"] == "user":
+                message["content"] = self._start + message["content"]
+        texts = self._render(shaped, tools, template_kwargs).split(self._start)[1:-1]
+        if len(texts) != sum(message["role"] == "user" for message in shaped) - 1:
+            raise RequestError("messages: too long, and the chat template does not show each of them once")
+        return texts
 
     def _tokenize_chunk(self, text: str) -> TokenizedChunk:
-        ids = array("i", self.encode(text + self._separator))
+        if self._is_separator_control:  # the operator's, so it may
+            plain, separator = self.tokenizer.encode_plain(text), self.tokenizer.encode(self._separator)
+            ids = array("i", (*plain, *separator))
+        else:
+            ids = array("i", self.tokenizer.encode_plain(text + self._separator))
         return TokenizedChunk(Chunk(chunk_id(ids), len(ids)), ids)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, kwargs: Mapping[str, Any] | None) -> str:
@@ -187,22 +193,13 @@ class PromptAssembler:
             raise RequestError(f"messages: the chat template shows a message {len(parts) - 1} times instead of once")
         return parts[0], parts[1]
 
-    def _raw(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _find_guard(self) -> str:
-        """Text to tokenise in front of a piece and take off again: "" for byte-level tokenizers, a newline for those
-        that put a space in front of whatever they are given."""
-        words = ("Aa", "b c", "\n\n", "Dd é 中 🙂")
-        for guard in ("", "\n", "\n\n"):
-            self._guard = guard
-            try:
-                ids = [i for word in words for i in self.encode(word)]
-            except RequestError:
-                continue
-            if self.decode(ids).removeprefix(" ") == "".join(words):
-                return guard
-        raise ValueError("the tokenizer's pieces cannot be put together again: text would change between chunks")
+def last_user(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Index of the last user message, which the chunks belong to. Raises RequestError where there is none."""
+    for i in reversed(range(len(messages))):
+        if messages[i].get("role") == "user":
+            return i
+    raise RequestError("messages: one must have role 'user'")
 
 
 def text_of(message: Mapping[str, Any], index: int) -> Any:

@@ -111,7 +111,7 @@ class Routes:
     async def chunkcache_preprocess(self, raw_request: Request) -> Any:
         """Put a chunk's KV after its neighbours into every rank's store (FusionRAG 3.1)."""
         try:
-            body = parse(PreprocessIn, await json_object(raw_request))
+            body = parse(PreprocessIn, await json_object(raw_request, self._parts.config))
             return ORJSONResponse(await preprocess(self._parts, self._intake, body, raw_request))
         except ChunkCacheError as error:
             return self._refuse(error)
@@ -126,7 +126,14 @@ class Routes:
 def _error_response(error: ChunkCacheError) -> ORJSONResponse:
     """SGLang's shape of an error. `param` is the field in front of the message's colon."""
     message, status = str(error), error.status
-    kinds = {400: "BadRequestError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+    kinds = {
+        400: "BadRequestError",
+        413: "RequestTooLargeError",
+        500: "InternalServerError",
+        503: "ServiceUnavailableError",
+    }
     param = message.split(":")[0] if status < 500 else None
     body = {"object": "error", "message": message, "type": kinds[status], "param": param, "code": status}
-    return ORJSONResponse(body, status_code=status)
+    # The rest of a body that is too large would be received for as long as the connection stands.
+    headers = {"Connection": "close"} if status == 413 else None
+    return ORJSONResponse(body, status_code=status, headers=headers)

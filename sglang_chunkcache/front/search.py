@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError, SearchFailedError
@@ -23,8 +23,10 @@ from sglang_chunkcache.front.search_queue import Found, QueueFullError, SearchQu
 if TYPE_CHECKING:
     from retrieval.retriever import Hit, Mode, Retriever
 
+T = TypeVar("T")
+
 GONE_POLL_S = 0.5
-"""How often a request that waits for its search looks whether its client is still there."""
+"""How often a request that waits looks whether its client is still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class RagSearch:
         query = query_of(options, messages, field=field, max_chars=config.max_query_chars)
         search = self._queue.search(query, k=k, mode=mode, nprobe=options.nprobe or config.retrieve_nprobe)
         try:
-            return Retrieval(query, mode, k, await _unless_gone(search, is_gone))
+            return Retrieval(query, mode, k, await unless_gone(search, is_gone))
         except RequestError:
             raise
         except QueueFullError as error:
@@ -173,9 +175,9 @@ def _brief(hit: Hit) -> dict[str, Any]:
     return {"id": hit.passage.id, "score": round(float(hit.score), 6), "title": hit.passage.title}
 
 
-async def _unless_gone(search: Awaitable[Found], is_gone: Callable[[], Awaitable[bool]]) -> Found:
-    """The search's result. If the client disconnects the search is cancelled: the framework does not do that."""
-    task = asyncio.ensure_future(search)
+async def unless_gone(result: Awaitable[T], is_gone: Callable[[], Awaitable[bool]]) -> T:
+    """The result. If the client disconnects the work is cancelled: the framework does not do that."""
+    task = asyncio.ensure_future(result)
     try:
         while not (await asyncio.wait({task}, timeout=GONE_POLL_S))[0]:
             if await is_gone():

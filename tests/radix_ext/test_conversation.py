@@ -13,6 +13,7 @@ from radix_ext import (
     PolicyError,
     Span,
     Turn,
+    agreeing,
     keep_recent,
     running_hashes,
     shown,
@@ -62,7 +63,7 @@ def conversations() -> ConversationMap:
 def agree(
     stored: ConversationMap, messages: Messages, *, key: ConversationKey = KEY, now: float = 2
 ) -> tuple[Turn, ...]:
-    return stored.agree(key, running_hashes(messages), now)
+    return agreeing(stored.recall(key, now), running_hashes(messages))
 
 
 def test_next_turn_agrees_with_the_whole_history(conversations: ConversationMap) -> None:

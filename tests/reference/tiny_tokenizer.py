@@ -50,9 +50,28 @@ def make_spaced_tokenizer(vocab_size: int = 512) -> Any:
     return _wrap(bpe)
 
 
-def _wrap(bpe: Tokenizer) -> Any:
+def make_unigram_tokenizer(vocab_size: int = 512) -> Any:
+    """SentencePiece's other kind, with byte fallback; control tokens are pieces of the model, too."""
+    unigram = Tokenizer(models.Unigram())
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size, special_tokens=["<unk>", *SPECIAL_TOKENS], unk_token="<unk>"
+    )
+    trainer.show_progress = False
+    unigram.train_from_iterator((word for line in generated_lines(300) for word in line.split()), trainer)
+    state = json.loads(unigram.to_str())
+    state["model"]["vocab"] += [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
+    state["model"]["byte_fallback"] = True
+    unigram = Tokenizer.from_str(json.dumps(state))
+    unigram.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _wrap(unigram)
+
+
+def _wrap(backend: Tokenizer) -> Any:
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=backend,
         bos_token="<s>",
         eos_token="<|im_end|>",
         pad_token="<pad>",

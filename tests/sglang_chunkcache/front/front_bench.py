@@ -5,7 +5,7 @@ it is sent.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,7 @@ from radix_ext import ChainId, extend_chain, root_chain
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
-from sglang_chunkcache.front.drafter import Drafter
+from sglang_chunkcache.front.drafter import Drafter, conversation_key
 from sglang_chunkcache.front.planner import Planner
 from sglang_chunkcache.front.prompt import PromptAssembler
 from sglang_chunkcache.front.request import Identity, Options, Passage, Planned, RagRequest
@@ -36,8 +36,12 @@ class CharTokenizer:
 
     bos_token_id = 2
     chat_template = "chars"
+    added_tokens_decoder: Mapping[int, Any] = {}
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": ord("a")}
+
+    def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
         return ([2] if add_special_tokens else []) + [ord(char) for char in text]
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
@@ -99,7 +103,7 @@ class Bench:
         self.config = ChunkCacheConfig(secret=SECRET, **knobs)
         self.assembler = PromptAssembler(CharTokenizer(), separator=";", **options)
         self.books = Bookkeeper(self.config, num_ranks=num_ranks, prometheus=False, clock=lambda: self.now)
-        self.drafter = Drafter(self.config, self.assembler, self.books, context_len=context_len)
+        self.drafter = Drafter(self.config, self.assembler, context_len=context_len)
         self.planner = Planner(self.config, self.books, context_len=context_len)
         self.ranks = [Rank() for _ in range(num_ranks)]
         self._open: dict[int, AbstractContextManager[Any]] = {}
@@ -116,9 +120,10 @@ class Bench:
         """Plan a chat turn of conversation `to`."""
         if isinstance(messages, str):
             messages = [user(messages)]
+        conversation = self.books.conversation(conversation_key(who, to)) if to else None
         return self.planner.plan(
             self.drafter.chat(
-                messages, passages, identity=who, options=Options(**options), conversation_id=to, tools=tools
+                messages, passages, identity=who, options=Options(**options), conversation=conversation, tools=tools
             )
         )
 

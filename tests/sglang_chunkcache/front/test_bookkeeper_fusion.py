@@ -391,7 +391,7 @@ def test_preprocessing_goes_to_the_given_rank() -> None:
         ({}, [A], "--reuse fused"),
         (FUSED, [A, B], "neighbors: the chunk itself"),
         (FUSED, [Passage("again", B.text)], "neighbors: the chunk itself"),
-        (FUSED, [Passage(str(i), str(i) * 60) for i in range(4)], "exceed the context"),
+        (FUSED, [Passage(str(i), str(i) * 60) for i in range(4)], "the context is 200"),
     ],
     ids=["exact server", "itself", "its text", "too long"],
 )

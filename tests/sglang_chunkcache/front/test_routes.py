@@ -106,14 +106,14 @@ def call() -> Iterator[MakeServer]:
         routes = Routes(parts)
 
         def send(endpoint: Endpoint, body: Any = None) -> tuple[int, Any]:
-            async def read() -> bytes:
-                return json.dumps(body).encode()
+            async def stream() -> AsyncIterator[bytes]:
+                yield json.dumps(body).encode()
 
             async def is_disconnected() -> bool:
                 return False
 
             raw_request = SimpleNamespace(
-                headers={}, state=SimpleNamespace(), body=read, is_disconnected=is_disconnected
+                headers={}, state=SimpleNamespace(), stream=stream, is_disconnected=is_disconnected
             )
 
             async def answered() -> tuple[int, Any]:
