@@ -181,12 +181,12 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     def generate_stream(
         self, s: StreamExecutor, sampling_params: SglSamplingParams
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """As SGLang's; the last item has no text, but the `chunkcache` object."""
+        """As SGLang's; the last item's meta info has the `chunkcache` object, too."""
         if not self._is_ours(s):
             yield from super().generate_stream(s, sampling_params)
             return
         response = self._post(s.text_, **self._request_fields(sampling_params), stream=True)
-        num_sent, meta_info = 0, dict[str, Any]()
+        num_sent = 0
         with response:
             for line in response.iter_lines():
                 if not line.startswith(b"data: {"):
@@ -194,10 +194,9 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
                 event = json.loads(line[len(b"data: ") :])
                 if "error" in event:
                     raise RuntimeError(event["error"])
-                if "chunkcache" in event:
-                    yield "", {**meta_info, "chunkcache": event["chunkcache"]}
-                    continue
                 meta_info = event["meta_info"]
+                if "chunkcache" in event:
+                    meta_info["chunkcache"] = event["chunkcache"]
                 new_text = event["text"][num_sent:]
                 num_sent += len(new_text)
                 yield new_text, meta_info

@@ -6,7 +6,7 @@ overridden methods do where SGLang writes the answer.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -83,23 +83,33 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         rag = _of(raw_request)
         message = response.choices[0].message
         self._books.finish(rag, message.content if not message.tool_calls else None)
-        return ORJSONResponse({**response.model_dump(), "chunkcache": answer(rag)})
+        body = response.model_dump()
+        _report_cached(body, rag)
+        return ORJSONResponse({**body, "chunkcache": answer(rag)})
 
     async def _generate_chat_stream(
         self, adapted_request: Any, request: Any, raw_request: Request
     ) -> AsyncGenerator[str, None]:
+        """SGLang's events. Those from the first `finish_reason` on come without a pause: they are held until the last of them
+        that has choices is known. It takes the `chunkcache` object."""
         rag = _of(raw_request)
         content, plain = "", True
+        held = list[tuple[str, dict[str, Any]]]()
         async with aclosing(super()._generate_chat_stream(adapted_request, request, raw_request)) as events:
             async for event in events:
+                chunk = _chunk(event)
+                delta = _delta(chunk)
+                content += delta.get("content") or ""
+                plain = plain and not delta.get("tool_calls")
+                if _report_cached(chunk, rag):
+                    event = _sse(chunk)
                 if event == DONE:
                     self._books.finish(rag, content if plain else None)
-                    last = {"object": "chat.completion.chunk", "choices": [], "chunkcache": answer(rag)}
-                    yield _sse(last, request.model)
-                elif rag.planned.draft.turn is not None:
-                    delta = _delta(event)
-                    content += delta.get("content") or ""
-                    plain = plain and not delta.get("tool_calls")
+                    for ending in _ended(held, answer(rag)):
+                        yield ending
+                elif held or any(choice.get("finish_reason") for choice in chunk.get("choices", ())):
+                    held.append((event, chunk))
+                    continue
                 yield event
 
 
@@ -109,14 +119,34 @@ def _of(raw_request: Request) -> RagRequest:
     return rag
 
 
-def _delta(event: str) -> dict[str, Any]:
-    """What the first choice of a server-sent event adds; empty for events without one."""
-    if not event.startswith("data: {"):
-        return {}
-    choices = orjson.loads(event[len("data: ") :]).get("choices") or []
+def _chunk(event: str) -> dict[str, Any]:
+    """The object of a server-sent event; empty for comments, named events and the end."""
+    return dict(orjson.loads(event[len("data: ") :])) if event.startswith("data: {") else {}
+
+
+def _delta(chunk: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chunk adds to the first answer."""
+    choices = chunk.get("choices") or ()
     return next((choice.get("delta") or {} for choice in choices if choice.get("index") == 0), {})
 
 
-def _sse(body: dict[str, Any], model: str) -> str:
-    """One server-sent event in the shape of a chat completion chunk, so that every client parses it."""
-    return f"data: {orjson.dumps({'id': 'chunkcache', 'created': 0, 'model': model, **body}).decode()}\n\n"
+def _ended(held: list[tuple[str, dict[str, Any]]], chunkcache: dict[str, Any]) -> list[str]:
+    """The events, the last one with choices with `chunkcache`. An answer that failed has none."""
+    events = [event for event, _ in held]
+    last = next((i for i in reversed(range(len(held))) if held[i][1].get("choices")), None)
+    if last is not None:
+        events[last] = _sse({**held[last][1], "chunkcache": chunkcache})
+    return events
+
+
+def _report_cached(body: dict[str, Any], rag: RagRequest) -> bool:
+    """Say in the `usage` of an answer or a chunk what was found cached; whether that was possible."""
+    usage, num_cached = body.get("usage"), rag.num_cached
+    if not usage or num_cached is None:
+        return False
+    usage["prompt_tokens_details"] = {**(usage.get("prompt_tokens_details") or {}), "cached_tokens": num_cached}
+    return True
+
+
+def _sse(chunk: dict[str, Any]) -> str:
+    return f"data: {orjson.dumps(chunk).decode()}\n\n"

@@ -15,20 +15,22 @@ from typing import Any, NamedTuple
 
 from radix_ext import ChunkId, ConversationKey, Span, Turn, keep_recent, running_hashes, shown
 from sglang_chunkcache.errors import TooLongError
-from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces, last_user
+from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces, turn_start
 from sglang_chunkcache.front.tokenizer import RequestEncoder
 
 
 @dataclass(frozen=True, slots=True)
 class PromptContext:
     """What shapes a chat prompt besides its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
-    old exchanges may be left out, which only a conversation has asked for; `encode` is the request's."""
+    old exchanges may be left out, which only a conversation has asked for; `encode` is the request's.
+    `prefill` begins the answer."""
 
     tools: Sequence[Mapping[str, Any]] | None
     template_kwargs: Mapping[str, Any] | None
     reserve: int
     may_shorten: bool
     encode: RequestEncoder
+    prefill: str
 
 
 class Fitted(NamedTuple):
@@ -57,6 +59,8 @@ class OpenTurn:
     """Of them all."""
     seen: frozenset[ChunkId] | None
     """Chunks of all earlier turns. None where departed turns do not matter: only `--chunkcache-dedup paper` reads them."""
+    prefill: str
+    """The client's beginning of the answer; the client sends the whole back."""
 
     def closed(
         self, input_ids: Sequence[int], spans: Sequence[Span], output_ids: Sequence[int], *, content: str, tag: str
@@ -65,7 +69,8 @@ class OpenTurn:
         start = sum(turn.num_tokens for turn in self.history) + len(self.lead)
         own = tuple(Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start)
         seen = frozenset[ChunkId]() if self.seen is None else self.seen | {span.chunk for span in own}
-        (whole_hash,) = running_hashes([{"role": "assistant", "content": content}], after=self.messages_hash)
+        answer = {"role": "assistant", "content": self.prefill + content}
+        (whole_hash,) = running_hashes([answer], after=self.messages_hash)
         body = array("i", [*input_ids[start:], *output_ids])
         return Turn(self.num_messages + 1, whole_hash, array("i", self.lead), body, own, seen, tag)
 
@@ -125,7 +130,7 @@ class TurnFitter:
     ) -> Fitted:
         """A prompt from messages alone: the opening, the newest exchanges that leave half of the context free, the question."""
         opening = next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), 0)
-        question = last_user(messages)
+        question = turn_start(messages)
         pieces = self._pieces([*messages[:opening], *messages[question:]], (), kept, context)
         texts = self._assembler.exchanges(
             messages[: question + 1], tools=context.tools, template_kwargs=context.template_kwargs
@@ -154,6 +159,7 @@ class TurnFitter:
             tools=context.tools,
             template_kwargs=context.template_kwargs,
             encode=context.encode,
+            prefill=context.prefill,
         )
         if agreed and pieces.lead and agreed[-1].body_ids[-1] == pieces.lead[0]:
             # The answer ended with the token that the template puts after it: once is enough.

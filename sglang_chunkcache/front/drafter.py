@@ -16,7 +16,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError, TooLongError
 from sglang_chunkcache.front.conversation import Conversation, Fitted, OpenTurn, PromptContext, TurnFitter
 from sglang_chunkcache.front.fusion_options import check_fused
-from sglang_chunkcache.front.prompt import Piece, PromptAssembler, TokenizedChunk
+from sglang_chunkcache.front.prompt import Piece, PromptAssembler, TokenizedChunk, text_of, turn_start
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage
 from sglang_chunkcache.front.tokenizer import RequestEncoder
 from sglang_chunkcache.wire.fusion_request import FusionRequest
@@ -61,23 +61,29 @@ class Drafter:
         conversation: Conversation | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        continues: bool = False,
         is_over: threading.Event | None = None,
     ) -> Draft:
-        """A chat turn. Given up where `is_over` is set meanwhile.
+        """A chat turn. `continues`: a last message that is an answer is the beginning of the one to be given. Given up where
+        `is_over` is set meanwhile.
 
         Raises:
             RequestError: messages or chunks that make no prompt; names the field.
         """
-        encode = self._encoder(is_over)
+        encode = self._encoder("messages", is_over)
         chunks = self._tokenize(passages, encode, may_be_shown=conversation is not None)
+        prefill = ""
+        if continues and messages and messages[-1].get("role") == "assistant":
+            prefill, messages = text_of(messages[-1], len(messages) - 1) or "", messages[:-1]
+        start = turn_start(messages)
         hashes: tuple[str, ...] = ()
         agreed: tuple[Turn, ...] = ()
         if conversation:
             settings = {"role": "\0settings", "tools": tools, "kwargs": template_kwargs}
             hashes = running_hashes([settings, *messages])
-            agreed = agreeing(conversation.turns, hashes)
+            agreed = agreeing(conversation.turns, hashes[: 1 + start])  # earlier turns end before this one
         may_shorten = conversation is not None
-        context = PromptContext(tools, template_kwargs, self._reserve(options), may_shorten, encode)
+        context = PromptContext(tools, template_kwargs, self._reserve(options), may_shorten, encode, prefill)
         fitted = self._fitter.fit(messages, agreed, chunks.items, context)
         sent = {item.chunk.id for item in fitted.kept}
         return Draft(
@@ -95,7 +101,7 @@ class Drafter:
             num_departed=fitted.num_departed,
             earlier_recipe=next((turn.tag for turn in reversed(fitted.turns) if turn.tag), ""),
             turn=OpenTurn(
-                conversation.key, fitted.turns, fitted.pieces.lead, len(hashes), hashes[-1], self._seen(agreed)
+                conversation.key, fitted.turns, fitted.pieces.lead, len(hashes), hashes[-1], self._seen(agreed), prefill
             )
             if conversation
             else None,
@@ -114,7 +120,7 @@ class Drafter:
         Raises:
             RequestError: a chunk longer than the context.
         """
-        encode = self._encoder(is_over)
+        encode = self._encoder("parts", is_over)
         first = next((i for i, part in enumerate(parts) if part and not isinstance(part, str)), len(parts))
         num_chars = sum(len(part) for part in parts if isinstance(part, str))
         if encode.tokenizer.least_len(num_chars) > self._context_len:
@@ -170,7 +176,7 @@ class Drafter:
         check_fused(self._config, "chunk")
         if not chunk.text.strip():
             raise RequestError("chunk.text: is empty")
-        encode = self._encoder(is_over)
+        encode = self._encoder("messages", is_over)
         before, own = self._tokenize(neighbors, encode, "neighbors"), self._tokenize([chunk], encode, "chunk")
         if own.ids[0] in before.labels:
             raise RequestError("neighbors: the chunk itself is among them")
@@ -198,9 +204,9 @@ class Drafter:
 
     # Private, in order of use
 
-    def _encoder(self, is_over: threading.Event | None) -> RequestEncoder:
-        limit = self._context_len
-        return RequestEncoder(self._assembler.tokenizer, limit=limit, is_over=is_over or threading.Event())
+    def _encoder(self, field: str, is_over: threading.Event | None) -> RequestEncoder:
+        is_over = is_over or threading.Event()
+        return RequestEncoder(self._assembler.tokenizer, limit=self._context_len, field=field, is_over=is_over)
 
     def _tokenize(
         self, passages: Sequence[Passage], encode: RequestEncoder, field: str = "chunks", *, may_be_shown: bool = False

@@ -82,15 +82,19 @@ async def preprocess(parts: Parts, intake: Intake, body: PreprocessIn, raw_reque
 
 async def _events(first: dict[str, Any], outputs: Any, rag: RagRequest) -> AsyncIterator[bytes]:
     async with aclosing(outputs):
-        yield _event(first)
+        yield _event(_told(first, rag))
         try:
             async for output in outputs:
-                yield _event(output)
+                yield _event(_told(output, rag))
         except ValueError as error:
             yield _event({"error": {"message": str(error)}})
             return
-        yield _event({"chunkcache": answer(rag)})
         yield b"data: [DONE]\n\n"
+
+
+def _told(output: dict[str, Any], rag: RagRequest) -> dict[str, Any]:
+    """The output, the last one with the `chunkcache` object."""
+    return {**output, "chunkcache": answer(rag)} if output["meta_info"]["finish_reason"] else output
 
 
 def _event(body: dict[str, Any]) -> bytes:

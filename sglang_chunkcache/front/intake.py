@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from fastapi import Request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import BodyTooLargeError, RequestError
@@ -59,7 +60,7 @@ class Intake:
         self._check_counts(body)
         fields = parse(RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body})
         request = self._openai_request(body)
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        messages = _messages(request)
         identity = _identity(raw_request, request.cache_salt, request.extra_key, _adapter(request))
         fusion = fields.fusion_request(self._config)
         passages, found = self._passages(fields.chunks), None
@@ -87,6 +88,7 @@ class Intake:
                 conversation=conversation,
                 tools=_tools(request),
                 template_kwargs=self._parts.chat.template_kwargs(request),
+                continues=request.continue_final_message,
             )
             num_chars = sum(_num_chars(message.get("content")) for message in messages)
             return request, await self._plan(draft, num_chars + _num_passage_chars(passages), raw_request)
@@ -159,9 +161,8 @@ class Intake:
         return self._parts.planner.plan(made)
 
     def _openai_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
-        for field in ("input_ids", "continue_final_message"):
-            if body.get(field):
-                raise RequestError(f"{field}: not supported here; use /v1/chat/completions")
+        if body.get("input_ids"):
+            raise RequestError("input_ids: not supported here; use /v1/chat/completions")
         request = parse(ChatCompletionRequest, body)
         self._parts.chat.check(request)
         return request
@@ -257,8 +258,23 @@ def _adapter(request: ChatCompletionRequest) -> str | None:
     return str(adapter) if adapter else None
 
 
+def _messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
+    """As SGLang gives them to the chat template: the arguments of tool calls are objects there."""
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    for i, message in enumerate(messages):
+        try:
+            normalize_assistant_tool_call_arguments(message)
+        except ValueError as error:
+            raise RequestError(f"messages.{i}.tool_calls: {error}") from None
+    return messages
+
+
 def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    return [tool.model_dump() for tool in request.tools] if request.tools and request.tool_choice != "none" else None
+    """Those that the template shows: with a `tool_choice` that names one, that one, as in SGLang."""
+    if not request.tools or request.tool_choice == "none":
+        return None
+    named = None if isinstance(request.tool_choice, str) else request.tool_choice.function.name
+    return [tool.model_dump() for tool in request.tools if named in (None, tool.function.name)]
 
 
 def _about_the_search(error: RequestError, found: Retrieval | None) -> RequestError:

@@ -105,25 +105,28 @@ class PromptAssembler:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         encode: Encode | None = None,
+        prefill: str = "",
     ) -> TurnPieces:
-        """The pieces of the turn that the last message opens.
+        """The pieces of the turn that the last user message opens: its chunks, its question, and all that follows.
 
-        `num_agreed` messages, the last an answer, are there as tokens already: `lead` begins after that answer.
-        `encode` is the request's own, if it has one.
+        `num_agreed` messages, the last an answer, are there as tokens already: `lead` begins after that answer. An answer
+        that comes last is shown as a user's message, as in SGLang. `prefill` is the beginning of the answer to be given,
+        `encode` the request's own, if it has one.
 
         Raises:
-            RequestError: the last message is not a user's text, or the chat template refuses the messages.
+            RequestError: no message, or the chat template refuses them.
         """
-        if not messages or messages[-1].get("role") != "user":
-            raise RequestError("messages: the last one must have role 'user'")
-        question = text_of(messages[-1], len(messages) - 1)
+        place = turn_start(messages)
+        question = text_of(messages[place], place)
         if not isinstance(question, str):
-            raise RequestError(f"messages.{len(messages) - 1}.content: must be text")
-        shaped = [{**message, "content": text_of(message, i)} for i, message in enumerate(messages)]
+            raise RequestError(f"messages.{place}.content: must be text")
+        shaped = [{**message, "content": text_of(message, i) or ""} for i, message in enumerate(messages)]
+        if shaped[-1]["role"] == "assistant":
+            shaped[-1] = {"role": "user", "content": shaped[-1]["content"]}
         intro, before, after = (
             (self._intro, self._before_question, self._after_question) if has_chunks else ("", "", "")
         )
-        shaped[-1]["content"] = self._start + intro + self._chunks + before + question + after
+        shaped[place]["content"] = self._start + intro + self._chunks + before + question + after
         if num_agreed:
             shaped[num_agreed - 1]["content"] = self._answer
         text = self._render(shaped, tools, template_kwargs)
@@ -132,7 +135,7 @@ class PromptAssembler:
         lead, rest = self._split(text, self._start)
         intro, outro = self._split(rest, self._chunks)
         encode = encode or self.tokenizer.encode
-        return TurnPieces(encode(lead), encode(intro), encode(outro))
+        return TurnPieces(encode(lead), encode(intro), (*encode(outro), *(encode(prefill) if prefill else ())))
 
     def head(
         self,
@@ -194,16 +197,19 @@ class PromptAssembler:
         return parts[0], parts[1]
 
 
-def last_user(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Index of the last user message, which the chunks belong to. Raises RequestError where there is none."""
-    for i in reversed(range(len(messages))):
-        if messages[i].get("role") == "user":
-            return i
-    raise RequestError("messages: one must have role 'user'")
+def turn_start(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Index of the message that the chunks belong to: the last user message, or the last of all where there is none.
+
+    Raises:
+        RequestError: no messages.
+    """
+    if not messages:
+        raise RequestError("messages: there is none to put the chunks in front of")
+    return next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), len(messages) - 1)
 
 
 def text_of(message: Mapping[str, Any], index: int) -> Any:
-    """A message's content as text; parts are joined. Content that is no text (null in tool calls) is passed on.
+    """A message's content as text; parts are joined as SGLang does. Content that is no text (null in tool calls) is passed on.
 
     Raises:
         RequestError: a part that is not text.
@@ -216,7 +222,7 @@ def text_of(message: Mapping[str, Any], index: int) -> Any:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError(f"messages.{index}.content: only text parts are supported")
         texts.append(part["text"])
-    return "\n".join(texts)
+    return " ".join(texts)
 
 
 def read_template(path: str | None) -> str:

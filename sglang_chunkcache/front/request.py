@@ -180,6 +180,11 @@ class RagRequest:
         others = {key: value for key, value in (theirs or {}).items() if not key.startswith(KEY_PREFIX)}
         return {**others, **self.custom_params}
 
+    @property
+    def num_cached(self) -> int | None:
+        """Prompt tokens whose KV was there, in place or moved, and was not computed. None where the rank does not report it."""
+        return None if self.known is None else self.known["exact"] + self.known["relocated"]
+
     def fates(self) -> dict[str, int] | None:
         """Prompt tokens by fate; they sum to the prompt's length. None where the rank does not report them."""
         if self.known is None:

@@ -3,6 +3,8 @@
 POST /rag/v1/chat/completions   a chat completion with `chunks` and `conversation_id`
 POST /rag/v1/retrieve           what the server's index finds, without a prompt
 POST /rag/v1/generate           SGLang's /generate with `parts`: texts and chunk areas (frontend programs use it)
+GET  /rag/v1/models             SGLang's own, for clients that look there; /rag/v1/models/{model}, too
+POST /rag/v1/completions        404 that says where to go; /rag/v1/embeddings and /rag/v1/responses, too
 GET  /chunkcache/stats          counts only
 GET  /chunkcache/tree           the global tree, depth-limited
 POST /chunkcache/forget         forget access counts and conversations, as a restart would
@@ -19,6 +21,7 @@ from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.responses import ORJSONResponse
+from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, SearchFailedError
@@ -44,6 +47,9 @@ class Routes:
             ("POST", "/rag/v1/chat/completions", self.rag_chat_completions),
             ("POST", "/rag/v1/retrieve", self.rag_retrieve),
             ("POST", "/rag/v1/generate", self.rag_generate),
+            ("GET", "/rag/v1/models", http_server.available_models),
+            ("GET", "/rag/v1/models/{model:path}", http_server.retrieve_model),
+            *(("POST", f"/rag/v1/{name}", elsewhere) for name in ("completions", "embeddings", "responses")),
             ("GET", "/chunkcache/stats", self.chunkcache_stats),
             ("GET", "/chunkcache/tree", self.chunkcache_tree),
             ("POST", "/chunkcache/forget", self.chunkcache_forget),
@@ -121,6 +127,16 @@ class Routes:
             outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
             self._parts.books.metrics.count("requests", outcome)
         return _error_response(error)
+
+
+async def elsewhere(raw_request: Request) -> ORJSONResponse:
+    """What of OpenAI's is SGLang's alone."""
+    path = raw_request.url.path
+    message = (
+        f"{path} does not exist: use {path.removeprefix('/rag')}, or /rag/v1/chat/completions for retrieved chunks"
+    )
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "unknown_url"}
+    return ORJSONResponse({"error": error}, status_code=404)
 
 
 def _error_response(error: ChunkCacheError) -> ORJSONResponse:

@@ -391,6 +391,8 @@ def test_http_server_names() -> None:
     assert "launch_callback" in parameters(http_server.launch_server)
     assert parameters(http_server.get_global_state) == []
     assert callable(http_server.app.include_router)
+    assert parameters(http_server.available_models) == []
+    assert parameters(http_server.retrieve_model) == ["model"]
 
 
 def test_tokenizer_manager_methods() -> None:

@@ -63,7 +63,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rag_server(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Our server on the bundled model and an index, with a pool that evicts and every check on."""
     log = tmp_path_factory.mktemp("servers") / "rag.log"
-    flags = [*TIGHT, "--enable-metrics", "--index", str(index)]
+    flags = [*TIGHT, "--enable-metrics", "--tool-call-parser", "qwen25", "--index", str(index)]
     flags += ["--chunkcache-retrieve-k", str(K), "--chunkcache-retrieve-refresh-s", "0.2"]
     with Server(flags, log=log, env=STRICT) as server:
         yield server

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.engine
 CHAT, GENERATE = "/rag/v1/chat/completions", "/rag/v1/generate"
 MESSAGES = [{"role": "user", "content": "What does Dravex make?"}]
 TEMPLATE = "{{ raise_exception('rendered') }}"
+ANSWER = {"role": "assistant", "content": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 CHUNK = {"id": "a", "text": "The company Dravex makes clocks."}
 EXPLAIN, PREPROCESS = "/chunkcache/explain", "/chunkcache/preprocess"
@@ -53,7 +54,7 @@ SWEEP: list[Case] = [
     ("messages a string", CHAT, {"messages": "hello", "chunks": []}, "messages"),
     ("message without role", CHAT, {"messages": [{"content": "x"}]}, "messages"),
     ("message of an unknown role", CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-    ("last message an answer", CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}, "messages"),
+    ("an answer to nothing", CHAT, {"messages": [ANSWER], "continue_final_message": True}, "messages"),
     ("content an image", CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "content"),
     ("content a number", CHAT, {"messages": [{"role": "user", "content": 7}]}, "content"),
     ("content null", CHAT, {"messages": [{"role": "user", "content": None}]}, "content"),

@@ -96,9 +96,8 @@ def _reply(path: str, body: dict[str, Any]) -> Any:
 
 
 def _events() -> Iterator[bytes]:
-    for text in ("an", "answer"):
-        yield json.dumps({"text": text, "meta_info": {"completion_tokens": len(text)}}).encode()
-    yield json.dumps({"chunkcache": {"fates": FATES}}).encode()
+    for text, more in (("an", {}), ("answer", {"chunkcache": {"fates": FATES}})):
+        yield json.dumps({"text": text, "meta_info": {"completion_tokens": len(text)}, **more}).encode()
     yield b"[DONE]"
 
 

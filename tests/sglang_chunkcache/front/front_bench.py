@@ -115,6 +115,7 @@ class Bench:
         to: str | None = None,
         who: Identity = ME,
         tools: Any = None,
+        continues: bool = False,
         **options: Any,
     ) -> Planned:
         """Plan a chat turn of conversation `to`."""
@@ -123,7 +124,13 @@ class Bench:
         conversation = self.books.conversation(conversation_key(who, to)) if to else None
         return self.planner.plan(
             self.drafter.chat(
-                messages, passages, identity=who, options=Options(**options), conversation=conversation, tools=tools
+                messages,
+                passages,
+                identity=who,
+                options=Options(**options),
+                conversation=conversation,
+                tools=tools,
+                continues=continues,
             )
         )
 

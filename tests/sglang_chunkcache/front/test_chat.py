@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ pytest.importorskip("sglang")
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
-from sglang_chunkcache.front.chat import DONE, RagServingChat, _delta, _sse
+from sglang_chunkcache.front.chat import DONE, RagServingChat, _chunk, _delta, _report_cached
 from sglang_chunkcache.front.engine import Engine, hand_over
 from tests.sglang_chunkcache.front.front_bench import A, Asked, Bench, make_output
 
@@ -98,10 +99,120 @@ def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.Monk
 )
 def test_delta_is_the_first_choices(event: str, expected: dict[str, Any]) -> None:
     """The conversation keeps choice 0."""
-    assert _delta(event) == expected
+    assert _delta(_chunk(event)) == expected
 
 
-def test_sse_is_a_chunk_every_client_parses() -> None:
-    """OpenAI's clients validate the shape."""
-    body = _delta(_sse({"choices": [{"index": 0, "delta": {"content": "x"}}]}, "m"))
-    assert body == {"content": "x"}
+# The end of a stream
+
+
+def said(text: str, index: int = 0) -> dict[str, Any]:
+    """A chunk with text, as SGLang makes it."""
+    return {"id": "x", "created": 1, "choices": [{"index": index, "delta": {"content": text}, "finish_reason": None}]}
+
+
+def ended(index: int = 0, reason: str = "stop") -> dict[str, Any]:
+    """A chunk with a finish reason."""
+    return {"id": "x", "created": 1, "choices": [{"index": index, "delta": {}, "finish_reason": reason}]}
+
+
+HIDDEN = {
+    "id": "x",
+    "created": 1,
+    "choices": [{"index": 0, "delta": {"hidden_states": [[0.5]]}, "finish_reason": None}],
+}
+USAGE = {"id": "x", "created": 1, "choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": None}}
+ERROR = {"error": {"message": "aborted"}}
+
+
+def streamed(monkeypatch: pytest.MonkeyPatch, chunks: list[Any], rag: Any, bench: Bench) -> list[Any]:
+    """What a client gets of SGLang's events."""
+
+    async def stream(self: Any, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
+        for chunk in chunks:
+            yield chunk if isinstance(chunk, str) else f"data: {json.dumps(chunk)}\n\n"
+        yield DONE
+
+    monkeypatch.setattr(OpenAIServingChat, "_generate_chat_stream", stream)
+    raw_request = SimpleNamespace(state=SimpleNamespace())
+    hand_over(raw_request, rag)  # type: ignore[arg-type]
+
+    async def read() -> list[str]:
+        chat = make_chat(bench, None)
+        return [event async for event in chat._generate_chat_stream(None, None, raw_request)]  # type: ignore[arg-type]
+
+    events = asyncio.run(read())
+    assert events.pop() == DONE
+    return [_chunk(event) or event for event in events]
+
+
+@pytest.mark.parametrize(
+    ("events", "place"),
+    [
+        ([said("a"), ended()], 1),
+        ([said("a"), ended(), USAGE], 1),
+        ([said("a"), said("b", 1), ended(1), ended(0)], 3),
+        ([said("a"), ended(0), ended(1), HIDDEN, USAGE], 3),
+        ([said("a"), ended(reason="abort")], 1),
+        ([said("a"), ended(), "event: sglext_ids\ndata: {}\n\n", USAGE], 1),
+        ([said("a"), ERROR], None),
+        ([said("a"), ERROR, ended(1)], 2),
+    ],
+    ids=["plain", "usage", "n=2", "hidden states", "aborted", "named event", "error", "error of one of two"],
+)
+def test_chunkcache_is_in_the_last_event_with_choices(
+    monkeypatch: pytest.MonkeyPatch, events: list[Any], place: int | None
+) -> None:
+    """No event is added, none loses its place: a loop written for OpenAI reads all of them, and usage stays last."""
+    bench = Bench()
+    rag = bench.reply(bench.ask("q", A), cached=3)
+    got = streamed(monkeypatch, events, rag, bench)
+    assert len(got) == len(events)
+    assert [i for i, event in enumerate(got) if "chunkcache" in event] == ([] if place is None else [place])
+    for event, sent in zip(got, events, strict=True):
+        if isinstance(sent, dict) and "usage" not in sent:
+            assert {name: event[name] for name in sent} == sent
+        elif isinstance(sent, dict):
+            assert event["usage"] == {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 3}}
+    if place is not None:
+        assert got[place]["chunkcache"]["order"] == ["a"]
+
+
+def test_text_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token reaches its client before the next one is there."""
+    bench = Bench()
+    rag = bench.reply(bench.ask("q", A))
+
+    async def stream(self: Any, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
+        yield f"data: {json.dumps(said('a'))}\n\n"
+        pytest.fail("asked for more before the text was handed on")
+
+    monkeypatch.setattr(OpenAIServingChat, "_generate_chat_stream", stream)
+    raw_request = SimpleNamespace(state=SimpleNamespace())
+    hand_over(raw_request, rag)  # type: ignore[arg-type]
+
+    async def read_one() -> dict[str, Any]:
+        events = make_chat(bench, None)._generate_chat_stream(None, None, raw_request)  # type: ignore[arg-type]
+        first = await anext(events)
+        await events.aclose()
+        return _chunk(first)
+
+    assert asyncio.run(read_one()) == said("a")
+
+
+@pytest.mark.parametrize(
+    ("known", "details"),
+    [
+        ({"exact": 3, "relocated": 2, "recomputed": 1}, {"cached_tokens": 5}),
+        ({"exact": 0, "relocated": 0, "recomputed": 0}, {"cached_tokens": 0}),
+        (None, None),
+    ],
+    ids=["moved KV", "nothing", "not known"],
+)
+def test_cached_tokens_are_those_not_computed(known: Any, details: Any) -> None:
+    """In place or moved; what was moved and computed anew was computed. With n > 1 nothing is known."""
+    bench = Bench()
+    rag = bench.ask("q", A)
+    rag.known = known
+    body: dict[str, Any] = {"usage": {"prompt_tokens": 9, "prompt_tokens_details": None}}
+    _report_cached(body, rag)
+    assert body["usage"]["prompt_tokens_details"] == details

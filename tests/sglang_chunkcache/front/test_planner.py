@@ -153,6 +153,46 @@ def test_turn_is_a_prefix_of_the_next() -> None:
     assert text_of(third) == expected
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "42"}
+
+
+def test_tool_loop_is_one_turn_of_its_conversation() -> None:
+    """Each step renders the turn again around the same chunks; the plain answer closes it, the next turn goes on from there."""
+    bench, messages = Bench(), list[Any]([user("one")])
+    bench.turn(messages, A)
+    messages.append(user("two"))
+    first = bench.reply(bench.ask(messages, A, B, to="c"), "call", content=None)
+    messages += [CALL, RESULT]
+    second = bench.turn(messages, A, B)
+    assert (first.dropped, first.order) == (second.dropped, second.order) == (("a",), ["b"])
+    assert second.input_ids[: len(first.input_ids) - len("\x01a")] == first.input_ids[: -len("\x01a")]
+    assert text_of(second).endswith(f"\x01u{B.text};two{END}\x01a{END}\x01t42{END}\x01a")
+    messages.append(user("three"))
+    third = bench.turn(messages, B, C)
+    assert third.input_ids[: len(sent(second))] == sent(second)
+    assert (third.num_turns, third.dropped, third.order) == (2, ("b",), ["c"])
+
+
+def test_answer_that_is_sent_again_is_no_earlier_turn() -> None:
+    """History ends before the last user message: its turn is rendered anew, its chunks are sent."""
+    bench, messages = Bench(), [user("one")]
+    bench.turn(messages, A)
+    again = bench.ask(messages, A, to="c")
+    assert (again.num_turns, again.order, again.dropped) == (0, ["a"], ())
+    assert text_of(again) == f"\x02\x01u{A.text};one{END}\x01uok{END}\x01a"
+
+
+def test_prefilled_answer_is_one_answer() -> None:
+    """The prompt ends with the client's beginning; the conversation keeps the whole, as the client sends it back."""
+    bench, begun = Bench(), [user("one"), {"role": "assistant", "content": "It "}]
+    first = bench.reply(bench.ask(begun, A, to="c", continues=True), "is")
+    assert text_of(first) == f"\x02\x01u{A.text};one{END}\x01aIt "
+    second = bench.ask([user("one"), {"role": "assistant", "content": "It is"}, user("two")], A, to="c")
+    assert second.input_ids[: len(sent(first))] == sent(first)
+    assert (second.num_turns, second.dropped) == (1, ("a",))
+
+
 def test_answer_cut_by_length_gets_the_templates_end() -> None:
     """Without an end token of its own, the template's stands behind the answer: once either way."""
     bench = Bench()

@@ -43,7 +43,20 @@ ALTERNATING = (
     "{% if m.role == 'user' %}[INST] {{ system if loop.first else '' }}{{ m.content }} [/INST]"
     "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
 )
-TEMPLATES = {"chatml": CHAT_TEMPLATE, "trimming": TRIMMING, "headers": HEADERS, "alternating": ALTERNATING}
+TOOLS = (
+    "{{ bos_token }}{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n{% else %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    " {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "chatml": CHAT_TEMPLATE,
+    "tools": TOOLS,
+    "trimming": TRIMMING,
+    "headers": HEADERS,
+    "alternating": ALTERNATING,
+}
 MAKERS = {"byte_level": make_tokenizer, "spaced": make_spaced_tokenizer}
 _tokenizers: dict[str, Any] = {}
 
@@ -191,21 +204,89 @@ def test_question_that_names_a_placeholder_is_only_text() -> None:
     assert "{chunks} and {question}" in assembler.tokenizer.decode(pieces.outro)
 
 
+CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": 1}}}],
+}
+RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "1", "content": "42"}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize(
-    "messages",
-    [[], [{"role": "assistant", "content": "x"}], [user("x"), {"role": "tool", "content": "x"}], [{"content": "x"}]],
-    ids=repr,
+    "after",
+    [
+        [CALL, RESULT],
+        [CALL, RESULT, {**CALL, "content": "Once more."}, RESULT],
+        [CALL, RESULT, {"role": "assistant", "content": "So"}],
+        [{"role": "assistant", "content": "x"}, {"role": "system", "content": "y"}],
+    ],
+    ids=["one step", "two steps", "an answer last", "a system message last"],
 )
-def test_last_message_must_be_the_users(messages: list[dict[str, Any]]) -> None:
-    """There would be no place for the chunks."""
-    with pytest.raises(RequestError, match=r"messages.*'user'"):
-        make_assembler().turn(messages, num_agreed=0, has_chunks=True)
+def test_chunks_stay_with_the_last_user_message(kind: str, after: list[dict[str, Any]]) -> None:
+    """What follows it, a tool's calls and results above all, belongs to the turn that it opens. As in SGLang, an answer
+    that comes last is shown as a user's message."""
+    assembler = make_assembler(kind, "tools")
+    before = [
+        {"role": "system", "content": "Be brief."},
+        user("a"),
+        CALL,
+        RESULT,
+        {"role": "assistant", "content": "b"},
+    ]
+    pieces = assembler.turn([*before, user("Who?"), *after], num_agreed=0, has_chunks=True, tools=[{"name": "f"}])
+    shown = [{**m, "content": m["content"] or ""} for m in [*before, user(CHUNK_TEXTS[0] + "\n\nWho?"), *after]]
+    if shown[-1]["role"] == "assistant":
+        shown[-1] = user(shown[-1]["content"])
+    expected = assembler._tokenizer.apply_chat_template(
+        shown, tools=[{"name": "f"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text(assembler, ids_of(assembler, pieces, CHUNK_TEXTS[:1])) == expected
+
+
+def test_steps_of_a_tool_loop_share_the_turn() -> None:
+    """Lead and intro are the same in every step, behind stored turns too, so the chunks are found cached."""
+    assembler = make_assembler(template="tools")
+    earlier = [user("a"), {"role": "assistant", "content": "b"}]
+    for history, num_agreed in (([], 0), (earlier, 2)):
+        steps = [
+            assembler.turn([*history, user("Who?"), *after], num_agreed=num_agreed, has_chunks=True)
+            for after in ([], [CALL, RESULT], [CALL, RESULT, CALL, RESULT])
+        ]
+        assert len({(step.lead, step.intro) for step in steps}) == 1
+        ends = [assembler.tokenizer.decode(step.outro) for step in steps]
+        assert ends[2].startswith(ends[1])
+        assert ends[1].startswith(ends[0])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_prefill_is_the_end_of_the_prompt(kind: str) -> None:
+    """Behind the generation prompt, tokenised apart as SGLang does."""
+    assembler = make_assembler(kind)
+    pieces = assembler.turn([user("Who?")], num_agreed=0, has_chunks=True, prefill="It is")
+    plain = assembler.turn([user("Who?")], num_agreed=0, has_chunks=True)
+    assert pieces.outro == (*plain.outro, *assembler.tokenizer.encode("It is"))
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+def test_without_a_user_message_the_chunks_are_in_the_last(role: str) -> None:
+    """SGLang serves such messages, so they are served here."""
+    assembler = make_assembler()
+    pieces = assembler.turn([{"role": role, "content": "x"}], num_agreed=0, has_chunks=True)
+    shown = {"role": "user" if role == "assistant" else role, "content": CHUNK_TEXTS[0] + "\n\nx"}
+    assert text(assembler, ids_of(assembler, pieces, CHUNK_TEXTS[:1])) == render(assembler, [shown])
+
+
+def test_no_messages_are_refused() -> None:
+    """There is no place for the chunks."""
+    with pytest.raises(RequestError, match="messages"):
+        make_assembler().turn([], num_agreed=0, has_chunks=True)
 
 
 def test_text_parts_are_joined() -> None:
-    """OpenAI's list form of a text."""
+    """OpenAI's list form of a text, joined as SGLang does."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert text_of({"role": "user", "content": parts}, 0) == "a\nb"
+    assert text_of({"role": "user", "content": parts}, 0) == "a b"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,12 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang.srt.utils.auth import AuthLevel
+import httpx
+import openai
+from fastapi import FastAPI
+from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
+from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes
@@ -136,6 +140,32 @@ def call() -> Iterator[MakeServer]:
 def test_other_tenants_business_asks_for_the_admin_level(endpoint: Any) -> None:
     """As the tree does."""
     assert endpoint._auth_level == AuthLevel.ADMIN_OPTIONAL
+
+
+@pytest.mark.parametrize(("key", "status"), [("user", 404), ("wrong", 401), ("admin", 401)])
+def test_openai_client_with_a_wrong_key_is_refused(key: str, status: int) -> None:
+    """As on `/v1`: the user's key opens, also what is not there; any other is told nothing."""
+    app = FastAPI()
+    for method, path, handler in Routes(Parts(ChunkCacheConfig())).table():
+        app.add_api_route(path, handler, methods=[method])
+    add_api_key_middleware(app, api_key="user", admin_api_key="admin")
+
+    async def statuses() -> set[int]:
+        found = set()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport) as http:
+            client = openai.AsyncOpenAI(base_url="http://x/rag/v1", api_key=key, http_client=http, max_retries=0)
+            calls: list[Any] = [lambda: client.completions.create(model="m", prompt="x")]
+            if status == 401:
+                calls += [lambda: client.models.list(), lambda: client.models.retrieve("m")]
+                calls += [lambda: client.chat.completions.create(model="m", messages=[])]
+            for call in calls:
+                with pytest.raises(openai.APIStatusError) as error:
+                    await call()
+                found.add(error.value.status_code)
+        return found
+
+    assert asyncio.run(statuses()) == {status}
 
 
 # Explain
@@ -385,13 +415,12 @@ def test_clients_cannot_write_our_params(call: Any) -> None:
 
 
 def test_generate_streams_events(call: Any) -> None:
-    """SGLang's outputs, then ours, then the end."""
+    """SGLang's outputs, so that a loop over SGLang's /generate reads them; the last has what is ours, too."""
     bench, _, send = call()
     status, events = send(rag_generate, {"parts": [{"chunks": CHUNKS}, "q"], "stream": True})
     assert (status, events[-1]) == (200, "[DONE]")
     assert [list(json.loads(event)) for event in events[:-1]] == [
-        ["text", "output_ids", "index", "meta_info"],
-        ["chunkcache"],
+        ["text", "output_ids", "index", "meta_info", "chunkcache"]
     ]
     assert json.loads(events[-2])["chunkcache"]["order"] == ["a", "b"]
     assert bench.is_idle()

@@ -87,7 +87,7 @@ def test_turns_that_do_not_fit_leave_the_oldest_first(max_chars: int, query: str
 def test_query_of_text_parts() -> None:
     """As the prompt joins them."""
     parts = [{"type": "text", "text": "alpha"}, {"type": "text", "text": "beta"}]
-    assert query_of(RetrieveIn(), [user(parts)], field="", max_chars=100) == "alpha\nbeta"
+    assert query_of(RetrieveIn(), [user(parts)], field="", max_chars=100) == "alpha beta"
 
 
 def test_explicit_query_wins() -> None:

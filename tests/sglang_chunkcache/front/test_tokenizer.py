@@ -278,7 +278,7 @@ def test_request_encodes_a_text_once_and_none_that_is_too_long(monkeypatch: pyte
     tokenizer = ServedTokenizer(make_tokenizer(), chunk_tokens="text")
     seen = encoded_texts(tokenizer, monkeypatch)
     is_over = threading.Event()
-    encode = RequestEncoder(tokenizer, limit=100, is_over=is_over)
+    encode = RequestEncoder(tokenizer, limit=100, field="messages", is_over=is_over)
     assert encode("abc") == encode("abc")
     assert seen == ["abc"]
     with pytest.raises(TooLongError, match="messages: more than 100 tokens"):
