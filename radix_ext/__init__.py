@@ -22,7 +22,6 @@ from radix_ext.conversation import (
     ConversationMap,
     ShownPolicy,
     Turn,
-    agreeing,
     keep_recent,
     running_hashes,
     shown,
@@ -66,6 +65,7 @@ from radix_ext.replay import (
     replay_trace,
 )
 from radix_ext.route import KvAware, RoundRobin, Router
+from radix_ext.tenant_tables import TenantTables
 
 __all__ = [
     "ADMISSION_POLICIES",
@@ -106,10 +106,10 @@ __all__ = [
     "Span",
     "SpanError",
     "TailPolicy",
+    "TenantTables",
     "Tier",
     "TreeStats",
     "Turn",
-    "agreeing",
     "check_spans",
     "chunk_id",
     "eviction_priority",

@@ -27,6 +27,7 @@ class AccessTable:
         self.window = window
         self._counts: dict[int, int] = {}
         self._requests: deque[array[int]] = deque()
+        self._num_ids = 0
 
     def observe(self, ids: Iterable[ChunkId]) -> None:
         """Count one request; the one that thereby leaves the window is taken off."""
@@ -34,6 +35,7 @@ class AccessTable:
         for key in request:
             self._counts[key] = self._counts.get(key, 0) + 1
         self._requests.append(request)
+        self._num_ids += len(request)
         if len(self._requests) > self.window:
             self._forget(self._requests.popleft())
 
@@ -55,11 +57,17 @@ class AccessTable:
         """Requests in the window, at most `window`."""
         return len(self._requests)
 
+    @property
+    def num_entries(self) -> int:
+        """Requests and ids in the window: what the table takes to keep."""
+        return len(self._requests) + self._num_ids
+
     def __len__(self) -> int:
         """Distinct chunks in the window."""
         return len(self._counts)
 
     def _forget(self, request: "array[int]") -> None:
+        self._num_ids -= len(request)
         for key in request:
             if self._counts[key] == 1:
                 del self._counts[key]

@@ -24,6 +24,7 @@ from radix_ext.errors import MessageError, check_at_least, check_choice
 ShownPolicy = Literal["kept", "paper"]
 SHOWN_POLICIES: tuple[ShownPolicy, ...] = get_args(ShownPolicy)
 
+_IDS_PER_TURN = 230  # a turn and its place in the map are about 920 bytes besides its tokens
 _IDS_PER_SPAN = 40  # a span is about 160 bytes, an id 4
 _IDS_PER_SEEN = 20  # an entry of a set of shared strings, about 80 bytes
 
@@ -32,8 +33,8 @@ class ConversationKey(NamedTuple):
     """The owner of a conversation and its id. All four must match, so a guessed id reads no history."""
 
     api_key: str
-    cache_salt: str
-    extra_key: str
+    tenant: str
+    adapter: str
     conversation_id: str
 
 
@@ -62,21 +63,34 @@ class Turn:
 
     @property
     def cost(self) -> int:
-        """What it takes to keep, in token ids of 4 bytes: spans and seen chunks are objects."""
-        return self.num_tokens + _IDS_PER_SPAN * len(self.spans) + _IDS_PER_SEEN * len(self.seen)
+        """What it takes to keep, in token ids of 4 bytes: turn, spans and seen chunks are objects."""
+        return self.num_tokens + _IDS_PER_TURN + _IDS_PER_SPAN * len(self.spans) + _IDS_PER_SEEN * len(self.seen)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stored:
-    turns: tuple[Turn, ...]
-    num_tokens: int
+    key: ConversationKey
+    turn: Turn
+    before: "_Stored | None"
+    """The turn that its prompt shows before it. None: the prompt begins with it."""
     last_access: float
+
+    def path(self) -> "list[_Stored]":
+        """This turn and those before it, newest first."""
+        path: list[_Stored] = []
+        stored: _Stored | None = self
+        while stored is not None:
+            path.append(stored)
+            stored = stored.before
+        return path
 
 
 class ConversationMap:
     """The finished turns of at most `max_conversations`, `max_tokens` in all, forgotten after `idle_s` without use.
 
-    Beyond a bound the least recently used conversation goes, whole.
+    A turn is found by its conversation and its hash, and leads to the turns before it, which never change. So histories
+    that part share what they have in common, and other messages under an owner's id take room, as under any id, but
+    nothing of his. Beyond a bound the least recently used turns go, a history's last one first.
 
     Raises:
         LimitError: a bound below 1, or a negative idle_s.
@@ -89,67 +103,82 @@ class ConversationMap:
         self.max_conversations = max_conversations
         self.max_tokens = max_tokens
         self.idle_s = idle_s
-        self._stored: OrderedDict[ConversationKey, _Stored] = OrderedDict()  # least recently used first
+        self._latest: dict[ConversationKey, dict[str, _Stored]] = {}  # by the hash of the turn
+        # Least recently used first. A turn is used with all before it and goes in front of them: none leaves before its own.
+        self._by_use: OrderedDict[_Stored, None] = OrderedDict()
         self._num_tokens = 0
 
-    def recall(self, key: ConversationKey, now: float) -> tuple[Turn, ...]:
-        """The conversation's turns, which count as used; empty if nothing is stored. `agreeing` says which may stand."""
+    def agree(self, key: ConversationKey, hashes: Sequence[str], now: float) -> tuple[Turn, ...]:
+        """The history of the last turn whose hash is among the client's.
+
+        `hashes` are the `running_hashes` of the client's messages. The history may begin in mid-conversation, its oldest
+        turns having left for overflow: each hash covers everything before it. Empty if nothing is stored or nothing
+        agrees.
+        """
         self._forget_idle(now)
-        stored = self._stored.get(key)
-        if stored is None:
+        stored = self._latest.get(key, {})
+        last = next((stored[hash] for hash in reversed(hashes) if hash in stored), None)
+        if last is None:
             return ()
-        stored.last_access = now
-        self._stored.move_to_end(key)
-        return stored.turns
+        self._use(last, now)
+        return _history(last)
 
     def finish(self, key: ConversationKey, base_turns: Sequence[Turn], turn: Turn, now: float) -> None:
-        """Store the turns a request started from, and its own. Of two at once, the last to finish stays.
+        """Store the turns a request started from, and its own. A history larger than `max_tokens` is not kept.
 
-        A history larger than `max_tokens` is not kept at all.
+        Of turns with equal messages and different chunks the last to finish is found.
         """
-        self._forget(key)
-        turns = (*base_turns, turn)
-        num_tokens = sum(stored.cost for stored in turns)
-        if num_tokens <= self.max_tokens:
-            self._stored[key] = _Stored(turns, num_tokens, now)
-            self._num_tokens += num_tokens
-        while len(self._stored) > self.max_conversations or self._num_tokens > self.max_tokens:
-            self._forget(next(iter(self._stored)))
+        if sum(each.cost for each in (*base_turns, turn)) <= self.max_tokens:
+            base = self._latest.get(key, {}).get(base_turns[-1].messages_hash) if base_turns else None
+            if base is None or _history(base) != tuple(base_turns):  # shortened, or forgotten meanwhile
+                base = None
+                for each in base_turns:
+                    base = self._add(key, each, base)
+            self._use(self._add(key, turn, base), now)
+        while len(self._latest) > self.max_conversations or self._num_tokens > self.max_tokens:
+            self._forget(next(iter(self._by_use)))
         self._forget_idle(now)
 
     @property
     def num_tokens(self) -> int:
-        """Token ids in store, with what spans and seen chunks weigh (`Turn.cost`)."""
+        """Token ids in store, with what turns, spans and seen chunks weigh (`Turn.cost`)."""
         return self._num_tokens
 
     def __len__(self) -> int:
         """Conversations in store."""
-        return len(self._stored)
+        return len(self._latest)
 
-    def _forget(self, key: ConversationKey) -> None:
-        stored = self._stored.pop(key, None)
-        if stored is not None:
-            self._num_tokens -= stored.num_tokens
+    def _use(self, last: _Stored, now: float) -> None:
+        for stored in last.path():
+            stored.last_access = now
+            self._by_use.move_to_end(stored)
+
+    def _add(self, key: ConversationKey, turn: Turn, before: _Stored | None) -> _Stored:
+        stored = _Stored(key, turn, before, 0)
+        self._latest.setdefault(key, {})[turn.messages_hash] = stored
+        self._by_use[stored] = None
+        self._num_tokens += turn.cost
+        return stored
+
+    def _forget(self, stored: _Stored) -> None:
+        del self._by_use[stored]
+        self._num_tokens -= stored.turn.cost
+        latest = self._latest.get(stored.key, {})
+        if latest.get(stored.turn.messages_hash) is stored:
+            del latest[stored.turn.messages_hash]
+            if not latest:
+                del self._latest[stored.key]
 
     def _forget_idle(self, now: float) -> None:
-        while self._stored:
-            key, oldest = next(iter(self._stored.items()))
+        while self._by_use:
+            oldest = next(iter(self._by_use))
             if now - oldest.last_access <= self.idle_s:
                 break
-            self._forget(key)
+            self._forget(oldest)
 
 
-def agreeing(turns: Sequence[Turn], hashes: Sequence[str]) -> tuple[Turn, ...]:
-    """The longest leading run of turns whose last hash equals the client's at the same message; maybe none.
-
-    `hashes` are the `running_hashes` of the client's messages. The run may begin in mid-conversation, its oldest turns
-    having left for overflow: each hash covers everything before it.
-    """
-    for length in range(len(turns), 0, -1):
-        turn = turns[length - 1]
-        if turn.num_messages <= len(hashes) and hashes[turn.num_messages - 1] == turn.messages_hash:
-            return tuple(turns[:length])
-    return ()
+def _history(last: _Stored) -> tuple[Turn, ...]:
+    return tuple(stored.turn for stored in reversed(last.path()))
 
 
 def running_hashes(messages: Sequence[Mapping[str, object]], *, after: str = "") -> tuple[str, ...]:

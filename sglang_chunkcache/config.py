@@ -49,6 +49,12 @@ class ChunkCacheConfig:
     (radix_ext/README.md). `promoted`: nodes that are not promoted first, then SGLang's policy; `lru`: SGLang's policy alone."""
     window_requests: int = knob(1000, "sliding window of the access table, in requests", low=1, high=10_000_000)
     """CRAFT section 5."""
+    max_tenants: int = knob(10_000, "tenants whose accesses are counted", low=1, high=100_000_000)
+    """A tenant takes about 1 kB. The least recently counted one is forgotten first, which costs it an order, never an answer."""
+    max_access_entries: int = knob(
+        1_000_000, "requests and chunks in the windows of all tenants", low=1, high=1_000_000_000
+    )
+    """60 to 110 bytes each where all chunks differ; enough for three tenants whose requests all have 256 chunks."""
     promotion_threshold: int = knob(2, "accesses within the window that promote a chunk", low=1, high=1_000_000)
     """CRAFT section 5."""
     max_tree_nodes: int = knob(200_000, "nodes of the global tree, oldest leaves go first", low=100, high=100_000_000)

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from radix_ext import (
-    AccessTable,
     Chunk,
     ChunkPrefixTree,
     ConversationKey,
@@ -25,6 +24,7 @@ from radix_ext import (
     KvAware,
     RoundRobin,
     Router,
+    TenantTables,
 )
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.conversation import Conversation
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Bookkeeper:
-    """Access table, global tree, mirrors, router, conversations, counters.
+    """Access tables, global tree, mirrors, router, conversations, counters.
 
     Args:
         num_ranks: DP ranks.
@@ -68,16 +68,20 @@ class Bookkeeper:
 
     def forget(self) -> None:
         """Forget which chunks were asked for and what conversations were like. The cache stays, and the tree that mirrors it."""
-        self.table = AccessTable(self._config.window_requests)
+        self.tables = TenantTables(
+            window=self._config.window_requests,
+            max_tenants=self._config.max_tenants,
+            max_entries=self._config.max_access_entries,
+        )
         self.conversations = ConversationMap(
             max_conversations=self._config.max_conversations,
             max_tokens=self._config.max_conversation_tokens,
             idle_s=self._config.conversation_idle_s,
         )
 
-    def conversation(self, key: ConversationKey) -> Conversation:
-        """What is in store of it."""
-        return Conversation(key, self.conversations.recall(key, self._clock()))
+    def conversation(self, key: ConversationKey, hashes: tuple[str, ...], *, start: int) -> Conversation:
+        """What is in store of a conversation up to message `start`, as far as `told_hashes` agree."""
+        return Conversation(key, hashes, self.conversations.agree(key, hashes[: 1 + start], self._clock()))
 
     @contextmanager
     def begin(self, rag: RagRequest) -> Iterator[RagRequest]:
@@ -100,12 +104,13 @@ class Bookkeeper:
     def told(self, planned: Planned) -> RequestSpans:
         """What the scheduler is told of a request. Counts nothing."""
         fusion, is_preprocessing = planned.fusion, planned.draft.is_preprocessing
-        often = spans_to_keep(self._config, self.table, planned.spans)
+        table = self.tables.of(planned.draft.identity.tenant)
+        often = spans_to_keep(self._config, table, planned.spans)
         area = (span.chunk for span in planned.area)
         return RequestSpans(
             spans=planned.spans,
             namespace=planned.namespace,
-            promoted_len=self.table.promoted_run(area, self._config.promotion_threshold),
+            promoted_len=table.promoted_run(area, self._config.promotion_threshold),
             ack=self.mirrors[planned.rank].acknowledgement,
             keep=fusion.fresh if is_preprocessing and fusion else often,
             is_preprocessing=is_preprocessing,
@@ -155,7 +160,7 @@ class Bookkeeper:
                 "trimmed": tree.num_trimmed,
                 "unknown_notices": tree.num_unknown_notices,
             },
-            "table": {"requests": self.table.num_requests, "chunks": len(self.table)},
+            "tables": {"tenants": len(self.tables), "entries": self.tables.num_entries},
             "conversations": {"count": len(self.conversations), "tokens": self.conversations.num_tokens},
             "prompt_tokens_in_flight": list(self.router.in_flight),
             "hit_rates": self._hit_rates(),
@@ -182,7 +187,7 @@ class Bookkeeper:
         self.metrics.observe_order(planned.order_seconds)
         if draft.is_preprocessing:
             return
-        self.table.observe(draft.retrieved)
+        self.tables.observe(draft.identity.tenant, draft.retrieved)
         for kind, amount in (
             ("retrieved", len(draft.retrieved)),
             ("repeated", len(draft.repeated)),

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from radix_ext import ChunkId, ConversationKey, Span, Turn, keep_recent, running_hashes, shown
-from sglang_chunkcache.errors import TooLongError
+from radix_ext import ChunkId, ConversationKey, MessageError, Span, Turn, keep_recent, running_hashes, shown
+from sglang_chunkcache.errors import RequestError, TooLongError
 from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces, turn_start
 from sglang_chunkcache.front.tokenizer import RequestEncoder
 
@@ -53,10 +53,8 @@ class OpenTurn:
     history: tuple[Turn, ...]
     """The earlier turns in its prompt."""
     lead: tuple[int, ...]
-    num_messages: int
-    """The client's, after the settings."""
-    messages_hash: str
-    """Of them all."""
+    hashes: tuple[str, ...]
+    """Of settings and messages."""
     seen: frozenset[ChunkId] | None
     """Chunks of all earlier turns. None where departed turns do not matter: only `--chunkcache-dedup paper` reads them."""
     prefill: str
@@ -70,17 +68,31 @@ class OpenTurn:
         own = tuple(Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start)
         seen = frozenset[ChunkId]() if self.seen is None else self.seen | {span.chunk for span in own}
         answer = {"role": "assistant", "content": self.prefill + content}
-        (whole_hash,) = running_hashes([answer], after=self.messages_hash)
+        (whole_hash,) = running_hashes([answer], after=self.hashes[-1])
         body = array("i", [*input_ids[start:], *output_ids])
-        return Turn(self.num_messages + 1, whole_hash, array("i", self.lead), body, own, seen, tag)
+        return Turn(len(self.hashes) + 1, whole_hash, array("i", self.lead), body, own, seen, tag)
 
 
 class Conversation(NamedTuple):
-    """What a request says it continues."""
+    """What a request continues."""
 
     key: ConversationKey
+    hashes: tuple[str, ...]
+    """As `told_hashes` gives."""
     turns: tuple[Turn, ...]
-    """Those in store, whether or not the client's messages agree with them."""
+    """Those in store that the messages agree with."""
+
+
+def told_hashes(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[str, ...]:
+    """Running hashes of all that shapes a history: its settings, then each message. Raises RequestError."""
+    try:
+        return running_hashes([{"role": "\0settings", "tools": tools, "kwargs": template_kwargs}, *messages])
+    except MessageError as error:
+        raise RequestError(f"messages: {error}") from None
 
 
 class TurnFitter:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from radix_ext import ChunkId, ConversationKey, Span, Turn, agreeing, running_hashes
+from radix_ext import ChunkId, ConversationKey, Span, Turn
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError, TooLongError
 from sglang_chunkcache.front.conversation import Conversation, Fitted, OpenTurn, PromptContext, TurnFitter
@@ -61,27 +61,21 @@ class Drafter:
         conversation: Conversation | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        continues: bool = False,
+        prefill: str = "",
         is_over: threading.Event | None = None,
     ) -> Draft:
-        """A chat turn. `continues`: a last message that is an answer is the beginning of the one to be given. Given up where
-        `is_over` is set meanwhile.
+        """A chat turn. `prefill` begins its answer. Given up where `is_over` is set meanwhile.
 
         Raises:
             RequestError: messages or chunks that make no prompt; names the field.
         """
         encode = self._encoder("messages", is_over)
-        chunks = self._tokenize(passages, encode, may_be_shown=conversation is not None)
-        prefill = ""
-        if continues and messages and messages[-1].get("role") == "assistant":
-            prefill, messages = text_of(messages[-1], len(messages) - 1) or "", messages[:-1]
         start = turn_start(messages)
-        hashes: tuple[str, ...] = ()
-        agreed: tuple[Turn, ...] = ()
-        if conversation:
-            settings = {"role": "\0settings", "tools": tools, "kwargs": template_kwargs}
-            hashes = running_hashes([settings, *messages])
-            agreed = agreeing(conversation.turns, hashes[: 1 + start])  # earlier turns end before this one
+        question = text_of(messages[start], start)
+        if isinstance(question, str) and encode.tokenizer.least_len(len(question)) > self._context_len:
+            raise TooLongError(f"messages: more than {self._context_len} tokens, which is the context")
+        chunks = self._tokenize(passages, encode, identity.tenant, may_be_shown=conversation is not None)
+        agreed = conversation.turns if conversation else ()
         may_shorten = conversation is not None
         context = PromptContext(tools, template_kwargs, self._reserve(options), may_shorten, encode, prefill)
         fitted = self._fitter.fit(messages, agreed, chunks.items, context)
@@ -101,7 +95,12 @@ class Drafter:
             num_departed=fitted.num_departed,
             earlier_recipe=next((turn.tag for turn in reversed(fitted.turns) if turn.tag), ""),
             turn=OpenTurn(
-                conversation.key, fitted.turns, fitted.pieces.lead, len(hashes), hashes[-1], self._seen(agreed), prefill
+                conversation.key,
+                fitted.turns,
+                fitted.pieces.lead,
+                conversation.hashes,
+                self._seen(agreed),
+                prefill,
             )
             if conversation
             else None,
@@ -128,14 +127,15 @@ class Drafter:
         before = array("i", self._assembler.tokenizer.bos_ids)
         for part in parts[:first]:
             before.extend(encode(cast(str, part)) if part else ())
-        area = self._tokenize(cast(Sequence[Passage], parts[first]) if first < len(parts) else (), encode, "parts")
+        first_area = cast(Sequence[Passage], parts[first]) if first < len(parts) else ()
+        area = self._tokenize(first_area, encode, identity.tenant, "parts")
         after: list[Piece] = []
         later_labels: list[str] = []
         for part in parts[first + 1 :]:
             if isinstance(part, str):
                 after.append((encode(part), None))
                 continue
-            later = self._tokenize(part, encode, "parts")
+            later = self._tokenize(part, encode, identity.tenant, "parts")
             later_labels += later.labels.values()
             area.repeated.extend(later.repeated)
             area.empty.extend(later.empty)
@@ -177,7 +177,8 @@ class Drafter:
         if not chunk.text.strip():
             raise RequestError("chunk.text: is empty")
         encode = self._encoder("messages", is_over)
-        before, own = self._tokenize(neighbors, encode, "neighbors"), self._tokenize([chunk], encode, "chunk")
+        before = self._tokenize(neighbors, encode, identity.tenant, "neighbors")
+        own = self._tokenize([chunk], encode, identity.tenant, "chunk")
         if own.ids[0] in before.labels:
             raise RequestError("neighbors: the chunk itself is among them")
         chunks = (*before.items, *own.items)
@@ -209,7 +210,13 @@ class Drafter:
         return RequestEncoder(self._assembler.tokenizer, limit=self._context_len, field=field, is_over=is_over)
 
     def _tokenize(
-        self, passages: Sequence[Passage], encode: RequestEncoder, field: str = "chunks", *, may_be_shown: bool = False
+        self,
+        passages: Sequence[Passage],
+        encode: RequestEncoder,
+        tenant: str,
+        field: str = "chunks",
+        *,
+        may_be_shown: bool = False,
     ) -> _Chunks:
         """Each chunk, up to as many tokens as could be sent. `may_be_shown`: a conversation drops what it has shown already."""
         limit = self._context_len * (MAX_CHUNK_CONTEXTS if may_be_shown else 1)
@@ -226,7 +233,7 @@ class Drafter:
                 raise TooLongError(
                     f"{field}: {passage.label!r} has more than {self._context_len} tokens, which is the context"
                 )
-            item = self._assembler.chunk(passage.text)
+            item = self._assembler.chunk(passage.text, tenant)
             if item.chunk.num_tokens >= self._context_len:
                 raise RequestError(
                     f"{field}: {passage.label!r} has {item.chunk.num_tokens} tokens, the context is {self._context_len}"
@@ -255,8 +262,7 @@ class Drafter:
 
 def conversation_key(identity: Identity, conversation_id: str) -> ConversationKey:
     """Whose conversation that is."""
-    adapter = f"{identity.extra_key or ''}\0{identity.lora or ''}"
-    return ConversationKey(identity.api_key, identity.cache_salt or "", adapter, conversation_id)
+    return ConversationKey(identity.api_key, identity.tenant, identity.lora or "", conversation_id)
 
 
 def _laid_out(fitted: Fitted) -> tuple[array[int], tuple[Span, ...]]:

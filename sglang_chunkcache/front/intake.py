@@ -22,9 +22,11 @@ from sglang_chunkcache.front.bodies import (
     RagFields,
     RetrieveBody,
 )
+from sglang_chunkcache.front.conversation import told_hashes
 from sglang_chunkcache.front.drafter import conversation_key
 from sglang_chunkcache.front.parse import parse, refuse_misspelt
 from sglang_chunkcache.front.parts import Parts
+from sglang_chunkcache.front.prompt import begun_answer, turn_start
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage, Planned
 from sglang_chunkcache.front.search import RagSearch, Retrieval
 
@@ -75,9 +77,17 @@ class Intake:
             num_answers=request.n,
             retrieval=found.answer() if found else None,
         )
+        prefill = ""
+        if request.continue_final_message:
+            messages, prefill = begun_answer(messages)
+        tools, template_kwargs = _tools(request), self._parts.chat.template_kwargs(request)
         conversation = None
         if fields.conversation_id:
-            conversation = self._parts.books.conversation(conversation_key(identity, fields.conversation_id))
+            key, hashes = (
+                conversation_key(identity, fields.conversation_id),
+                told_hashes(messages, tools, template_kwargs),
+            )
+            conversation = self._parts.books.conversation(key, hashes, start=turn_start(messages))
         try:
             draft = partial(
                 self._parts.drafter.chat,
@@ -86,9 +96,9 @@ class Intake:
                 identity=identity,
                 options=options,
                 conversation=conversation,
-                tools=_tools(request),
-                template_kwargs=self._parts.chat.template_kwargs(request),
-                continues=request.continue_final_message,
+                tools=tools,
+                template_kwargs=template_kwargs,
+                prefill=prefill,
             )
             num_chars = sum(_num_chars(message.get("content")) for message in messages)
             return request, await self._plan(draft, num_chars + _num_passage_chars(passages), raw_request)
@@ -107,9 +117,7 @@ class Intake:
         body = parse(GenerateIn, await json_object(raw_request, self._config))
         _check_stop(body.sampling_params.given().get("stop"), "sampling_params.stop")
         parts = [part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts]
-        num_chunks = sum(len(part) for part in parts if not isinstance(part, str))
-        if num_chunks > self._config.max_chunks:
-            raise RequestError(f"parts: {num_chunks} chunks given, at most {self._config.max_chunks}")
+        self._check_num_chunks(sum(len(part) for part in parts if not isinstance(part, str)), "parts.chunks")
         options = Options(
             max_new_tokens=body.sampling_params.max_new_tokens,
             prompt_field="parts",
@@ -141,7 +149,7 @@ class Intake:
 
     def _check_counts(self, body: dict[str, Any]) -> None:
         """Before SGLang's model of the request is built, which takes long for many parts."""
-        messages, tools = body.get("messages"), body.get("tools")
+        messages, tools, chunks = (body.get(name) for name in ("messages", "tools", "chunks"))
         if isinstance(messages, list):
             contents = (message.get("content") for message in messages if isinstance(message, dict))
             count = max(len(messages), sum(len(content) for content in contents if isinstance(content, list)))
@@ -149,7 +157,13 @@ class Intake:
                 raise RequestError(f"messages: {count} given, parts counted, at most {self._config.max_messages}")
         if isinstance(tools, list) and len(tools) > MAX_TOOLS:
             raise RequestError(f"tools: {len(tools)} given, at most {MAX_TOOLS}")
+        if isinstance(chunks, list):
+            self._check_num_chunks(len(chunks), "chunks")
         _check_stop(body.get("stop"), "stop")
+
+    def _check_num_chunks(self, num_chunks: int, field: str) -> None:
+        if num_chunks > self._config.max_chunks:
+            raise RequestError(f"{field}: {num_chunks} given, at most {self._config.max_chunks}")
 
     async def _plan(self, draft: Callable[..., Draft], num_chars: int, raw_request: Request) -> Planned:
         """Long drafts are made in a thread, plans here: they read the books."""
@@ -169,8 +183,7 @@ class Intake:
 
     def _passages(self, chunks: list[ChunkIn], field: str = "chunks") -> list[Passage]:
         config = self._config
-        if len(chunks) > config.max_chunks:
-            raise RequestError(f"{field}: {len(chunks)} given, at most {config.max_chunks}")
+        self._check_num_chunks(len(chunks), field)
         for i, chunk in enumerate(chunks):
             if len(chunk.text) > config.max_chunk_chars:
                 raise RequestError(f"{field}.{i}.text: {len(chunk.text)} characters, at most {config.max_chunk_chars}")
@@ -250,7 +263,8 @@ def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, adapter: st
     for name, value in (("cache_salt", cache_salt), ("extra_key", extra_key)):
         if value is not None and not isinstance(value, str):
             raise RequestError(f"{name}: must be a string")
-    return Identity(raw_request.headers.get("authorization", ""), cache_salt, extra_key, adapter)
+    # SGLang takes an empty cache_salt for none, but not an empty extra_key.
+    return Identity(raw_request.headers.get("authorization", ""), cache_salt or None, extra_key, adapter)
 
 
 def _adapter(request: ChatCompletionRequest) -> str | None:

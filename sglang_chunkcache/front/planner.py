@@ -1,6 +1,6 @@
 """From a Draft to what is sent where: the order of its chunks, the rank, token ids and spans.
 
-Pure: reads the bookkeeper's tree, table and router; counts nothing and takes nothing. What explains a request plans it and stops.
+Pure: reads the bookkeeper's tree, tables and router; counts and takes nothing. What explains a request plans it and stops.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Planner:
             "retriever" if draft.history else policy,
             cast(TailPolicy, self._config.tail),
             self._books.tree,
-            self._books.table,
+            self._books.tables.of(draft.identity.tenant),
             namespace,
             _chunks_of(leading_area(draft.history)) if draft.history else [item.chunk for item in draft.chunks],
             ranks=ranks,

@@ -66,9 +66,9 @@ class PromptAssembler:
 
     Args:
         tokenizer: the served model's Hugging Face tokenizer.
-        chunk_tokens: as in the configuration.
         template: the user message around the chunks; holds `{chunks}`, then `{question}`, each once.
         separator: text after every chunk.
+        chunk_tokens: as in the configuration.
     Raises:
         ValueError: the template's placeholders, or a tokenizer that cannot be served.
     """
@@ -86,15 +86,19 @@ class PromptAssembler:
         self._before_question, self._after_question = rest.split("{question}")
         self._tokenizer, self._separator = tokenizer, separator
         self.tokenizer = ServedTokenizer(tokenizer, chunk_tokens=chunk_tokens)
-        self._is_separator_control = self.tokenizer.holds_control(separator)
+        self._is_separator_control = chunk_tokens == "text" and self.tokenizer.holds_control(separator)
         # Marks at the places where the rendered text is cut; random, so that no message can hold them.
         nonce = secrets.token_hex(8)
         self._start, self._chunks, self._answer = (f"\ue000{name}{nonce}\ue001" for name in ("s", "c", "a"))
         self._remembered_chunk = lru_cache(CHUNK_CACHE_SIZE)(self._tokenize_chunk)
 
-    def chunk(self, text: str) -> TokenizedChunk:
-        """A chunk's ids, its separator included; the same at every place."""
-        return self._remembered_chunk(text) if len(text) <= CHUNK_CACHE_CHARS else self._tokenize_chunk(text)
+    def chunk(self, text: str, tenant: str) -> TokenizedChunk:
+        """A chunk's ids, its separator included; the same at every place.
+
+        Remembered for `tenant` alone: the time that takes must not tell that another tenant has sent the text.
+        """
+        tokenize = self._remembered_chunk if len(text) <= CHUNK_CACHE_CHARS else self._tokenize_chunk
+        return tokenize(text, tenant)
 
     def turn(
         self,
@@ -170,7 +174,7 @@ class PromptAssembler:
             raise RequestError("messages: too long, and the chat template does not show each of them once")
         return texts
 
-    def _tokenize_chunk(self, text: str) -> TokenizedChunk:
+    def _tokenize_chunk(self, text: str, _tenant: str) -> TokenizedChunk:
         if self._is_separator_control:  # the operator's, so it may
             plain, separator = self.tokenizer.encode_plain(text), self.tokenizer.encode(self._separator)
             ids = array("i", (*plain, *separator))
@@ -206,6 +210,13 @@ def turn_start(messages: Sequence[Mapping[str, Any]]) -> int:
     if not messages:
         raise RequestError("messages: there is none to put the chunks in front of")
     return next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), len(messages) - 1)
+
+
+def begun_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Of messages that end with an answer: those before it, and its text, which the answer to be given begins with."""
+    if not messages or messages[-1].get("role") != "assistant":
+        return messages, ""
+    return messages[:-1], text_of(messages[-1], len(messages) - 1) or ""
 
 
 def text_of(message: Mapping[str, Any], index: int) -> Any:

@@ -17,7 +17,7 @@ from sglang_chunkcache.front.conversation import OpenTurn
 from sglang_chunkcache.front.prompt import Piece, TokenizedChunk, joined
 from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Answer, Fallback, Report
-from sglang_chunkcache.wire.spans import KEY_PREFIX
+from sglang_chunkcache.wire.spans import KEY_PREFIX, namespace_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,17 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The tenant of a request; keeps caches and conversations of different tenants apart."""
+    """Who sends a request; keeps caches and conversations of different tenants apart."""
 
     api_key: str = ""
     cache_salt: str | None = None
     extra_key: str | None = None
     lora: str | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Names those who share KV, whatever the adapter. A digest: clients may send long salts."""
+        return namespace_of((), self.extra_key, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)

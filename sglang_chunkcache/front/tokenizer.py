@@ -8,6 +8,7 @@ Two objects, since a switch on one that another thread encodes with raises "Alre
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 import threading
@@ -38,7 +39,7 @@ class ServedTokenizer:
     """Texts to ids for one model.
 
     Args:
-        tokenizer: the served model's Hugging Face tokenizer; not changed, and not used to encode unless it is pure Python.
+        tokenizer: the served model's Hugging Face tokenizer; not changed, and not used to encode.
         chunk_tokens: as in the configuration; with `control`, `encode_plain` is `encode`.
     Raises:
         ValueError: a tokenizer whose pieces cannot be put together again, or that makes an added token of plain text.
@@ -49,13 +50,20 @@ class ServedTokenizer:
         added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         # Runs of white space are layout, which models learn as such: GPT-NeoX and Gemma have tokens for them.
         self._control = {text: id for text, id in added.items() if text.replace("▁", " ").strip()}
-        self._raw: Callable[..., Sequence[int]] = partial(tokenizer.encode, add_special_tokens=False)
-        self._raw_plain: Callable[[str], Sequence[int]] = partial(self._raw, split_special_tokens=True)
-        is_composing = True
+        self._raw: Callable[[str], Sequence[int]]
+        self._raw_plain: Callable[[str], Sequence[int]]
         if own := _copied(tokenizer):
             self._raw, self._raw_plain = partial(_ids, own), partial(_ids, _without(own, self._control))
             is_composing = own.normalizer is not None
+        else:
+            one, other = (copy.deepcopy(tokenizer) for _ in range(2))  # each keeps its switch
+            self._raw = partial(one.encode, add_special_tokens=False)
+            self._raw_plain = partial(other.encode, add_special_tokens=False, split_special_tokens=True)
+            is_composing = True
         self._longest = max(map(len, tokenizer.get_vocab())) * (MOST_COMPOSED if is_composing else 1)
+        bos_ids = tuple(tokenizer.encode(""))
+        self.bos_ids = bos_ids if bos_ids == (tokenizer.bos_token_id,) else ()
+        """What the tokenizer puts in front of a plain text prompt; chat templates bring their own."""
         self._guard = self._find_guard()
         if chunk_tokens == "control":
             self._raw_plain = self._raw
@@ -75,12 +83,6 @@ class ServedTokenizer:
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
-
-    @property
-    def bos_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts in front of a plain text prompt; chat templates bring their own."""
-        ids = tuple(self._tokenizer.encode(""))
-        return ids if ids == (self._tokenizer.bos_token_id,) else ()
 
     def holds_control(self, text: str) -> bool:
         """Whether `encode` finds an added token in the text."""
@@ -153,7 +155,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _copied(tokenizer: Any) -> Tokenizer | None:
-    """A second object that encodes as SGLang's does. None for a tokenizer in Python, or one that adds to its backend."""
+    """A second backend that encodes as SGLang's does. None for a tokenizer that does so in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         return None

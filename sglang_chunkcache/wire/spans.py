@@ -55,10 +55,13 @@ class RequestSpans(Record, frozen=True):
 
 
 def namespace_of(head_ids: Sequence[int], *identity: str | None) -> str:
-    """The namespace of prompts whose first chunk follows `head_ids`. `identity` is extra_key, cache_salt, LoRA."""
+    """The namespace of prompts whose first chunk follows `head_ids`.
+
+    `identity` is extra_key, cache_salt, LoRA; None: not given. SGLang keeps an empty extra_key apart from none.
+    """
     named = chunk_id(head_ids) if len(head_ids) else ""
     return blake2b(
-        "\0".join((named, *(f"{len(x)}:{x}" if x else "" for x in identity))).encode(), digest_size=12
+        "\0".join((named, *(f"{len(x)}:{x}" if x is not None else "" for x in identity))).encode(), digest_size=12
     ).hexdigest()
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from eval.http import post
+from eval.http import get, post
 from eval.server import Server
 from tests.e2e.conftest import WORLD
 
@@ -80,7 +80,7 @@ def test_endless_body_is_refused(rag_server: Server) -> None:
 def test_many_messages_are_refused(rag_server: Server) -> None:
     """A conversation of 100,000 took five seconds of the event loop."""
     status, answer = answered(
-        rag_server, json.dumps({"messages": [user("x")] * 50_000, "conversation_id": "c"}).encode()
+        rag_server, json.dumps({"messages": [user("x")] * 10_000, "conversation_id": "c"}).encode()
     )
     assert (status, answer["param"]) == (400, "messages")
 
@@ -111,23 +111,20 @@ def test_control_token_in_a_chunk_is_text(rag_server: Server, path: str) -> None
 
 
 def hostile_bodies() -> list[tuple[str, Any]]:
-    """(kind, body or None for an endless one)."""
+    """(kind, body or None for an endless one). All are refused: what is accepted takes the engine's time like any request."""
     talk = [user("x"), {"role": "assistant", "content": "y"}] * 50_000 + [user("z")]
-    long = [user("What is it? " * 100), {"role": "assistant", "content": "It is. " * 100}] * 900 + [user("z")]
-    fits = {"chunks": [{"text": passage.text} for passage in WORLD.passages[:40]] * 6}
+    chunks = [{"text": f"{i} clocks " * 1500} for i in range(250)]
     return [
         ("10 MB question", body_of(10_000_000)),
         ("4 MiB question", body_of(4 * MIB - 1)),
         ("4 MiB question, conversation", body_of(4 * MIB - 1, conversation_id="c")),
         (
             "4 MiB of chunks",
-            json.dumps({"messages": [user("q")], "chunks": [{"text": "clocks " * 2300}] * 250}).encode(),
+            json.dumps({"messages": [user("q")], "chunks": chunks}).encode(),
         ),
         ("10^5 messages, conversation", json.dumps({"messages": talk, "conversation_id": "c"}).encode()),
-        ("1,801 long messages, conversation", json.dumps({"messages": long, "conversation_id": "c"}).encode()),
         ("4 MiB of lists", b'{"messages": [' + b"[]," * (MIB * 4 // 3 - 20) + b"1]}"),
         ("4 MiB of strings", b'{"messages": [' + b'"a",' * (MIB - 20) + b"1]}"),
-        ("240 chunks", json.dumps({"messages": [user("q")], **fits, "max_tokens": 1}).encode()),
         ("endless", None),
     ]
 
@@ -144,13 +141,13 @@ def p95(values: list[float]) -> float:
 
 @pytest.mark.nightly
 def test_others_do_not_wait_for_hostile_bodies(rag_server: Server) -> None:
-    """Phases with hostile clients and without take turns: the p95 of good ones rises by at most 100 ms, memory comes back."""
+    """Phases with a hostile client and without take turns: the p95 of good ones rises by at most 100 ms, memory comes back."""
     bodies = hostile_bodies()
     seen: Counter[tuple[str, int]] = Counter()
     is_hostile, is_over = threading.Event(), threading.Event()
 
-    def attack(offset: int) -> None:
-        turn = offset
+    def attack() -> None:
+        turn = 0
         while not is_over.is_set():
             if not is_hostile.wait(0.1):
                 continue
@@ -159,16 +156,22 @@ def test_others_do_not_wait_for_hostile_bodies(rag_server: Server) -> None:
             seen[kind, status] += 1
             turn += 1
 
+    def ping() -> float:
+        """An answer that the front alone gives: how long its event loop was busy."""
+        start = time.perf_counter()
+        get(rag_server.url + "/get_model_info")
+        return time.perf_counter() - start
+
     def good(number: int) -> float:
         chunks = [{"text": WORLD.passages[(number + i) % len(WORLD.passages)].text} for i in range(4)]
         start = time.perf_counter()
         post(rag_server.url + CHAT, {"messages": [user("Who?")], "chunks": chunks, "max_tokens": 4})
         return time.perf_counter() - start
 
-    attackers = [threading.Thread(target=attack, args=(i * len(bodies) // 2,)) for i in range(2)]
-    for thread in attackers:
-        thread.start()
+    attacker = threading.Thread(target=attack)
+    attacker.start()
     took: dict[bool, list[float]] = {False: [], True: []}
+    pings: dict[bool, list[float]] = {False: [], True: []}
     memory = []
     try:
         for number in range(20):
@@ -180,19 +183,20 @@ def test_others_do_not_wait_for_hostile_bodies(rag_server: Server) -> None:
                 end = time.perf_counter() + PHASE_S
                 while time.perf_counter() < end:
                     took[hostile].append(good(len(took[hostile])))
+                    pings[hostile].append(ping())
                 is_hostile.clear()
                 time.sleep(1)
                 memory.append(rss_mib(rag_server.pid))
     finally:
         is_over.set()
-        for thread in attackers:
-            thread.join()
+        attacker.join()
     for (kind, status), count in sorted(seen.items()):
         print(f"{kind:36} {status} {count:5}")
-    for hostile, values in took.items():
-        p50_ms, p95_ms = 1000 * statistics.median(values), 1000 * p95(values)
-        print(f"hostile {hostile!s:5} n {len(values):5} p50 {p50_ms:6.1f} ms p95 {p95_ms:6.1f} ms")
+    for what, found in (("good", took), ("ping", pings)):
+        for hostile, values in found.items():
+            p50_ms, p95_ms = 1000 * statistics.median(values), 1000 * p95(values)
+            print(f"{what} hostile {hostile!s:5} n {len(values):5} p50 {p50_ms:6.1f} ms p95 {p95_ms:6.1f} ms")
     print("front, MiB after each phase:", " ".join(f"{value:.0f}" for value in memory))
-    assert {status for _, status in seen} <= {200, 400, 413}
+    assert {status for _, status in seen} <= {400, 413}
     assert p95(took[True]) - p95(took[False]) <= MOST_ADDED_S
     assert memory[-1] - memory[1] <= 100

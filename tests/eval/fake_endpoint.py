@@ -99,14 +99,11 @@ class FakeEndpoint:
                 response._req.transport.abort()
         prompt = sum(len(message["content"]) for message in body["messages"])
         cached = None if self.is_cold else {"cached_tokens": prompt // 2}  # as SGLang, which leaves a zero out
+        fates = {"exact": prompt - 3, "relocated": 0, "recomputed": 1, "computed": 2}
+        ours = {"fates": fates, "order": ["b", "a"], "chunks_hit": 1, "dropped": ["a"], "fallbacks": {}}
+        await event({}, **({"chunkcache": ours} if body["path"].startswith("/rag") else {}))
         usage = {"prompt_tokens": prompt, "completion_tokens": 3, "prompt_tokens_details": cached}
         await event(None, usage=usage)
-        if body["path"].startswith("/rag"):
-            fates = {"exact": prompt - 3, "relocated": 0, "recomputed": 1, "computed": 2}
-            await event(
-                None,
-                chunkcache={"fates": fates, "order": ["b", "a"], "chunks_hit": 1, "dropped": ["a"], "fallbacks": {}},
-            )
 
     def app(self) -> web.Application:
         """All routes that the harness uses."""

@@ -1,8 +1,11 @@
 """Conversations: agreement by hashes, edits, retries, branches, two at once, overflow, bounds, guessed keys."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radix_ext import (
     ChunkId,
@@ -13,7 +16,6 @@ from radix_ext import (
     PolicyError,
     Span,
     Turn,
-    agreeing,
     keep_recent,
     running_hashes,
     shown,
@@ -31,7 +33,7 @@ def answer(text: str) -> dict[str, object]:
     return {"role": "assistant", "content": text}
 
 
-def make_map(*, max_conversations: int = 10, max_tokens: int = 1000, idle_s: float = 60) -> ConversationMap:
+def make_map(*, max_conversations: int = 10, max_tokens: int = 100_000, idle_s: float = 60) -> ConversationMap:
     return ConversationMap(max_conversations=max_conversations, max_tokens=max_tokens, idle_s=idle_s)
 
 
@@ -63,7 +65,7 @@ def conversations() -> ConversationMap:
 def agree(
     stored: ConversationMap, messages: Messages, *, key: ConversationKey = KEY, now: float = 2
 ) -> tuple[Turn, ...]:
-    return agreeing(stored.recall(key, now), running_hashes(messages))
+    return stored.agree(key, running_hashes(messages), now)
 
 
 def test_next_turn_agrees_with_the_whole_history(conversations: ConversationMap) -> None:
@@ -93,22 +95,22 @@ def test_edit_of_a_late_message_keeps_what_is_before(conversations: Conversation
 
 
 def test_branch_continues_from_the_common_turns(conversations: ConversationMap) -> None:
-    """Another second question: the branch replaces what was stored beyond the common turn."""
+    """Another second question: both branches go on from the common turn, and neither is lost."""
     messages = [*DIALOGUE[:2], user("another q2"), answer("another a2")]
     base = agree(conversations, messages[:3])
     branch = make_turn(messages)
     conversations.finish(KEY, base, branch, 3)
-    assert agree(conversations, [*messages, user("q3")]) == (TURN_1, branch)
-    assert agree(conversations, DIALOGUE) == (TURN_1,)
+    assert agree(conversations, [*messages, user("q3")], now=4) == (TURN_1, branch)
+    assert agree(conversations, DIALOGUE, now=4) == (TURN_1, TURN_2)
 
 
-def test_two_turns_at_once_the_last_to_finish_wins(conversations: ConversationMap) -> None:
+def test_two_turns_at_once_are_both_kept(conversations: ConversationMap) -> None:
     """Both start from the last finished turn; neither sees the other's tokens."""
     base = agree(conversations, DIALOGUE)
     first, second = (make_turn([*DIALOGUE, answer(text)]) for text in ("first", "second"))
     conversations.finish(KEY, base, first, 3)
     conversations.finish(KEY, base, second, 4)
-    assert agree(conversations, [*DIALOGUE, answer("first"), user("q4")], now=5) == (TURN_1, TURN_2)
+    assert agree(conversations, [*DIALOGUE, answer("first"), user("q4")], now=5) == (TURN_1, TURN_2, first)
     assert agree(conversations, [*DIALOGUE, answer("second"), user("q4")], now=5) == (TURN_1, TURN_2, second)
 
 
@@ -137,6 +139,28 @@ def test_same_key_with_other_messages_reads_nothing(conversations: ConversationM
     assert agree(conversations, [user("tell me"), answer("?"), user("x"), answer("?"), user("y")]) == ()
 
 
+def test_other_messages_under_the_same_id_take_nothing(conversations: ConversationMap) -> None:
+    """A hundred strangers, and one who says what the owner said first, with another chunk."""
+    for number in range(100):
+        theirs = [user(f"x{number}"), answer("y")]
+        conversations.finish(KEY, (), make_turn(theirs), 2)
+    theirs = [*DIALOGUE[:2], user("else"), answer("z")]
+    conversations.finish(KEY, (), make_turn(DIALOGUE[:2], chunks="x"), 2)
+    conversations.finish(KEY, agree(conversations, theirs), make_turn(theirs), 2)
+    assert agree(conversations, DIALOGUE) == (TURN_1, TURN_2)
+    assert [shown(agree(conversations, told), "kept") for told in (DIALOGUE, theirs)] == [set("abcd"), {"x"}]
+    assert len(conversations) == 1
+
+
+def test_overflow_goes_on_from_the_turns_that_stayed(conversations: ConversationMap) -> None:
+    """The first turn that stays has a new lead. A retry from before goes on from what stayed, too."""
+    stayed = replace(TURN_2, lead_ids=array("i", [7, 7, 7]))
+    third = make_turn([*DIALOGUE, answer("a3")])
+    conversations.finish(KEY, (stayed,), third, 2)
+    assert agree(conversations, [*DIALOGUE, answer("a3"), user("q4")]) == (stayed, third)
+    assert agree(conversations, DIALOGUE) == (stayed,)
+
+
 def test_least_recently_used_conversation_goes_first() -> None:
     """Bounded in conversations."""
     stored = make_map(max_conversations=2)
@@ -150,20 +174,21 @@ def test_least_recently_used_conversation_goes_first() -> None:
 
 
 def test_tokens_in_store_are_bounded() -> None:
-    """Ten tokens a turn, 25 in all: the third conversation pushes out the first; one too large is not kept."""
-    stored, plain = make_map(max_tokens=25), make_turn(DIALOGUE[:2])
+    """Two turns and a half in all: the third conversation pushes out the first; one too large is not kept."""
+    plain, later = make_turn(DIALOGUE[:2]), make_turn(DIALOGUE[:4])
+    stored = make_map(max_tokens=plain.cost * 5 // 2)
     keys = [KEY._replace(conversation_id=name) for name in "abc"]
     for now, key in enumerate(keys):
         stored.finish(key, (), plain, now)
-        assert stored.num_tokens <= 25
+        assert stored.num_tokens <= stored.max_tokens
     assert [bool(agree(stored, DIALOGUE, key=key, now=3)) for key in keys] == [False, True, True]
-    stored.finish(keys[2], (plain, plain), plain, 4)
-    assert (len(stored), stored.num_tokens) == (1, 10)
+    stored.finish(keys[2], (plain, later), make_turn([*DIALOGUE, answer("a3")]), 4)
+    assert (len(stored), stored.num_tokens) == (2, 2 * plain.cost)
 
 
 def test_spans_and_seen_chunks_weigh_in() -> None:
     """Many tiny chunks cost more in objects than in tokens: the bound counts them."""
-    assert TURN_1.cost > 10 * TURN_1.num_tokens
+    assert TURN_1.cost > make_turn(DIALOGUE[:2]).cost + 10 * TURN_1.num_tokens
     stored = make_map(max_tokens=TURN_1.num_tokens)
     stored.finish(KEY, (), TURN_1, 0)
     assert len(stored) == 0
@@ -177,6 +202,37 @@ def test_idle_conversations_are_forgotten() -> None:
     assert agree(stored, DIALOGUE, now=120) == (TURN_1,)
     assert agree(stored, DIALOGUE, now=180.5) == ()
     assert (len(stored), stored.num_tokens) == (0, 0)
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from("ab"), st.lists(st.sampled_from("xyz"), min_size=1, max_size=4)), max_size=40
+)
+
+
+@given(steps=steps, max_conversations=st.integers(1, 3), max_turns=st.integers(1, 12))
+def test_histories_equal_a_map_that_forgets_nothing(
+    steps: list[tuple[str, list[str]]], max_conversations: int, max_turns: int
+) -> None:
+    """With room the same histories; without it only what the messages say, within the bounds."""
+    roomy = make_map()
+    tight = make_map(max_conversations=max_conversations, max_tokens=max_turns * make_turn(DIALOGUE[:2]).cost)
+    histories: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}  # by conversation and all of its words
+    for now, (name, words) in enumerate(steps):
+        key = KEY._replace(conversation_id=name)
+        messages = [message for word in words for message in (user(word), answer(word))]
+        before = [histories.get((name, tuple(words[:number])), ()) for number in range(len(words))]
+        expected = next((history for history in reversed(before) if history), ())
+        turn = make_turn(messages)
+        for stored in (roomy, tight):
+            base = agree(stored, messages[:-1], key=key, now=now)
+            found = tuple(each.messages_hash for each in base)
+            assert found == (
+                expected if stored is roomy else tuple(hash for hash in running_hashes(messages) if hash in found)
+            )
+            stored.finish(key, base, turn, now)
+            assert stored.num_tokens <= stored.max_tokens
+            assert len(stored) <= stored.max_conversations
+        histories[name, tuple(words)] = (*expected, turn.messages_hash)
 
 
 def test_hashes_run_over_all_messages() -> None:

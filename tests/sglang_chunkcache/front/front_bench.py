@@ -15,9 +15,10 @@ from radix_ext import ChainId, extend_chain, root_chain
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
+from sglang_chunkcache.front.conversation import told_hashes
 from sglang_chunkcache.front.drafter import Drafter, conversation_key
 from sglang_chunkcache.front.planner import Planner
-from sglang_chunkcache.front.prompt import PromptAssembler
+from sglang_chunkcache.front.prompt import PromptAssembler, begun_answer, turn_start
 from sglang_chunkcache.front.request import Identity, Options, Passage, Planned, RagRequest
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.wire.events import Evicted, Inserted
@@ -121,7 +122,11 @@ class Bench:
         """Plan a chat turn of conversation `to`."""
         if isinstance(messages, str):
             messages = [user(messages)]
-        conversation = self.books.conversation(conversation_key(who, to)) if to else None
+        messages, prefill = begun_answer(messages) if continues else (messages, "")
+        conversation = None
+        if to:
+            key, hashes = conversation_key(who, to), told_hashes(messages, tools)
+            conversation = self.books.conversation(key, hashes, start=turn_start(messages))
         return self.planner.plan(
             self.drafter.chat(
                 messages,
@@ -130,7 +135,7 @@ class Bench:
                 options=Options(**options),
                 conversation=conversation,
                 tools=tools,
-                continues=continues,
+                prefill=prefill,
             )
         )
 

@@ -149,7 +149,7 @@ def test_refused_request_leaves_nothing(passages: list[Passage]) -> None:
         bench.ask("q", *passages)
     assert bench.is_idle()
     assert len(bench.books.tree) == 0
-    assert bench.books.table.num_requests == 0
+    assert bench.books.tables.num_entries == 0
 
 
 def test_answer_is_booked_where_it_was_served() -> None:

@@ -372,7 +372,7 @@ def test_preprocessing_counts_as_no_access() -> None:
     bench = Bench(**FUSED)
     request = preprocess(bench, B, A)
     bench.reply(request, report=make_report(request, exact=request.spans[0].end, relocated=0, recomputed=0))
-    assert (bench.books.table.num_requests, len(bench.books.table)) == (0, 0)
+    assert bench.books.tables.num_entries == 0
     totals = bench.books.metrics.totals()
     assert totals["chunks"] == {}
     assert sum(totals["prompt_tokens"].values()) == len(request.input_ids)

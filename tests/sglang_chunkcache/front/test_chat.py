@@ -44,7 +44,7 @@ def test_request_that_never_reaches_the_engine_is_counted(status: int, outcome: 
     response = asyncio.run(chat.serve(request, bench.plan("q", A), raw_request))  # type: ignore[arg-type]
     assert response.status_code == status
     assert bench.books.metrics.totals()["requests"] == {outcome: 1}
-    assert bench.books.table.num_requests == 0
+    assert bench.books.tables.num_entries == 0
     assert bench.is_idle()
 
 

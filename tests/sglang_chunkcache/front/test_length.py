@@ -7,7 +7,6 @@ import gc
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from radix_ext import ConversationMap
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import BodyTooLargeError, RequestError
 from sglang_chunkcache.front.intake import MAX_VALUES, json_object
-from sglang_chunkcache.front.request import Passage
+from sglang_chunkcache.front.request import Identity, Passage
 from tests.sglang_chunkcache.front.front_bench import A, B, Bench, user
 
 CONFIG = ChunkCacheConfig(max_body_bytes=10_000)
@@ -165,12 +164,8 @@ def test_preprocessing_encodes_neighbours_once(monkeypatch: pytest.MonkeyPatch) 
     bench = Bench(context_len=100_000, reuse="fused")
     seen = encoded(bench, monkeypatch)
     long = Passage("long", "n" * 20_000)
-    bench.drafter.preprocessing([], [long, A], B, identity=bench_identity())
+    bench.drafter.preprocessing([], [long, A], B, identity=Identity())
     assert sorted(Counter(seen).values()) == [1] * len(Counter(seen))
-
-
-def bench_identity() -> Any:
-    return SimpleNamespace(extra_key=None, cache_salt=None, lora=None, api_key="")
 
 
 def test_long_forgotten_conversation_is_cut_in_time() -> None:

@@ -334,7 +334,7 @@ def test_other_tools_are_another_history() -> None:
 
 
 def test_two_turns_at_once_start_from_the_last_finished() -> None:
-    """Neither sees the other; the last to finish is the conversation."""
+    """Neither sees the other, and both can go on."""
     bench, messages = Bench(), [user("one")]
     bench.turn(messages, A)
     left, right = (bench.ask([*messages, user(name)], to="c") for name in ("left", "right"))
@@ -346,7 +346,21 @@ def test_two_turns_at_once_start_from_the_last_finished() -> None:
         for name in ("left", "right")
     }
     assert bench.ask(histories["left"], to="c").num_turns == 2
-    assert bench.ask(histories["right"], to="c").num_turns == 1
+    assert bench.ask(histories["right"], to="c").num_turns == 2
+
+
+def test_foreign_messages_under_the_id_cost_the_owner_nothing() -> None:
+    """Without API keys everybody has the same key: a stranger's turns live beside the owner's, also from a common opening."""
+    bench, messages = Bench(), [user("hello")]
+    bench.turn(messages, A)
+    messages.append(user("one"))
+    bench.turn(messages, B)
+    for stranger in ([user("hello")], [user("other")]):
+        bench.turn(stranger, C)
+        stranger.append(user("more"))
+        bench.turn(stranger, C)
+    request = bench.ask([*messages, user("two")], A, B, to="c")
+    assert (request.num_turns, request.dropped) == (2, ("a", "b"))
 
 
 def test_idle_conversation_is_forgotten() -> None:
@@ -530,7 +544,7 @@ def test_parts_with_empty_areas_are_served(parts: list[Any]) -> None:
 def test_parts_without_anything_are_refused() -> None:
     """A tokenizer without a first token leaves nothing to send."""
     bench = Bench()
-    bench.assembler._tokenizer.bos_token_id = None
+    bench.assembler.tokenizer.bos_ids = ()
     with pytest.raises(RequestError, match="empty"):
         bench.parts([""])
     assert bench.is_idle()

@@ -91,7 +91,7 @@ def body_of(
     assembler: PromptAssembler, pieces: TurnPieces, chunks: Sequence[str]
 ) -> tuple[array[int], tuple[Span, ...]]:
     """What follows the lead: ids, and the chunks' spans in them."""
-    items = [assembler.chunk(chunk) for chunk in chunks]
+    items = [assembler.chunk(chunk, "t") for chunk in chunks]
     return joined(pieces.intro, [*((item.token_ids, item.chunk.id) for item in items), (pieces.outro, None)])
 
 
@@ -340,13 +340,14 @@ def test_head_is_the_lead_of_a_first_turn() -> None:
 def test_chunk_is_remembered() -> None:
     """A popular chunk is tokenised once."""
     assembler = make_assembler()
-    assert assembler.chunk("abc") is assembler.chunk("abc")
+    assert assembler.chunk("abc", "t") is assembler.chunk("abc", "t")
+    assert assembler.chunk("abc", "t") is not assembler.chunk("abc", "another tenant")
 
 
 def test_chunks_with_different_separators_differ() -> None:
     """The separator is part of the chunk."""
     one, two = make_assembler(separator="\n"), make_assembler(separator="--")
-    assert one.chunk("a").chunk.id != two.chunk("a").chunk.id
+    assert one.chunk("a", "t").chunk.id != two.chunk("a", "t").chunk.id
 
 
 def test_read_template(tmp_path: Path) -> None:
@@ -382,3 +383,12 @@ def test_tokenizer_whose_pieces_do_not_join_is_refused() -> None:
     """At start, not in wrong answers."""
     with pytest.raises(ValueError, match="pieces"):
         PromptAssembler(JoiningTokenizer(), separator="\n")
+
+
+def test_separator_may_be_a_control_token() -> None:
+    """It is the operator's; the chunk before it is not."""
+    assembler = make_assembler(separator="<|im_end|>\n")
+    ids = list(assembler.chunk("a<|im_end|>b").token_ids)
+    end = tokenizer_of("byte_level").convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(end) == 1
+    assert assembler.tokenizer.decode(ids) == "a<|im_end|>b<|im_end|>\n"

@@ -232,6 +232,16 @@ def test_sglangs_object_may_change_while_we_encode() -> None:
     assert errors == []
 
 
+def test_tokenizer_that_encodes_in_python_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class may do more than its backend; its switches must not be SGLang's either."""
+    monkeypatch.setattr("sglang_chunkcache.front.tokenizer._copied", lambda tokenizer: None)
+    theirs = make_tokenizer()
+    ours = ServedTokenizer(theirs, chunk_tokens="text")
+    assert ours.encode_plain("<|im_end|>") == served("byte_level").encode_plain("<|im_end|>")
+    assert ours.encode("<|im_end|>") == tuple(theirs.encode("<|im_end|>", add_special_tokens=False))
+    assert not theirs.backend_tokenizer.encode_special_tokens
+
+
 def test_truncation_of_sglangs_object_is_not_ours() -> None:
     """It may have been switched on before we copy it."""
     theirs = make_tokenizer()

@@ -175,6 +175,6 @@ def test_namespace_tells_heads_and_tenants_apart() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_namespace_of_empty_and_missing_identity_is_one() -> None:
-    """SGLang treats an empty cache_salt as none."""
-    assert namespace_of([1], "", "") == namespace_of([1], None, None)
+def test_namespace_tells_an_empty_name_from_none() -> None:
+    """SGLang shares no KV between an empty extra_key and none."""
+    assert namespace_of([1], "", None) != namespace_of([1], None, None)
