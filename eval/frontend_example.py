@@ -15,26 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import sglang as sgl
-
 from eval.world.world import Passage, Question, World
-from sglang_chunkcache.lang import ChunkCacheEndpoint, chunks
 
 OPEN, CLOSE = "<|bos|><|user|>\n", "<|end|>\n<|assistant|>\n"
 NUM_PASSAGES = 4
 NUM_BRANCHES = 3
-
-
-@sgl.function  # type: ignore[untyped-decorator]
-def ask_all(s: Any, passages: Sequence[Passage], questions: Sequence[str]) -> None:
-    """Every question in a branch of its own, all after the same passages."""
-    s += OPEN + chunks([{"id": passage.id, "text": passage.text} for passage in passages])
-    s.sync()  # fork() reads the text at once; once it is complete, fork() computes it before the branches start
-    branches = s.fork(len(questions))
-    for branch, question in zip(branches, questions, strict=True):
-        branch += question + CLOSE + sgl.gen("answer", max_tokens=40, temperature=0)
-    s["chunkcache"] = [branch.get_meta_info("answer")["chunkcache"] for branch in branches]
-    branches.join()  # collects the branches' variables: s["answer"] is a list now
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,6 +27,22 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.frontend_example", description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="default: %(default)s")
     options = parser.parse_args(argv)
+
+    import sglang as sgl  # takes seconds, which --help need not wait for
+
+    from sglang_chunkcache.lang import ChunkCacheEndpoint, chunks
+
+    @sgl.function  # type: ignore[untyped-decorator]
+    def ask_all(s: Any, passages: Sequence[Passage], questions: Sequence[str]) -> None:
+        """Every question in a branch of its own, all after the same passages."""
+        s += OPEN + chunks([{"id": passage.id, "text": passage.text} for passage in passages])
+        s.sync()  # fork() reads the text at once; once it is complete, fork() computes it before the branches start
+        branches = s.fork(len(questions))
+        for branch, question in zip(branches, questions, strict=True):
+            branch += question + CLOSE + sgl.gen("answer", max_tokens=40, temperature=0)
+        s["chunkcache"] = [branch.get_meta_info("answer")["chunkcache"] for branch in branches]
+        branches.join()  # collects the branches' variables: s["answer"] is a list now
+
     backend = ChunkCacheEndpoint(options.url)
     passages, questions = _context()
     all_hit = True

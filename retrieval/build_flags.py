@@ -33,7 +33,7 @@ def add_passage_flags(add: Add) -> None:
     _add_kept(
         add,
         "--tokenizer",
-        "the served model's path or hub name (of the bundled one sglang_chunkcache/bundled_model); `words` counts words",
+        "the served model, as its --model-path: a path, a hub name or `bundled`; `words` counts words",
         default="words",
         metavar="NAME",
     )

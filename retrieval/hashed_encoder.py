@@ -5,8 +5,9 @@
     query ─ stems ── hash ── 0 or 1 ────────── * rarity^2 ─────┘
 
 The projection is fitted on a sample of the corpus. Its first columns are the sample's leading singular vectors, in which
-related words share a direction. The other columns are a random projection of the remainder, so that rare names and words that
-are not in the sample still count. retrieval/README.md has the figures for each choice.
+related words share a direction. The other columns are random signs, projected on the remainder, so that rare names and words
+that are not in the sample still count. retrieval/README.md has the figures for each choice. The saved state has the singular
+vectors of the words in the sample and the seed of the signs, so that a small corpus has a small file.
 
 Knows no language: a stem is a word's first letters. Scripts without spaces give pairs of adjacent characters.
 """
@@ -26,8 +27,8 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 STATE_FILE = "encoder.npz"
 """File name of this encoder's saved state in an index."""
 
-STATE_VERSION = 1
-"""Incremented when the same text would get another vector: stems, hash, weights."""
+STATE_VERSION = 2
+"""Incremented when the same text would get another vector (stems, hash, weights, random part) or the file changes."""
 
 NUM_BUCKETS = 2**16
 """Twice as many double the state and gain 0.3 points of recall@5 (mean of three sets); four times as many gain 0.5."""
@@ -67,20 +68,40 @@ BATCH = 4096
 """Passages counted and projected at a time, which bounds the memory."""
 
 
+_STATE = ("num_passages", "mean_len", "used", "num_with", "leading", "dim", "seed")
+"""What the state file holds, besides its version: the encoder's arguments."""
+
+
 class HashedEncoder:
     """See the module. Immutable, so threads may share it.
 
     Args:
-        rarity: [NUM_BUCKETS] float32, inverse document frequency in the sample.
+        num_passages: passages of the sample that have a word.
         mean_len: mean number of stems of a passage in the sample.
-        projection: [NUM_BUCKETS, dim] float16.
+        used: [u] int64, ascending: the buckets that the sample fills.
+        num_with: [u] int64, the sample's passages in each of them.
+        leading: [u, rank] float16, singular vectors; 0 in all other buckets. rank is less than dim.
+        dim: columns of every vector.
+        seed: of the random columns.
     """
 
-    def __init__(self, *, rarity: NDArray[np.float32], mean_len: float, projection: NDArray[np.float16]) -> None:
-        self.rarity = rarity
+    def __init__(
+        self,
+        *,
+        num_passages: int,
+        mean_len: float,
+        used: NDArray[np.int64],
+        num_with: NDArray[np.int64],
+        leading: NDArray[np.float16],
+        dim: int,
+        seed: int,
+    ) -> None:
+        self._state: dict[str, Any] = dict(
+            zip(_STATE, (num_passages, mean_len, used, num_with, leading, dim, seed), strict=True)
+        )
         self.mean_len = mean_len
-        # float32 multiplies fast; the values are those of float16, so saving them loses nothing.
-        self.projection = projection.astype(np.float32)
+        self.rarity = inverse_document_frequency(used, num_with, num_passages)
+        self.projection = _projection(used, leading.astype(np.float32), dim=dim, seed=seed)
 
     @property
     def dim(self) -> int:
@@ -101,15 +122,9 @@ class HashedEncoder:
         return {"kind": "hashed", "version": STATE_VERSION, "dim": self.dim}
 
     def save(self, path: Path) -> None:
-        """Write the state as one npz file, NUM_BUCKETS * (2 dim + 4) bytes."""
+        """Write the state as one npz file, at most NUM_BUCKETS * (2 rank + 16) bytes."""
         with path.open("wb") as file:
-            np.savez(
-                file,
-                version=np.int64(STATE_VERSION),
-                mean_len=np.float64(self.mean_len),
-                rarity=self.rarity,
-                projection=self.projection.astype(np.float16),
-            )
+            np.savez_compressed(file, version=STATE_VERSION, **self._state)
 
     @classmethod
     def load(cls, path: Path) -> HashedEncoder:
@@ -119,16 +134,19 @@ class HashedEncoder:
             CorruptIndexError: the file is missing, damaged, or of another version.
         """
         try:
-            with np.load(path, allow_pickle=False) as state:
-                version, mean_len = int(state["version"]), float(state["mean_len"])
-                rarity, projection = state["rarity"], state["projection"]
+            with np.load(path, allow_pickle=False) as file:
+                version = int(file["version"])
+                state = {name: file[name] for name in _STATE} if version == STATE_VERSION else {}
         except Exception as err:  # numpy raises a different class for each kind of damage
             raise CorruptIndexError(f"{path}: not an encoder's state: {err!r}") from err
         if version != STATE_VERSION:
-            raise CorruptIndexError(f"{path}: encoder state of version {version}, expected {STATE_VERSION}")
-        if rarity.shape != (NUM_BUCKETS,) or projection.ndim != 2 or len(projection) != NUM_BUCKETS:
-            raise CorruptIndexError(f"{path}: encoder state of shapes {rarity.shape} and {projection.shape}")
-        return cls(rarity=rarity, mean_len=mean_len, projection=projection)
+            raise CorruptIndexError(
+                f"{path}: encoder state of version {version}, this release reads {STATE_VERSION}; build the index anew"
+            )
+        used, num_with, leading = state["used"], state["num_with"], state["leading"]
+        if leading.ndim != 2 or not used.shape == num_with.shape == leading.shape[:1]:
+            raise CorruptIndexError(f"{path}: encoder state of shapes {used.shape}, {num_with.shape}, {leading.shape}")
+        return cls(**{name: value if value.ndim else value.item() for name, value in state.items()})
 
     def _project(self, texts: Sequence[str], weigh: Callable[[Any], Any]) -> NDArray[np.float32]:
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
@@ -155,17 +173,24 @@ def fit_default(sample: Sequence[str], *, dim: int, seed: int) -> HashedEncoder:
         raise RetrievalError(f"an encoder needs at least 2 dimensions but got {dim}")
     counts = count_stems(sample)
     counts = counts[np.diff(counts.indptr) > 0]
-    if counts.shape[0] == 0:
+    num_passages = counts.shape[0]
+    if num_passages == 0:
         raise RetrievalError("cannot fit the default encoder: no passage of the sample has a word")
-    rarity = inverse_document_frequency(counts)
-    mean_len = float(counts.sum() / counts.shape[0])
+    used, num_with = np.unique(counts.indices, return_counts=True)
+    mean_len = float(counts.sum() / num_passages)
+    rarity = inverse_document_frequency(used, num_with, num_passages)
     passages = weigh_passages(counts, rarity=rarity, mean_len=mean_len)
     passages = diags_array(1 / np.sqrt(passages.multiply(passages).sum(axis=1)).astype(np.float32)) @ passages
-    leading = singular_vectors(passages, num_vectors=max(1, int(dim * SINGULAR_SHARE)), seed=seed)
-    random = np.random.default_rng(seed).standard_normal((NUM_BUCKETS, dim - leading.shape[1]), dtype=np.float32)
-    random -= leading @ (leading.T @ random)
-    random *= RANDOM_SCALE / np.sqrt(random.shape[1])
-    return HashedEncoder(rarity=rarity, mean_len=mean_len, projection=np.hstack([leading, random]).astype(np.float16))
+    leading = singular_vectors(passages[:, used], num_vectors=max(1, int(dim * SINGULAR_SHARE)), seed=seed)
+    return HashedEncoder(
+        num_passages=num_passages,
+        mean_len=mean_len,
+        used=used.astype(np.int64),
+        num_with=num_with,
+        leading=leading.astype(np.float16),
+        dim=dim,
+        seed=seed,
+    )
 
 
 def singular_vectors(matrix: Any, *, num_vectors: int, seed: int) -> NDArray[np.float32]:
@@ -176,15 +201,11 @@ def singular_vectors(matrix: Any, *, num_vectors: int, seed: int) -> NDArray[np.
     """
     from sklearn.utils.extmath import randomized_svd
 
-    used = np.unique(matrix.indices)  # a small sample leaves most buckets empty
-    matrix_used = matrix[:, used]
     _, values, rows = randomized_svd(
-        matrix_used, n_components=min(num_vectors, *matrix_used.shape), n_iter=SVD_ITERATIONS, random_state=seed
+        matrix, n_components=min(num_vectors, *matrix.shape), n_iter=SVD_ITERATIONS, random_state=seed
     )
     rank = int((values > RANK_TOLERANCE * values[0]).sum())
-    vectors = np.zeros((matrix.shape[1], rank), dtype=np.float32)
-    vectors[used] = rows[:rank].T
-    return vectors
+    return np.asarray(rows[:rank].T, dtype=np.float32)
 
 
 def count_stems(texts: Sequence[str]) -> Any:
@@ -198,10 +219,17 @@ def count_stems(texts: Sequence[str]) -> Any:
     return csr_array(vectorizer.transform(texts)) if texts else csr_array((0, NUM_BUCKETS), dtype=np.float32)
 
 
-def inverse_document_frequency(counts: Any) -> NDArray[np.float32]:
-    """[NUM_BUCKETS] float32, BM25's formula: positive, and largest for a bucket that is in no passage."""
-    num_with = np.bincount(counts.indices, minlength=NUM_BUCKETS)
-    rarity: NDArray[np.float64] = np.log1p((counts.shape[0] - num_with + 0.5) / (num_with + 0.5))
+def inverse_document_frequency(
+    used: NDArray[np.int64], num_with: NDArray[np.int64], num_passages: int
+) -> NDArray[np.float32]:
+    """[NUM_BUCKETS] float32, BM25's formula: positive, and largest for a bucket that is in no passage.
+
+    Args:
+        used, num_with: [u], the buckets that occur and the number of passages that have each.
+    """
+    counts = np.zeros(NUM_BUCKETS, dtype=np.int64)
+    counts[used] = num_with
+    rarity: NDArray[np.float64] = np.log1p((num_passages - counts + 0.5) / (counts + 0.5))
     return rarity.astype(np.float32)
 
 
@@ -219,3 +247,21 @@ def weigh_queries(counts: Any, *, rarity: NDArray[np.float32]) -> Any:
     weighted = counts.copy()
     weighted.data = rarity[counts.indices] ** QUERY_RARITY
     return weighted
+
+
+# Private, in order of use
+
+
+def _projection(used: NDArray[np.int64], leading: NDArray[np.float32], *, dim: int, seed: int) -> NDArray[np.float32]:
+    """[NUM_BUCKETS, dim] float32: `leading` in the rows `used`, then random columns without what the first ones hold."""
+    rank = leading.shape[1]
+    num_bits = NUM_BUCKETS * (dim - rank)
+    # A bit generator's stream is the same in every version of numpy; that of `Generator.standard_normal` may change.
+    raw = np.random.PCG64(seed).random_raw(-(-num_bits // 64)).astype("<u8").view(np.uint8)
+    signs = np.unpackbits(raw, count=num_bits).reshape(NUM_BUCKETS, dim - rank)
+    projection = np.zeros((NUM_BUCKETS, dim), dtype=np.float32)
+    projection[used, :rank] = leading
+    projection[:, rank:] = 2 * signs.astype(np.float32) - 1
+    projection[used, rank:] -= leading @ (leading.T @ projection[used, rank:])
+    projection[:, rank:] *= RANDOM_SCALE / np.sqrt(dim - rank)
+    return projection

@@ -21,10 +21,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -141,8 +141,19 @@ class Manifest:
         )
 
 
+class FileState(NamedTuple):
+    """What tells a file that was replaced or written over without reading it. A replaced file has another inode."""
+
+    inode: int
+    mtime_ns: int
+    num_bytes: int
+
+
 class Index:
-    """One generation of an index directory, open for searching. Immutable, so any thread may search."""
+    """One generation of an index directory, open for searching. Immutable, so any thread may search.
+
+    `state`: see `state_of`, of the files before they were opened.
+    """
 
     def __init__(
         self,
@@ -153,8 +164,9 @@ class Index:
         faiss_indexes: Mapping[str, Any],
         bm25: Bm25Index | None,
         removed: NDArray[np.int64],
+        state: Mapping[str, FileState],
     ) -> None:
-        self.folder, self.settings, self.manifest = folder, settings, manifest
+        self.folder, self.settings, self.manifest, self.state = folder, settings, manifest, state
         self.store, self.bm25, self.removed = store, bm25, removed
         self.faiss_indexes = faiss_indexes
         self._vectors = VectorFile(folder / VECTORS, dim=self.dim)
@@ -174,13 +186,13 @@ class Index:
             CorruptIndexError: the folder is not an index directory, is damaged, or has another format.
         """
         for _ in range(_OPEN_TRIES - 1):
-            manifest = read_manifest(folder)
+            state, manifest = state_of(folder), read_manifest(folder)
             try:
-                return cls._open(folder, manifest, verify=verify, earlier=earlier)
+                return cls._open(folder, manifest, state, verify=verify, earlier=earlier)
             except CorruptIndexError:
-                if read_manifest(folder).generation == manifest.generation:
+                if read_manifest(folder) == manifest:
                     raise
-        return cls._open(folder, read_manifest(folder), verify=verify, earlier=earlier)
+        return cls._open(folder, read_manifest(folder), state_of(folder), verify=verify, earlier=earlier)
 
     @property
     def generation(self) -> int:
@@ -233,7 +245,9 @@ class Index:
         return best_of(np.where(rows < 0, np.float32(-np.inf), scores), rows, k=k)
 
     @classmethod
-    def _open(cls, folder: Path, manifest: Manifest, *, verify: bool, earlier: Index | None) -> Index:
+    def _open(
+        cls, folder: Path, manifest: Manifest, state: Mapping[str, FileState], *, verify: bool, earlier: Index | None
+    ) -> Index:
         known = earlier.manifest.files if earlier else {}
         check_files(folder, manifest, known, verify=verify)
         settings = read_settings(folder)
@@ -260,7 +274,7 @@ class Index:
             num_live = manifest.num_rows - len(removed)
             if bm25.num_docs != num_live:  # a folder that is being deleted opens as empty
                 raise CorruptIndexError(f"{folder / manifest.bm25}: holds {bm25.num_docs} passages")
-        return cls(folder, settings, manifest, store, indexes, bm25, removed)
+        return cls(folder, settings, manifest, store, indexes, bm25, removed, state)
 
 
 def _check_vectors(
@@ -288,6 +302,24 @@ def removed_rows(folder: Path, manifest: Manifest) -> NDArray[np.int64]:
         return np.asarray(np.load(folder / manifest.removed), np.int64)
     except (OSError, ValueError, EOFError) as error:
         raise CorruptIndexError(f"{folder / manifest.removed}: {error}") from None
+
+
+def state_of(folder: Path) -> dict[str, FileState]:
+    """The state of the directory's files now, by name: of the manifest, of what it names, of texts and vectors.
+
+    Texts and vectors grow while they are served, so only their inodes count. Missing files are left out.
+    """
+    try:
+        named = read_manifest(folder).files
+    except (CorruptIndexError, OSError):
+        named = {}
+    found: dict[str, FileState] = {}
+    for name in (MANIFEST, PASSAGES, VECTORS, *named):
+        with suppress(OSError):
+            stat = (folder / name).stat()
+            grows = name in (PASSAGES, VECTORS)
+            found[name] = FileState(stat.st_ino, *((0, 0) if grows else (stat.st_mtime_ns, stat.st_size)))
+    return found
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

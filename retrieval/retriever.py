@@ -3,16 +3,18 @@
     queries ── encoder ── FAISS ──┐
            └── BM25 ──────────────┴─ reciprocal ranks ── rows ── PassageStore ── passages
 
-A retriever serves one generation of an index directory at a time. `refresh` switches to a newer one in one assignment; a
-running search finishes on the generation it started with. Knows no server, and no model except the encoder.
+A retriever serves what an index directory held when it last looked: `refresh` switches in one assignment, to a newer generation
+or to another index that was put in its place. A running search finishes on what it started with. Knows no server, and no model
+except the encoder.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +22,8 @@ import faiss
 
 from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
-from retrieval.index import VECTORS, Index, Manifest, check_encoder, read_manifest
+from retrieval.hashed_encoder import STATE_FILE
+from retrieval.index import MANIFEST, VECTORS, FileState, Index, check_encoder, state_of
 from retrieval.passage import Passage
 from retrieval.rank_fusion import reciprocal_rank_fusion
 from retrieval.vectors import VectorFile
@@ -54,13 +57,36 @@ class SearchResult:
     ms: dict[str, float]
 
 
-class Retriever:
-    """An index directory and the encoder that it was built with. Safe to call from any thread."""
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """Replaced as a whole, so that no search mixes two."""
 
-    def __init__(self, index: Index, encoder: Encoder, *, verify: bool, threads: int | None) -> None:
-        self._index, self._encoder, self._verify, self._threads = index, encoder, verify, threads
+    index: Index
+    encoder: Encoder
+
+
+class Retriever:
+    """An index directory and the encoder that it was built with. Safe to call from any thread.
+
+    Args:
+        load: loads the encoder of an index that is put in this one's place, from its spec; None: `encoder` stays.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        encoder: Encoder,
+        *,
+        verify: bool,
+        threads: int | None,
+        load: Callable[[Mapping[str, Any]], Encoder] | None = None,
+    ) -> None:
+        self._serving = _Serving(index, encoder)
+        self._verify, self._threads, self._load = verify, threads, load
         self._refreshing = threading.Lock()
-        self._refused: tuple[Manifest, CorruptIndexError] | None = None
+        self._seen = index.state
+        self._refused: Exception | None = None
+        self._damage: str | None = None
 
     @classmethod
     def open(
@@ -77,25 +103,29 @@ class Retriever:
             CorruptIndexError: no index, a damaged one, or one that was built with another encoder.
             RetrievalError: the encoder cannot be loaded.
         """
+        load = partial(load_encoder, folder=folder, override=encoder, device=device, batch_size=QUERY_BATCH)
         index = Index.open(folder, verify=verify)
-        loaded = load_encoder(
-            index.settings.encoder, folder=folder, override=encoder, device=device, batch_size=QUERY_BATCH
-        )
-        check_encoder(index.store, VectorFile(folder / VECTORS, dim=index.dim), loaded)
-        return cls(index, loaded, verify=verify, threads=threads)
+        loaded = load(index.settings.encoder)
+        _check_encoder(index, loaded)
+        return cls(index, loaded, verify=verify, threads=threads, load=load)
 
     @property
     def index(self) -> Index:
         """The generation that is served now."""
-        return self._index
+        return self._serving.index
+
+    @property
+    def damage(self) -> str | None:
+        """Why nothing is searched: the served generation's own files were written over, and are not whole."""
+        return self._damage
 
     @property
     def modes(self) -> tuple[Mode, ...]:
         """The modes of this index, the default one first. On real questions BM25 alone finds more than the embedded encoder
         and more than rank fusion of the two; with a model as encoder rank fusion finds most (retrieval/README.md)."""
-        if not self._index.bm25:
+        if not self.index.bm25:
             return ("dense",)
-        is_embedded = self._index.settings.encoder["kind"] == "hashed"
+        is_embedded = self.index.settings.encoder["kind"] == "hashed"
         return ("bm25", "fusion", "dense") if is_embedded else ("fusion", "dense", "bm25")
 
     def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
@@ -105,19 +135,23 @@ class Retriever:
             nprobe: lists visited in an IVF index, or candidates kept (at least k) in HNSW.
         Raises:
             RetrievalError: k or nprobe is below 1, or this index does not have the mode.
+            CorruptIndexError: a file of the index is damaged.
         """
         for name, number in (("k", k), ("nprobe", nprobe)):
             if number < 1:
                 raise RetrievalError(f"{name} must be at least 1, got {number}")
         if mode not in self.modes:
             raise RetrievalError(f"mode {mode!r}: this index has {', '.join(self.modes)}")
-        index, ms = self._index, dict[str, float]()
+        if self._damage:
+            raise CorruptIndexError(self._damage)
+        serving, ms = self._serving, dict[str, float]()
+        index, encoder = serving.index, serving.encoder
         if not queries:
             return SearchResult([], ms)
         depth = k if mode != "fusion" else max(k, RANK_FUSION_DEPTH)
         lists: list[list[list[tuple[int, float]]]] = []
         if mode != "bm25":
-            vectors = _timed(ms, "encode", lambda: self._encoder.encode_queries(queries))
+            vectors = _timed(ms, "encode", lambda: encoder.encode_queries(queries))
             lists.append(_timed(ms, "dense", lambda: self._search_dense(index, vectors, k=depth, nprobe=nprobe)))
         if mode != "dense":
             lists.append(_timed(ms, "bm25", lambda: [_search_words(index, query, k=depth) for query in queries]))
@@ -131,34 +165,36 @@ class Retriever:
         return SearchResult(_timed(ms, "read", lambda: _read(index, ranked)), ms)
 
     def refresh(self) -> bool:
-        """Serve the directory's newest generation. Returns whether there was a newer one.
+        """Serve what the directory holds now, if a file of it has changed. Returns whether something else is served now.
+
+        Generation numbers do not matter: an index may be replaced by an older copy, or mended in place.
 
         Raises:
-            CorruptIndexError: the new generation is damaged or belongs to another index. The retriever keeps serving the old
-                one and does not read this one again.
+            RetrievalError: what is there is damaged, missing, or needs an encoder that cannot be loaded. The retriever keeps
+                serving what it has, unless that is damaged itself, and looks again when a file changes.
         """
         with self._refreshing:
-            index = self._index
-            manifest = read_manifest(index.folder)
-            if manifest == index.manifest:
+            state = state_of(self.index.folder)
+            if state == self._seen:
+                if self._refused:
+                    raise self._refused.with_traceback(None)  # otherwise it would grow with every call
                 return False
-            if self._refused and self._refused[0] == manifest:
-                raise self._refused[1].with_traceback(None)  # otherwise it would grow with every call
+            self._seen, self._refused = state, None
+            if state == self.index.state and not self._damage:
+                return False  # put back as it was
             try:
-                if index.store.is_replaced():
-                    raise CorruptIndexError(f"{index.folder}: is another index now; open it anew")
-                newer = Index.open(index.folder, verify=self._verify, earlier=index)
-                if newer.settings != index.settings:
-                    raise CorruptIndexError(f"{index.folder}: is another index now; open it anew")
-            except CorruptIndexError as error:
-                self._refused = (manifest, error)
+                self._serving = self._open_again(state)
+            except (RetrievalError, OSError) as error:
+                self._refused = error
+                if _is_written_over(self.index.state, state):
+                    self._damage = str(error)
                 raise
-            self._index, self._refused = newer, None
+            self._seen, self._damage = self.index.state, None
             return True
 
     def info(self) -> dict[str, Any]:
         """A description of the served generation, for people."""
-        index = self._index
+        index = self.index
         return {
             "passages": index.num_live,
             "generation": index.generation,
@@ -171,6 +207,18 @@ class Retriever:
 
     # Private, in order of use
 
+    def _open_again(self, state: Mapping[str, FileState]) -> _Serving:
+        was, encoder = self.index, self._serving.encoder
+        extends = all(state[name] == was.state[name] for name in state.keys() & was.state.keys() - {MANIFEST})
+        index = Index.open(was.folder, verify=self._verify, earlier=was if extends else None)
+        if not extends:
+            is_same = index.settings.encoder == was.settings.encoder
+            is_same = is_same and index.state.get(STATE_FILE) == was.state.get(STATE_FILE)
+            if self._load and not is_same:
+                encoder = self._load(index.settings.encoder)
+            _check_encoder(index, encoder)
+        return _Serving(index, encoder)
+
     def _search_dense(self, index: Index, vectors: Any, *, k: int, nprobe: int) -> list[list[tuple[int, float]]]:
         if self._threads is not None:
             faiss.omp_set_num_threads(self._threads)  # applies to the calling thread only, so set each time
@@ -181,6 +229,16 @@ class Retriever:
             [(row, score) for row, score in zip(*pair, strict=True) if row >= 0]
             for pair in zip(rows.tolist(), scores.tolist(), strict=True)
         ]
+
+
+def _check_encoder(index: Index, encoder: Encoder) -> None:
+    check_encoder(index.store, VectorFile(index.folder / VECTORS, dim=index.dim), encoder)
+
+
+def _is_written_over(served: Mapping[str, FileState], now: Mapping[str, FileState]) -> bool:
+    """Whether a served file, which is mapped into memory, has other content now. Files that were replaced are still whole."""
+    both = served.keys() & now.keys() - {MANIFEST}
+    return any(served[name].inode == now[name].inode and served[name] != now[name] for name in both)
 
 
 def _timed(ms: dict[str, float], phase: str, work: Callable[[], T]) -> T:

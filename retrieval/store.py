@@ -77,8 +77,7 @@ class PassageStore:
                 self._db.execute(f"PRAGMA cache_size = -{_WRITER_CACHE_KIB}")  # hashes are inserted in random order
                 self._db.executescript(_SCHEMA)
         except sqlite3.Error as error:
-            raise CorruptIndexError(f"{path}: {error}") from None
-        self._inode = path.stat().st_ino
+            raise _named(error, path) from None
         self._next_row = self.num_rows
 
     @property
@@ -133,10 +132,6 @@ class PassageStore:
         rows = self._all("SELECT row FROM passages WHERE is_removed = 1 ORDER BY row", ())
         return np.array([row for (row,) in rows], dtype=np.int64)
 
-    def is_replaced(self) -> bool:
-        """Whether the open file was deleted or replaced by another one of its name."""
-        return not self.path.exists() or self.path.stat().st_ino != self._inode
-
     def check(self) -> None:
         """SQLite's own check of the file. Raises CorruptIndexError."""
         (answer,) = self._all("PRAGMA quick_check(1)", ())[0]
@@ -145,12 +140,14 @@ class PassageStore:
 
     def close(self, *, checkpoint: bool = False) -> None:
         """Close the file. `checkpoint`: merge the writer's log into it first, so that readers need no write access."""
-        with self._lock:
+        try:
             if self._db.in_transaction:  # left by a build that an error ended; it would block the checkpoint
-                self._db.execute("ROLLBACK")
+                self._all("ROLLBACK", ())
             if checkpoint:
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            self._db.close()
+                self._all("PRAGMA wal_checkpoint(TRUNCATE)", ())
+        finally:
+            with self._lock:
+                self._db.close()
 
     # For the one writer
 
@@ -243,7 +240,7 @@ class PassageStore:
             except sqlite3.IntegrityError:
                 raise  # a caller's mistake, not damage
             except sqlite3.Error as error:
-                raise CorruptIndexError(f"{self.path}: {error}") from None
+                raise _named(error, self.path) from None
 
     def _passage(self, record: tuple[Any, ...]) -> tuple[int, Passage]:
         row, *fields, checksum = record
@@ -270,6 +267,12 @@ class PassageStore:
             )
             for *fields, content_hash in self._all(query, (row,)):
                 self._insert(Passage(*fields), content_hash)
+
+
+def _named(error: sqlite3.Error, path: Path) -> RetrievalError:
+    if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+        return RetrievalError(f"{path}: the disk is full; make room, then run it again to continue")
+    return CorruptIndexError(f"{path}: {error}")
 
 
 def _checksum(passage: Passage) -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from retrieval.errors import RetrievalError
+from retrieval.model_path import find_model
 
 WORDS = "words"
 TOKENIZER_FILE = "tokenizer.json"
@@ -23,7 +24,6 @@ FINGERPRINT_BYTES = 4
 # of base64 is not one token.
 _CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[^\W{_CJK}]{{1,32}}|\S")
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 class Tokens(Protocol):
@@ -75,20 +75,21 @@ def load_tokens(name: str) -> Tokens:
     """Load a tokenizer by name.
 
     Args:
-        name: "words", a `tokenizer.json`, a folder that holds one, or a model's name on the hub (from its cache when offline).
+        name: "words", a `tokenizer.json`, or a model's name as `find_model` takes it.
     Raises:
         RetrievalError: the name does not exist, or is not a tokenizer.
     """
     if name == WORDS:
         return WordTokens()
-    path = Path(name)
+    found = find_model(name, file=TOKENIZER_FILE)
+    path = Path(found)
     if path.is_dir():
         path = path / TOKENIZER_FILE
     elif not path.exists():
-        path = _download(name)
+        path = _download(found)
     if not path.is_file():
         raise RetrievalError(f"tokenizer {name!r}: no {TOKENIZER_FILE} there; AutoTokenizer.save_pretrained writes one")
-    label = Path(name).resolve()
+    label = Path(found).resolve()
     base = label.parent.name if label.name == TOKENIZER_FILE else label.name
     return FileTokens(path, name=f"{base}@{_fingerprint(path)}")
 
@@ -110,14 +111,10 @@ def _fingerprint(path: Path) -> str:
 
 
 def _download(name: str) -> Path:
-    if not _HUB_NAME.fullmatch(name) or name.endswith(".json"):
-        raise RetrievalError(f"tokenizer {name!r}: no such file or folder")
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(name, TOKENIZER_FILE))
     except Exception as error:  # many classes of two libraries, none common
         reason = str(error).strip().split("\n")[0]
-        raise RetrievalError(
-            f"tokenizer {name!r}: no such file or folder, and {TOKENIZER_FILE} cannot be loaded from the hub: {reason}"
-        ) from error
+        raise RetrievalError(f"tokenizer {name!r}: {TOKENIZER_FILE} cannot be loaded from the hub: {reason}") from error

@@ -137,14 +137,18 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
 
 def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     """In the child process: start SGLang's engine with our cache, which runs the gate at the start."""
-    from sglang_chunkcache.launch_server import prepare, server_flags
+    from sglang_chunkcache.launch_server import found_models, prepare, server_flags
 
     parser = argparse.ArgumentParser(prog="python -m sglang_chunkcache.check", allow_abbrev=False)
     config.add_flags(parser)
     args, rest = parser.parse_known_args(flags)
     settings = dataclasses.replace(config.from_flags(args), reuse="fused", gate="report")
     os.environ.update(settings.to_env())
-    server_args = prepare(server_flags(rest, stock=False), stock=False, fail=parser.error)
+    try:
+        flags = server_flags(found_models(rest), stock=False)
+    except ValueError as error:
+        parser.error(str(error))
+    server_args = prepare(flags, stock=False, fail=parser.error)
     import sglang as sgl
 
     engine = sgl.Engine(server_args=server_args)

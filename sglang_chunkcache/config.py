@@ -158,6 +158,12 @@ class ChunkCacheConfig:
     """A check reads one small file."""
     max_query_chars: int = knob(8000, "characters in one query", low=1, high=10_000_000)
     """Four times the text that an encoder of 512 tokens reads."""
+    log: str = knob(
+        "brief", "what the server prints: brief leaves out known lines that no user needs", choices=("brief", "all")
+    )
+    """The lines, each with its reason, are in quiet.py. With a `--log-level` of SGLang's nothing is left out."""
+    drain_s: float = knob(60.0, "seconds that running requests may take to finish after SIGTERM", low=0.0)
+    """New ones get HTTP 503 meanwhile. What is left then is aborted, and the server ends at most 40 s later."""
     secret: str = field(default="", metadata={"internal": True})
     """Marks the front's own requests in `custom_params`; drawn at the start, so no client can forge it."""
 

@@ -10,22 +10,28 @@ unless they are given.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from sglang_chunkcache import config
+from retrieval.model_path import find_model
+from sglang_chunkcache import __version__, config, quiet
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 from sglang_chunkcache.plugin import BACKEND
 
-define_torchvision_ops()  # SGLang's processes import this module again before anything of SGLang
+# SGLang's processes import this module again before anything of SGLang
+define_torchvision_ops()
+if __name__ == "__mp_main__":
+    quiet.hide(config.from_env())
 
 CPU_FLAGS = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
-    "--disable-cuda-graph": None,
+    "--cuda-graph-backend-decode": "disabled",
+    "--cuda-graph-backend-prefill": "disabled",
     "--sleep-on-idle": None,
     "--mem-fraction-static": "0.1",
     "--max-total-tokens": "65536",
@@ -33,10 +39,15 @@ CPU_FLAGS = {
 """The flags that SGLang's CPU path needs without `sgl_kernel`. The pool is small because it is in the machine's main memory."""
 
 
+MODEL_FLAGS = ("--model-path", "--model", "--tokenizer-path")
+"""SGLang's flags that take a model's name."""
+
+
 def main(argv: list[str]) -> None:
     """Parse, check, start; returns when the server stops. A mistake in the flags exits with code 2 and one line."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_chunkcache.launch_server",
+        usage="%(prog)s --model-path M [flags]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All flags of SGLang's own server are accepted too: python -m sglang.launch_server --help",
@@ -47,7 +58,7 @@ def main(argv: list[str]) -> None:
     args, rest = parser.parse_known_args(argv)
     try:
         settings = config.from_flags(args)
-        rest = server_flags(rest, stock=args.stock)
+        rest = server_flags(found_models(rest), stock=args.stock)
         if not args.stock:
             _check_attention(settings)
     except ValueError as error:
@@ -56,7 +67,10 @@ def main(argv: list[str]) -> None:
         os.environ.pop(config.ENV_VAR, None)
         retriever = None
     else:
+        if any(flag.split("=", 1)[0] == "--log-level" for flag in rest):
+            settings = dataclasses.replace(settings, log="all")
         os.environ.update(settings.to_env())
+        quiet.hide(settings)
         if settings.encoder is not None and settings.index is None:
             parser.error("--encoder needs --index")
         # Before SGLang and the model are loaded, so that a bad index is reported at once. Only this process loads the index.
@@ -78,21 +92,32 @@ def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -
     return server_args
 
 
+def found_models(rest: list[str]) -> list[str]:
+    """The user's flags with each model's name as `find_model` returns it, before SGLang is imported.
+
+    Raises:
+        ValueError: no model, or one that is neither here nor on the hub.
+    """
+    flags = list[str]()
+    for flag in rest:
+        name, equals, value = flag.partition("=")
+        flags += [name, value] if equals and name in MODEL_FLAGS else [flag]
+    for index in range(1, len(flags)):
+        if flags[index - 1] in MODEL_FLAGS:
+            flags[index] = find_model(flags[index], file="config.json")
+    if not {"--model-path", "--model", "--config"} & {flag.split("=", 1)[0] for flag in flags}:
+        raise ValueError("--model-path is missing: a model's folder, its name on the Hugging Face hub, or bundled")
+    return flags
+
+
 def server_flags(rest: list[str], *, stock: bool) -> list[str]:
-    """SGLang's flags: the user's, the bundled model's path, what the CPU path needs, and our cache.
+    """SGLang's flags: the user's, what the CPU path needs, and our cache.
 
     Raises:
         ValueError: a flag that would select another cache.
     """
     rest = list(rest)
     given = {flag.split("=", 1)[0] for flag in rest if flag.startswith("--")}
-    if "--model-path" in given:
-        index = next(i for i, flag in enumerate(rest) if flag.split("=", 1)[0] == "--model-path")
-        rest[index:] = ["--model-path", *rest[index].split("=", 1)[1:], *rest[index + 1 :]]
-        if rest[index + 1 : index + 2] == ["bundled"]:
-            from sglang_chunkcache.bundled_model import model_dir
-
-            rest[index + 1] = str(model_dir())
     if not stock:
         if "--radix-cache-backend" in given:
             raise ValueError("--radix-cache-backend is set by this launcher; --stock starts SGLang with its own cache")
@@ -160,6 +185,8 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
 
             if retriever is not None:
                 search_with(retriever)
+            model, device = server_args.model_path, server_args.device
+            print(f"chunk cache {__version__}: loading {model} on {device}", file=sys.stderr, flush=True)
             launch_server(server_args, launch_callback=lambda: check_ranks(server_args, retriever))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

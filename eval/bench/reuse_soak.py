@@ -336,9 +336,8 @@ def _check_object(cached: dict[str, Any], prompt_tokens: int | None, found: Foun
         found.fates.update(fates)
         if prompt_tokens is not None and sum(fates.values()) != prompt_tokens:
             found.problems.append(f"fates do not add up to {prompt_tokens}: {cached}"[:500])
-    reasons = [*cached["fallbacks"], *((cached["reuse"] or {}).get("fallbacks") or ())]
-    found.fallbacks.update(reasons)
-    if "pass_failed" in reasons:
+    found.fallbacks.update(cached["fallbacks"])
+    if "pass_failed" in cached["fallbacks"]:
         found.problems.append(f"a pass failed: {cached}"[:500])
 
 

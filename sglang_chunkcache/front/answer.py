@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Explanation, Source
 
 
@@ -69,13 +70,12 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
     return {
         "mode": "fused",
         "selector": fusion.selector,
-        "ratio": fusion.ratio,
+        "ratio": _ratio(fusion),
         "sources": [_shown(labels, source) for source in report.sources] if report else [],
         "focused": None if focused is None else [labels[i] for i in focused],
         "gap": report.gap if report else 0,
         "shared": report.shared if report else 0,
         "fused_hit": report.fused_hit if report else 0,
-        "fallbacks": report.fallbacks if report else [],
         "ms": report.ms if report else {},
     }
 
@@ -87,12 +87,17 @@ def _asked(planned: Planned) -> dict[str, Any] | None:
     return {
         "mode": "fused",
         "selector": fusion.selector,
-        "ratio": fusion.ratio,
+        "ratio": _ratio(fusion),
         "alpha": fusion.alpha,
         "focus": fusion.focus,
         "without": sorted(fusion.without),
         "recipe": fusion.recipe,
     }
+
+
+def _ratio(fusion: FusionRequest) -> float | None:
+    """None for selectors that recompute nothing, whatever the ratio."""
+    return None if fusion.selector in ("none", "set") else fusion.ratio
 
 
 def _shown(labels: Sequence[str], source: Source) -> dict[str, Any]:

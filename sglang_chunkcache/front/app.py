@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.entrypoints import http_server
 
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.front.drain import Drain
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes
 
@@ -17,9 +18,10 @@ _parts: Parts | None = None
 
 
 def install(config: ChunkCacheConfig) -> None:
-    """Put our routes into SGLang's app."""
+    """Put our routes into SGLang's app, and what ends it in front of them."""
     global _parts
-    _parts = Parts(config)
+    _parts = parts = Parts(config)
+    http_server.app.add_middleware(Drain, manager=lambda: parts.manager, limit_s=config.drain_s)
     for method, path, handler in Routes(_parts).table():
         # Not include_router: it hides the endpoints from SGLang's auth levels.
         http_server.app.add_api_route(path, handler, methods=[method])

@@ -30,6 +30,10 @@ REUSE_BUCKETS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.
 SEARCH_BUCKETS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
+RETRIEVAL_STATES = ("up", "stale", "down")
+"""See `search_queue.RetrievalState`."""
+
+
 class Metrics:
     """Counts once, shows twice."""
 
@@ -69,6 +73,12 @@ class Metrics:
         if self._prometheus:
             self._export("retrieval_seconds").labels(phase).observe(seconds)
 
+    def show_retrieval(self, state: str) -> None:
+        """Which of RETRIEVAL_STATES holds."""
+        if self._prometheus:
+            for name in RETRIEVAL_STATES:
+                self._export("retrieval_state").labels(name).set(name == state)
+
     def totals(self) -> dict[str, dict[str, int]]:
         """All counts since the start."""
         return {name: dict(counter) for name, counter in self._totals.items()}
@@ -76,7 +86,7 @@ class Metrics:
     def _export(self, name: str) -> Any:
         if name not in self._exported:
             from prometheus_client import Counter as PrometheusCounter
-            from prometheus_client import Histogram
+            from prometheus_client import Gauge, Histogram
 
             if name in COUNTERS:
                 label, text = COUNTERS[name]
@@ -87,6 +97,9 @@ class Metrics:
             elif name == "retrieval_seconds":
                 text = "time that retrieval took, by phase: queued (a request); encode, dense, bm25, read (a batch)"
                 self._exported[name] = Histogram(f"chunkcache:{name}", text, ["phase"], buckets=SEARCH_BUCKETS_S)
+            elif name == "retrieval_state":
+                text = "1 for the state of retrieval: up, stale (an index that was replaced answers), down; 0 for the others"
+                self._exported[name] = Gauge(f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent")
             else:
                 text = "time of one order and route decision"
                 self._exported[name] = Histogram(f"chunkcache:{name}", text, buckets=ORDER_BUCKETS_S)

@@ -116,8 +116,11 @@ class RagSearch:
 
     def stats(self) -> dict[str, Any]:
         """The `retrieval` object of `/chunkcache/stats`."""
-        info = self._retriever.info()
+        info, state = self._retriever.info(), self._queue.state
         return {
+            "state": state.name,
+            "reason": state.reason,
+            "since": state.since.isoformat(timespec="seconds"),
             **{name: info[name] for name in ("passages", "generation", "tokenizer", "modes")},
             "encoder": info["encoder"].get("model", info["encoder"]["kind"]),
             "searches": sum(self._metrics.totals()["searches"].values()),

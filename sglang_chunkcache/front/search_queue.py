@@ -19,6 +19,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval.errors import CorruptIndexError, RetrievalError
@@ -41,6 +42,22 @@ class Found:
     hits: list[Hit]
     ms: dict[str, float]
     batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalState:
+    """Whether requests can be searched for.
+
+    Attributes:
+        name: "up"; "stale": answers come from an index that its directory does not hold any more, since what is there
+            cannot be served; "down": the last search failed, or the index is damaged.
+        reason: of "stale" and "down".
+        since: when the state, or its reason, began.
+    """
+
+    name: str
+    reason: str | None
+    since: datetime
 
 
 class _Settings(NamedTuple):
@@ -78,6 +95,11 @@ class SearchQueue:
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self.num_batches = 0
+        self._failure: str | None = None  # of the last search
+        self._refusal: str | None = None  # of the last look at the index's directory
+        self._noting = threading.Lock()
+        self._state = RetrievalState("up", None, datetime.now(UTC))
+        metrics.show_retrieval("up")
         self._threads = [threading.Thread(target=self._work, name="retrieval", daemon=True)]
         if refresh_s:
             self._threads.append(threading.Thread(target=self._refresh, name="retrieval-refresh", daemon=True))
@@ -112,6 +134,11 @@ class SearchQueue:
     def num_waiting(self) -> int:
         """Requests whose search has not begun."""
         return len(self._waiting)
+
+    @property
+    def state(self) -> RetrievalState:
+        """Whether requests can be searched for."""
+        return self._state
 
     def close(self) -> None:
         """End the threads; what waits is not answered any more."""
@@ -154,7 +181,12 @@ class SearchQueue:
                 return
             if not is_clients_fault(error):
                 logger.exception("retrieval: a search failed")
+                self._failure = str(error) or repr(error)
+                self._note()
             outcome = error
+        else:
+            self._failure = None
+            self._note()
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
             self._loop.call_soon_threadsafe(self._settle, items, outcome, start)
@@ -179,16 +211,35 @@ class SearchQueue:
             item.future.set_result(Found(hits, {**queued, **outcome.ms}, len(items)))
 
     def _refresh(self) -> None:
-        said = ""
         while not self._closed.wait(self._refresh_s):
             try:
                 if self._retriever.refresh():
                     logger.info("retrieval: now serving generation %s", self._retriever.info()["generation"])
-                said = ""
+                    self._failure = None
+                self._refusal = None
             except Exception as error:
-                if said != str(error):  # once, not every few seconds
-                    said = str(error)
-                    logger.warning("retrieval: the index's newer generation is not served: %s", error)
+                self._refusal = str(error) or repr(error)
+            self._note()
+
+    def _note(self) -> None:
+        """Derive the state; a change is logged and exported."""
+        with self._noting:
+            if reason := self._retriever.damage or self._failure:
+                name = "down"
+            elif reason := self._refusal:
+                name = "stale"
+            else:
+                name = "up"
+            if (name, reason) == (self._state.name, self._state.reason):
+                return
+            self._state = RetrievalState(name, reason, datetime.now(UTC))
+            self._metrics.show_retrieval(name)
+        if name == "down":
+            logger.error("retrieval: down: %s", reason)
+        elif name == "stale":
+            logger.warning("retrieval: what the index's directory holds now is not served: %s", reason)
+        else:
+            logger.info("retrieval: up again")
 
 
 def is_clients_fault(error: Exception) -> bool:

@@ -13,7 +13,8 @@ from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
 from retrieval.errors import RetrievalError
-from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache import quiet
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name, from_env
 from sglang_chunkcache.front.search import default_mode
 
 if TYPE_CHECKING:
@@ -78,9 +79,14 @@ def check_ranks(server_args: Any, retriever: Retriever | None) -> None:
             session.mount(scheme, HTTPAdapter(max_retries=Retry(connect=40, backoff_factor=0.2, backoff_max=2)))
         answer = session.get(server_args.url() + "/chunkcache/stats", headers=headers, timeout=60, verify=False)
         answer.raise_for_status()
-        logger.info("chunk cache: in on %d rank(s)", len(answer.json()["ranks"]))
+        ranks = answer.json()["ranks"]
+        pool = sum(ranks[0][part] for part in ("free", "evictable", "protected"))
+        logger.info("chunk cache: in on %d rank(s), each with a KV pool of %d tokens", len(ranks), pool)
         if retriever is not None:
             check_tokenizer(retriever, server_args.tokenizer_path or server_args.model_path)
+        quiet.started()
+        settings = from_env()
+        logger.info("chunk cache: ready, reuse %s: %s/rag/v1", settings and settings.reuse, server_args.url())
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)
         kill_process_tree(os.getpid())

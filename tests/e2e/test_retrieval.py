@@ -250,19 +250,52 @@ def test_newer_generation_is_served(rag_server: Server, index: Path) -> None:
 
 
 def test_damaged_generation_is_not_served(rag_server: Server, index: Path) -> None:
-    """The old one goes on, and the log says why."""
+    """The old one goes on, and log, stats and metrics say why."""
     manifest = index / "manifest.json"
     whole = manifest.read_text(encoding="utf-8")
     try:
         manifest.write_text(whole.replace('"generation": 2', '"generation": 3').replace('"xxh3": "', '"xxh3": "0'))
         deadline = time.monotonic() + 300
-        while "newer generation is not served" not in rag_server.log.read_text(errors="replace"):
+        while (stats := get(rag_server.url + "/chunkcache/stats")["retrieval"])["state"] != "stale":
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        assert "its checksum differs" in stats["reason"]
+        assert "now is not served: " + stats["reason"] in rag_server.log.read_text(errors="replace")
+        assert 'chunkcache:retrieval_state{state="stale"} 1.0' in send(rag_server.url + "/metrics", "GET")[1]
         assert len(found(chat(rag_server, questions(1)[0].question))) == K
-        assert get(rag_server.url + "/chunkcache/stats")["retrieval"]["generation"] == 2
+        assert stats["generation"] == 2
     finally:
         manifest.write_text(whole, encoding="utf-8")
+
+
+def test_replaced_index_is_served_whatever_its_generation(rag_server: Server, index: Path, tmp_path: Path) -> None:
+    """Written over in place: down, and searches are refused. Removed and put back: served, without a restart."""
+
+    def wait(state: str, generation: int) -> dict[str, Any]:
+        deadline = time.monotonic() + 300
+        while True:
+            stats: dict[str, Any] = get(rag_server.url + "/chunkcache/stats")["retrieval"]
+            if (stats["state"], stats["generation"]) == (state, generation):
+                return stats
+            assert time.monotonic() < deadline, (stats, rag_server.log_tail())
+            time.sleep(0.1)
+
+    build_index(tmp_path / "earlier", [{"id": "sub", "text": "The company Wolfram makes kayaks."}])
+    backup = shutil.copytree(index, tmp_path / "backup")
+    wait("up", 2)
+    (segment,) = index.glob("dense-2-*.faiss")
+    with segment.open("r+b") as file:  # without truncating it: it is mapped into the server's memory
+        file.write(bytes(segment.stat().st_size))
+    assert segment.name in wait("down", 2)["reason"]
+    query = {"query": "Which company makes kayaks?", "k": 1, "mode": "dense"}
+    assert send(rag_server.url + RETRIEVE, query)[0] == 500
+    assert send(rag_server.url + "/health", "GET")[0] == 200
+    for source, generation in ((tmp_path / "earlier", 1), (backup, 2)):
+        shutil.rmtree(index)
+        shutil.copytree(source, index)
+        wait("up", generation)
+        found_now = post(rag_server.url + RETRIEVE, query)["passages"][0]["id"]
+        assert (found_now == "sub") == (generation == 1)
 
 
 def test_nothing_is_left_behind(rag_server: Server) -> None:
@@ -273,7 +306,8 @@ def test_nothing_is_left_behind(rag_server: Server) -> None:
     assert stats["retrieval"]["waiting"] == 0
     assert stats["searches"]["found"] > 0
     assert stats["searches"]["empty"] > 0
-    assert not {"failed", "full"} & stats["searches"].keys()
+    assert "full" not in stats["searches"]
+    assert stats["searches"]["failed"] == 1  # the one on a damaged index
     metrics = send(rag_server.url + "/metrics", "GET")[1]
     assert 'chunkcache:searches_total{outcome="found"}' in metrics
     assert 'chunkcache:retrieval_seconds_count{phase="encode"}' in metrics
@@ -299,6 +333,7 @@ def test_start_with_a_bad_index_says_why(
         flags = ["--encoder", str(tmp_path)]
     reason = {"missing": "no index there", "damaged": "checksum", "another encoder": "does not fit"}[harm]
     monkeypatch.setenv(config.ENV_VAR, "")  # what `main` sets is undone
+    monkeypatch.setattr("sglang_chunkcache.quiet.hide", lambda settings: None)
     monkeypatch.setattr(launch_server, "_run", lambda *args, **kwargs: pytest.fail("the server would start"))
     with pytest.raises(SystemExit) as caught:
         launch_server.main(["--model-path", "bundled", "--index", str(folder), *flags])

@@ -415,7 +415,7 @@ def test_explain_says_what_then_happens(fused_server: Server, world: World, salt
     assert [source["chunk"] for source in told] == [c.id, d.id, b.id]
     moved = sum(s["end"] - s["start"] for s in explained["sources"] if s["from"] != "gap")
     assert moved == reply["fates"]["relocated"] + reply["fates"]["recomputed"]
-    assert explained["fallbacks"] == reply["reuse"]["fallbacks"]
+    assert explained["fallbacks"] == reply["fallbacks"]
 
 
 # Ahead of requests

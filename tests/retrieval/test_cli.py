@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -151,3 +152,36 @@ def test_as_a_process(index: Path, tmp_path: Path) -> None:
     assert bad.stderr.decode().splitlines() == [
         f"retrieval search: {tmp_path}: no index there; `python -m retrieval build` makes one"
     ]
+
+
+@pytest.mark.parametrize("limit_kib", [16, 64, 256])
+def test_first_build_on_a_full_disk_is_named_and_resumed(tmp_path: Path, limit_kib: int) -> None:
+    """Exit code 2 and one line, and with room the same command continues. A limit on the size of files stands for the disk."""
+    documents = tmp_path / "documents.jsonl"
+    lines = (
+        json.dumps({"id": f"d{i}", "text": f"note {i} " + " ".join(f"w{i}x{j}" for j in range(60))}) for i in range(600)
+    )
+    documents.write_text("\n".join(lines), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "retrieval",
+        "build",
+        str(documents),
+        "--out",
+        str(tmp_path / "index"),
+        "--dim",
+        "64",
+    ]
+    size = limit_kib << 10
+    full = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
+    )
+    assert full.returncode == 2, full.stderr
+    assert "Traceback" not in full.stderr
+    assert full.stderr.splitlines()[-1].startswith("retrieval build: ")
+    subprocess.run(command, capture_output=True, check=True)
+    assert main(["inspect", str(tmp_path / "index"), "--verify"]) == 0

@@ -15,11 +15,21 @@ import numpy as np
 import pytest
 
 from retrieval import retriever as retriever_module
+from retrieval.build import build_index
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.index import Index
 from retrieval.rank_fusion import reciprocal_rank_fusion
 from retrieval.retriever import RRF_CONSTANT, Mode, Retriever
-from tests.retrieval.small_index import WordEncoder, build, make_documents, remove
+from tests.retrieval.small_index import (
+    OPTIONS,
+    TOKENS,
+    WordEncoder,
+    build,
+    make_documents,
+    make_settings,
+    quiet,
+    remove,
+)
 
 
 def make_retriever(folder: Path) -> Retriever:
@@ -119,17 +129,125 @@ def test_refresh_keeps_serving_when_the_newer_one_is_damaged(folder: Path) -> No
         assert ids(retriever, "word0 shared tail0", k=1, mode=mode) == ["d0"]
 
 
-@pytest.mark.parametrize("num_builds", [1, 3])
-def test_refresh_of_a_directory_that_was_made_anew(folder: Path, num_builds: int) -> None:
-    """Another index under the same name, at any generation: refused, and never a mixture of both."""
-    retriever = make_retriever(folder)
+def replace(folder: Path, *, num_builds: int) -> None:
+    """Another index under the same name, of generation `num_builds`."""
     shutil.rmtree(folder)
     for end in range(num_builds):
         texts = ["word0 shared tail0", *(f"other{number}" for number in range(45 + end))]
         build(folder, make_documents(texts, prefix="x"))
-    with pytest.raises(CorruptIndexError, match="is another index now; open it anew"):
+
+
+@pytest.mark.parametrize("num_builds", [1, 3, 4])
+def test_index_that_was_made_anew_is_served(folder: Path, num_builds: int) -> None:
+    """Whatever its generation, lower, equal or higher than the served one; never a mixture of both."""
+    retriever = make_retriever(folder)
+    early = retriever.index
+    replace(folder, num_builds=num_builds)
+    assert ids(retriever, "word5", k=1, mode="bm25") == ["d5"]
+    assert retriever.refresh()
+    assert not retriever.refresh()
+    assert retriever.index.generation == num_builds
+    for mode in retriever.modes:
+        assert ids(retriever, "word0 shared tail0", k=1, mode=mode) == ["x0"]
+        assert ids(retriever, "other7", k=1, mode=mode) == ["x8"]
+    assert early.store.get([5])[0].id == "d5", "a search that began before finishes on what it began with"
+
+
+def test_index_put_back_is_served(folder: Path, tmp_path: Path) -> None:
+    """The directory removed and restored from a copy of an earlier generation: numbers go back, answers too."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    build(folder, make_documents(["a newcomer"], prefix="n"))
+    retriever = make_retriever(folder)
+    shutil.rmtree(folder)
+    for _ in range(2):
+        with pytest.raises(CorruptIndexError, match="no index there"):
+            retriever.refresh()
+    assert ids(retriever, "newcomer", mode="bm25") == ["n0"], "open files are served until there is something better"
+    shutil.copytree(copy, folder)
+    assert retriever.refresh()
+    assert (retriever.index.generation, ids(retriever, "newcomer", mode="bm25")) == (3, [])
+
+
+def build_with(folder: Path, encoder: WordEncoder) -> None:
+    """An index of one passage by another encoder."""
+    settings = make_settings(encoder=encoder.spec())
+    build_index(
+        make_documents(["something else"]),
+        folder,
+        settings,
+        tokens=TOKENS,
+        encoder=encoder,
+        options=OPTIONS,
+        progress=quiet,
+    )
+
+
+def test_another_encoder_comes_with_another_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index swapped for one with other vectors: its encoder is loaded, or, if it does not fit, the old index stays."""
+    encoder = WordEncoder(seed=1, dim=12)
+    retriever = open_with(monkeypatch, folder, WordEncoder())
+    shutil.rmtree(folder)
+    build_with(folder, encoder)
+    with pytest.raises(CorruptIndexError, match="the vectors have 12 dimensions, but the encoder gives 8"):
         retriever.refresh()
     assert ids(retriever, "word5 shared tail0", k=1, mode="dense") == ["d5"]
+    retriever._load = lambda spec: encoder
+    (folder / "manifest.json").touch()
+    assert retriever.refresh()
+    assert ids(retriever, "something", k=1, mode="dense") == ["d0"]
+
+
+@pytest.mark.parametrize("with_times", [False, True])
+def test_damage_is_refused_until_it_is_mended(folder: Path, with_times: bool) -> None:
+    """Files written over in place are mapped into memory: answers from them would be noise. `with_times`: mended by rsync -t."""
+    retriever = make_retriever(folder)
+    (path,) = folder.glob("dense-1-0.faiss")
+    whole, stat = path.read_bytes(), path.stat()
+    path.write_bytes(whole[:-64] + bytes(64))
+    for _ in range(2):
+        with pytest.raises(CorruptIndexError, match=r"dense-1-0\.faiss: damaged, its checksum differs"):
+            retriever.refresh()
+    assert "dense-1-0.faiss" in str(retriever.damage)
+    for mode in retriever.modes:
+        with pytest.raises(CorruptIndexError, match="checksum differs"):
+            ids(retriever, "word5", k=1, mode=mode)
+    path.write_bytes(whole)
+    if with_times:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert retriever.refresh()
+    assert retriever.damage is None
+    assert ids(retriever, "word5 shared tail0", k=1, mode="dense") == ["d5"]
+
+
+def test_damaged_newer_generation_is_looked_at_again_when_its_files_change(folder: Path) -> None:
+    """Mended without a new manifest."""
+    retriever = make_retriever(folder)
+    build(folder, make_documents([f"a newcomer {number}" for number in range(3)], prefix="n"))
+    (path,) = folder.glob("dense-4-*.faiss")
+    whole = path.read_bytes()
+    path.unlink()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(CorruptIndexError, match="dense-4"):
+        retriever.refresh()
+    assert (retriever.damage, ids(retriever, "word5", k=1, mode="bm25")) == (None, ["d5"])
+    path.write_bytes(whole)
+    assert retriever.refresh()
+    assert ids(retriever, "newcomer 2", k=1, mode="fusion") == ["n2"]
+
+
+def test_store_overwritten_and_mended_in_place(folder: Path) -> None:
+    """SQLite's file has no checksum in the manifest, its rows have."""
+    retriever = make_retriever(folder)
+    whole = (folder / "passages.sqlite").read_bytes()
+    (folder / "passages.sqlite").unlink()
+    (folder / "passages.sqlite").write_bytes(whole[:4096] + bytes(len(whole) - 4096))
+    with pytest.raises(CorruptIndexError, match=r"passages\.sqlite"):
+        retriever.refresh()
+    assert ids(retriever, "word5", k=1, mode="bm25") == ["d5"], "the removed file is still open and whole"
+    (folder / "passages.sqlite").unlink()
+    (folder / "passages.sqlite").write_bytes(whole)
+    assert retriever.refresh()
     assert ids(retriever, "word5", k=1, mode="bm25") == ["d5"]
 
 
@@ -162,7 +280,6 @@ def test_searches_beside_refreshes(folder: Path) -> None:
 
 def open_with(monkeypatch: pytest.MonkeyPatch, folder: Path, encoder: Any) -> Retriever:
     def load(spec: Mapping[str, Any], **arguments: Any) -> Any:
-        assert spec == WordEncoder().spec()
         return encoder
 
     monkeypatch.setattr(retriever_module, "load_encoder", load)

@@ -211,3 +211,14 @@ def test_a_transaction_is_whole_or_not_there(tmp_path: Path) -> None:
     put(store, "c", ["z"])
     assert live(store) == {"a#0": 0, "c#0": 1}
     store.close()
+
+
+def test_full_disk_is_named(tmp_path: Path, store: PassageStore) -> None:
+    """Nothing is damaged then, and what was committed stays."""
+    put(store, "first", ["text of the first"])
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {pages + 1}")
+    with pytest.raises(RetrievalError, match=r"passages\.sqlite: the disk is full; make room") as caught:
+        put(store, "second", ["long text " * 10_000])
+    assert not isinstance(caught.value, CorruptIndexError)
+    assert live(store)["first#0"] == 0

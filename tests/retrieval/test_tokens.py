@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from retrieval.errors import RetrievalError
 from retrieval.tokens import WordTokens, load_tokens
+from sglang_chunkcache import bundled_model
 
 
 @pytest.fixture(scope="module")
@@ -99,5 +100,12 @@ def test_load_tokens_refuses_what_is_no_tokenizer(tmp_path: Path, monkeypatch: p
     for name in (str(tmp_path / "none"), "none.json", "./none"):
         with pytest.raises(RetrievalError, match=r"no such file or folder$"):
             load_tokens(name)
-    with pytest.raises(RetrievalError, match="cannot be loaded from the hub"):
+    with pytest.raises(
+        RetrievalError, match="no such file or folder here nor in the hub's cache, and the hub does not answer"
+    ):
         load_tokens("no-such-user/no-such-model")
+
+
+def test_bundled_is_the_bundled_models_tokenizer() -> None:
+    """By the name that `--model-path` takes, from any working directory."""
+    assert load_tokens("bundled").name == load_tokens(str(bundled_model.model_dir())).name

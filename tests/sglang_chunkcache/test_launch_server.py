@@ -16,8 +16,9 @@ pytest.importorskip("fastapi")
 
 from retrieval.errors import CorruptIndexError
 from sglang_chunkcache import config, launch_server
+from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.front import startup
-from sglang_chunkcache.launch_server import CPU_FLAGS, refusals, server_flags
+from sglang_chunkcache.launch_server import CPU_FLAGS, found_models, refusals, server_flags
 from sglang_chunkcache.plugin import BACKEND
 
 
@@ -52,29 +53,42 @@ def test_another_cache_is_refused(flag: list[str]) -> None:
         server_flags(flag, stock=False)
 
 
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("given", [["--model-path", "bundled"], ["--model-path=bundled"]], ids=repr)
-@pytest.mark.parametrize("stock", [True, False])
-def test_bundled_model_becomes_a_path(given: list[str], stock: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both spellings, with other flags around it."""
-    bundled = pytest.importorskip("sglang_chunkcache.bundled_model")
-    monkeypatch.setattr(bundled, "model_dir", lambda: Path("/models/bundled"))
-    flags = server_flags(["--port", "1", *given, "--tp", "1"], stock=stock)
-    assert flags[:6] == ["--port", "1", "--model-path", "/models/bundled", "--tp", "1"]
+@pytest.mark.parametrize(
+    "given", [["--model-path", "bundled"], ["--model-path=bundled"], ["--model", "bundled"]], ids=repr
+)
+def test_bundled_model_becomes_a_path(given: list[str]) -> None:
+    """In every spelling, with other flags around it, and for the tokenizer, too."""
+    flags = found_models(["--port", "1", *given, "--tp", "1", "--tokenizer-path=bundled"])
+    flag = given[0].split("=")[0]
+    assert flags == ["--port", "1", flag, str(model_dir()), "--tp", "1", "--tokenizer-path", str(model_dir())]
 
 
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("other", ["--model-path-extra", "--model-paths=bundled"])
-def test_flag_that_only_begins_like_model_path_is_left_alone(other: str) -> None:
+def test_flag_that_only_begins_like_model_path_is_left_alone(other: str, tmp_path: Path) -> None:
     """The model's path is looked up by its whole name."""
-    flags = server_flags([other, "--model-path", "m"], stock=True)
-    assert flags == [other, "--model-path", "m"]
+    given = [other, "--model-path", str(tmp_path)]
+    assert found_models(given) == given
 
 
-@pytest.mark.usefixtures("gpu")
-def test_another_model_is_left_alone() -> None:
-    """A directory that is called otherwise stays the user's."""
-    assert server_flags(["--model-path=/x/bundled"], stock=True)[-1] == "/x/bundled"
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([], "--model-path is missing: a model's folder, its name on the Hugging Face hub, or bundled"),
+        (["--model-path", "./nosuch/model"], "'./nosuch/model': no such file or folder"),
+        (["--stock", "--model-path=./nosuch"], "'./nosuch': no such file or folder"),
+    ],
+)
+def test_missing_model_is_said_in_one_line(
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, before SGLang is imported."""
+    monkeypatch.setattr(launch_server, "server_flags", lambda *args, **kwargs: pytest.fail("goes on"))
+    with pytest.raises(SystemExit) as caught:
+        launch_server.main(argv)
+    assert caught.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: python -m sglang_chunkcache.launch_server --model-path M [flags]"
+    assert error.endswith(f"error: {reason}")
 
 
 @pytest.mark.usefixtures("cpu")
@@ -97,9 +111,9 @@ def test_cpu_flags_do_not_overrule_the_users(given: list[str]) -> None:
 
 def test_flags_given_are_not_changed_in_place() -> None:
     """The caller's list is the caller's."""
-    given = ["--model-path=m"]
-    server_flags(given, stock=False)
-    assert given == ["--model-path=m"]
+    given = ["--model-path=bundled"]
+    server_flags(found_models(given), stock=False)
+    assert given == ["--model-path=bundled"]
 
 
 def args(**changes: Any) -> SimpleNamespace:
@@ -151,23 +165,35 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     started: list[Any] = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch_server, "_run", lambda flags, **kwargs: started.append((flags, kwargs)))
+    monkeypatch.setattr("sglang_chunkcache.quiet.hide", lambda settings: None)  # it would hide the tests' own
     return started
 
 
 def test_main_hands_the_configuration_over(run: list[Any]) -> None:
     """Our flags are ours, the rest is SGLang's."""
-    launch_server.main(["--model-path", "m", "--chunkcache-order", "frequency", "--port", "1"])
+    launch_server.main(["--model-path", "bundled", "--chunkcache-order", "frequency", "--port", "1"])
     settings = config.from_env(os.environ)
     assert settings is not None
     assert (settings.order, bool(settings.secret)) == ("frequency", True)
     (flags, _) = run[0]
-    assert flags[:4] == ["--model-path", "m", "--port", "1"]
+    assert flags[:4] == ["--model-path", str(model_dir()), "--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "log"), [([], "brief"), (["--log-level", "info"], "all"), (["--log-level=debug"], "all")]
+)
+def test_log_level_of_sglangs_shows_everything(run: list[Any], flags: list[str], log: str) -> None:
+    """Whoever asks for a level wants to see its lines."""
+    launch_server.main(["--model-path", "bundled", *flags])
+    settings = config.from_env(os.environ)
+    assert settings is not None
+    assert settings.log == log
 
 
 def test_main_stock_leaves_no_configuration(run: list[Any]) -> None:
     """An inherited configuration would switch our endpoints on."""
     os.environ[config.ENV_VAR] = "{}"
-    launch_server.main(["--model-path", "m", "--stock"])
+    launch_server.main(["--model-path", "bundled", "--stock"])
     assert config.ENV_VAR not in os.environ
     assert run[0][1]["stock"] is True
 
@@ -176,7 +202,7 @@ def test_main_opens_the_index_first(run: list[Any], monkeypatch: pytest.MonkeyPa
     """By either name; `--stock` has no use for one."""
     monkeypatch.setattr(startup, "open_retriever", lambda settings: f"retriever of {settings.index}")
     for flags in (["--index", "i"], ["--chunkcache-index", "i"], ["--index", "i", "--stock"], []):
-        launch_server.main(["--model-path", "m", *flags])
+        launch_server.main(["--model-path", "bundled", *flags])
     assert [kwargs["retriever"] for _, kwargs in run] == ["retriever of i", "retriever of i", None, None]
 
 
@@ -190,7 +216,7 @@ def test_main_bad_index_exits_with_2(
 
     monkeypatch.setattr(startup, "open_retriever", refuse)
     with pytest.raises(SystemExit) as caught:
-        launch_server.main(["--model-path", "m", "--index", "i"])
+        launch_server.main(["--model-path", "bundled", "--index", "i"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.endswith("error: --index: i: a checksum differs\n")
     assert not run
@@ -213,7 +239,7 @@ def test_without_an_index_nothing_of_retrieval_is_loaded() -> None:
 def test_main_mistake_exits_with_2(flags: list[str], run: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     """One line that names the flag."""
     with pytest.raises(SystemExit) as caught:
-        launch_server.main(["--model-path", "m", *flags])
+        launch_server.main(["--model-path", "bundled", *flags])
     assert caught.value.code == 2
     assert flags[0] in capsys.readouterr().err
     assert not run
@@ -226,7 +252,7 @@ SPARSE = ["--recompute-attention", "sparse"]
 def test_main_sparse_attention_without_cuda_exits_with_2(run: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Before the model is loaded. What only the loaded model tells is refused by the cache (test_choice.py)."""
     with pytest.raises(SystemExit) as caught:
-        launch_server.main(["--model-path", "m", "--reuse", "fused", *SPARSE])
+        launch_server.main(["--model-path", "bundled", "--reuse", "fused", *SPARSE])
     assert caught.value.code == 2
     assert "error: --recompute-attention sparse: there is no CUDA device" in capsys.readouterr().err
     assert not run
@@ -236,7 +262,7 @@ def test_main_sparse_attention_without_cuda_exits_with_2(run: list[Any], capsys:
 @pytest.mark.parametrize("flags", [["--reuse", "fused"], ["--reuse", "fused", "--stock", *SPARSE]], ids=" ".join)
 def test_main_without_cuda_starts_where_nothing_needs_it(run: list[Any], flags: list[str]) -> None:
     """By default the pass takes what there is."""
-    launch_server.main(["--model-path", "m", *flags])
+    launch_server.main(["--model-path", "bundled", *flags])
     assert run
 
 
@@ -246,7 +272,7 @@ def test_main_sparse_attention_without_moved_kv_exits_with_2(
 ) -> None:
     """A user who asks for it would believe that it runs."""
     with pytest.raises(SystemExit) as caught:
-        launch_server.main(["--model-path", "m", *SPARSE])
+        launch_server.main(["--model-path", "bundled", *SPARSE])
     assert caught.value.code == 2
     assert "--recompute-attention sparse needs --reuse fused" in capsys.readouterr().err
     assert not run
@@ -254,7 +280,7 @@ def test_main_sparse_attention_without_moved_kv_exits_with_2(
 
 @pytest.mark.usefixtures("gpu")
 def test_main_sparse_attention_with_cuda_starts(run: list[Any]) -> None:
-    launch_server.main(["--model-path", "m", "--reuse", "fused", *SPARSE])
+    launch_server.main(["--model-path", "bundled", "--reuse", "fused", *SPARSE])
     assert run
 
 

@@ -27,6 +27,7 @@ class FakeRetriever:
         self.on_refresh: Callable[[], bool] = lambda: False
         self.num_refreshes = 0
         self.tokenizer = "words"
+        self.damage: str | None = None
 
     def search(self, queries: Sequence[str], *, k: int, mode: str, nprobe: int) -> Any:
         self.batches.append((list(queries), k, mode, nprobe))

@@ -157,7 +157,6 @@ def test_report_becomes_the_answer() -> None:
         "fused_hit": 0,
         "gap": 11,
         "shared": 5,
-        "fallbacks": [],
         "ms": report.ms,
     }
     totals = bench.books.metrics.totals()
@@ -194,9 +193,17 @@ def test_reported_fallbacks_are_said_and_counted() -> None:
         request, relocated=0, recomputed=0, sources=(), focused=None, fallbacks=(Fallback.NO_ROOM,), ms={}
     )
     answer = bench.reply(request, report=report).answer()
-    assert answer["fallbacks"] == answer["reuse"]["fallbacks"] == ["no_room"]
+    assert answer["fallbacks"] == ["no_room"]
     assert answer["reuse"]["focused"] is None
     assert bench.books.metrics.totals()["fallbacks"] == {"no_room": 1}
+
+
+@pytest.mark.parametrize("selector", ["none", "set"])
+def test_ratio_of_a_selector_that_recomputes_nothing_is_null(selector: str) -> None:
+    """The server's default would be a number that nothing follows."""
+    bench = Bench(**FUSED)
+    request = bench.ask("q", A, B, fusion=fused(bench, selector=selector))
+    assert bench.reply(request, report=make_report(request)).answer()["reuse"]["ratio"] is None
 
 
 def test_missing_report_is_said() -> None:

@@ -55,6 +55,23 @@ def test_phase_times_are_summed() -> None:
     assert metrics.phase_seconds == {"select": 0.75, "relocate": 1.0}
 
 
+def test_state_of_retrieval_is_one_of_its_names() -> None:
+    """An alarm is on `chunkcache:retrieval_state{state="down"} == 1`."""
+    code = (
+        "from prometheus_client import generate_latest\n"
+        "from sglang_chunkcache.front.metrics import Metrics\n"
+        "metrics = Metrics(prometheus=True)\n"
+        "for state in ('up', 'down', 'stale'):\n"
+        "    metrics.show_retrieval(state)\n"
+        "print(generate_latest().decode())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = {line for line in done.stdout.splitlines() if line.startswith("chunkcache:retrieval_state")}
+    assert shown == {
+        f'chunkcache:retrieval_state{{state="{n}"}} {v}' for n, v in (("up", 0.0), ("stale", 1.0), ("down", 0.0))
+    }
+
+
 def test_search_times_are_summed() -> None:
     """Apart from those of reuse, whose phases may be named alike."""
     metrics = Metrics(prometheus=False)

@@ -16,7 +16,7 @@ pytest.importorskip("sglang")
 import httpx
 import openai
 from fastapi import FastAPI
-from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
+from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, decide_request_auth
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.engine import Engine
@@ -166,6 +166,36 @@ def test_openai_client_with_a_wrong_key_is_refused(key: str, status: int) -> Non
         return found
 
     assert asyncio.run(statuses()) == {status}
+
+
+@pytest.mark.parametrize(
+    ("level", "configured", "opening"),
+    [
+        (AuthLevel.NORMAL, "", {"", "api", "admin"}),
+        (AuthLevel.NORMAL, "api", {"api"}),
+        (AuthLevel.NORMAL, "admin", {"", "api", "admin"}),
+        (AuthLevel.NORMAL, "api admin", {"api"}),
+        (AuthLevel.ADMIN_OPTIONAL, "", {"", "api", "admin"}),
+        (AuthLevel.ADMIN_OPTIONAL, "api", {"api"}),
+        (AuthLevel.ADMIN_OPTIONAL, "admin", {"admin"}),
+        (AuthLevel.ADMIN_OPTIONAL, "api admin", {"admin"}),
+    ],
+)
+def test_which_key_opens_what(level: AuthLevel, configured: str, opening: set[str]) -> None:
+    """The table of front/README.md, by SGLang's own decision. No level takes both keys, so stats cannot take the admin's."""
+    opened = {
+        key
+        for key in ("", "api", "admin")
+        if decide_request_auth(
+            method="GET",
+            path="/chunkcache/stats",
+            authorization_header=f"Bearer {key}" if key else None,
+            api_key="api" if "api" in configured else None,
+            admin_api_key="admin" if "admin" in configured else None,
+            auth_level=level,
+        ).allowed
+    }
+    assert opened == opening
 
 
 # Explain

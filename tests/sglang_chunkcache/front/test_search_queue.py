@@ -194,7 +194,7 @@ def test_failure_is_its_own_requests(make_queue: MakeQueue, caplog: pytest.LogCa
     assert isinstance(crashed, ZeroDivisionError)
     assert isinstance(damaged, CorruptIndexError)
     assert queue._metrics.totals()["searches"] == {"found": 3, "refused": 1, "failed": 2}
-    assert [record.message for record in caplog.records] == ["retrieval: a search failed"] * 2
+    assert [record.message for record in caplog.records if record.exc_info] == ["retrieval: a search failed"] * 2
     assert ids(asyncio.run(search(queue, "two"))) == ["d"]
 
 
@@ -232,26 +232,64 @@ def test_refresh_does_not_wait_for_searches(make_queue: MakeQueue, caplog: pytes
     assert "retrieval: now serving generation 1" in caplog.text
 
 
+def raising(error: Exception) -> Callable[[], bool]:
+    def refresh() -> bool:
+        raise error
+
+    return refresh
+
+
+async def look(retriever: FakeRetriever, refresh: Callable[[], bool]) -> None:
+    """Until the directory was looked at a few times."""
+    retriever.on_refresh = refresh
+    before = retriever.num_refreshes
+    await until(lambda: retriever.num_refreshes > before + 3)
+
+
 def test_failing_refresh_is_said_once(make_queue: MakeQueue, caplog: pytest.LogCaptureFixture) -> None:
     """The old generation serves on; another reason, or the same after a success, is said again."""
     queue, retriever = make_queue(refresh_s=0.001)
-
-    def fail(reason: str) -> Callable[[], bool]:
-        def refresh() -> bool:
-            raise RetrievalError(reason)
-
-        return refresh
-
-    async def look(refresh: Callable[[], bool]) -> None:
-        retriever.on_refresh = refresh
-        before = retriever.num_refreshes
-        await until(lambda: retriever.num_refreshes > before + 3)
-
-    for refresh in (fail("broken"), fail("worse"), lambda: False, fail("worse")):
-        asyncio.run(look(refresh))
+    broken, worse = (raising(RetrievalError(reason)) for reason in ("broken", "worse"))
+    for refresh in (broken, worse, lambda: False, worse):
+        asyncio.run(look(retriever, refresh))
     assert ids(asyncio.run(search(queue, "two"))) == ["d"]
-    said = [record.message.rsplit(" ", 1)[1] for record in caplog.records]
+    said = [record.message.rsplit(" ", 1)[1] for record in caplog.records if record.levelno == logging.WARNING]
     assert said == ["broken", "worse", "worse"]
+
+
+def test_state_says_what_is_served_and_why(make_queue: MakeQueue) -> None:
+    """Stale while something that cannot be served has replaced the index; down when it is damaged itself; then up again."""
+    queue, retriever = make_queue(refresh_s=0.001)
+    assert (queue.state.name, queue.state.reason) == ("up", None)
+    asyncio.run(look(retriever, raising(CorruptIndexError("no index there"))))
+    assert (queue.state.name, queue.state.reason) == ("stale", "no index there")
+    since = queue.state.since
+    asyncio.run(look(retriever, retriever.on_refresh))
+    assert queue.state.since == since, "of the state, not of the last look"
+    retriever.damage = "bm25-1: damaged"
+    asyncio.run(look(retriever, raising(CorruptIndexError("bm25-1: damaged"))))
+    assert (queue.state.name, queue.state.reason) == ("down", "bm25-1: damaged")
+    assert queue.state.since > since
+    retriever.damage = None
+    asyncio.run(look(retriever, lambda: True))
+    assert queue.state.name == "up"
+
+
+def test_failed_search_is_down_until_one_succeeds(make_queue: MakeQueue) -> None:
+    """Nobody looks at the directory here; what a client did wrong says nothing about the index."""
+    queue, retriever = make_queue()
+    retriever.fail["crash"] = CorruptIndexError("row 5 is missing")
+
+    async def ask(query: str) -> str:
+        await asyncio.gather(search(queue, query), return_exceptions=True)
+        return queue.state.name
+
+    assert [asyncio.run(ask(query)) for query in ("refuse me", "crash", "refuse me", "two")] == [
+        "up",
+        "down",
+        "down",
+        "up",
+    ]
 
 
 def test_without_refresh_nobody_looks(make_queue: MakeQueue) -> None:

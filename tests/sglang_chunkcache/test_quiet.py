@@ -1,0 +1,73 @@
+"""What the brief log leaves out: the listed lines and nothing else. Each in a process of its own, since it changes the logging.
+
+launch/test.sh tests/sglang_chunkcache/test_quiet.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import logging, sys, warnings
+from sglang_chunkcache import quiet
+from sglang_chunkcache.config import ChunkCacheConfig
+
+quiet.hide(ChunkCacheConfig(log=sys.argv[1]))
+quiet._has_gpu = lambda: sys.argv[2] == "gpu"
+logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)  # as SGLang does, later
+registry, arch = logging.getLogger("sglang.srt.models.registry"), logging.getLogger("sglang.kernels.jit.utils.arch")
+registry.warning("Ignore import error when loading sglang.srt.models.inkling: No module named 'cutlass'")
+registry.warning("Ignore import error when loading sglang.srt.models.llama: other model")
+registry.error("Ignore import error when loading sglang.srt.models.inkling: an error")
+arch.warning("Cannot detect CUDA architecture.")
+logging.getLogger("sglang.srt.managers.scheduler").info("max_total_num_tokens=%d", 9)
+logging.getLogger("sglang.srt.managers.scheduler").info("Decode batch")
+logging.getLogger("sglang.srt.managers.scheduler").warning("max_total_num_tokens= is small")
+warnings.warn("Only CUDA, HIP and XPU support AWQ currently.", UserWarning)
+warnings.warn("something else", UserWarning)
+access = logging.getLogger("uvicorn.access")
+access.info("GET /model_info")
+quiet.started()
+access.info("GET /later")
+"""
+SHOWN = ["other model", "an error", "Decode batch", "is small", "something else", "GET /later"]
+HIDDEN = ["cutlass", "max_total_num_tokens=9", "AWQ", "GET /model_info"]
+OF_NO_GPU = "Cannot detect CUDA architecture"
+
+
+def run(*argv: str, program: str = PROGRAM) -> str:
+    return subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_brief_leaves_out_what_is_listed(device: str) -> None:
+    """By logger, beginning and level; that there is no GPU is news on a machine with one."""
+    printed = run("brief", device)
+    assert [text for text in SHOWN if text not in printed] == []
+    assert [text for text in HIDDEN if text in printed] == []
+    assert (OF_NO_GPU in printed) == (device == "gpu")
+
+
+def test_all_leaves_out_nothing() -> None:
+    """For a bug report."""
+    printed = run("all", "cpu")
+    assert [text for text in [*SHOWN, *HIDDEN, OF_NO_GPU] if text not in printed] == []
+
+
+def test_the_interpreters_end_is_mute_and_a_traceback_is_not() -> None:
+    """Exit handlers that came later, and an exception, still speak."""
+    program = (
+        "import atexit, os, sys\n"
+        "from sglang_chunkcache import quiet\n"
+        "from sglang_chunkcache.config import ChunkCacheConfig\n"
+        "atexit.register(os.write, 2, b'leaked')\n"  # stands for what comes after all exit handlers
+        "quiet.hide(ChunkCacheConfig())\n"
+        "atexit.register(os.write, 2, b'a handler')\n"
+        "try:\n    raise SystemExit(0)\n"
+        "finally:\n    print('an error', file=sys.stderr)"
+    )
+    printed = run(program=program)
+    assert ("an error" in printed, "a handler" in printed, "leaked" in printed) == (True, True, False)
