@@ -164,6 +164,8 @@ class ChunkCacheConfig:
     """The lines, each with its reason, are in quiet.py. With a `--log-level` of SGLang's nothing is left out."""
     drain_s: float = knob(60.0, "seconds that running requests may take to finish after SIGTERM", low=0.0)
     """New ones get HTTP 503 meanwhile. What is left then is aborted, and the server ends at most 40 s later."""
+    guard: str = knob("on", "refuse requests that are known to end the server", choices=("on", "off"))
+    """Each rule is proven on a stock server (front/README.md); `off` gives SGLang every request as it comes."""
     secret: str = field(default="", metadata={"internal": True})
     """Marks the front's own requests in `custom_params`; drawn at the start, so no client can forge it."""
 

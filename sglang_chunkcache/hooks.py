@@ -1,12 +1,15 @@
-"""Our two patches of SGLang: target, and why no registry does the job.
+"""Our three patches of SGLang: target, and why no registry does the job.
 
 - AFTER `Scheduler.get_internal_state`: the only way from the HTTP process to a scheduler's state, and no registry adds to it.
 - AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` only: promised slots must be filled on the forward
   stream, after earlier forwards, which may still write KV that is moved, and before the batch's own extend.
+- AROUND `TokenizerManager.generate_request`, in the main process and with `--chunkcache-guard on` only: the one place that every
+  endpoint's request passes before it goes to the scheduler.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -16,22 +19,30 @@ from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.state import STATE_KEY, ExplainRequest
 
 if TYPE_CHECKING:
+    from sglang_chunkcache.front.guard import Guard
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 
 GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 
 
-def register_hooks(*, reuse: str) -> None:
-    """Register every hook; SGLang applies them when all plugins are loaded."""
+def register_hooks(*, reuse: str, guard: Guard | None = None) -> None:
+    """Register every hook; SGLang applies them when all plugins are loaded. `guard`: of the main process."""
     HookRegistry.register(GET_INTERNAL_STATE, _add_stats, HookType.AFTER)
     if reuse == "fused":
         HookRegistry.register(FORWARD, _fill_first, HookType.AROUND)
+    if guard is not None:
+        HookRegistry.register(GENERATE_REQUEST, _guarded(guard), HookType.AROUND)
 
 
-def missing_hooks(*, reuse: str) -> list[str]:
-    """Targets that SGLang failed to patch: it logs such a failure and continues without the hook."""
-    targets = [GET_INTERNAL_STATE, *([FORWARD] if reuse == "fused" else [])]
+def missing_hooks(*, reuse: str, guard: str = "off") -> list[str]:
+    """Targets that SGLang failed to patch: it logs such a failure and continues without the hook. `guard`: the main process's."""
+    targets = [GET_INTERNAL_STATE]
+    if reuse == "fused":
+        targets.append(FORWARD)
+    if guard == "on":
+        targets.append(GENERATE_REQUEST)
     return [target for target in targets if target not in HookRegistry._patched]
 
 
@@ -54,6 +65,22 @@ def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
     result = forward(worker, batch, *args, **kwargs)
     cache.promiser.after()
     return result
+
+
+def _guarded(guard: Guard) -> Any:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    def generate_request(generate: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        error = guard.refusal(obj) if isinstance(obj, GenerateReqInput) else None
+        return generate(manager, obj, *args, **kwargs) if error is None else _raising(error)
+
+    return generate_request
+
+
+async def _raising(error: Exception) -> AsyncIterator[Any]:
+    """Raise with the first step, as `generate_request` does itself: some of its callers only look there."""
+    raise error
+    yield
 
 
 def _ours(cache: Any) -> ChunkRadixCache | None:

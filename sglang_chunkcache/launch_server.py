@@ -173,6 +173,8 @@ def _open_index(settings: config.ChunkCacheConfig, fail: Callable[[str], NoRetur
 
 def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str], NoReturn]) -> None:
     server_args = prepare(flags, stock=stock, fail=fail)
+    if not stock:
+        _check_hooks(fail)
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.utils import kill_process_tree
 
@@ -190,6 +192,15 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
             launch_server(server_args, launch_callback=lambda: check_ranks(server_args, retriever))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _check_hooks(fail: Callable[[str], NoReturn]) -> None:
+    from sglang_chunkcache.hooks import missing_hooks
+
+    settings = config.from_env()
+    assert settings is not None
+    if missing := missing_hooks(reuse=settings.reuse, guard=settings.guard):
+        fail(f"SGLang did not apply our hooks {missing}; the log above has the cause")
 
 
 def _bind_cpu_ranks(dp_size: int) -> None:

@@ -1,7 +1,8 @@
 """The entry point that SGLang loads (group `sglang.srt.plugins`), in the main process and in every scheduler.
 
-SGLang logs a plugin's exception and continues without the plugin. Two checks stop the start in that case: the launcher
-selects the cache by name, so a scheduler without it does not start, and a start-up check asks every rank for our stats.
+SGLang logs a plugin's exception and continues without the plugin. Three checks stop the start in that case: the launcher asks
+which hooks are in, it selects the cache by name, so that a scheduler without it does not start, and a start-up check asks
+every rank for our stats.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ def register() -> None:
     if activate() is not None:
         register_attention_backend("torch_native")(create_cpu_attention)
     settings = config.from_env()
-    register_hooks(reuse=settings.reuse if settings else "exact")
+    guard = None
     if settings is not None and multiprocessing.parent_process() is None:
         from sglang_chunkcache.front.app import install
 
-        install(settings)
+        guard = install(settings)
+    register_hooks(reuse=settings.reuse if settings else "exact", guard=guard)
 
 
 def create_cpu_attention(runner: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.front.guard import REQUEST_RULES, SAMPLING_RULES
 from sglang_chunkcache.wire.report import Fallback
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +52,15 @@ def fallback_rows() -> list[str]:
     return rows + [f"| `{reason.value}` | {reason.meaning} | {reason.remedy} |" for reason in Fallback]
 
 
+def guard_rows() -> list[str]:
+    """A table with a row per rule."""
+    rows = ["| field | must | what ends otherwise | SGLang |", "|---|---|---|---|"]
+    rules = [*REQUEST_RULES.values(), *SAMPLING_RULES.values()]
+    return rows + [f"| `{r.field}` | {r.must} | {r.ends} | {', '.join(r.versions)} |" for r in rules]
+
+
 TABLES = {
+    "guard": (ROOT / "sglang_chunkcache" / "front" / "README.md", guard_rows),
     "flags": (ROOT / "sglang_chunkcache" / "front" / "README.md", flag_rows),
     "fallbacks": (ROOT / "sglang_chunkcache" / "fusion" / "README.md", fallback_rows),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
@@ -16,7 +15,6 @@ from pydantic import (
     StrictStr,
     field_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.front.fusion_options import fused_request
@@ -144,44 +142,17 @@ class ChunkArea(BaseModel):
     chunks: list[ChunkIn]
 
 
-def _must(be: str, holds: Callable[[Any], bool]) -> BeforeValidator:
-    """Null or a value for which `holds`; else the message "must `be`"."""
-
-    def check(value: Any) -> Any:
-        if value is not None and not holds(value):
-            raise PydanticCustomError("value_error", f"must {be}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-class SamplingParams(BaseModel):
-    """SGLang's, of which we read three; SGLang checks the others."""
-
-    model_config = ConfigDict(extra="allow")
-    max_new_tokens: Annotated[int | None, _must("be a number of tokens", _is_count)] = None
-    n: Annotated[Any, _must("be 1", lambda n: n == 1)] = None
-    custom_params: Annotated[Any, _must("be an object", lambda given: not given or isinstance(given, dict))] = None
-
-    def given(self) -> dict[str, Any]:
-        """As the client sent them."""
-        return self.model_dump(exclude_unset=True)
-
-
 class GenerateIn(ReuseFields):
     """Body of `/rag/v1/generate`."""
 
     model_config = ConfigDict(extra="forbid")
     parts: list[str | ChunkArea] = Field(min_length=1, max_length=10_000)
-    sampling_params: SamplingParams = SamplingParams()
+    sampling_params: dict[str, Any] = {}
+    """SGLang's; `sampling.py` checks them."""
     stream: bool = False
     return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
+    logprob_start_len: StrictInt = Field(default=-1, ge=-1)
+    top_logprobs_num: StrictInt = 0
     return_text_in_logprobs: bool = False
     extra_key: str | None = None
     cache_salt: str | None = None

@@ -53,6 +53,18 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
             if name in (request.chat_template_kwargs or {}):
                 raise RequestError(f"chat_template_kwargs.{name}: not supported here")
 
+    def sampling_params(self, request: ChatCompletionRequest) -> dict[str, Any]:
+        """What SGLang will make of the request's parameters; a tool's grammar comes later.
+
+        Raises:
+            RequestError: names the field.
+        """
+        try:
+            params = request.to_sampling_params([], self.default_sampling_params)
+        except (AttributeError, TypeError, ValueError, RecursionError):
+            raise RequestError("response_format: is not what its type asks for") from None
+        return {**params, "stop": request.stop}
+
     def template_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any] | None:
         """What the chat template gets besides the messages: the server's defaults, then the request's own, as in SGLang."""
         kwargs = {**(self.default_chat_template_kwargs or {}), **(request.chat_template_kwargs or {})}

@@ -30,7 +30,7 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
     rag = RagRequest(planned)
     obj = GenerateReqInput(
         input_ids=planned.input_ids,
-        sampling_params=body.sampling_params.given(),
+        sampling_params=body.sampling_params,
         stream=body.stream,
         return_logprob=body.return_logprob,
         logprob_start_len=body.logprob_start_len,

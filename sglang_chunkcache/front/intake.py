@@ -42,6 +42,17 @@ VALUES_PER_CHUNK = 4
 MARKS = (b"{", b"[", b",")
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
+CHAT_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "json_schema": "response_format",
+    "structural_tag": "response_format",
+    "top_logprobs_num": "top_logprobs",
+    "spaces_between_special_tokens": "chat_template_kwargs.spaces_between_special_tokens",
+}
+"""What a chat request calls SGLang's parameters, where it has names of its own."""
+
 
 class Intake:
     """Reads what clients send.
@@ -115,11 +126,14 @@ class Intake:
     async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
         """A prompt of `parts`."""
         body = parse(GenerateIn, await json_object(raw_request, self._config))
-        _check_stop(body.sampling_params.given().get("stop"), "sampling_params.stop")
+        _check_stop(body.sampling_params.get("stop"), "sampling_params.stop")
         parts = [part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts]
         self._check_num_chunks(sum(len(part) for part in parts if not isinstance(part, str)), "parts.chunks")
+        if body.sampling_params.get("n", 1) != 1:
+            raise RequestError("sampling_params.n: must be 1")
+        self._parts.sampling(body.sampling_params, top_logprobs_num=body.top_logprobs_num, called=_in_generate)
         options = Options(
-            max_new_tokens=body.sampling_params.max_new_tokens,
+            max_new_tokens=body.sampling_params.get("max_new_tokens"),
             prompt_field="parts",
             length_field="sampling_params.max_new_tokens",
             order=body.order,
@@ -179,6 +193,8 @@ class Intake:
             raise RequestError("input_ids: not supported here; use /v1/chat/completions")
         request = parse(ChatCompletionRequest, body)
         self._parts.chat.check(request)
+        params = self._parts.chat.sampling_params(request)
+        self._parts.sampling(params, top_logprobs_num=request.top_logprobs or 0, called=_in_chat)
         return request
 
     def _passages(self, chunks: list[ChunkIn], field: str = "chunks") -> list[Passage]:
@@ -257,6 +273,14 @@ def _num_chars(content: Any) -> int:
 
 def _num_passage_chars(passages: Iterable[Passage]) -> int:
     return sum(len(passage.text) for passage in passages)
+
+
+def _in_generate(name: str) -> str:
+    return name if name in GenerateIn.model_fields else f"sampling_params.{name}"
+
+
+def _in_chat(name: str) -> str:
+    return CHAT_NAMES.get(name, name)
 
 
 def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, adapter: str | None = None) -> Identity:

@@ -21,6 +21,7 @@ COUNTERS = {
         "chunks of fused requests after their exact prefix, by source: device, host, fused, gap (none)",
     ),
     "searches": ("outcome", "searches of the index by outcome: found, empty, refused, failed, cancelled, full (queue)"),
+    "guarded": ("field", "requests refused because SGLang would have ended, on any endpoint, by field"),
     "fallbacks": ("reason", "things that were computed because reuse was not possible, by reason"),
 }
 """Name -> (label, help). Every count is a number of requests, tokens, chunks or searches, as its name says."""

@@ -13,8 +13,10 @@ from sglang_chunkcache.front.chat import RagServingChat
 from sglang_chunkcache.front.draft_queue import DraftQueue
 from sglang_chunkcache.front.drafter import Drafter
 from sglang_chunkcache.front.engine import Engine
+from sglang_chunkcache.front.guard import Guard, Limits
 from sglang_chunkcache.front.planner import Planner
 from sglang_chunkcache.front.prompt import PromptAssembler, read_template
+from sglang_chunkcache.front.sampling import SamplingCheck
 from sglang_chunkcache.front.search import RagSearch
 
 if TYPE_CHECKING:
@@ -67,6 +69,23 @@ class Parts:
     def planner(self) -> Planner:
         """Where and in which order."""
         return Planner(self.config, self.books, context_len=self.context_len)
+
+    @cached_property
+    def guard(self) -> Guard:
+        """Refuses requests that would end the server."""
+        return Guard(lambda: self.limits, lambda: self.books.metrics)
+
+    @cached_property
+    def limits(self) -> Limits:
+        """What the guard must know of the server."""
+        args = self.manager.server_args
+        labels = frozenset(args.tokenizer_metrics_allowed_custom_labels or ()) if args.enable_metrics else None
+        return Limits(self.manager.model_config.vocab_size, labels)
+
+    @cached_property
+    def sampling(self) -> SamplingCheck:
+        """Checks sampling parameters."""
+        return SamplingCheck(self.manager.tokenizer, self.limits)
 
     @cached_property
     def engine(self) -> Engine:

@@ -139,6 +139,12 @@ async def elsewhere(raw_request: Request) -> ORJSONResponse:
     return ORJSONResponse({"error": error}, status_code=404)
 
 
+async def refused(raw_request: Request, error: Exception) -> ORJSONResponse:
+    """FastAPI's handler of a refusal that no endpoint has caught."""
+    assert isinstance(error, ChunkCacheError)
+    return _error_response(error)
+
+
 def _error_response(error: ChunkCacheError) -> ORJSONResponse:
     """SGLang's shape of an error. `param` is the field in front of the message's colon."""
     message, status = str(error), error.status

@@ -22,6 +22,7 @@ def test_counts_add_up_by_label() -> None:
         "chunks": {"hit": 5},
         "sources": {},
         "searches": {},
+        "guarded": {},
         "fallbacks": {},
     }
 

@@ -388,7 +388,7 @@ def test_tokenizer_whose_pieces_do_not_join_is_refused() -> None:
 def test_separator_may_be_a_control_token() -> None:
     """It is the operator's; the chunk before it is not."""
     assembler = make_assembler(separator="<|im_end|>\n")
-    ids = list(assembler.chunk("a<|im_end|>b").token_ids)
+    ids = list(assembler.chunk("a<|im_end|>b", "").token_ids)
     end = tokenizer_of("byte_level").convert_tokens_to_ids("<|im_end|>")
     assert ids.count(end) == 1
     assert assembler.tokenizer.decode(ids) == "a<|im_end|>b<|im_end|>\n"

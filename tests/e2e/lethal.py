@@ -1,0 +1,74 @@
+"""Requests to `/generate`, each of which ends a stock server: one list for the guard's tests, with a server and without."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Lethal(NamedTuple):
+    """A body and the field that is lethal in it."""
+
+    id: str
+    field: str
+    body: dict[str, Any]
+    beside: dict[str, Any] | None = None
+    """A good request that must run at the same time."""
+    before: dict[str, Any] | None = None
+    """A good request that must have run."""
+
+
+TEXT = "Which city does the company Lumum serve?"
+
+
+def sampling(id: str, *, beside: dict[str, Any] | None = None, stream: bool = False, **params: Any) -> Lethal:
+    """A case in `sampling_params`; the first parameter is the lethal one."""
+    field = f"sampling_params.{next(iter(params))}"
+    body = {"text": TEXT, "stream": stream, "sampling_params": {"max_new_tokens": 4} | params}
+    return Lethal(id, field, body, beside)
+
+
+def request(id: str, **fields: Any) -> Lethal:
+    """A case beside `sampling_params`; the first field is the lethal one."""
+    return Lethal(id, next(iter(fields)), {"text": TEXT, "sampling_params": {"max_new_tokens": 4}} | fields)
+
+
+LETHAL = [
+    sampling("skip_special_tokens a string", skip_special_tokens="x"),
+    sampling("skip_special_tokens a number", skip_special_tokens=1),
+    sampling("logit_bias a string", logit_bias="5"),
+    sampling("logit_bias of strings", logit_bias={"5": "x"}),
+    sampling("top_k over 32 bits", top_k=2**31, temperature=1),
+    sampling("max_new_tokens a fraction", max_new_tokens=1.5, ignore_eos=True),
+    sampling("beam_width a fraction", beam_width=2.0),
+    sampling("stop_token_ids negative", stop_token_ids=[-1], min_new_tokens=2),
+    sampling("stop_token_ids over the vocabulary", stop_token_ids=[5000], min_new_tokens=2),
+    sampling(
+        "stop_token_ids beside min_new_tokens",
+        beside={"text": TEXT, "sampling_params": {"max_new_tokens": 2000, "min_new_tokens": 2000, "temperature": 1}},
+        stop_token_ids=[5000],
+    ),
+    sampling("stream_interval a string", stream_interval="x", ignore_eos=True, stream=True),
+    sampling("n a million", n=1_000_000),
+    sampling("stop_regex", stop_regex="(a+)+b", regex="a{400}", max_new_tokens=400),
+    sampling("is_normalized", is_normalized="x", temperature=0),
+    sampling("regex an object", regex={"a": 1}),
+    sampling("json_schema an object", json_schema={"type": "object"}),
+    sampling("ebnf a list", ebnf=["a"]),
+    sampling("structural_tag an object", structural_tag={"type": "structural_tag"}),
+    request("input_ids negative", input_ids=[-1], text=None),
+    request("input_ids over the vocabulary", input_ids=[5000], text=None),
+    request("input_ids empty in a batch", input_ids=[[]], text=None),
+    request("logprob_start_len negative", logprob_start_len=-5, return_logprob=True),
+    request("top_logprobs_num over the vocabulary", top_logprobs_num=1_000_000, return_logprob=True),
+    request("priority over 64 bits", priority=2**63),
+    request("session_params with an id that is a list", session_params={"id": ["x"]}),
+    request("lora_id a list", lora_id=["x"]),
+    request("positional_embed_overrides", positional_embed_overrides=[]),
+    request("custom_labels unknown", custom_labels={"x": "y"}),
+    Lethal(
+        "token_indices_to_pool of a cached prompt",
+        "token_indices_to_pool",
+        {"text": TEXT, "sampling_params": {"max_new_tokens": 0}, "token_indices_to_pool": [1]},
+        before={"text": TEXT, "sampling_params": {"max_new_tokens": 1}},
+    ),
+]

@@ -1,0 +1,138 @@
+"""Requests that end a stock server: here that they do, and that ours refuses them on every endpoint and goes on.
+
+The list is tests/e2e/lethal.py. What the guard lets pass: tests/sglang_chunkcache/front/test_guard.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.http import get, post
+from eval.server import Server
+from tests.e2e.conftest import STRICT
+from tests.e2e.lethal import LETHAL, TEXT, Lethal
+from tests.e2e.test_bad_input import send
+
+pytestmark = pytest.mark.engine
+
+PATIENCE_S = 60.0
+"""In which a server that lives answers a request of one token, on any machine."""
+GOOD = {"text": TEXT, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+MESSAGES = [{"role": "user", "content": TEXT}]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", LETHAL, ids=lambda case: case.id)
+def test_stock_server_ends(case: Lethal, tmp_path: Path) -> None:
+    """Otherwise the rule refuses what is harmless, and should go."""
+    flags = ["--stock", "--model-path", "bundled", "--enable-metrics"]
+    with Server(flags, log=tmp_path / "stock.log", env={"OMP_NUM_THREADS": STRICT["OMP_NUM_THREADS"]}) as server:
+        assert send(server.url + "/generate", case.before or GOOD)[0] == 200
+        if case.beside:
+            background(server, case.beside)
+            wait_until(lambda: "Decode batch" in server.log.read_text(errors="replace"))
+        request = background(server, case.body)
+        wait_until(lambda: has_ended(server) or not request.is_alive())
+        assert has_ended(server) or not answers(server), f"it goes on:\n{server.log_tail()}"
+
+
+@pytest.mark.parametrize("case", LETHAL, ids=lambda case: case.id)
+def test_ours_refuses(rag_server: Server, case: Lethal) -> None:
+    """By name, whole and streamed, and the next request is answered."""
+    status, text = send(rag_server.url + "/generate", case.body)
+    assert (status, json.loads(text)["error"]["message"].split(":")[0]) == (400, case.field)
+    status, text = send(rag_server.url + "/generate", {**case.body, "stream": True})
+    assert status in (200, 400)
+    assert case.field in text
+    assert post(rag_server.url + "/generate", GOOD)["meta_info"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in LETHAL if case.field.startswith("sampling_params.")], ids=lambda case: case.id
+)
+def test_rag_endpoint_refuses(rag_server: Server, case: Lethal) -> None:
+    """Before the request is planned."""
+    status, text = send(
+        rag_server.url + "/rag/v1/generate", {"parts": [TEXT], "sampling_params": case.body["sampling_params"]}
+    )
+    assert (status, json.loads(text)["param"]) == (400, case.field)
+
+
+BIG = 2**31
+OTHER_DOORS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"model": "m", "prompt": TEXT, "logprobs": 1_000_000}, "top_logprobs_num"),
+    ("/v1/completions", {"model": "m", "prompt": [-1]}, "input_ids"),
+    ("/v1/completions", {"model": "m", "prompt": TEXT, "priority": 2**63}, "priority"),
+    ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1_000_000}, "top_logprobs_num"),
+    ("/v1/chat/completions", {"messages": MESSAGES, "top_k": BIG}, "sampling_params.top_k"),
+    ("/v1/chat/completions", {"messages": MESSAGES, "stop_token_ids": [-1], "min_tokens": 2}, "sampling_params.stop_token_ids"),
+    ("/v1/messages", {"model": "m", "messages": MESSAGES, "max_tokens": 4, "top_k": BIG}, "sampling_params.top_k"),
+    ("/v1/responses", {"model": "m", "input": TEXT, "top_k": BIG}, "sampling_params.top_k"),
+    ("/api/generate", {"model": "m", "prompt": TEXT, "stream": False, "options": {"top_k": BIG}}, "sampling_params.top_k"),
+    ("/api/chat", {"model": "m", "messages": MESSAGES, "stream": False, "options": {"top_k": BIG}}, "sampling_params.top_k"),
+    ("/rag/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1_000_000}, "top_logprobs"),
+    ("/rag/v1/chat/completions", {"messages": MESSAGES, "top_k": BIG}, "top_k"),
+    ("/rag/v1/chat/completions", {"messages": MESSAGES, "stop_token_ids": [-1]}, "stop_token_ids"),
+    ("/rag/v1/generate", {"parts": [TEXT], "return_logprob": True, "top_logprobs_num": 1_000_000}, "top_logprobs_num"),
+    ("/rag/v1/generate", {"parts": [TEXT], "return_logprob": True, "logprob_start_len": -5}, "logprob_start_len"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "field"), OTHER_DOORS, ids=lambda value: str(value)[:60])
+def test_every_door_refuses(rag_server: Server, path: str, body: dict[str, Any], field: str) -> None:
+    """They all come to the same place in SGLang."""
+    status, text = send(rag_server.url + path, body)
+    assert status == 400, text
+    assert field in text
+    assert post(rag_server.url + "/generate", GOOD)["meta_info"]["completion_tokens"] == 1
+
+
+def test_refusals_are_counted(rag_server: Server) -> None:
+    """By field, in the stats and for Prometheus."""
+    count = get(rag_server.url + "/chunkcache/stats")["guarded"].get("priority", 0)
+    send(rag_server.url + "/generate", {**GOOD, "priority": 2**63})
+    assert get(rag_server.url + "/chunkcache/stats")["guarded"]["priority"] == count + 1
+    status, text = send(rag_server.url + "/metrics", "GET")
+    assert status == 200
+    assert f'chunkcache:guarded_total{{field="priority"}} {count + 1}.0' in text
+
+
+def background(server: Server, body: dict[str, Any]) -> threading.Thread:
+    """A request to `/generate` whose answer nobody needs."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError):  # the server has ended, or answers nothing any more
+            send(server.url + "/generate", body)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until(holds: Any) -> None:
+    """Return when it holds, or has not for a while."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def has_ended(server: Server) -> bool:
+    """Whether one of its processes has died: the others may wait a minute for it."""
+    return not server.is_running or "hit an exception" in server.log.read_text(errors="replace")
+
+
+def answers(server: Server) -> bool:
+    """Whether it answers a good request and is still there a moment later."""
+    try:
+        status, _ = send(server.url + "/generate", GOOD)
+    except OSError:
+        return False
+    time.sleep(1)
+    return status == 200 and not has_ended(server)
