@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -71,10 +72,35 @@ def _guarded(guard: Guard) -> Any:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     def generate_request(generate: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        error = guard.refusal(obj) if isinstance(obj, GenerateReqInput) else None
-        return generate(manager, obj, *args, **kwargs) if error is None else _raising(error)
+        is_prompt = isinstance(obj, GenerateReqInput)
+        if is_prompt and (error := guard.refusal(obj)):
+            return _raising(error)
+        outputs = generate(manager, obj, *args, **kwargs)
+        return _forgotten(outputs, manager, obj) if is_prompt and _asks_for_several(obj) else outputs
 
     return generate_request
+
+
+def _asks_for_several(obj: Any) -> bool:
+    params = obj.sampling_params
+    one = params[0] if params and isinstance(params, list) else params
+    return isinstance(one, dict) and one.get("n", 1) != 1
+
+
+async def _forgotten(outputs: AsyncGenerator[Any, None], manager: Any, obj: Any) -> AsyncIterator[Any]:
+    """The outputs for n answers. SGLang 0.5.21 keeps n - 1 entries of each prompt for ever, and waits for them after SIGTERM.
+    They are taken out with the only output of a request that does not stream, else after the last one."""
+
+    def forget() -> None:
+        for rid in obj.rid:
+            manager.rid_to_state.pop(rid, None)
+
+    async with aclosing(outputs):
+        async for output in outputs:
+            if not obj.stream:
+                forget()
+            yield output
+    forget()
 
 
 async def _raising(error: Exception) -> AsyncIterator[Any]:

@@ -24,11 +24,18 @@ from sglang_chunkcache.front.request import Planned, RagRequest
 
 DONE = "data: [DONE]\n\n"
 
+PROBLEMS = {"tool": "tools", "schema_": "response_format", "template": "chat_template_kwargs"}
+"""Words of SGLang's complaints about a request, which name no field, and the field that each is about."""
+
 UNSUPPORTED_TEMPLATE_KWARGS = (
     "chat_template",
     "documents",
     "tokenizer_kwargs",
     "continue_final_message",
+    "add_generation_prompt",
+    "messages",
+    "conversation",
+    "tools",
     "tokenize",
     "return_dict",
 )
@@ -48,7 +55,9 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
             RequestError: names the field.
         """
         if problem := self._validate_request(request):
-            raise RequestError(f"messages: {problem}")
+            words = problem.lower()
+            field = next((field for word, field in PROBLEMS.items() if word in words), "messages")
+            raise RequestError(f"{field}: {problem}")
         for name in UNSUPPORTED_TEMPLATE_KWARGS:
             if name in (request.chat_template_kwargs or {}):
                 raise RequestError(f"chat_template_kwargs.{name}: not supported here")

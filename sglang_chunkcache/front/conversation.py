@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from radix_ext import ChunkId, ConversationKey, MessageError, Span, Turn, keep_recent, running_hashes, shown
 from sglang_chunkcache.errors import RequestError, TooLongError
-from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces, turn_start
+from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces, text_of, turn_start
 from sglang_chunkcache.front.tokenizer import RequestEncoder
 
 
@@ -90,7 +90,8 @@ def told_hashes(
 ) -> tuple[str, ...]:
     """Running hashes of all that shapes a history: its settings, then each message. Raises RequestError."""
     try:
-        return running_hashes([{"role": "\0settings", "tools": tools, "kwargs": template_kwargs}, *messages])
+        shown = [{**message, "content": text_of(message, i)} for i, message in enumerate(messages)]
+        return running_hashes([{"role": "\0settings", "tools": tools, "kwargs": template_kwargs}, *shown])
     except MessageError as error:
         raise RequestError(f"messages: {error}") from None
 

@@ -8,19 +8,18 @@ What is wrong but harms only its own request is SGLang's to answer: nothing is r
 
 from __future__ import annotations
 
-import re
-import re._parser as sre_parse  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.backtracking import explodes
 from sglang_chunkcache.front.metrics import Metrics
 
 INT32_END = 2**31
-MANY_ANSWERS = 1_000_000
-"""SGLang makes that many requests in one go: gigabytes, and minutes in which the main process does nothing else."""
-REPEATS = (sre_parse.MAX_REPEAT, sre_parse.MIN_REPEAT)
+FLOAT32_MAX = 3.4e38
+LARGE_LOGIT = 1000.0
+GREEDY = 1e-6
 JSON = (str, int, float, list, dict)
 """What a client can send. SGLang's own endpoints put objects of its own in some fields."""
 PRIORITIES = range(-(2**63), 2**63 - 1)
@@ -112,16 +111,28 @@ def _each(value: Any) -> list[Any]:
 def _has_unusable_ids(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     if fields["image_data"] or fields["video_data"] or fields["audio_data"]:
         return False  # placeholders of images are no tokens
+    if not isinstance(ids, list):
+        return False  # an object of one of SGLang's endpoints
     prompts = ids if ids and isinstance(ids[0], list) else [ids] if ids else []
     return any(not prompt or min(prompt) < 0 or max(prompt) >= limits.vocab_size for prompt in prompts)
 
 
 def _starts_before_the_prompt(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    return any(_each(fields["return_logprob"])) and any(isinstance(start, int) and start < -1 for start in _each(value))
+    starts = (start for start in _each(value) if start is not None)
+    return any(_each(fields["return_logprob"])) and any(not isinstance(start, int) or start < -1 for start in starts)
 
 
 def _wants_more_than_there_are(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    return any(isinstance(count, int) and count > limits.vocab_size for count in _each(value))
+    counts = (count for count in _each(value) if count is not None)
+    return any(not isinstance(count, int) or count > limits.vocab_size for count in counts)
+
+
+def _breaks_its_session(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    if not isinstance(value, dict):
+        return False
+    is_unhashable = any(isinstance(value.get(name), dict | list) for name in ("id", "rid"))
+    replaces_all = value.get("replace") and value.get("rid") is None
+    return bool(is_unhashable or replaces_all or not isinstance(value.get("offset"), int | None))
 
 
 def _is_single(fields: Mapping[str, Any]) -> bool:
@@ -154,6 +165,8 @@ def _bans_no_token(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
 def _integers(values: Any) -> Iterator[int]:
     """As SGLang reads them; what it cannot read it refuses itself."""
     for value in values if isinstance(values, list | str | dict) else ():
+        if value is None:  # SGLang leaves it out
+            continue
         try:
             yield int(value)
         except (TypeError, ValueError):
@@ -161,7 +174,21 @@ def _integers(values: Any) -> Iterator[int]:
 
 
 def _is_no_bias(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    return not isinstance(value, dict) or not all(isinstance(bias, int | float) for bias in value.values())
+    if not isinstance(value, dict) or not all(isinstance(bias, int | float) for bias in value.values()):
+        return True
+    return any(not _fits(bias, fields) for bias in value.values())
+
+
+def _overflows(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    """As a divisor of `LARGE_LOGIT`."""
+    return isinstance(value, int | float) and value > 0 and not _fits(LARGE_LOGIT / max(value, 1e-300), fields)
+
+
+def _fits(logit: float, fields: Mapping[str, Any]) -> bool:
+    """Whether a logit stays a number in 32 bits when it is divided by the temperature; below `GREEDY` SGLang does not divide."""
+    temperature = fields.get("temperature")
+    divisor = temperature if isinstance(temperature, int | float) and temperature >= GREEDY else 1.0
+    return abs(logit) / divisor <= FLOAT32_MAX
 
 
 def _is_fraction(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
@@ -173,37 +200,7 @@ def _is_unhashable(value: Any, fields: Mapping[str, Any], limits: Limits) -> boo
 
 
 def _explodes(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    try:
-        return any(_repeats_repeats(sre_parse.parse(pattern)) for pattern in _each(value) if isinstance(pattern, str))
-    except (re.error, OverflowError, RecursionError):
-        return False  # SGLang refuses it
-
-
-def _repeats_repeats(pattern: Any, *, goes_on: bool = False) -> bool:
-    """Whether `(a+)+` or the like is in there with something behind it: a text of n letters can be divided in 2^n ways."""
-    for i, (kind, value) in enumerate(pattern):
-        followed = goes_on or i + 1 < len(pattern)
-        if kind in REPEATS and value[1] == sre_parse.MAXREPEAT and followed and _is_repeat_alone(value[2]):
-            return True
-        if any(_repeats_repeats(inner, goes_on=followed) for inner in _inside(kind, value)):
-            return True
-    return False
-
-
-def _is_repeat_alone(pattern: Any) -> bool:
-    """Whether one unbounded repeat can match all that the pattern does in a row."""
-    for i, (kind, value) in enumerate(pattern):
-        others = [pattern[j : j + 1].getwidth()[0] for j in range(len(pattern)) if j != i]
-        is_repeat = kind in REPEATS and value[1] == sre_parse.MAXREPEAT
-        if not any(others) and (is_repeat or any(map(_is_repeat_alone, _inside(kind, value)))):
-            return True
-    return False
-
-
-def _inside(kind: Any, value: Any) -> list[Any]:
-    if kind in REPEATS:
-        return [value[2]]
-    return [value[3]] if kind == sre_parse.SUBPATTERN else value[1] if kind == sre_parse.BRANCH else []
+    return any(explodes(pattern) for pattern in _each(value) if isinstance(pattern, str))
 
 
 def _by_name(*rules: Rule) -> dict[str, Rule]:
@@ -235,7 +232,7 @@ REQUEST_RULES = _by_name(
         "priority",
         "fit into 64 bits",
         "scheduler: SGLang's default tree, in Rust, takes no more",
-        lambda value, fields, limits: value not in PRIORITIES,
+        lambda value, fields, limits: not isinstance(value, int) or value not in PRIORITIES,
     ),
     Rule(
         "lora_id",
@@ -257,9 +254,9 @@ REQUEST_RULES = _by_name(
     ),
     Rule(
         "session_params",
-        "have a string as id",
-        "scheduler: it looks the session up by it",
-        lambda value, fields, limits: _is_unhashable(value.get("id"), fields, limits),
+        "have strings as id and rid, a whole number as offset, and a rid with replace",
+        "scheduler: it looks up by them, cuts there, and without a rid changes a table while it reads it",
+        _breaks_its_session,
     ),
     Rule(
         "token_indices_to_pool",
@@ -278,9 +275,15 @@ SAMPLING_RULES = _by_name(
     ),
     Rule(
         "sampling_params.logit_bias",
-        "be an object of numbers",
-        "scheduler: it makes a tensor of them",
+        "be an object of numbers, within 32 bits also when they are divided by the temperature",
+        "scheduler: it makes a tensor of them; infinite logits have no probabilities to sample from",
         _is_no_bias,
+    ),
+    Rule(
+        "sampling_params.repetition_penalty",
+        "be large enough to divide logits by it in 32 bits",
+        "scheduler: infinite logits have no probabilities to sample from",
+        _overflows,
     ),
     Rule(
         "sampling_params.top_k",
@@ -303,15 +306,9 @@ SAMPLING_RULES = _by_name(
         lambda value, fields, limits: bool(value) and not isinstance(value, int | float),
     ),
     Rule(
-        "sampling_params.n",
-        f"be below {MANY_ANSWERS:,}",
-        "main process: it makes as many requests before it does anything else",
-        lambda value, fields, limits: isinstance(value, int) and value >= MANY_ANSWERS,
-    ),
-    Rule(
         "sampling_params.stop_regex",
-        "not repeat a repetition",
-        "scheduler: Python's `re` tries 2^n ways on a text of n letters, and nothing else runs meanwhile",
+        "not repeat what varies by itself",
+        "scheduler: Python's `re` tries up to 2^n ways on a text of n letters, and nothing else runs meanwhile",
         _explodes,
     ),
     Rule(

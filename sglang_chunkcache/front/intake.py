@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import orjson
 from fastapi import Request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
-from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.errors import BodyTooLargeError, RequestError
+from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bodies import (
     ChunkIn,
     GenerateIn,
@@ -24,7 +21,7 @@ from sglang_chunkcache.front.bodies import (
 )
 from sglang_chunkcache.front.conversation import told_hashes
 from sglang_chunkcache.front.drafter import conversation_key
-from sglang_chunkcache.front.parse import parse, refuse_misspelt
+from sglang_chunkcache.front.parse import json_object, parse, refuse_misspelt
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.prompt import begun_answer, turn_start
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage, Planned
@@ -35,12 +32,6 @@ MAX_TOOLS = 1000
 
 MAX_STOP_CHARS = 4096
 """Of all stop strings."""
-
-MAX_VALUES = 50_000
-"""JSON values in a body, besides its chunks'."""
-VALUES_PER_CHUNK = 4
-MARKS = (b"{", b"[", b",")
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 CHAT_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -191,10 +182,14 @@ class Intake:
     def _openai_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
         if body.get("input_ids"):
             raise RequestError("input_ids: not supported here; use /v1/chat/completions")
+        if not isinstance(body.get("rid"), str | None):  # a list is for a batch
+            raise RequestError("rid: must be a string")
+        if not isinstance(body.get("response_format"), dict | None):  # SGLang's model raises AttributeError
+            raise RequestError("response_format: must be an object")
         request = parse(ChatCompletionRequest, body)
-        self._parts.chat.check(request)
         params = self._parts.chat.sampling_params(request)
         self._parts.sampling(params, top_logprobs_num=request.top_logprobs or 0, called=_in_chat)
+        self._parts.chat.check(request)
         return request
 
     def _passages(self, chunks: list[ChunkIn], field: str = "chunks") -> list[Passage]:
@@ -216,46 +211,6 @@ class Intake:
         if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")
         return self._parts.search
-
-
-async def json_object(raw_request: Request, config: ChunkCacheConfig) -> dict[str, Any]:
-    """The request's body.
-
-    Raises:
-        BodyTooLargeError: more bytes than allowed; they are not read.
-        RequestError: no JSON object, or one of too many values.
-    """
-    raw = await _bounded_body(raw_request, config.max_body_bytes)
-    if _num_values(raw) > MAX_VALUES + VALUES_PER_CHUNK * config.max_chunks:
-        raise RequestError("body: too many values")
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"body: not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RequestError("body: must be a JSON object")
-    return body
-
-
-async def _bounded_body(raw_request: Request, max_bytes: int) -> bytes:
-    too_large = BodyTooLargeError(f"body: more than {max_bytes} bytes")
-    if int(raw_request.headers.get("content-length", 0)) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for piece in raw_request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
-
-
-def _num_values(raw: bytes) -> int:
-    """About how many values a JSON text holds, strings aside; never more than it holds where that is many. A parser would make an
-    object of each, which takes a second for a few MiB of brackets."""
-    if sum(map(raw.count, MARKS)) <= MAX_VALUES:  # in strings or not
-        return 0
-    num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
-    return max(num_strings, sum(map(STRING.sub(b"", raw).count, MARKS)) if num_strings <= MAX_VALUES else 0)
 
 
 def _check_stop(stop: Any, field: str) -> None:

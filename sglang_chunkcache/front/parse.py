@@ -1,20 +1,33 @@
-"""A client's body as a model, and what is wrong with it by the client's own names: no class of ours or of SGLang's."""
+"""A client's body, read within limits, as a model; and what is wrong with it by the client's own names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any, TypeVar
 
+import orjson
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.errors import BodyTooLargeError, RequestError
 
 Model = TypeVar("Model", bound=BaseModel)
 
+MAX_VALUES = 50_000
+"""JSON values in a body, besides its chunks'."""
+VALUES_PER_CHUNK = 4
+MARKS = (b"{", b"[", b",")
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
 MAX_ERRORS = 5
 """Fields that one refusal names."""
+MAX_NAMES, MAX_NAME_CHARS = 50, 40
+"""Unknown fields that are compared with ours, and their length: a body may have very many."""
 SIMILARITY = 0.8
 """Of two names, from which one is taken for the other misspelt: `chunk` and `chunks` have .91, `store` and `order` .6."""
 REASONS = {
@@ -27,24 +40,48 @@ REASONS = {
 """By pydantic's type of error, where its own words name a class or say too little."""
 
 
+async def json_object(raw_request: Request, config: ChunkCacheConfig) -> dict[str, Any]:
+    """The request's body.
+
+    Raises:
+        BodyTooLargeError: more bytes than allowed; they are not read.
+        RequestError: no JSON object, or one of too many values.
+    """
+    raw = await _bounded_body(raw_request, config.max_body_bytes)
+    if _num_values(raw) > MAX_VALUES + VALUES_PER_CHUNK * config.max_chunks:
+        raise RequestError("body: too many values")
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"body: not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("body: must be a JSON object")
+    return body
+
+
 def parse(model: type[Model], body: dict[str, Any]) -> Model:
     """The body as `model`. Raises RequestError naming the fields that are wrong."""
     try:
         return model.model_validate(body)
     except (ValidationError, RequestValidationError) as error:
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, dict[str, None]] = {}
+        branches: dict[str, set[str]] = {}
         for item in error.errors():
-            kept = reasons.setdefault(_place(item, body), [])
-            if (reason := _reason(item)) not in kept:
-                kept.append(reason)
-        shown = list(reasons.items())[:MAX_ERRORS]
-        raise RequestError("; ".join(f"{place}: {' or '.join(words)}" for place, words in shown)) from None
+            place, branch = _place(item, body)
+            reasons.setdefault(place, {})[_reason(item)] = None
+            branches.setdefault(place, set()).add(branch)
+        # What only some branches of a union refuse is right in another one.
+        widest = max(map(len, branches.values()))
+        shown = [place for place in reasons if len(branches[place]) == widest or branches[place] == {""}][:MAX_ERRORS]
+        raise RequestError("; ".join(f"{place}: {' or '.join(reasons[place])}" for place in shown)) from None
 
 
 def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[str]) -> None:
     """Raise RequestError for a name that is neither `ours` nor `theirs` and looks like one of ours. Other names pass."""
     by_letters = {_letters(name): name for name in ours}
-    for name in set(body) - set(by_letters.values()) - set(theirs):
+    known = {*by_letters.values(), *theirs}
+    others = (name for name in body if name not in known and len(name) <= MAX_NAME_CHARS)
+    for name in islice(others, MAX_NAMES):
         if meant := get_close_matches(_letters(name), by_letters, n=1, cutoff=SIMILARITY):
             raise RequestError(f"{name}: is no field here; did you mean {by_letters[meant[0]]}?")
 
@@ -52,16 +89,39 @@ def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[s
 # Private, in order of use
 
 
-def _place(item: Mapping[str, Any], body: Any) -> str:
-    """The path of an error as far as it leads through the body: a union's branches, which pydantic names in it, are no places."""
-    path, node = [], body
+async def _bounded_body(raw_request: Request, max_bytes: int) -> bytes:
+    too_large = BodyTooLargeError(f"body: more than {max_bytes} bytes")
+    if int(raw_request.headers.get("content-length", 0)) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for piece in raw_request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def _num_values(raw: bytes) -> int:
+    """About how many values a JSON text holds, strings aside; never more than it holds where that is many. A parser would make an
+    object of each, which takes a second for a few MiB of brackets."""
+    if sum(map(raw.count, MARKS)) <= MAX_VALUES:  # in strings or not
+        return 0
+    num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
+    return max(num_strings, sum(map(STRING.sub(b"", raw).count, MARKS)) if num_strings <= MAX_VALUES else 0)
+
+
+def _place(item: Mapping[str, Any], body: Any) -> tuple[str, str]:
+    """The path of an error as far as it leads through the body, and the rest: a union's branches, which pydantic names in it."""
+    path, branch, node = [], [], body
     for part in item["loc"]:
         is_place = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
         if is_place:
             node = node[part]
         if is_place or (item["type"] == "missing" and part == item["loc"][-1]):
             path.append(str(part))
-    return ".".join(path) or "body"
+        else:
+            branch.append(str(part))
+    return ".".join(path) or "body", ".".join(branch)
 
 
 def _reason(item: Mapping[str, Any]) -> str:

@@ -28,8 +28,8 @@ from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, Search
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.bodies import PreprocessIn
 from sglang_chunkcache.front.generate import generate, preprocess
-from sglang_chunkcache.front.intake import Intake, json_object
-from sglang_chunkcache.front.parse import parse
+from sglang_chunkcache.front.intake import Intake
+from sglang_chunkcache.front.parse import json_object, parse
 from sglang_chunkcache.front.parts import Parts
 
 Handler = Callable[..., Awaitable[Any]]

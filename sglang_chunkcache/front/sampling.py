@@ -85,5 +85,5 @@ def _named(error: ValueError, params: Mapping[str, Any], called: Callable[[str],
     """The error behind the first parameter that it speaks of, of those given: in SGLang's messages the one that is meant."""
     reason, _, place = str(error).partition(" - at `$.")
     words = re.findall(r"\w+", place or reason)
-    name = next((word for word in words if word in params), "custom_params")
+    name = next((word for word in words if params.get(word) is not None), "custom_params")
     return RequestError(f"{called(name)}: {reason.removeprefix(name).replace('Expected', 'must be').strip()}")

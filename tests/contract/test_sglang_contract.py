@@ -399,6 +399,9 @@ def test_tokenizer_manager_methods() -> None:
     """What the endpoints call."""
     assert parameters(TokenizerManager.generate_request) == ["obj", "request"]
     assert parameters(TokenizerManager.create_abort_task) == ["obj"]
+    assert parameters(TokenizerManager.abort_request) == ["rid", "abort_all"]
+    assert isinstance(TokenizerManager.gracefully_exit, property)
+    assert "self.rid_to_state:" in inspect.getsource(TokenizerManager)
     assert inspect.isasyncgenfunction(TokenizerManager.generate_request)
     assert inspect.iscoroutinefunction(TokenizerManager.get_internal_state)
     assert "self.incremental_streaming_output =" in inspect.getsource(TokenizerManager)

@@ -13,8 +13,8 @@ class Lethal(NamedTuple):
     body: dict[str, Any]
     beside: dict[str, Any] | None = None
     """A good request that must run at the same time."""
-    before: dict[str, Any] | None = None
-    """A good request that must have run."""
+    before: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """Good requests, with their endpoints, that must have run."""
 
 
 TEXT = "Which city does the company Lumum serve?"
@@ -32,25 +32,42 @@ def request(id: str, **fields: Any) -> Lethal:
     return Lethal(id, next(iter(fields)), {"text": TEXT, "sampling_params": {"max_new_tokens": 4}} | fields)
 
 
+def in_session(id: str, **params: Any) -> Lethal:
+    """A case in `session_params`, of a session that has had two requests."""
+    before = [
+        (
+            "/generate",
+            {"text": TEXT, "rid": rid, "sampling_params": {"max_new_tokens": 1}, "session_params": {"id": "s"}},
+        )
+        for rid in ("r", "q")
+    ]
+    case = request(id, session_params={"id": "s", **params})
+    return case._replace(before=(("/open_session", {"capacity_of_str_len": 1000, "session_id": "s"}), *before))
+
+
 LETHAL = [
     sampling("skip_special_tokens a string", skip_special_tokens="x"),
     sampling("skip_special_tokens a number", skip_special_tokens=1),
     sampling("logit_bias a string", logit_bias="5"),
     sampling("logit_bias of strings", logit_bias={"5": "x"}),
+    sampling("logit_bias over 32 bits", logit_bias={"5": 1e308}, top_k=5),
+    sampling("logit_bias over 32 bits by the temperature", logit_bias={"5": 1e38}, temperature=1e-4, top_k=5),
+    sampling("repetition_penalty", repetition_penalty=1e-40, top_k=5),
     sampling("top_k over 32 bits", top_k=2**31, temperature=1),
     sampling("max_new_tokens a fraction", max_new_tokens=1.5, ignore_eos=True),
     sampling("beam_width a fraction", beam_width=2.0),
     sampling("stop_token_ids negative", stop_token_ids=[-1], min_new_tokens=2),
     sampling("stop_token_ids over the vocabulary", stop_token_ids=[5000], min_new_tokens=2),
+    sampling("stop_token_ids behind a null", stop_token_ids=[None, 5000], min_new_tokens=2),
     sampling(
         "stop_token_ids beside min_new_tokens",
         beside={"text": TEXT, "sampling_params": {"max_new_tokens": 2000, "min_new_tokens": 2000, "temperature": 1}},
         stop_token_ids=[5000],
     ),
     sampling("stream_interval a string", stream_interval="x", ignore_eos=True, stream=True),
-    sampling("n a million", n=1_000_000),
     sampling("stop_regex", stop_regex="(a+)+b", regex="a{400}", max_new_tokens=400),
-    sampling("is_normalized", is_normalized="x", temperature=0),
+    sampling("stop_regex of branches", stop_regex="(a|aa)+b", regex="a{400}", max_new_tokens=400),
+    sampling("is_normalized", is_normalized=True, temperature=0, top_k=5),
     sampling("regex an object", regex={"a": 1}),
     sampling("json_schema an object", json_schema={"type": "object"}),
     sampling("ebnf a list", ebnf=["a"]),
@@ -60,8 +77,18 @@ LETHAL = [
     request("input_ids empty in a batch", input_ids=[[]], text=None),
     request("logprob_start_len negative", logprob_start_len=-5, return_logprob=True),
     request("top_logprobs_num over the vocabulary", top_logprobs_num=1_000_000, return_logprob=True),
+    request(
+        "top_logprobs_num in a batch with another's logprobs",
+        top_logprobs_num=[2 if i % 2 else 1_000_000 for i in range(16)],
+        return_logprob=[bool(i % 2) for i in range(16)],
+        text=[f"{TEXT} {i}" for i in range(16)],
+        sampling_params={"max_new_tokens": 16, "ignore_eos": True},
+    ),
     request("priority over 64 bits", priority=2**63),
-    request("session_params with an id that is a list", session_params={"id": ["x"]}),
+    request("session id a list", session_params={"id": ["x"]}),
+    in_session("session rid a list", rid=["r"]),
+    in_session("session offset a string", rid="r", offset="x"),
+    in_session("session replaced whole", replace=True),
     request("lora_id a list", lora_id=["x"]),
     request("positional_embed_overrides", positional_embed_overrides=[]),
     request("custom_labels unknown", custom_labels={"x": "y"}),
@@ -69,6 +96,6 @@ LETHAL = [
         "token_indices_to_pool of a cached prompt",
         "token_indices_to_pool",
         {"text": TEXT, "sampling_params": {"max_new_tokens": 0}, "token_indices_to_pool": [1]},
-        before={"text": TEXT, "sampling_params": {"max_new_tokens": 1}},
+        before=(("/generate", {"text": TEXT}),),
     ),
 ]

@@ -31,6 +31,21 @@ def reuse(**fields: Any) -> dict[str, Any]:
     return {"messages": MESSAGES, "chunks": [CHUNK], "reuse": {"mode": "fused", **fields}}
 
 
+def deep(body: dict[str, Any]) -> bytes:
+    """The body with 900 objects in one another in the place of "HERE"; Python's own encoder would refuse to write it."""
+    return json.dumps(body).replace('"HERE"', '{"a": ' * 900 + "1" + "}" * 900).encode()
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """A chat body with further fields."""
+    return {"messages": MESSAGES, "chunks": [CHUNK], **fields}
+
+
+def generate(**params: Any) -> dict[str, Any]:
+    """A prompt with sampling parameters."""
+    return {"parts": ["a"], "sampling_params": params}
+
+
 Case = tuple[str, str, Any, str]
 CASES: list[Case] = [
     ("body not json", CHAT, b"{not json", "body"),
@@ -44,6 +59,15 @@ CASES: list[Case] = [
     ("preprocess on an exact server", PREPROCESS, {"chunk": CHUNK}, "--reuse fused"),
     ("parts custom_params a list", GENERATE, {"parts": ["a"], "sampling_params": {"custom_params": [1]}}, "custom_params"),
     ("parts unknown sampling param", GENERATE, {"parts": ["a"], "sampling_params": {"no_such": 1}}, "no_such"),
+    ("response_format a number", CHAT, chat(response_format=5), "response_format"),
+    ("response_format without its schema", CHAT, chat(response_format={"type": "json_schema"}), "response_format"),
+    ("custom_params nested 900 deep", CHAT, deep(chat(custom_params={"x": "HERE"})), "custom_params"),
+    ("parts custom_params nested 900 deep", GENERATE, deep(generate(custom_params={"x": "HERE"})), "sampling_params.custom"),
+    ("stop_regex not closed", CHAT, chat(stop_regex="("), "stop_regex"),
+    ("parts stop_regex not closed", GENERATE, generate(stop_regex="("), "sampling_params.stop_regex"),
+    ("parts top_logprobs_num negative", GENERATE, {"parts": ["a"], "top_logprobs_num": -1}, "top_logprobs_num"),
+    ("logit_bias beyond the vocabulary", CHAT, chat(logit_bias={"9999": 1}), "logit_bias"),
+    ("n over its limit", CHAT, chat(n=1000), "n: "),
     ("tree depth a word", "/chunkcache/tree?depth=deep", "GET", "depth"),
 ]  # fmt: skip
 SWEEP: list[Case] = [
@@ -135,12 +159,12 @@ def test_odd_text_is_answered(rag_server: Server, text: str) -> None:
     assert sum(reply["chunkcache"]["fates"].values()) == reply["usage"]["prompt_tokens"]
 
 
-def send(url: str, body: Any) -> tuple[int, str]:
+def send(url: str, body: Any, *, timeout_s: float = 60.0) -> tuple[int, str]:
     """Status and text of a request with any body; "GET" for none."""
     data = None if body == "GET" else body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(errors="replace")

@@ -41,6 +41,8 @@ def test_server_ends_under_steady_clients(tmp_path: Path, drain_s: int, max_toke
             answers.append((began, status, json.loads(text)))
 
     with Server(["--model-path", "bundled", "--chunkcache-drain-s", str(drain_s)], log=tmp_path / "log") as server:
+        # A stream of two answers, of which SGLang keeps an entry in its table, and would wait for it.
+        send(server.url + PATHS[1], {**body, "max_tokens": 2, "n": 2, "stream": True})
         clients = [threading.Thread(target=ask, args=(PATHS[i % 2],)) for i in range(CLIENTS)]
         for client in clients:
             client.start()
@@ -51,6 +53,7 @@ def test_server_ends_under_steady_clients(tmp_path: Path, drain_s: int, max_toke
         signalled = time.monotonic()
         try:
             assert process.wait(drain_s + 60) == 0
+            assert reason == "abort" or time.monotonic() - signalled < drain_s
         finally:
             ended.set()
         for client in clients:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import timeit
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
+import sglang
 import torch
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
+from transformers import BatchEncoding
 
 from sglang_chunkcache.front.guard import REQUEST_RULES, SAMPLING_RULES, Guard, Limits
 from sglang_chunkcache.front.metrics import Metrics
+from sglang_chunkcache.hooks import _guarded
 from tests.e2e.lethal import LETHAL
 
 VOCAB = 1101
@@ -50,6 +56,12 @@ def test_every_rule_has_a_lethal_request() -> None:
     assert rules == {case.field for case in LETHAL}
 
 
+def test_every_rule_is_proven_for_this_sglang() -> None:
+    """After an upgrade the nightly test says which rules still hold."""
+    for rule in [*REQUEST_RULES.values(), *SAMPLING_RULES.values()]:
+        assert sglang.__version__ in rule.versions, rule.field
+
+
 HARMLESS: list[dict[str, Any]] = [
     {},
     {"sampling_params": {}},
@@ -59,16 +71,19 @@ HARMLESS: list[dict[str, Any]] = [
     {"sampling_params": {"logit_bias": {}, "top_k": "x", "stop_token_ids": ["7", VOCAB, 0], "regex": 5, "n": 3}},
     {"sampling_params": {"stop_token_ids": None, "regex": None, "json_schema": '{"type": "object"}'}},
     {"sampling_params": {"stop_token_ids": "no number", "ebnf": True, "n": 1000, "stream_interval": 0}},
-    {"sampling_params": {"stop_regex": ["(a+b)+c", r"(\w+\s)+x", "a*a*b", "(a+)+", "(a|b)*c", "(a{1,5})+b", "("]}},
+    {"sampling_params": {"stop_regex": ["(a+b)+c", r"(\w+\s)+x", "a*a*b", "(a|b)*c", "("], "repetition_penalty": 1e-3}},
     {"text": None, "input_ids": [0, VOCAB - 1]},
     {"text": None, "input_ids": [[0], [VOCAB - 1]]},
     {"text": None, "input_ids": [], "session_params": {"id": "s"}},
     {"text": None, "input_ids": [5, -100], "image_data": "x"},
+    {"text": None, "input_ids": BatchEncoding({"input_ids": [5]})},
     {"logprob_start_len": -5},
     {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": VOCAB},
     {"return_logprob": True, "logprob_start_len": 10**30, "top_logprobs_num": -1},
     {"return_logprob": [True, False], "logprob_start_len": [0, -1], "top_logprobs_num": [3, 0], "text": ["a", "b"]},
     {"priority": -(2**63)},
+    {"session_params": {"id": "s", "rid": "r", "replace": True, "offset": 3}},
+    {"session_params": {"id": 5, "rid": None, "replace": False}},
     {"lora_id": "x"},
     {"lora_id": ["x", None], "text": ["a", "b"]},
     {"custom_labels": {}},
@@ -108,13 +123,12 @@ def test_one_bad_item_of_a_batch_is_enough() -> None:
     assert refused(**batch, sampling_params=params).startswith("sampling_params.skip_special_tokens: ")
 
 
-@pytest.mark.parametrize(
-    "pattern", ["(a+)+b", "(a*)*$", "((a+)?)*b", "(a+b?)+c", "(a+|c)*b", "(x(?:a+)+?y)z", "(a{2,})*b"]
-)
-def test_repeated_repetition_is_refused(pattern: str) -> None:
-    """However it is put."""
-    for value in (pattern, ["x", pattern]):
-        assert refused(sampling_params={"stop_regex": value}).startswith("sampling_params.stop_regex: must not repeat")
+def test_types_that_only_some_doors_check() -> None:
+    """`/vertex_generate` passes JSON on as it is."""
+    assert refused(priority="x").startswith("priority: ")
+    assert refused(priority=1.5).startswith("priority: ")
+    assert refused(return_logprob=True, logprob_start_len="x").startswith("logprob_start_len: ")
+    assert refused(top_logprobs_num="x").startswith("top_logprobs_num: ")
 
 
 def test_ordinary_request_costs_nothing_to_speak_of() -> None:
@@ -124,3 +138,22 @@ def test_ordinary_request_costs_nothing_to_speak_of() -> None:
     obj = GenerateReqInput(input_ids=[7] * 4000, sampling_params=params)
     assert looks.refusal(obj) is None
     assert min(timeit.repeat(lambda: looks.refusal(obj), number=10, repeat=5)) / 10 < 0.005
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_several_answers_leave_nothing_behind(stream: bool) -> None:
+    """SGLang's table has n entries for a prompt of n answers, and forgets one. It reads one output of what does not stream."""
+    manager = SimpleNamespace(rid_to_state={"a": 1, "b": 2, "other": 3})
+    obj = GenerateReqInput(text="hi", sampling_params={"n": 2}, stream=stream)
+
+    async def generate(manager: Any, obj: Any) -> AsyncIterator[int]:
+        obj.rid = ["a", "b"]
+        for output in range(3):
+            yield output
+
+    async def outputs() -> list[int]:
+        found = _guarded(guard()[0])(generate, manager, obj)
+        return [output async for output in found] if stream else [await anext(found)]
+
+    assert asyncio.run(outputs()) == ([0, 1, 2] if stream else [0])
+    assert manager.rid_to_state == {"other": 3}

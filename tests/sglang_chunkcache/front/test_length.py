@@ -16,7 +16,7 @@ pytest.importorskip("sglang")
 from radix_ext import ConversationMap
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import BodyTooLargeError, RequestError
-from sglang_chunkcache.front.intake import MAX_VALUES, json_object
+from sglang_chunkcache.front.parse import MAX_VALUES, json_object
 from sglang_chunkcache.front.request import Identity, Passage
 from tests.sglang_chunkcache.front.front_bench import A, B, Bench, user
 

@@ -81,3 +81,11 @@ def test_misspelt_field_is_refused(name: str, meant: str) -> None:
 def test_other_fields_pass(name: str) -> None:
     """SGLang's, OpenAI's that SGLang ignores, and those of other servers."""
     refuse_misspelt({name: 1}, OURS, THEIRS)
+
+
+def test_field_that_one_branch_takes_is_not_blamed() -> None:
+    """SGLang's messages are a union by role: of a user's message without content only the content is wrong."""
+    with pytest.raises(RequestError) as caught:
+        parse(ChatCompletionRequest, {"messages": [{"role": "user", "content": 7}]})
+    assert "role" not in str(caught.value)
+    assert str(caught.value).startswith("messages.0.content: ")

@@ -102,11 +102,12 @@ def answers_of(who: Identity, others: Sequence[Identity], *, rounds: int, **knob
 @pytest.mark.parametrize(
     ("order", "tail"), [("retriever", "rank"), ("frequency", "rank"), ("tree", "rank"), ("tree", "frequency")]
 )
-def test_a_tenant_sees_nothing_of_another(order: str, tail: str) -> None:
-    """Order, fates and counts of 1,000 requests are the same with and without another tenant."""
-    alone = answers_of(ME, [], rounds=1000, order=order, tail=tail)
-    among = answers_of(ME, [STRANGER], rounds=1000, order=order, tail=tail)
-    assert sum(answer["chunks_hit"] for answer in alone) > 200
+@pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_a_tenant_sees_nothing_of_another(order: str, tail: str, rounds: int) -> None:
+    """Order, fates and counts of all requests are the same with and without another tenant."""
+    alone = answers_of(ME, [], rounds=rounds, order=order, tail=tail)
+    among = answers_of(ME, [STRANGER], rounds=rounds, order=order, tail=tail)
+    assert sum(answer["chunks_hit"] for answer in alone) > rounds / 5
     for number, (without, with_others) in enumerate(zip(alone, among, strict=True)):
         assert without == with_others, f"request {number}"
 
@@ -147,6 +148,7 @@ def rounds_in_a_pool(capacity: int, *, texts: str) -> list[tuple[int, int]]:
     return rounds[1:]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("capacity", "expected"), [(200, 1.0), (260, 0.77), (500, 0.5)])
 def test_a_full_pool_tells_that_others_are_active(capacity: int, expected: float) -> None:
     """What shared eviction reveals, as front/README.md says: whether others were active, and about how much; never the texts.

@@ -1,0 +1,221 @@
+"""Hostile clients: valid requests to every endpoint that reaches the engine, mutated field by field.
+
+The fields come from the endpoints' own schemas, so a field that SGLang adds is mutated, too. Endpoints that change or stop the
+server by design (weights, sessions, pausing, profiling) are not among them.
+"""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+from collections.abc import Callable, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
+
+from hypothesis import strategies as st
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_chunkcache.front.bodies import GenerateIn, PreprocessIn, RagFields, RetrieveBody, RetrieveIn, ReuseIn
+
+PATIENCE_S = 20.0
+"""After which a client hangs up. Long answers are asked for, too: hanging up ends them."""
+MAX_READ = 1 << 20
+"""Bytes of an answer that a client reads."""
+
+
+class Door(NamedTuple):
+    """An endpoint: a valid body, and the fields that may be put into it, by the place in the body."""
+
+    path: str
+    body: dict[str, Any]
+    fields: dict[str, dict[str, Any]]
+    """Place in the body ("" for its top) -> field -> declared type."""
+
+
+MESSAGES = [
+    {"role": "system", "content": "Answer."},
+    {"role": "user", "content": "What does Dravex make?"},
+    {"role": "assistant", "content": "clocks"},
+    {"role": "user", "content": [{"type": "text", "text": "And Solon?"}]},
+]
+CHUNKS = [{"id": "a", "text": "The company Dravex makes clocks."}, {"text": "Solon makes lamps."}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+SAMPLING = {"max_new_tokens": 3, "temperature": 0.5, "stop": ["."], "logit_bias": {"5": 1.0}, "custom_params": {"a": 1}}
+CHAT: dict[str, Any] = {
+    "model": "default",
+    "messages": MESSAGES,
+    "max_tokens": 3,
+    "stream": False,
+    "stream_options": {"include_usage": True},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "logit_bias": {"5": 1.0},
+    "response_format": {"type": "text"},
+    "tools": [TOOL],
+    "tool_choice": "none",
+    "stop": ["."],
+}
+RAG = {"chunks": CHUNKS, "conversation_id": "hostile", "order": "tree", "cache_salt": "hostile"}
+
+
+def _fields(*classes: Any) -> dict[str, Any]:
+    return {name: kind for one in classes for name, kind in get_type_hints(one).items() if name not in _IS_NO_FIELD}
+
+
+_IS_NO_FIELD = {"model_config", "_pydantic_private"}
+_SAMPLING = {"sampling_params": _fields(SamplingParams)}
+_RAG = {"": _fields(ChatCompletionRequest, RagFields), "reuse": _fields(ReuseIn), "retrieve": _fields(RetrieveIn)}
+
+DOORS = (
+    Door("/rag/v1/chat/completions", CHAT | RAG, _RAG),
+    Door("/rag/v1/chat/completions", {"messages": MESSAGES, "retrieve": {"k": 2}, "max_tokens": 2}, _RAG),
+    Door("/chunkcache/explain", CHAT | RAG, _RAG),
+    Door("/rag/v1/retrieve", {"query": "Dravex", "k": 2, "turns": None}, {"": _fields(RetrieveBody)}),
+    Door(
+        "/rag/v1/generate",
+        {"parts": ["Facts. ", {"chunks": CHUNKS}, "Dravex makes"], "sampling_params": SAMPLING, "return_logprob": True},
+        {"": _fields(GenerateIn), **_SAMPLING},
+    ),
+    Door("/chunkcache/preprocess", {"chunk": CHUNKS[0], "neighbors": CHUNKS[1:]}, {"": _fields(PreprocessIn)}),
+    Door("/v1/chat/completions", CHAT, {"": _fields(ChatCompletionRequest)}),
+    Door("/v1/completions", {"prompt": "Dravex makes", "max_tokens": 3, "logprobs": 1}, {"": _fields(CompletionRequest)}),
+    Door("/v1/responses", {"model": "default", "input": "Dravex makes", "max_output_tokens": 3}, {"": _fields(ResponsesRequest)}),
+    Door("/v1/embeddings", {"input": "Dravex", "model": "default"}, {"": _fields(EmbeddingRequest)}),
+    Door("/tokenize", {"prompt": "Dravex"}, {"": _fields(TokenizeRequest)}),
+    Door("/detokenize", {"tokens": [5, 6]}, {"": _fields(DetokenizeRequest)}),
+    Door("/encode", {"text": "Dravex"}, {"": _fields(EmbeddingReqInput)}),
+    Door(
+        "/generate",
+        {"text": "Dravex makes", "sampling_params": SAMPLING, "return_logprob": True, "top_logprobs_num": 1},
+        {"": _fields(GenerateReqInput), **_SAMPLING},
+    ),
+    Door("/api/chat", {"model": "default", "messages": MESSAGES[:2], "stream": False}, {"": {"options": dict, "format": str}}),
+    Door("/v1/messages", {"model": "default", "max_tokens": 3, "messages": MESSAGES[1:2]}, {"": {"system": str, "tools": list}}),
+)  # fmt: skip
+
+
+def _nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+_ODD: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 5, 1_000_000, 2**31, 2**63, -(2**63) - 1, 10**30),
+    *(0.5, -0.5, 1.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"), -float("inf")),
+    *("", " ", "x", "0", "5", "null", "\0", "\ud800", "<|end|>", "é中🙂", "a" * 100_000, "x " * 20_000, "9" * 400),
+    *("(", "[a-z]{1,99999}", "(a+)+$", "(?<=a*)b", "\\", "{", '{"type":"object"}', '{"$ref":"#"}', 'root ::= "a"'),
+    *([], {}, [[]], [{}], [None], [""], ["x"] * 40, list(range(5000)), {"": ""}, {"x": "y"}, {"5": "x"}, {"5": None}, {"-1": 1}),
+    *({"99999999": 1}, {"type": "json_schema"}, {"type": "json_object"}, {"text": "x"}, {"role": "user"}, {"mode": "fused"}),
+    *(_nested(depth, wrap) for depth in (3, 200) for wrap in (lambda value: [value], lambda value: {"a": value})),
+]  # fmt: skip
+
+_values = st.sampled_from(_ODD) | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+_PLAIN: dict[Any, list[Any]] = {
+    NoneType: [None],
+    bool: [True, False],
+    int: [0, 1, 2, 3, -1, 5, 100, 4096, 10**6],
+    float: [0.0, 0.5, 1.0, 2.0, -1.0, 1e-3],
+    str: ["", "a", "Dravex", ".", "5", "auto"],
+}
+"""Values of the right type."""
+
+
+def _typed(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a declared type, most of them valid; of a class any value."""
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if origin is Annotated:
+        return _typed(args[0])
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin in (Union, UnionType):
+        return st.one_of([_typed(arg) for arg in args])
+    if origin is list:
+        return st.lists(_typed(args[0]) if args else _values, max_size=3)
+    if origin is dict:
+        return st.dictionaries(_typed(str), _typed(args[1]) if args else _values, max_size=3)
+    return st.sampled_from(_PLAIN[origin]) if origin in _PLAIN else _values
+
+
+@st.composite
+def requests(
+    draw: st.DrawFn, doors: Sequence[Door] = tuple(d for d in DOORS if d.path[:4] in ("/rag", "/chu"))
+) -> tuple[str, bytes]:
+    """(path, body): a valid body of a door with up to three of its fields replaced, put in, taken out or wrapped."""
+    door = draw(st.sampled_from(doors))
+    body = copy.deepcopy(door.body)
+    for _ in range(draw(st.sampled_from((0, 1, 1, 1, 1, 2, 3)))):
+        _mutate(draw, door, body)
+    return door.path, json.dumps(body).encode("utf-8", "surrogatepass")
+
+
+def send(url: str, path: str, body: bytes) -> int | None:
+    """The answer's status, read to its end or to `MAX_READ`. None: the client hung up after `PATIENCE_S`. 0: it broke off.
+
+    Raises:
+        OSError: nobody answers.
+    """
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read(MAX_READ)
+        return response.status
+    except TimeoutError:
+        return None
+    except (http.client.HTTPException, BrokenPipeError, ConnectionResetError):
+        return 0  # SGLang breaks off some streams, and too large a body is not read; the next request shows whether it lives
+    finally:
+        connection.close()
+
+
+# Private, in order of use
+
+
+def _mutate(draw: st.DrawFn, door: Door, body: dict[str, Any]) -> None:
+    if draw(st.booleans()):  # any field of the schema, in the body or not
+        place = draw(st.sampled_from(sorted(door.fields)))
+        holder = body.get(place) if place else body
+        if not isinstance(holder, dict):
+            holder = body[place] = {}
+        name = draw(st.sampled_from(sorted(door.fields[place])))
+        holder[name] = copy.deepcopy(
+            draw(_values if draw(st.integers(0, 3)) == 0 else _typed(door.fields[place][name]))
+        )
+        return
+    holder, key = draw(st.sampled_from(list(_places(body)) or [(body, "x")]))
+    how = draw(st.sampled_from(("replace", "remove", "wrap", "repeat")))
+    if how == "remove":
+        holder.pop(key, None) if isinstance(holder, dict) else holder.pop(key)
+    elif how == "wrap":
+        holder[key] = [holder[key]] if key in holder or isinstance(holder, list) else []
+    elif how == "repeat" and isinstance(holder, list):
+        holder.extend([holder[key]] * draw(st.sampled_from((1, 300))))
+    else:
+        holder[key] = copy.deepcopy(draw(_values))
+
+
+def _places(node: Any) -> Any:
+    """(container, key) of every value in a body."""
+    for key, value in list(node.items()) if isinstance(node, dict) else list(enumerate(node)):
+        yield node, key
+        if isinstance(value, dict | list):
+            yield from _places(value)

@@ -1,0 +1,71 @@
+"""Our patches of SGLang: what the one around `generate_request` does, and that a missing one is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_chunkcache import config, hooks, launch_server
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.guard import Guard, Limits
+from sglang_chunkcache.front.metrics import Metrics
+
+MANAGER = SimpleNamespace()
+
+
+def outputs(obj: Any, raw_request: Any = None) -> list[Any]:
+    """What a guarded `generate_request` gives for `obj`: SGLang's, which says what it was called with."""
+
+    async def generate(*given: Any) -> AsyncIterator[Any]:
+        yield given
+
+    guard = Guard(lambda: Limits(1101, None), lambda: Metrics(prometheus=False))
+    guarded = hooks._guarded(guard)(generate, MANAGER, obj, raw_request)
+
+    async def collected() -> list[Any]:
+        return [output async for output in guarded]
+
+    return asyncio.run(collected())
+
+
+def test_lethal_request_does_not_reach_sglang() -> None:
+    """The error comes where SGLang's own come: with the first step, not with the call."""
+    with pytest.raises(RequestError, match="priority: must fit"):
+        outputs(GenerateReqInput(text="x", priority=2**63))
+
+
+@pytest.mark.parametrize("obj", [GenerateReqInput(text="x"), EmbeddingReqInput(text="x"), None], ids=type)
+def test_other_request_is_sglangs(obj: Any) -> None:
+    """With what it was called with. Embeddings have other fields."""
+    assert outputs(obj, "raw") == [(MANAGER, obj, "raw")]
+
+
+def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs that it could not apply one, and goes on."""
+    every = {hooks.GET_INTERNAL_STATE, hooks.FORWARD, hooks.GENERATE_REQUEST}
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    assert set(hooks.missing_hooks(reuse="fused", guard="on")) == every
+    assert hooks.missing_hooks(reuse="exact") == [hooks.GET_INTERNAL_STATE]
+    monkeypatch.setattr(HookRegistry, "_patched", every)
+    assert hooks.missing_hooks(reuse="fused", guard="on") == []
+
+
+def test_start_without_the_guard_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a flag has switched it off."""
+    monkeypatch.setattr(HookRegistry, "_patched", {hooks.GET_INTERNAL_STATE})
+    said: list[str] = []
+    for guard in ("off", "on"):
+        settings = ChunkCacheConfig(guard=guard)
+        monkeypatch.setattr(config, "from_env", lambda settings=settings: settings)
+        launch_server._check_hooks(said.append)  # type: ignore[arg-type]
+    assert [hooks.GENERATE_REQUEST in text for text in said] == [True]
