@@ -189,7 +189,6 @@ CASES: list[tuple[str, Any, str]] = [
     ("question empty", {"messages": [{"role": "user", "content": ""}], "retrieve": True}, "messages"),
     ("question an image", {"messages": [{"role": "user", "content": [IMAGE]}], "retrieve": True}, "content"),
     ("question of a megabyte", {"messages": [{"role": "user", "content": "x " * 500_000}], "retrieve": True}, "context"),
-    ("last message an answer", {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}], "retrieve": True}, "messages"),
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def test_bodies_are_valid(arm: Arm) -> None:
     """A body that the arm's own server would refuse fails every request of a run."""
     bodies = pytest.importorskip("sglang_chunkcache.front.bodies")
     settings, _ = parse_launcher(list(arm.flags))
-    fields = bodies.parse(bodies.RagFields, {**request_body(arm, {"reuse": {"ratio": 0.5}}), "chunks": [{"text": "a"}]})
+    parse = importlib.import_module("sglang_chunkcache.front.parse").parse
+    fields = parse(bodies.RagFields, {**request_body(arm, {"reuse": {"ratio": 0.5}}), "chunks": [{"text": "a"}]})
     request = fields.fusion_request(settings)
     assert (request is not None) == arm.is_fused == (settings.reuse == "fused")
     if request is not None:
