@@ -31,6 +31,8 @@ PIECE = b'{"messages": "' + b" " * 65_536
 
 ROUNDS, PHASE_S = 5, 12.0
 """Of the measurement: each round has a phase without hostile clients and one with."""
+PAUSE_S = 0.2
+"""Between two hostile bodies: some 20 MB a second. One after the other they take a core, of which there may be two."""
 MOST_ADDED_S = 0.1
 """By which a p95 may rise."""
 
@@ -157,6 +159,7 @@ def test_others_do_not_wait_for_hostile_bodies(rag_server: Server) -> None:
             status, _ = answered(rag_server, endless() if body is None else body)
             seen[kind, status] += 1
             turn += 1
+            time.sleep(PAUSE_S)
 
     def ping() -> float:
         """An answer that the front alone gives: how long its event loop was busy."""
@@ -200,5 +203,6 @@ def test_others_do_not_wait_for_hostile_bodies(rag_server: Server) -> None:
             print(f"{what} hostile {hostile!s:5} n {len(values):5} p50 {p50_ms:6.1f} ms p95 {p95_ms:6.1f} ms")
     print("front, MiB after each phase:", " ".join(f"{value:.0f}" for value in memory))
     assert {status for _, status in seen} <= {400, 413}
-    assert p95(pings[True]) - p95(pings[False]) <= MOST_ADDED_S
+    for found in (took, pings):
+        assert p95(found[True]) - p95(found[False]) <= MOST_ADDED_S
     assert memory[-1] - memory[1] <= 100
