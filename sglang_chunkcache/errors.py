@@ -5,7 +5,7 @@ ChunkCacheError
     EngineRefusedError  SGLang's own refusal of a request that had begun
     TooLongError      a text that cannot fit the context
     BodyTooLargeError a body over the limit: HTTP 413
-  BusyError           too many long requests wait already: HTTP 503
+  BusyError           too many long requests wait, or the server is about to end: HTTP 503
   SearchFailedError   the index gave no answer: HTTP 500 or 503
   ServerError         a mistake on a command line, or a server that does not serve: one line on stderr
     RefusedError      the server answered 400: this request is refused, others may be served
@@ -41,7 +41,7 @@ class BodyTooLargeError(RequestError):
 
 
 class BusyError(ChunkCacheError):
-    """So many long requests wait already that this one would wait too long."""
+    """The server takes no more requests now: too many long ones wait already, or it is about to end."""
 
     status = 503
 

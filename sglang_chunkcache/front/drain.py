@@ -15,7 +15,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import JSONResponse
+from sglang_chunkcache.errors import BusyError
+from sglang_chunkcache.front.routes import error_response
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -55,7 +56,9 @@ class Drain:
             finally:
                 watch.cancel()
         elif scope["type"] == "http" and _asks_for_work(scope) and self._manager().gracefully_exit:
-            await _refusal()(scope, receive, send)
+            refusal = error_response(BusyError("the server is shutting down"))
+            refusal.headers.update({"Retry-After": str(RETRY_AFTER_S), "Connection": "close"})
+            await refusal(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -74,18 +77,6 @@ class Drain:
 
 def _asks_for_work(scope: Scope) -> bool:
     return scope["method"] not in READING and scope["path"] != ABORT
-
-
-def _refusal() -> JSONResponse:
-    body = {
-        "object": "error",
-        "message": "the server is shutting down",
-        "type": "ServiceUnavailableError",
-        "param": None,
-        "code": 503,
-    }
-    headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
-    return JSONResponse(body, status_code=503, headers=headers)
 
 
 def _kill() -> None:

@@ -30,9 +30,6 @@ from sglang_chunkcache.front.search import RagSearch, Retrieval
 MAX_TOOLS = 1000
 """Far more than a model can choose from."""
 
-MAX_STOP_CHARS = 4096
-"""Of all stop strings."""
-
 CHAT_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -117,7 +114,6 @@ class Intake:
     async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
         """A prompt of `parts`."""
         body = parse(GenerateIn, await json_object(raw_request, self._config))
-        _check_stop(body.sampling_params.get("stop"), "sampling_params.stop")
         parts = [part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts]
         self._check_num_chunks(sum(len(part) for part in parts if not isinstance(part, str)), "parts.chunks")
         if body.sampling_params.get("n", 1) != 1:
@@ -164,7 +160,6 @@ class Intake:
             raise RequestError(f"tools: {len(tools)} given, at most {MAX_TOOLS}")
         if isinstance(chunks, list):
             self._check_num_chunks(len(chunks), "chunks")
-        _check_stop(body.get("stop"), "stop")
 
     def _check_num_chunks(self, num_chunks: int, field: str) -> None:
         if num_chunks > self._config.max_chunks:
@@ -211,13 +206,6 @@ class Intake:
         if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")
         return self._parts.search
-
-
-def _check_stop(stop: Any, field: str) -> None:
-    """SGLang tokenises stop strings on the event loop."""
-    texts = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
-    if sum(len(text) for text in texts if isinstance(text, str)) > MAX_STOP_CHARS:
-        raise RequestError(f"{field}: at most {MAX_STOP_CHARS} characters")
 
 
 def _num_chars(content: Any) -> int:

@@ -70,7 +70,7 @@ class Routes:
         try:
             body, found = await self._intake.retrieval(raw_request)
         except ChunkCacheError as error:
-            return _error_response(error)
+            return error_response(error)
         return ORJSONResponse(found.listed(with_text=body.text))
 
     async def rag_generate(self, raw_request: Request) -> Any:
@@ -110,7 +110,7 @@ class Routes:
             _, planned = await self._intake.chat(raw_request)
             found = await self._parts.engine.explain(planned)
         except ChunkCacheError as error:
-            return _error_response(error)
+            return error_response(error)
         return ORJSONResponse(explained(planned, found))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
@@ -126,7 +126,7 @@ class Routes:
         if not isinstance(error, EngineRefusedError):
             outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
             self._parts.books.metrics.count("requests", outcome)
-        return _error_response(error)
+        return error_response(error)
 
 
 async def elsewhere(raw_request: Request) -> ORJSONResponse:
@@ -142,10 +142,10 @@ async def elsewhere(raw_request: Request) -> ORJSONResponse:
 async def refused(raw_request: Request, error: Exception) -> ORJSONResponse:
     """FastAPI's handler of a refusal that no endpoint has caught."""
     assert isinstance(error, ChunkCacheError)
-    return _error_response(error)
+    return error_response(error)
 
 
-def _error_response(error: ChunkCacheError) -> ORJSONResponse:
+def error_response(error: ChunkCacheError) -> ORJSONResponse:
     """SGLang's shape of an error. `param` is the field in front of the message's colon."""
     message, status = str(error), error.status
     kinds = {

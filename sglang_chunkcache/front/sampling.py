@@ -19,6 +19,8 @@ from sglang_chunkcache.front.guard import Limits, sampling_problem
 
 MAX_ANSWERS = 128
 """Answers of one request (`n`), OpenAI's limit. SGLang makes a request of each, all at once."""
+MAX_STOP_CHARS = 4096
+"""Of all stop strings: SGLang tokenises them on the event loop."""
 GRAMMARS, MAX_GRAMMAR_CHARS = ("json_schema", "regex", "ebnf", "structural_tag"), 100_000
 """The memory that xgrammar takes grows with the square of a grammar's rules: 20,000 rules in 340,000 characters took 1.5 GB."""
 
@@ -76,6 +78,9 @@ def _check_bounds(params: Mapping[str, Any]) -> None:
     """Raise ValueError for what SGLang does not bound."""
     if not 1 <= (1 if params.get("n") is None else params["n"]) <= MAX_ANSWERS:
         raise ValueError(f"n must be between 1 and {MAX_ANSWERS}")
+    stop = params.get("stop") or ()
+    if sum(map(len, [stop] if isinstance(stop, str) else stop)) > MAX_STOP_CHARS:
+        raise ValueError(f"stop must have at most {MAX_STOP_CHARS} characters")
     for name in GRAMMARS:
         if len(params.get(name) or "") > MAX_GRAMMAR_CHARS:
             raise ValueError(f"{name} must have at most {MAX_GRAMMAR_CHARS} characters")

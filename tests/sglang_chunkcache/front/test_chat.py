@@ -19,9 +19,6 @@ from sglang_chunkcache.front.chat import DONE, RagServingChat, _chunk, _delta, _
 from sglang_chunkcache.front.engine import Engine, hand_over
 from tests.sglang_chunkcache.front.front_bench import A, Asked, Bench, make_output
 
-# FastAPI would have us return plain objects, SGLang returns ORJSONResponse.
-pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")
-
 
 def make_chat(bench: Bench, respond: Any) -> RagServingChat:
     """Serving whose `handle_request` is `respond(raw_request)`; nothing of SGLang is started."""

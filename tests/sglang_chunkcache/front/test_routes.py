@@ -33,7 +33,7 @@ from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 from tests.sglang_chunkcache.front.front_bench import SECRET, A, B, Bench, CharTokenizer, make_output
 
 # FastAPI would have us return plain objects, OpenAI has clients send `max_completion_tokens`: SGLang uses and takes both.
-pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated", "ignore:max_tokens is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
 
 MESSAGES = [{"role": "user", "content": "why?"}]
 CHUNKS = [{"id": "a", "text": A.text}, {"id": "b", "text": B.text}]

@@ -88,6 +88,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n"),
     ({"stop": [5]}, "stop"),
     ({"stop": ["a"] * 33}, "stop"),
+    ({"stop": "a" * 4097}, "stop"),
+    ({"stop": ["a" * 2100] * 2}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [10**30]}, "stop_token_ids"),
     ({"stop_regex": "("}, "stop_regex"),
