@@ -52,13 +52,14 @@ from radix_ext.order import (
     order_chunks,
     order_per_rank,
 )
-from radix_ext.overlap import overlap, seen_before
+from radix_ext.overlap import Overlap, Seen
 from radix_ext.prefix_tree import ChunkPrefixTree, HeldStats, Plan, TreeStats
 from radix_ext.replay import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
     AdmissionPolicy,
     DedupPolicy,
+    Replay,
     ReplayResult,
     ReplaySettings,
     RequestCount,
@@ -95,13 +96,16 @@ __all__ = [
     "MessageError",
     "OrderPolicy",
     "Ordering",
+    "Overlap",
     "Plan",
     "PolicyError",
+    "Replay",
     "ReplayResult",
     "ReplaySettings",
     "RequestCount",
     "RoundRobin",
     "Router",
+    "Seen",
     "ShownPolicy",
     "Span",
     "SpanError",
@@ -119,11 +123,9 @@ __all__ = [
     "longest_chain",
     "order_chunks",
     "order_per_rank",
-    "overlap",
     "replay_trace",
     "reused_priority",
     "root_chain",
     "running_hashes",
-    "seen_before",
     "shown",
 ]
