@@ -335,13 +335,19 @@ class ChunkPrefixTree:
         if tier == old:
             return
         node.tiers += (tier - old) << 2 * rank
-        if bool(tier) != bool(old):
+        if not old or not tier:
             self._digests[rank] = self._digests.get(rank, 0) ^ node.chain
-        for changed, sign in ((old, -1), (tier, +1)):
-            if changed:
-                held = self._held.get((rank, changed)) or self._held.setdefault((rank, changed), [0, 0])
-                held[0] += sign
-                held[1] += sign * node.num_tokens
+        if old:
+            self._count_held((rank, old), -1, -node.num_tokens)
+        if tier:
+            self._count_held((rank, tier), 1, node.num_tokens)
+
+    def _count_held(self, key: tuple[int, int], num_nodes: int, num_tokens: int) -> None:
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = [0, 0]
+        held[0] += num_nodes
+        held[1] += num_tokens
 
     def _held_node(self, chain: ChainId, rank: int) -> ChainNode | None:
         self._check_rank(rank)
