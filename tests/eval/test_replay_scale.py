@@ -138,9 +138,11 @@ def test_generated_trace_is_written_in_the_trace_format(tmp_path: Path, capsys: 
 
 
 def test_k_of_a_generated_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    """As many chunks as asked for; the smaller of two is cut from the same requests."""
+    """As many chunks as asked for, if a topic has them."""
     assert main(["replay", "--generate", "30", "--k", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_chunks"] == 90
+    assert main(["replay", "--generate", "30", "--k", "51"]) == 2
+    assert "at most 50 chunks but --k is 51" in capsys.readouterr().err
 
 
 # --- time and memory ---
