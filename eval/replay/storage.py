@@ -139,7 +139,8 @@ def simulate(store: str, known: Sequence[str], requests: Sequence[Sequence[str]]
 
     A chunk is found if one of the paths that the store tries is there: the whole prefix, ever shorter ends of it, or none of it.
     """
-    paths, stored = {(chunk,) for chunk in known}, set(known)
+    paths: set[tuple[str, ...]] = {(chunk,) for chunk in known}
+    stored = set(known)
     computed = recomputed = found = 0
     for request in requests:
         for end in range(1, len(request) + 1):
