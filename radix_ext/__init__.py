@@ -53,13 +53,14 @@ from radix_ext.order import (
     order_chunks,
     order_per_rank,
 )
-from radix_ext.overlap import overlap, seen_before
+from radix_ext.overlap import Overlap, Seen
 from radix_ext.prefix_tree import ChunkPrefixTree, HeldStats, Plan, TreeStats
 from radix_ext.replay import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
     AdmissionPolicy,
     DedupPolicy,
+    Replay,
     ReplayResult,
     ReplaySettings,
     RequestCount,
@@ -97,13 +98,16 @@ __all__ = [
     "MessageError",
     "OrderPolicy",
     "Ordering",
+    "Overlap",
     "Plan",
     "PolicyError",
+    "Replay",
     "ReplayResult",
     "ReplaySettings",
     "RequestCount",
     "RoundRobin",
     "Router",
+    "Seen",
     "ShownPolicy",
     "Span",
     "SpanError",
@@ -121,11 +125,9 @@ __all__ = [
     "longest_chain",
     "order_chunks",
     "order_per_rank",
-    "overlap",
     "replay_trace",
     "reused_priority",
     "root_chain",
     "running_hashes",
-    "seen_before",
     "shown",
 ]

@@ -233,6 +233,11 @@ class ChunkPrefixTree:
             num_collisions=self._num_collisions,
         )
 
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens of the nodes that a rank holds, summed over ranks and tiers. O(ranks)."""
+        return sum(num_tokens for _, num_tokens in self._held.values())
+
     def digest(self, rank: int) -> tuple[int, int]:
         """(number of nodes this rank holds, exclusive or of their chain ids): equal digests, equal trees. O(1)."""
         num_nodes = sum(nodes for (held_by, _), (nodes, _) in self._held.items() if held_by == rank)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from eval.replay.trace import Trace
+from eval.replay.trace import TraceFacts
 from radix_ext import AdmissionPolicy, DedupPolicy, EvictionPolicy, OrderPolicy, ReplaySettings, TailPolicy
 
 Entry = Mapping[str, Any]
@@ -104,23 +104,18 @@ def comparison(capacities: Sequence[tuple[int, int]], *, has_conversations: bool
     return _distinct(cells, has_conversations=has_conversations)
 
 
-def derived_capacities(trace: Trace) -> tuple[list[tuple[int, int]], str | None]:
+def derived_capacities(facts: TraceFacts) -> tuple[list[tuple[int, int]], str | None]:
     """No limit, a quarter and an eighth of the trace's distinct chunks; in tokens if the trace has lengths.
 
     Sizes that cannot hold the trace's largest request are unrealistic and left out; the returned sentence names them.
     """
-    distinct = {chunk.id: chunk.num_tokens for request in trace.requests for chunk in request.chunks}
-    unit = "tokens" if trace.has_lengths else "chunks"
-    total = sum(distinct.values()) if trace.has_lengths else len(distinct)
-    largest = max(
-        sum(chunk.num_tokens for chunk in request.chunks) if trace.has_lengths else len(request.chunks)
-        for request in trace.counted
-    )
+    unit = "tokens" if facts.has_lengths else "chunks"
+    total = facts.distinct_tokens if facts.has_lengths else facts.distinct_chunks
+    largest = facts.largest_tokens if facts.has_lengths else facts.largest_chunks
     sizes = [total // part for part in (4, 8)]
     small = [f"{size:,}" for size in sizes if size < largest]
     left_out = f"Left out: capacity for {' and '.join(small)} {unit}, since the largest request has {largest:,}."
-    kept = [size for size in sizes if size >= largest]
-    capacities = [(0, size) if trace.has_lengths else (size, 0) for size in kept]
+    capacities = [(0, size) if facts.has_lengths else (size, 0) for size in sizes if size >= largest]
     return [(0, 0), *capacities], left_out if small else None
 
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from eval.errors import CommandError
 from eval.progress import tracked
-from eval.replay.trace import read_trace
+from eval.replay.trace import TraceFile
 from eval.run import Run, Sample
 from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Tier
 
@@ -250,7 +250,7 @@ def _simulated(options: argparse.Namespace) -> Iterator[_Row]:
 
 
 def _traced(path: Path) -> Iterator[_Row]:
-    requests = [[str(chunk.id) for chunk in request.chunks] for request in read_trace(path).counted]
+    requests = [[str(chunk.id) for chunk in request.chunks] for request in TraceFile(path) if request.chunks]
     yield "trace", {"assumptions": None, "swept": False}, lambda: ([], requests)
 
 

@@ -1,6 +1,6 @@
 """Samples of a replay -> shares with intervals and contrasts with the retriever's order: a pure function.
 
-Shares are sums over requests, without the warm-up. Intervals come from a moving-block bootstrap over consecutive requests: they
+Shares are sums over the measured requests. Intervals come from a moving-block bootstrap over consecutive requests: they
 show how much a figure depends on the choice of requests. They do not include other histories of the cache, since every cell is
 replayed once.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.intervals import moving_block_share
+from eval.replay.bootstrap import moving_block_share
 from eval.replay.grid import baseline_of, craft_of, policy_name
-from eval.replay.verdict import verdict
+from eval.replay.verdict import capacity_name, verdict
 
 Sample = Mapping[str, Any]
 MIN_BLOCKS = 10
@@ -24,11 +24,11 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     """`results` of a replay's record, from the samples taken so far.
 
     Args:
-        spec: `warm_up` requests are not measured; `block` requests form a block of the bootstrap; `worth` is for the verdict;
-            `left_out`: a sentence on sizes that were not replayed, or None.
-        samples: one per cell, and one with `overlap` per k.
+        spec: `block` requests form a block of the bootstrap; `worth` is for the verdict; `left_out`: a sentence on sizes that
+            were not replayed, or None.
+        samples: one per cell, and one with `overlap` per k, as eval/replay/cells.py makes them.
     """
-    shares = _Shares(spec["warm_up"], spec["block"])
+    shares = _Shares(spec["block"])
     cells = [sample for sample in samples if "cell" in sample]
     contrasts = []
     for find in (baseline_of, craft_of):
@@ -42,30 +42,58 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
         "overlap_by_k": overlap,
         "contrasts": contrasts,
     }
+    results["tables"] = [_table(results)] if cells else []
     return results | {"verdict": verdict(results, worth=spec["worth"], left_out=spec.get("left_out"))}
 
 
-class _Shares:
-    """Shares over the requests after the warm-up."""
+def _table(results: Mapping[str, Any]) -> dict[str, Any]:
+    """One row per cell: the settings that differ between cells, then the shares in percent."""
+    cells = results["cells"]
+    differs = [name for name in cells[0]["cell"] if len({cell["cell"][name] for cell in cells} - {None}) > 1]
+    rows = []
+    for one in cells:
+        cell = one["cell"]
+        row = {"capacity": capacity_name(cell)}
+        row |= {name: str(cell[name] or "-") for name in differs if not name.startswith("capacity")}
+        for unit in ("chunk", "token"):
+            if share := one[f"{unit}_hit_rate"]:
+                row[f"{unit}s found"] = f"{share['value']:.1%}"
+                row["95%" if unit == "chunk" else "95% "] = f"{100 * share['low']:.1f}-{100 * share['high']:.1f}"
+        for part in ("conversation_scoped", "history_lost") if "reduction" in one else ():
+            row[part.replace("_", " ")] = f"{one['reduction']['chunks'][part]['value']:.1%}"
+        rows.append(row)
+    notes = [_overlap_note(overlap) for overlap in results["overlap_by_k"] if overlap["estimated_from"]]
+    return {"title": "Shares found cached", "rows": rows, "note": " ".join(notes)}
 
-    def __init__(self, warm_up: int, block: int) -> None:
-        self._warm_up, self._block = warm_up, block
+
+def _overlap_note(overlap: Mapping[str, Any]) -> str:
+    of_first = f" of the first {overlap['k']} chunks" if overlap["k"] else ""
+    return (
+        f"Overlap{of_first}: prefix {overlap['prefix']:.3f}, total {overlap['total']:.3f}, estimated from "
+        f"{overlap['estimated_from']:,} requests, each compared with some 10,000 to 20,000 before it."
+    )
+
+
+class _Shares:
+    """Shares over the measured requests."""
+
+    def __init__(self, block: int) -> None:
+        self._block = block
 
     def cell(self, sample: Sample) -> dict[str, Any]:
         """An entry of `results["cells"]`."""
-        saved = {unit: (_saved(sample, unit), sample[unit]) for unit in METRICS if sample[unit]}
+        saved = {unit: _saved(sample, unit) for unit in METRICS if sample[unit]}
         figures: dict[str, Any] = {
             "cell": sample["cell"],
-            "chunk_hit_rate": self._share(sample["hits"], sample["chunks"]),
-            "token_hit_rate": self._share(sample["token_hits"], sample["tokens"]) if sample["tokens"] else None,
-            "saved": {unit: self._share(*both) for unit, both in saved.items()},
-            "saved_in_second_half": {unit: self._second_half(*both) for unit, both in saved.items()},
+            "chunk_hit_rate": self._share(sample, sample["hits"], "chunks"),
+            "token_hit_rate": self._share(sample, sample["token_hits"], "tokens") if sample["tokens"] else None,
+            "saved": {unit: self._share(sample, counts, unit) for unit, counts in saved.items()},
+            "saved_in_second_half": {unit: _second_half(counts, sample[unit]) for unit, counts in saved.items()},
         }
         if sample["cell"]["dedup"] is not None:
             figures["reduction"] = {unit: self._reduction(sample, unit) for unit in saved}
-        measured = sample["chunks"][self._warm_up :]
-        kept = {name: sample[name] for name in ("num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")}
-        return figures | {"num_requests": len(measured), "num_chunks": sum(measured)} | kept
+        kept = ("num_requests", "num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")
+        return figures | {"num_chunks": sum(sample["chunks"])} | {name: sample[name] for name in kept}
 
     def contrasts(self, baseline: Sample, other: Sample) -> list[dict[str, Any]]:
         """The difference of saved shares, `other` less `baseline`, of chunks and, with lengths, of tokens."""
@@ -81,8 +109,8 @@ class _Shares:
                     "a": policy_name(baseline["cell"]),
                     "b": policy_name(other["cell"]),
                     "statistic": "difference of shares",
-                    **self._share(differences, other[unit]),
-                    "n": len(other[unit][self._warm_up :]),
+                    **self._share(other, differences, unit),
+                    "n": other["num_requests"],
                     "p": None,
                 }
             )
@@ -90,7 +118,7 @@ class _Shares:
 
     def overlap(self, sample: Sample) -> dict[str, Any]:
         """CRAFT's prefix and total of the whole trace, and the share of chunks (tokens) retrieved before."""
-        seen = {unit: self._share(sample[f"seen_{unit}"], sample[unit]) for unit in METRICS if sample[unit]}
+        seen = {unit: self._share(sample, sample[f"seen_{unit}"], unit) for unit in METRICS if sample[unit]}
         return {
             "k": sample["k"],
             **sample["overlap"],
@@ -101,20 +129,21 @@ class _Shares:
     def _reduction(self, sample: Sample, unit: str) -> dict[str, Any]:
         """CRAFT fig. 12's two parts of the saved chunks, and the chunks computed again because a history left the cache."""
         parts = zip(("general", "conversation_scoped", "history_lost"), _parts(sample, unit), strict=True)
-        return {name: self._share(counts, sample[unit]) for name, counts in parts}
+        return {name: self._share(sample, counts, unit) for name, counts in parts}
 
-    def _share(self, parts: Sequence[float], wholes: Sequence[float]) -> dict[str, float]:
-        wholes = wholes[self._warm_up :]
-        value, low, high = moving_block_share(parts[self._warm_up :], wholes, block=self._block)
+    def _share(self, sample: Sample, parts: Sequence[float], unit: str) -> dict[str, float]:
+        block = max(1, self._block // sample["bin"])
+        value, low, high = moving_block_share(parts, sample[unit], block=block)
         return {"value": value, "low": low, "high": high}
 
-    def _second_half(self, parts: Sequence[float], wholes: Sequence[float]) -> float:
-        middle = (self._warm_up + len(wholes)) // 2
-        return sum(parts[middle:]) / max(1, sum(wholes[middle:]))
+
+def _second_half(parts: Sequence[float], wholes: Sequence[float]) -> float:
+    middle = len(wholes) // 2
+    return sum(parts[middle:]) / max(1, sum(wholes[middle:]))
 
 
 def _saved(sample: Sample, unit: str) -> list[int]:
-    """Per request: prefix hits and chunks left out as already shown, less chunks that are computed again."""
+    """Per bin: prefix hits and chunks left out as already shown, less chunks that are computed again."""
     return [hits + dropped - lost for hits, dropped, lost in zip(*_parts(sample, unit), strict=True)]
 
 

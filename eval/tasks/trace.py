@@ -10,7 +10,7 @@ System prompts are made alike; every question is different. A line, of which onl
 from __future__ import annotations
 
 from eval.data.random_text import random_text
-from eval.replay.trace import TraceRequest, read_trace
+from eval.replay.trace import TraceFile, TraceRequest
 from eval.task import Request, Source, TaskData, TextChunk
 
 CHUNK_TOKENS = 256
@@ -21,7 +21,7 @@ QUESTION_TOKENS = 16
 
 def load(source: Source) -> TaskData:
     """Requests in the order of arrival, the first one at 0 s if every line has a timestamp. Raises CommandError."""
-    trace = read_trace(source.file(), max_requests=source.requests).requests
+    trace = [*TraceFile(source.file(), max_requests=source.requests)]
     passages: dict[str, TextChunk] = {}
     # A length given anywhere counts everywhere.
     for request in sorted(trace, key=lambda request: not request.has_lengths):
