@@ -84,9 +84,10 @@ class CaptureQueue:
         return {"pending": len(self._queue), "dropped": self.num_dropped}
 
     def _is_wanted(self, node: Any, preprocessed: bool, is_preprocessing: bool) -> bool:
-        identity, prefix = self._copies.identity_of(node), self._copies.facts_of(node).prefix
+        identity = self._copies.identity_of(node)
         if identity is None or not self._copies.holds(node):
             return False
+        prefix = self._copies.facts_of(node).prefix
         known = [variant.prefix for variant in self._store.find(identity)]
         if not is_preprocessing and len(known) >= self._store.max_variants and prefix not in known:
             return False  # with all its variants a chunk gets no more: each new chain would cost a pass

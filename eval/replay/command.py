@@ -26,6 +26,7 @@ from eval.progress import progress
 from eval.replay import generated
 from eval.replay import trace as trace_format
 from eval.replay.cells import Measured, ReplayCell, TraceCell, measure
+from eval.replay.fused_cell import FusedCell, add_options
 from eval.replay.generated import GeneratedTrace
 from eval.replay.grid import AXES, DEFAULTS, Cell, comparison, derived_capacities, grid
 from eval.replay.summary import MIN_BLOCKS, summarize
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         if options.warm_up >= facts.num_counted:
             raise CommandError(f"--warm-up {options.warm_up} leaves none of {facts.num_counted} requests to measure")
         options.block = _block(options.block, facts.num_counted - options.warm_up)
-        if len(cells) == 1 and options.out is None:
+        if len(cells) == 1 and options.out is None and options.reuse == "exact":
             return _print_one(options, trace, facts, cells[0])
         return _run_grid(options, trace, facts, cells, left_out)
     except CallerError as error:
@@ -127,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     axes.add_argument(
         "--k", nargs="+", type=_at_least(1), help="first K chunks of each request; default: all, generated: 10"
     )
+    add_options(parser)
     parser.add_argument("--max-visits", type=_at_least(1), default=64, help="bound of the search; default: %(default)s")
     parser.add_argument(
         "--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them"
@@ -241,7 +243,10 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> tuple[list[Cell], 
     if any(values for name, values in axes.items() if name != "capacity_tokens"):
         return grid(axes, has_conversations=has_conversations), None
     capacities, left_out = ([(0, 0), *((0, size) for size in tokens)], None) if tokens else derived_capacities(facts)
-    return comparison(capacities, has_conversations=has_conversations), left_out
+    cells = comparison(capacities, has_conversations=has_conversations)
+    if options.reuse == "fused":
+        cells = [cell for cell in cells if cell.order == "tree"]
+    return cells, left_out
 
 
 def _run_grid(
@@ -271,10 +276,13 @@ def _measured(
         f"trace/k={k}": partial(TraceCell, k, facts, warm_up=options.warm_up)
         for k in dict.fromkeys(cell.k for cell in cells)
     }
-    return traces | {
+    exact: dict[str, Callable[[], Measured]] = {
         cell.key: partial(ReplayCell, cell, facts, warm_up=options.warm_up, max_visits=options.max_visits)
         for cell in cells
     }
+    if options.reuse == "exact":
+        return traces | exact
+    return traces | exact | {f"fused/{cell.key}": partial(FusedCell, cell, facts, options) for cell in cells}
 
 
 def _print_one(options: argparse.Namespace, trace: Trace, facts: TraceFacts, cell: Cell) -> int:
