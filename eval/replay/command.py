@@ -26,7 +26,7 @@ from eval.progress import progress
 from eval.replay import generated
 from eval.replay import trace as trace_format
 from eval.replay.cells import Measured, ReplayCell, TraceCell, measure
-from eval.replay.fused_cell import FusedCell, add_options
+from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace
 from eval.replay.grid import AXES, DEFAULTS, Cell, comparison, derived_capacities, grid
 from eval.replay.summary import MIN_BLOCKS, summarize
@@ -282,7 +282,8 @@ def _measured(
     }
     if options.reuse == "exact":
         return traces | exact
-    return traces | exact | {f"fused/{cell.key}": partial(FusedCell, cell, facts, options) for cell in cells}
+    config = server_config(options)
+    return traces | exact | {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
 
 
 def _print_one(options: argparse.Namespace, trace: Trace, facts: TraceFacts, cell: Cell) -> int:

@@ -9,7 +9,7 @@ What is moved from where, what the store keeps and what leaves are the server's 
     capture          chunks with enough accesses whose KV was computed, before the next request
 
 Not modelled: text between chunks, other system prompts, a question asked twice, slots shared with a source (every chunk takes
-room), a pool without room for a promise, the focus of `context`. Scores are those of attention that is even over all tokens.
+room), the focus of `context`. Scores are those of attention that is even over all tokens.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class FusedReplay:
     def __init__(
         self, settings: ReplaySettings, config: ChunkCacheConfig, *, kv_bytes: int, prefill_budget: int
     ) -> None:
-        self._settings, self._config, self._kv_bytes = settings, config, kv_bytes
+        self._settings, self._config, self._kv_bytes, self._budget = settings, config, kv_bytes, prefill_budget
         self._fusion = FusionRequest(config.selector, config.recompute_ratio, focus=config.selector == "context")
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens, config.min_saved_tokens)
         self._table = AccessTable(settings.window)
@@ -159,6 +159,9 @@ class FusedReplay:
             fusion=self._fusion,
             limits=self._limits,
         )
+        locked = {*found, *_sources(plan)}
+        if plan.pieces and not self._has_room(plan, locked, after=spans[-1].end - plan.end):
+            plan, locked = ReusePlan((), (*plan.fallbacks, "no_room")), {*found}
         self.fallbacks.update(plan.fallbacks)
         moved = {piece.span for piece in plan.pieces if piece.span is not None and piece.source is not None}
         fused_from = num_exact if len(found) > num_exact else min(moved, default=len(spans))
@@ -167,7 +170,7 @@ class FusedReplay:
         chain = _chain(prompt, fused_from)
         if self._settings.admission == "promoted":
             chain = chain[: max(promoted_len, len(found), *(index + 1 for index in moved))]
-        self._make_room(chain[len(found) :], {*found, *_sources(plan)})
+        self._make_room(chain[len(found) :], locked)
         hit_len = 0 if history.chunks else num_exact
         leaf = self._tree.insert(
             _NAMESPACE,
@@ -202,6 +205,12 @@ class FusedReplay:
         """How many leading chunks are cached exactly, and their nodes with those cached fused after them."""
         exact = self._tree.match(_NAMESPACE, map(ChunkId, prompt.keys))
         return len(exact), self._tree.match(_NAMESPACE, (chunk.id for chunk in _chain(prompt, len(exact))))
+
+    def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:
+        """Whether what is free or idle holds the promise and leaves room for an extend, as the server asks."""
+        room = self._settings.capacity_tokens
+        idle = sys.maxsize if room is None else room - sum(node.num_tokens for node in locked)
+        return idle >= plan.end - plan.start + max(self._budget, after)
 
     def _make_room(self, chunks: Sequence[Chunk], locked: Collection[ChainNode]) -> None:
         """Evict until these fit, as the pool does before it takes them; all but the prompt's own nodes and its sources."""

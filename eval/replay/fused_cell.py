@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from eval.errors import CommandError
 from eval.replay.cells import Bins, ReplayCell, Sample
 from eval.replay.fused import FusedCount, FusedReplay
 from eval.replay.grid import DEFAULTS, Cell
@@ -51,18 +52,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default: %(default)s")
 
 
+def server_config(options: argparse.Namespace) -> ChunkCacheConfig:
+    """The server's. Raises CommandError naming its flag where an option is out of range."""
+    try:
+        return ChunkCacheConfig(reuse="fused", **{name: getattr(options, name) for name in KNOBS})
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
 class FusedCell(ReplayCell):
-    """A fused replay of one cell of the grid.
+    """A fused replay of one cell of the grid."""
 
-    Raises:
-        ValueError: an option outside the server's range; names the server's flag.
-    """
-
-    def __init__(self, cell: Cell, facts: TraceFacts, options: argparse.Namespace) -> None:
+    def __init__(self, cell: Cell, facts: TraceFacts, options: argparse.Namespace, config: ChunkCacheConfig) -> None:
         super().__init__(cell, facts, warm_up=options.warm_up, max_visits=options.max_visits)
         settings = cell.settings(max_visits=options.max_visits)
         settings = replace(settings, window=cell.window or DEFAULTS["window"])  # the store's threshold counts in it
-        config = ChunkCacheConfig(reuse="fused", **{name: getattr(options, name) for name in KNOBS})
         self._chunk_tokens = None if facts.has_lengths else options.chunk_tokens
         self._replay = self._fused = FusedReplay(
             settings, config, kv_bytes=options.kv_bytes_per_token, prefill_budget=options.prefill_budget
