@@ -68,7 +68,7 @@ class FusedCell(ReplayCell):
         settings = cell.settings(max_visits=options.max_visits)
         settings = replace(settings, window=cell.window or DEFAULTS["window"])  # the store's threshold counts in it
         self._chunk_tokens = None if facts.has_lengths else options.chunk_tokens
-        self._replay = self._fused = FusedReplay(
+        self._replay = self._fused = FusedReplay(  # type: ignore[assignment]  # it has the same `step`
             settings, config, kv_bytes=options.kv_bytes_per_token, prefill_budget=options.prefill_budget
         )
         self._bins = Bins(FusedCount._fields, warm_up=options.warm_up)
