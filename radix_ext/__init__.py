@@ -39,7 +39,6 @@ from radix_ext.eviction import (
     EVICTION_POLICIES,
     EvictionPolicy,
     EvictionQueue,
-    eviction_priority,
     reused_priority,
 )
 from radix_ext.moved_plan import FusionRequest
@@ -118,7 +117,6 @@ __all__ = [
     "Turn",
     "check_spans",
     "chunk_id",
-    "eviction_priority",
     "extend_chain",
     "keep_recent",
     "leading_area",

@@ -232,11 +232,12 @@ class Replay:
         """Evict until the cache has its size, after the insertion of a chain that ends in `leaf`."""
         if leaf is not None:
             self._queue.push(leaf)
-        while self._is_over() and (victim := self._queue.pop()) is not None:
+        tree, queue = self._tree, self._queue
+        while self._is_over() and (victim := queue.pop()) is not None:
             parent = victim.parent
-            self.num_evicted += self._tree.evict(victim.chain, rank=_RANK)
+            self.num_evicted += tree.evict(victim.chain, rank=_RANK)
             if parent is not None and parent.parent is not None:
-                self._queue.push(parent)
+                queue.push(parent)
 
     def _held(self, chain: Iterable[Chunk]) -> Sequence[ChainNode]:
         return self._tree.match(_NAMESPACE, (chunk.id for chunk in chain))

@@ -4,6 +4,7 @@
     python -m eval replay --trace FILE.jsonl.gz --order tree --capacity 3000 --json                           one replay
     python -m eval replay --trace FILE.jsonl.gz --order frequency --window 10 100 1000 10000        every combination
     python -m eval replay --generate 1000000 --order retriever frequency tree --capacity 20000       no data at hand
+    python -m eval replay --trace FILE.jsonl.gz --reuse fused        also with every request's KV moved (eval/replay/fused.py)
     python -m eval replay --storage                                  FusionRAG's storage simulation (eval/replay/storage.py)
 
 Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in `--help`.
@@ -103,6 +104,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save-trace", metavar="FILE", type=Path, help="only write the requests in the trace format, .gz or not"
     )
+    _add_axes(parser)
+    add_options(parser)
+    parser.add_argument("--max-visits", type=_at_least(1), default=64, help="bound of the search; default: %(default)s")
+    parser.add_argument(
+        "--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them"
+    )
+    parser.add_argument(
+        "--block",
+        type=_at_least(1),
+        help=f"block length of the bootstrap, in requests; default: {BLOCK}, at least a {MAX_BLOCKS}th and at most a "
+        f"{MIN_BLOCKS}th of the measured requests",
+    )
+    parser.add_argument(
+        "--worth", type=_share, default=0.01, help="minimum gain, as a share, that is worth it; default: %(default)s"
+    )
+    parser.add_argument("--out", type=Path, help="the run's folder; default for a grid: runs/<time>-replay")
+    parser.add_argument("--baseline", help="name of the record to compare this one with")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _add_axes(parser: argparse.ArgumentParser) -> None:
     axes = parser.add_argument_group("the grid: each takes one value or several, all combinations are replayed")
     axes.add_argument("--order", nargs="+", choices=ORDER_POLICIES, help="default: tree")
     axes.add_argument(
@@ -128,24 +151,6 @@ def _parser() -> argparse.ArgumentParser:
     axes.add_argument(
         "--k", nargs="+", type=_at_least(1), help="first K chunks of each request; default: all, generated: 10"
     )
-    add_options(parser)
-    parser.add_argument("--max-visits", type=_at_least(1), default=64, help="bound of the search; default: %(default)s")
-    parser.add_argument(
-        "--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them"
-    )
-    parser.add_argument(
-        "--block",
-        type=_at_least(1),
-        help=f"block length of the bootstrap, in requests; default: {BLOCK}, at least a {MAX_BLOCKS}th and at most a "
-        f"{MIN_BLOCKS}th of the measured requests",
-    )
-    parser.add_argument(
-        "--worth", type=_share, default=0.01, help="minimum gain, as a share, that is worth it; default: %(default)s"
-    )
-    parser.add_argument("--out", type=Path, help="the run's folder; default for a grid: runs/<time>-replay")
-    parser.add_argument("--baseline", help="name of the record to compare this one with")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    return parser
 
 
 def _at_least(minimum: int) -> type[int]:

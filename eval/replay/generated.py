@@ -17,6 +17,7 @@ from bisect import bisect
 from collections.abc import Iterator
 from itertools import accumulate
 
+from eval.errors import CommandError
 from eval.replay.trace import TraceRequest
 from radix_ext import Chunk, ChunkId
 
@@ -38,10 +39,16 @@ RATE = 2.0
 
 
 class GeneratedTrace:
-    """`num_requests` requests of `k` distinct chunks. Each iteration generates them anew; equal ids are one `Chunk` object."""
+    """`num_requests` requests of `k` distinct chunks. Each iteration generates them anew; equal ids are one `Chunk` object.
+
+    Raises:
+        CommandError: a topic has fewer than k chunks.
+    """
 
     def __init__(self, num_requests: int, *, k: int = K, seed: int = 0) -> None:
-        self._num_requests, self._k, self._seed = num_requests, min(k, CHUNKS_PER_TOPIC), seed
+        if k > CHUNKS_PER_TOPIC:
+            raise CommandError(f"a generated request has at most {CHUNKS_PER_TOPIC} chunks but --k is {k}")
+        self._num_requests, self._k, self._seed = num_requests, k, seed
         self._chunks: dict[int, Chunk] = {}
 
     def __iter__(self) -> Iterator[TraceRequest]:

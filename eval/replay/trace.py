@@ -25,7 +25,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from zlib import error as ZlibError
@@ -59,55 +59,46 @@ class TraceRequest(NamedTuple):
         return json.dumps(record) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TraceFacts:
     """What is known of a trace after one pass. `counted` requests have chunks; figures are computed over these.
 
     `num_turns` has the conversations of several turns. `largest_*` is of one request, `distinct_*` of each chunk once.
     """
 
-    num_requests: int
-    num_counted: int
-    has_lengths: bool
-    num_turns: Mapping[str, int]
-    distinct_chunks: int
-    distinct_tokens: int
-    largest_chunks: int
-    largest_tokens: int
-    sha256: str
+    num_requests: int = 0
+    num_counted: int = 0
+    has_lengths: bool = True
+    num_turns: Mapping[str, int] = field(default_factory=dict)
+    distinct_chunks: int = 0
+    distinct_tokens: int = 0
+    largest_chunks: int = 0
+    largest_tokens: int = 0
+    sha256: str = ""
 
 
 def scan(trace: Iterable[TraceRequest]) -> TraceFacts:
     """The facts of a trace. Raises CommandError as the trace does."""
-    digest = hashlib.sha256()
-    num_requests = num_counted = distinct_tokens = largest_chunks = largest_tokens = 0
-    has_lengths = True
+    facts, digest = TraceFacts(), hashlib.sha256()
     num_turns: Counter[str] = Counter()
     ids: set[ChunkId] = set()
     for request in trace:
-        num_requests += 1
         lengths = [chunk.num_tokens for chunk in request.chunks]
         key = "\0".join([chunk.id for chunk in request.chunks])
         digest.update(f"{key}\0\0{request.conversation}\0{lengths}\n".encode("utf-8", "surrogatepass"))
+        facts.num_requests += 1
         if request.conversation is not None:
             num_turns[request.conversation] += 1
         if lengths:
-            num_counted += 1
-            has_lengths &= request.has_lengths
-            largest_chunks, largest_tokens = max(largest_chunks, len(lengths)), max(largest_tokens, sum(lengths))
-            distinct_tokens += sum(chunk.num_tokens for chunk in request.chunks if chunk.id not in ids)
+            facts.num_counted += 1
+            facts.has_lengths &= request.has_lengths
+            facts.largest_chunks = max(facts.largest_chunks, len(lengths))
+            facts.largest_tokens = max(facts.largest_tokens, sum(lengths))
+            facts.distinct_tokens += sum(chunk.num_tokens for chunk in request.chunks if chunk.id not in ids)
             ids.update(chunk.id for chunk in request.chunks)
-    return TraceFacts(
-        num_requests,
-        num_counted,
-        has_lengths,
-        {name: turns for name, turns in num_turns.items() if turns > 1},
-        len(ids),
-        distinct_tokens,
-        largest_chunks,
-        largest_tokens,
-        digest.hexdigest()[:16],
-    )
+    facts.num_turns = {name: turns for name, turns in num_turns.items() if turns > 1}
+    facts.distinct_chunks, facts.sha256 = len(ids), digest.hexdigest()[:16]
+    return facts
 
 
 class TraceFile:
