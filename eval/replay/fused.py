@@ -47,7 +47,7 @@ _RANK, _NAMESPACE = 0, "replay"
 
 
 class FusedCount(NamedTuple):
-    """Of one request's prompt: chunks, then tokens of chunks. exact + relocated + recomputed + computed = tokens."""
+    """Of one request: chunks, then tokens of chunks. exact + relocated + recomputed + computed + dropped = tokens."""
 
     num_chunks: int
     tokens: int
@@ -57,12 +57,16 @@ class FusedCount(NamedTuple):
     recomputed: int
     computed: int
     """Of these `behind` are keyed as fused, though no KV was moved there: exact requests compute them again."""
+    dropped: int
+    """Not sent, since the conversation has shown them."""
     behind: int
     fused_hit: int
     from_device: int
     from_host: int
+    lost: int
+    """Of the conversation's history, in addition: neither found nor moved."""
     ended: int
-    """1 if moved KV ends the exact chain."""
+    """1 if moved KV ends the prompt's exact chain."""
 
 
 class _History(NamedTuple):
@@ -139,7 +143,7 @@ class FusedReplay:
     def step(
         self, request: Sequence[Chunk], conversation: str | None = None, *, is_last_turn: bool = False
     ) -> FusedCount:
-        """Serve one request, as `Replay.step`. A later turn's history is part of its prompt and of its count."""
+        """Serve one request, as `Replay.step`. A later turn's history is part of its prompt."""
         self.num_requests += 1
         history = self._histories.pop(conversation or "", _History())
         prompt = self._prompt(request, conversation, history)
@@ -147,7 +151,7 @@ class FusedReplay:
             self._histories[conversation] = prompt
         self._table.observe([chunk.id for chunk in request])
         if not prompt.chunks:
-            return FusedCount(*[0] * len(FusedCount._fields))
+            return FusedCount(*(0,) * len(FusedCount._fields))
         spans = _spans(prompt.chunks)
         num_exact, found = self._match(prompt)
         start = spans[len(found)].start if len(found) < len(spans) else spans[-1].end
@@ -184,7 +188,7 @@ class FusedReplay:
         keep = self._table.frequent((chunk.id for chunk in prompt.chunks), self._config.store_threshold)
         self._captures.add(nodes, keep, is_preprocessing=False)
         self._capture()
-        return _count(spans, plan, num_exact, len(found), fused_from)
+        return _count(request, spans, plan, num_exact, len(found), fused_from, first=len(history.chunks))
 
     # Private, in order of use
 
@@ -281,24 +285,40 @@ def _sources(plan: ReusePlan) -> Iterator[ChainNode]:
             yield from piece.source.node.path()
 
 
-def _count(spans: Sequence[Span], plan: ReusePlan, num_exact: int, num_found: int, fused_from: int) -> FusedCount:
+def _count(
+    request: Sequence[Chunk],
+    spans: Sequence[Span],
+    plan: ReusePlan,
+    num_exact: int,
+    num_found: int,
+    fused_from: int,
+    *,
+    first: int,
+) -> FusedCount:
+    """The fates of the request's chunks: the prompt's from index `first` on, before which is history."""
     lens = [span.end - span.start for span in spans]
-    tokens, exact, fused_hit = sum(lens), sum(lens[:num_exact]), sum(lens[num_exact:num_found])
-    by_tier = Counter[str]()
+    moved = Counter[str]()
     for piece in plan.pieces:
-        if piece.source is not None:
-            by_tier[piece.source.where] += piece.end - piece.start
-    computed = tokens - exact - fused_hit - plan.moved_len
+        if piece.source is not None and piece.span is not None:
+            moved[piece.source.where if piece.span >= first else "history"] += piece.end - piece.start
+    num_moved = moved["device"] + moved["host"]
+    recomputed = round(plan.recomputed_len * num_moved / plan.moved_len) if plan.pieces else 0
+    sent, exact = sum(lens[first:]), sum(lens[first:num_exact])
+    fused_hit = sum(lens[max(first, num_exact) : num_found])
+    computed = sent - exact - fused_hit - num_moved
+    tokens = sum(chunk.num_tokens for chunk in request)
     return FusedCount(
-        num_chunks=len(spans),
+        num_chunks=len(request),
         tokens=tokens,
         exact=exact,
-        relocated=fused_hit + plan.moved_len - plan.recomputed_len,
-        recomputed=plan.recomputed_len,
+        relocated=fused_hit + num_moved - recomputed,
+        recomputed=recomputed,
         computed=computed,
-        behind=computed - sum(lens[num_exact:fused_from]),
+        dropped=tokens - sent,
+        behind=computed - sum(lens[max(first, num_exact) : fused_from]),
         fused_hit=fused_hit,
-        from_device=by_tier["device"],
-        from_host=by_tier["host"],
+        from_device=moved["device"],
+        from_host=moved["host"],
+        lost=sum(lens[num_found:first]) - moved["history"],
         ended=fused_from < len(spans),
     )

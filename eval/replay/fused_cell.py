@@ -33,7 +33,7 @@ NUMBERS = (
     ("prefill-budget", 8192, "SGLang's --chunked-prefill-size, which bounds a pass unless --max-pass-tokens does"),
     ("chunk-tokens", 500, "length of a chunk where the trace has no lengths"),
 )
-FATES = ("exact", "relocated", "recomputed", "computed")
+FATES = ("exact", "relocated", "recomputed", "computed", "dropped")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +118,7 @@ def fused_entry(
 
 
 def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row per fused cell; shares of the prompts' chunk tokens."""
+    """One row per fused cell."""
     names = [name for name in entries[0]["cell"] if not name.startswith("capacity")]
     differs = [name for name in names if len({entry["cell"][name] for entry in entries} - {None}) > 1]
     rows = []
@@ -126,7 +126,8 @@ def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         cell, store, without = entry["cell"], entry["store"], entry["exact_without"]
         row = {"capacity": capacity_name(cell)} | {name: str(cell[name] or "-") for name in differs}
         row["exact without"] = f"{without['value']:.1%}" if without else "-"
-        row |= {fate: f"{entry['fates'][fate]['value']:.1%}" for fate in FATES}
+        has_turns = cell["dedup"] is not None
+        row |= {fate: f"{entry['fates'][fate]['value']:.1%}" for fate in (FATES if has_turns else FATES[:-1])}
         row |= {
             "of moved, from host": f"{entry['from_host']:.1%}",
             "exact chain ended": f"{entry['chains_ended']:.1%}",
@@ -139,8 +140,7 @@ def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         rows.append(row)
     note = (
-        "Shares of the prompts' chunk tokens: exact + relocated + recomputed + computed = 100%, moved = relocated + "
-        "recomputed. Exact chain ended: requests, since no exact request finds what is behind moved KV. Computed behind: tokens "
-        "computed there all the same."
+        "Shares of the requests' chunk tokens; moved = relocated + recomputed. Exact chain ended: requests; no exact request "
+        "finds what is behind moved KV. Computed behind: tokens computed there all the same."
     )
     return {"title": "All requests fused", "rows": rows, "note": note}

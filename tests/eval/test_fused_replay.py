@@ -41,7 +41,7 @@ def request(names: str, num_tokens: int = 10) -> list[Chunk]:
 def fates(replay: FusedReplay, names: str, conversation: str | None = None) -> tuple[int, int, int, int]:
     """Tokens exact, relocated, recomputed, computed."""
     count = replay.step(request(names), conversation)
-    assert count.exact + count.relocated + count.recomputed + count.computed == count.tokens
+    assert count.exact + count.relocated + count.recomputed + count.computed + count.dropped == count.tokens
     return count.exact, count.relocated, count.recomputed, count.computed
 
 
@@ -105,12 +105,24 @@ def test_host_copies_serve_what_has_left_the_device() -> None:
 
 
 def test_later_turns_have_their_history_and_move_the_rest() -> None:
-    """A shown chunk is not sent again; C, cached elsewhere, is moved behind the history."""
+    """A shown chunk is not sent again; C, cached elsewhere, is moved behind the history, which is found as it was made."""
     replay = make_replay()
     replay.step(request("C"))
     assert fates(replay, "AB", "talk") == (0, 0, 0, 20)
-    assert fates(replay, "AC", "talk") == (20, 8, 2, 0)
-    assert fates(replay, "D", "talk") == (20, 8 + 2, 0, 10)  # C is found again: the conversation keeps its recipe
+    assert fates(replay, "AC", "talk") == (0, 8, 2, 0)
+    count = replay.step(request("DA"), "talk")
+    assert (count.computed, count.dropped, count.lost) == (10, 10, 0)
+
+
+def test_a_history_that_has_left_is_moved_or_lost() -> None:
+    """A and B are stored and moved back; C, asked for once, is computed again beside D."""
+    replay = make_replay(capacity_tokens=60, store_threshold=2)
+    replay.step(request("AB"))
+    replay.step(request("ABC"), "talk")
+    replay.step(request("EFGH"))
+    replay.step(request("IJ"))
+    count = replay.step(request("D"), "talk")
+    assert (count.lost, count.computed, count.from_host) == (10, 10, 0)
 
 
 def test_sources_and_prompt_are_not_evicted_for_the_request() -> None:
@@ -202,5 +214,5 @@ def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (entry,) = json.loads((tmp_path / "run" / "record.json").read_text())["results"]["fused"]
     shares = {fate: round(share["value"], 4) for fate, share in entry["fates"].items()}
-    assert shares == {"exact": 0.1807, "relocated": 0.604, "recomputed": 0.1069, "computed": 0.1084}
+    assert shares == {"exact": 0.1807, "relocated": 0.604, "recomputed": 0.1069, "computed": 0.1084, "dropped": 0.0}
     assert round(entry["exact_without"]["value"], 4) == 0.504
