@@ -41,6 +41,7 @@ from radix_ext.eviction import (
     EvictionQueue,
     reused_priority,
 )
+from radix_ext.moved_plan import FusionRequest
 from radix_ext.order import (
     ORDER_POLICIES,
     TAIL_POLICIES,
@@ -88,6 +89,7 @@ __all__ = [
     "DedupPolicy",
     "EvictionPolicy",
     "EvictionQueue",
+    "FusionRequest",
     "HeldStats",
     "IntegrityError",
     "KvAware",

@@ -110,16 +110,23 @@ class ChunkPrefixTree:
         return tuple(nodes)
 
     def insert(
-        self, namespace: str, chunks: Sequence[Chunk], *, rank: int, tier: Tier, promoted_len: int
+        self,
+        namespace: str,
+        chunks: Sequence[Chunk],
+        *,
+        rank: int,
+        tier: Tier,
+        promoted_len: int,
+        hit_len: int | None = None,
     ) -> ChainNode | None:
         """`rank` now holds this whole chain in `tier`; the first `promoted_len` nodes are promoted, the others are not.
 
-        Nodes that the rank held before count a hit. Returns the chain's last node; None for an empty chain, or if
-        trimming already forgot it.
+        Nodes that the rank held before count a hit, if they are among the first `hit_len` (None: all). Returns the chain's
+        last node; None for an empty chain, or if trimming already forgot it.
         """
         self._check_rank(rank)
         path = self._reach(namespace, chunks)
-        self._hold(path, rank, tier, promoted_len)
+        self._hold(path, rank, tier, promoted_len, len(path) if hit_len is None else hit_len)
         self._trim()
         return self._nodes.get(path[-1].chain) if path else None
 
@@ -134,7 +141,7 @@ class ChunkPrefixTree:
         if base is None:
             return None
         path = self._descend(base, chunks)
-        self._hold(path, rank, tier, promoted_len)
+        self._hold(path, rank, tier, promoted_len, len(path))
         self._touch((*base.path(), *path))
         self._trim()
         return self._nodes.get((path[-1] if path else base).chain)
@@ -315,10 +322,10 @@ class ChunkPrefixTree:
             parent.children = {siblings.chunk_id: siblings, node.chunk_id: node}
         return node
 
-    def _hold(self, path: Sequence[ChainNode], rank: int, tier: Tier, promoted_len: int) -> None:
+    def _hold(self, path: Sequence[ChainNode], rank: int, tier: Tier, promoted_len: int, hit_len: int) -> None:
         mask = held_mask(rank)
         for index, node in enumerate(path):
-            if node.tiers & mask:
+            if index < hit_len and node.tiers & mask:
                 node.hits += 1
                 self._num_hits += 1
             self._set_tier(node, rank, tier)

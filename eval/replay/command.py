@@ -4,6 +4,7 @@
     python -m eval replay --trace FILE.jsonl.gz --order tree --capacity 3000 --json                           one replay
     python -m eval replay --trace FILE.jsonl.gz --order frequency --window 10 100 1000 10000        every combination
     python -m eval replay --generate 1000000 --order retriever frequency tree --capacity 20000       no data at hand
+    python -m eval replay --trace FILE.jsonl.gz --reuse fused        also with every request's KV moved (eval/replay/fused.py)
     python -m eval replay --storage                                  FusionRAG's storage simulation (eval/replay/storage.py)
 
 Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in `--help`.
@@ -26,6 +27,7 @@ from eval.progress import progress
 from eval.replay import generated
 from eval.replay import trace as trace_format
 from eval.replay.cells import Measured, ReplayCell, TraceCell, measure
+from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace
 from eval.replay.grid import AXES, DEFAULTS, Cell, comparison, derived_capacities, grid
 from eval.replay.summary import MIN_BLOCKS, summarize
@@ -68,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         if options.warm_up >= facts.num_counted:
             raise CommandError(f"--warm-up {options.warm_up} leaves none of {facts.num_counted} requests to measure")
         options.block = _block(options.block, facts.num_counted - options.warm_up)
-        if len(cells) == 1 and options.out is None:
+        if len(cells) == 1 and options.out is None and options.reuse == "exact":
             return _print_one(options, trace, facts, cells[0])
         return _run_grid(options, trace, facts, cells, left_out)
     except CallerError as error:
@@ -103,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--save-trace", metavar="FILE", type=Path, help="only write the requests in the trace format, .gz or not"
     )
     _add_axes(parser)
+    add_options(parser)
     parser.add_argument("--max-visits", type=_at_least(1), default=64, help="bound of the search; default: %(default)s")
     parser.add_argument(
         "--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them"
@@ -245,7 +248,10 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> tuple[list[Cell], 
     if any(values for name, values in axes.items() if name != "capacity_tokens"):
         return grid(axes, has_conversations=has_conversations), None
     capacities, left_out = ([(0, 0), *((0, size) for size in tokens)], None) if tokens else derived_capacities(facts)
-    return comparison(capacities, has_conversations=has_conversations), left_out
+    cells = comparison(capacities, has_conversations=has_conversations)
+    if options.reuse == "fused":
+        cells = [cell for cell in cells if cell.order == "tree"]
+    return cells, left_out
 
 
 def _run_grid(
@@ -275,10 +281,14 @@ def _measured(
         f"trace/k={k}": partial(TraceCell, k, facts, warm_up=options.warm_up)
         for k in dict.fromkeys(cell.k for cell in cells)
     }
-    return traces | {
+    exact: dict[str, Callable[[], Measured]] = {
         cell.key: partial(ReplayCell, cell, facts, warm_up=options.warm_up, max_visits=options.max_visits)
         for cell in cells
     }
+    if options.reuse == "exact":
+        return traces | exact
+    config = server_config(options)
+    return traces | exact | {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
 
 
 def _print_one(options: argparse.Namespace, trace: Trace, facts: TraceFacts, cell: Cell) -> int:

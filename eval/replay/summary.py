@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.replay.bootstrap import moving_block_share
+from eval.replay.fused_cell import fused_entry, fused_table
 from eval.replay.grid import baseline_of, craft_of, policy_name
 from eval.replay.verdict import capacity_name, verdict
 
@@ -42,7 +43,10 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
         "overlap_by_k": overlap,
         "contrasts": contrasts,
     }
+    fused = [fused_entry(sample, results["cells"], shares._share) for sample in samples if "fused" in sample]
     results["tables"] = [_table(results)] if cells else []
+    if fused:
+        results |= {"fused": fused, "tables": [*results["tables"], fused_table(fused)]}
     return results | {"verdict": verdict(results, worth=spec["worth"], left_out=spec.get("left_out"))}
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("torch")
-
 from radix_ext import ChunkId
-from sglang_chunkcache.fusion.plan import admissible
+from radix_ext.moved_plan import admissible
 from tests.examples import examples
-from tests.reference.moved_chunks import ids
 from tests.reference.naive_selectors import set_run
+from tests.reference.sources import ids
 
 
 def run(chunks: str, **prefixes: str) -> list[str]:

@@ -9,24 +9,23 @@ Queries are always in this chunk, keys in earlier ones; the paper's index order 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf
 
-from torch import Tensor
-
-from radix_ext import ChunkId
+from radix_ext.chunk import ChunkId
 
 Prefix = tuple[ChunkId, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkScores:
+class Attention(ABC):
     """Attention of one variant, measured once; means over layers and heads. Queries are this chunk's tokens.
 
     Raises:
-        ValueError: lengths or shapes disagree.
+        ValueError: lengths disagree.
     """
 
     inter: tuple[float, ...]
@@ -35,24 +34,22 @@ class ChunkScores:
     """Tokens of each chunk of the prefix."""
     intra: float
     """Mass on earlier tokens of this chunk, a token's own position excluded (Cache-Craft eq. 4)."""
-    context: Tensor
-    """[num_tokens] float32, CPU: mass of each token on all chunks of the prefix (Cache-Craft eq. 14)."""
-    received: Tensor
-    """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk."""
 
     def __post_init__(self) -> None:
         if len(self.inter) != len(self.prefix_lens):
             raise ValueError(
                 f"inter must have {len(self.prefix_lens)} entries, one a prefix_len, but got {len(self.inter)}"
             )
-        if self.context.dim() != 1 or self.received.shape != self.context.shape:
-            shapes = f"{tuple(self.context.shape)} and {tuple(self.received.shape)}"
-            raise ValueError(f"context and received must both be [num_tokens] but got {shapes}")
 
     @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+
+    @property
+    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the two tensors."""
-        return self.context.nbytes + self.received.nbytes
+        """Bytes that it takes in a store."""
 
 
 def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix) -> float:
@@ -60,7 +57,7 @@ def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefi
 
     Args:
         prefix_old: the chunks that its KV was computed after.
-        inter: mass on each chunk of `prefix_old`, as `ChunkScores.inter`.
+        inter: mass on each chunk of `prefix_old`, as `Attention.inter`.
         prefix_new: the chunks before it in this prompt, in any order.
     Returns:
         0 to 1; 0 where the old prefix is empty or got no attention.
@@ -94,18 +91,18 @@ def adjusted_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Pre
     return prefix_overlap(prefix_old, inter, prefix_new) * (1 - order_penalty(prefix_old, prefix_new))
 
 
-def inter_density(scores: ChunkScores) -> float:
+def inter_density(scores: Attention) -> float:
     """a-bar (eq. 9 and 10): sum over the prefix of inter / (n * prefix_len), n the chunk's tokens; scores are layer means."""
-    num_tokens = len(scores.context)
-    return sum(mass / (num_tokens * length) for mass, length in zip(scores.inter, scores.prefix_lens, strict=True))
+    n = scores.num_tokens
+    return sum(mass / (n * length) for mass, length in zip(scores.inter, scores.prefix_lens, strict=True))
 
 
-def intra_density(scores: ChunkScores) -> float:
+def intra_density(scores: Attention) -> float:
     """b-bar (eq. 9 and 10): intra / n**2."""
-    return scores.intra / len(scores.context) ** 2
+    return scores.intra / scores.num_tokens**2
 
 
-def context_impact(scores: ChunkScores) -> float:
+def context_impact(scores: Attention) -> float:
     """CCI (eq. 11): sigmoid(a / b), 0.5 (the prefix plays no part) to 1. Where b is 0: 1 if a is not 0, else 0.5."""
     a, b = inter_density(scores), intra_density(scores)
     if b <= 0:
@@ -114,7 +111,7 @@ def context_impact(scores: ChunkScores) -> float:
 
 
 def fix_overhead(
-    prefix_old: Prefix, scores: ChunkScores | None, prefix_new: Prefix, *, without: frozenset[str] = frozenset()
+    prefix_old: Prefix, scores: Attention | None, prefix_new: Prefix, *, without: frozenset[str] = frozenset()
 ) -> float:
     """CCI * (1 - beta'): the CFO at alpha 1, before it is clamped.
 
@@ -166,7 +163,7 @@ def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -
 
 
 def best_variant(
-    candidates: Sequence[tuple[Prefix, ChunkScores | None]],
+    candidates: Sequence[tuple[Prefix, Attention | None]],
     prefix_new: Prefix,
     *,
     without: frozenset[str] = frozenset(),

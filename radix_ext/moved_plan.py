@@ -12,12 +12,63 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Protocol
 
-from radix_ext import ChunkId, Span
-from sglang_chunkcache.fusion.scores import ChunkScores, best_variant, cfo, fix_overhead
-from sglang_chunkcache.wire.fusion_request import FusionRequest
-from sglang_chunkcache.wire.report import Fallback
+from radix_ext.cfo import Attention, best_variant, cfo, fix_overhead
+from radix_ext.chunk import ChunkId, Span
+
+
+@dataclass(frozen=True, slots=True)
+class FusionRequest:
+    """What a request that opted into moved KV asks for, defaults filled in. Crosses the process border as it is.
+
+    Raises:
+        ValueError: a ratio outside 0 to 1.
+    """
+
+    selector: str
+    """What chooses the tokens to recompute."""
+    ratio: float
+    """Share of the moved tokens to recompute."""
+    recipe: str = ""
+    """Names how the fused KV is made. Requests share fused nodes where it agrees."""
+    alpha: float | None = None
+    """Cache-Craft's scale of eq. 12. None: solved for so that the mean CFO is `ratio`."""
+    focus: bool = False
+    """Whether chunks that the question does not attend to are spared recomputation (Cache-Craft, algorithm 1)."""
+    without: frozenset[str] = frozenset()
+    """Parts of `context` to leave out, for ablations: "beta", "cci"."""
+    fresh: frozenset[int] = frozenset()
+    """Indices of spans that are computed even where a source exists."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio must be from 0 to 1 but got {self.ratio}")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether its selector takes tokens at all."""
+        return self.selector not in ("none", "set")
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether there is something to choose: neither nothing nor everything is asked for."""
+        return self.alpha is not None or 0 < self.ratio < 1
+
+    @property
+    def asks_the_question(self) -> bool:
+        """Whether the choice depends on the question: then only requests with the same question share fused KV."""
+        return self.selector == "query" or self.focus
+
+
+class NotMoved(StrEnum):
+    """Why chunks are computed that a plan could have moved."""
+
+    NO_SOURCE = "no_source"
+    GAP_TOO_LONG = "gap_too_long"
+    PASS_BUDGET = "pass_budget"
+    NOT_WORTH_IT = "not_worth_it"
 
 
 class Candidate(Protocol):
@@ -39,7 +90,7 @@ class Candidate(Protocol):
         ...
 
     @property
-    def scores(self) -> ChunkScores | None:
+    def scores(self) -> Attention | None:
         """What was measured of it."""
         ...
 
@@ -77,7 +128,8 @@ class ReusePlan:
     """What one request has moved. Empty `pieces`: nothing, for the reasons in `fallbacks`."""
 
     pieces: tuple[Piece, ...]
-    fallbacks: tuple[Fallback, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    """Of `NotMoved`, or a caller's own."""
     recomputed_len: int = 0
     """Moved tokens that the selector will take, estimated."""
 
@@ -110,7 +162,7 @@ class ReusePlan:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one plan, in tokens (config.py)."""
+    """Bounds of one plan, in tokens."""
 
     max_pass_tokens: int
     max_gap_tokens: int
@@ -132,10 +184,10 @@ def make_plan(
     """
     chosen = _choose(spans, start, limit, candidates, fusion)
     if not chosen:
-        return ReusePlan((), (Fallback.NO_SOURCE,) if any(s.start >= start and s.end <= limit for s in spans) else ())
+        return ReusePlan((), (NotMoved.NO_SOURCE,) if any(s.start >= start and s.end <= limit for s in spans) else ())
     pieces: list[Piece] = []
     waiting: list[Piece] = []  # gaps, until a hit after them makes them worth it
-    fallbacks: list[Fallback] = []
+    fallbacks: list[str] = []
     position, moved_len, gap_len, recomputed_len, by_alpha = start, 0, 0, 0, 0
     for index, span in enumerate(spans):
         if span.start < start or span.end > limit:
@@ -150,18 +202,18 @@ def make_plan(
         gaps = gap_len + sum(gap.end - gap.start for gap in waiting)
         moved = moved_len + piece.end - piece.start
         if gaps > limits.max_gap_tokens:
-            fallbacks.append(Fallback.GAP_TOO_LONG)
+            fallbacks.append(NotMoved.GAP_TOO_LONG)
             break
         by_alpha += _num_by_alpha(piece, fusion)
         recomputed = by_alpha if _goes_by_alpha(fusion) else math.ceil(fusion.ratio * moved) if fusion.recomputes else 0
         measured = piece.end - start if fusion.selector == "deviation" and fusion.is_choice else 0  # the whole region
         if max(gaps + recomputed, measured) > limits.max_pass_tokens:
-            fallbacks.append(Fallback.PASS_BUDGET)
+            fallbacks.append(NotMoved.PASS_BUDGET)
             break
         pieces += [*waiting, piece]
         waiting, moved_len, gap_len, recomputed_len = [], moved, gaps, recomputed
     if pieces and moved_len - recomputed_len < limits.min_saved_tokens:
-        return ReusePlan((), (*fallbacks, Fallback.NOT_WORTH_IT))
+        return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT))
     return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len)
 
 
