@@ -10,6 +10,7 @@ so other figures can be computed from a folder later.
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -148,6 +149,11 @@ class Run:
         record = make_record(self.folder.name, spec=self._spec, results=results, git=self._git)
         record = {"kind": self._kind, "complete": complete, "baseline": self._baseline, **record}
         _replace(self.folder / "record.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+
+def new_folder(command: str) -> Path:
+    """The folder of a run without `--out`."""
+    return Path("runs") / f"{datetime.datetime.now():%Y-%m-%dT%H%M%S}-{command}"
 
 
 def read_record(folder: Path) -> dict[str, Any]:
