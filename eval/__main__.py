@@ -19,10 +19,7 @@ COMMANDS = {
     ),
     "quality": ("eval.quality.command", "the effect of reuse on the answers"),
     "recall": ("eval.recall", "recall, overlap and neighbours of retrieved lists on data with right answers"),
-    "bench": (
-        "eval.bench.command",
-        "one part of the implementation: tree, reuse, relocate, attention, ann, bundled-model",
-    ),
+    "bench": ("eval.bench.command", "one part: tree, reuse, relocate, attention, ann, bundled-model"),
     "compare": ("eval.compare", "two records, or two arms of one: which differences exceed chance"),
     "report": ("eval.report.command", "a page, charts and a summary of records"),
     "demo": ("eval.demo", "sends RAG traffic to a running server and shows how much was reused"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 BENCHES = {
-    "tree": ("eval.bench.tree", "time and memory of an order decision; Python alone"),
+    "tree": ("eval.bench.tree", "time and memory of an order decision"),
     "reuse": ("eval.bench.reuse", "time to first token against recompute ratio: from which on does moving KV not pay?"),
     "relocate": ("eval.bench.relocate", "rate of moving KV against the device's copy rate"),
     "attention": ("eval.bench.attention.command", "attention of scattered tokens against dense and masked ones; GPU"),

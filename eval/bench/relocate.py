@@ -89,42 +89,25 @@ class Bench:
         self.pool = Pool(sides[0], sides[1])
         self.buffers = [*sides[0], *sides[1]]
         self.table = _table(shape.head_dim, 2 * num_tokens, device)
-        order = 1 + (
-            torch.randperm(2 * num_tokens, generator=generator)
-            if slots == "scattered"
-            else torch.arange(2 * num_tokens)
-        )
+        order = 1 + torch.arange(2 * num_tokens)
+        if slots == "scattered":
+            order = 1 + torch.randperm(2 * num_tokens, generator=generator)
         self.source, self.target = (part.to(device) for part in order.chunk(2))
-        self.old, self.new = (part.to(device) for part in torch.arange(2 * num_tokens).chunk(2))
+        old, new = (part.to(device) for part in torch.arange(2 * num_tokens).chunk(2))
+        self._from = {"source_slots": self.source, "source_positions": old}
+        self._to = {"target_slots": self.target, "target_positions": new}
         self.blob = self.read(use_kernel=False)
         plain = torch.stack(self.blob)
         self.plain = torch.empty_like(plain), plain
 
     def move(self, *, use_kernel: bool) -> None:
-        copy_moved(
-            self.pool,
-            self.table,
-            source_slots=self.source,
-            source_positions=self.old,
-            target_slots=self.target,
-            target_positions=self.new,
-            use_kernel=use_kernel,
-        )
+        copy_moved(self.pool, self.table, **self._from, **self._to, use_kernel=use_kernel)
 
     def read(self, *, use_kernel: bool) -> tuple[Tensor, Tensor]:
-        return read_blob(self.pool, self.table, self.source, self.old, use_kernel=use_kernel)
+        return read_blob(self.pool, self.table, *self._from.values(), use_kernel=use_kernel)
 
     def write(self, blob: tuple[Tensor, Tensor], *, use_kernel: bool) -> None:
-        keys, values = blob
-        write_blob(
-            self.pool,
-            self.table,
-            keys,
-            values,
-            target_slots=self.target,
-            target_positions=self.new,
-            use_kernel=use_kernel,
-        )
+        write_blob(self.pool, self.table, *blob, **self._to, use_kernel=use_kernel)
 
     def arms(self) -> dict[str, Arm]:
         """The arms by name; without CUDA those of torch only."""
