@@ -140,7 +140,7 @@ def test_eval_uses_public_names_only() -> None:
     public = (
         "sglang_chunkcache.ChunkCacheConfig",
         "sglang_chunkcache.__version__",
-        "sglang_chunkcache.attention.",  # operators on tensors: eval/bench/attention times them
+        "sglang_chunkcache.attention.",  # operators on tensors: eval/bench/attention.py times them
         "sglang_chunkcache.fusion.relocate",  # likewise, eval/bench/relocate.py
         "sglang_chunkcache.bundled_model.model_dir",
         "sglang_chunkcache.lang.",
