@@ -30,7 +30,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.bench.outcome import add_out_option, interval, open_run, table, tell
+from eval.bench.outcome import Row, add_out_option, interval, open_run, table, tell
 from eval.errors import CommandError
 from eval.run import Run, Sample
 from eval.stats import contrast, quantile, summary
@@ -102,7 +102,8 @@ def measure(
     first: int,
 ) -> dict[str, Sample]:
     """One repetition: `queries` through every arm (factory, nprobe), beginning with number `first`, one by one and as a batch."""
-    found, rows = {}, {}
+    found: dict[str, Sample] = {}
+    rows: dict[str, list[list[int]]] = {}
     for at in range(len(arms)):
         factory, nprobe = arms[(first + at) % len(arms)]
         segments = (create_segment(indexes[factory], first_row=0, removed=np.zeros(0, np.int64)),)

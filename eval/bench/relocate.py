@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
             bench = Bench(SHAPES[shape], num_tokens, slots, device)
             arms = bench.arms()
             wrong = [name for name, same in bench.check().items() if not same] if device.type == "cuda" else []
-            about = {"cell": {"shape": shape, "tokens": num_tokens, "slots": slots}, "wrong": wrong}
+            about: Sample = {"cell": {"shape": shape, "tokens": num_tokens, "slots": slots}, "wrong": wrong}
             about |= {"bytes": bench.num_bytes, "device": args.device}
             measure(arms, 0, timed)  # warm-up
             for number in missing:
