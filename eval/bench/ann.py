@@ -131,7 +131,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     rows = []
     for name, taken in arms.items():
         single = [ms for one in taken for ms in one["single_ms"]]
-        row = {
+        row: Row = {
             "index / nprobe": name,
             "recall": interval(_recall(taken)),
         }
