@@ -19,7 +19,7 @@ from typing import Any
 from eval.errors import CommandError
 from eval.run import Sample, read_record, read_samples
 
-KINDS = ("replay", "serve", "sensitivity", "quality")
+KINDS = ("replay", "serve", "quality", "recall", "bench")
 POLICIES = ("order", "tail", "eviction", "admission", "dedup")
 UNITS = {
     "saved_share": ("hits", "dropped", "lost", "chunks"),

@@ -13,6 +13,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,20 +26,10 @@ from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
 define_torchvision_ops()  # must run before transformers is imported
 
-from transformers import (  # noqa: E402
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
 
-from eval.world.tokenizer import (  # noqa: E402
-    MAX_POSITIONS,
-    SYSTEM_PROMPTS,
-    create_tokenizer,
-    turn_pieces,
-)
+from eval.world.tokenizer import MAX_POSITIONS, SYSTEM_PROMPTS, create_tokenizer, turn_pieces  # noqa: E402
 from eval.world.world import sample_conversation, sample_fact_list  # noqa: E402
 
 HIDDEN_SIZE = 128
@@ -207,6 +198,18 @@ def create_optimizers(model: LlamaForCausalLM, *, muon_lr: float, adamw_lr: floa
     return [muon, adamw]
 
 
+def descend(model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], loss: Tensor, scale: float) -> None:
+    """One update; `scale`: of the full learning rates."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = group["full_lr"] * scale
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def sample_system_prompt(rng: random.Random) -> str:
     """One of the usual ones or their words in disorder."""
     if rng.random() < 0.5:
@@ -247,14 +250,7 @@ def _step(
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     answers_loss = losses[answer_of > 0].mean()
     text_loss = losses[targets != model.config.pad_token_id].mean()
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-        for group in optimizer.param_groups:
-            group["lr"] = group["full_lr"] * scale
-    torch.autograd.backward(answers_loss + LM_WEIGHT * text_loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
+    descend(model, optimizers, answers_loss + LM_WEIGHT * text_loss, scale)
     return answers_loss.item(), text_loss.item(), _exact_share(logits.argmax(-1) != targets, answer_of)
 
 
@@ -346,15 +342,23 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
     return basis
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(description: str | None, *, trains_on: bool = False) -> argparse.Namespace:
+    """Minutes, threads, seed, `out`, and with `trains_on` also `init`; sets torch's threads and seed."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=model_dir())
     parser.add_argument("--seed", type=int, default=0)
+    if trains_on:
+        parser.add_argument("--init", type=Path, default=model_dir(), help="what `train` wrote")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    return args
+
+
+def main() -> None:
+    args = parse_options(__doc__)
     tokenizer = create_tokenizer()
     model = create_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)

@@ -15,7 +15,6 @@ training until names match, and names match little until it gains.
 The old kinds of questions stay in the data throughout.
 """
 
-import argparse
 import json
 import random
 import time
@@ -37,12 +36,13 @@ from eval.world.train import (
     Encoder,
     Row,
     create_optimizers,
+    descend,
     pad,
+    parse_options,
     sample_system_prompt,
     save,
 )
 from eval.world.world import ENTITY_KINDS, Turn, sample_conversation
-from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
 define_torchvision_ops()  # must run before transformers is imported
@@ -212,14 +212,8 @@ def _step(
     resolve = _mass(out.attentions, RESOLVE, [drawn.resolve for drawn in batch])
     look_up = _mass(out.attentions, LOOK_UP, [drawn.look_up for drawn in batch])
     attention_loss = sum((-mass.add(1e-4).log().mean() for mass in (resolve, look_up) if len(mass)), torch.zeros(()))
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-        for group in optimizer.param_groups:
-            group["lr"] = group["full_lr"] * scale
-    torch.autograd.backward(answers_loss + LM_WEIGHT * text_loss + stage.attention_weight * attention_loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
+    loss = answers_loss + LM_WEIGHT * text_loss + stage.attention_weight * attention_loss
+    descend(model, optimizers, loss, scale)
     wrong = out.logits.argmax(-1) != targets
     for number, drawn in enumerate(batch):
         for answer, hop in enumerate(drawn.hops, start=1):
@@ -291,15 +285,7 @@ def _rows(head: int) -> slice:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--init", type=Path, default=model_dir(), help="what `train` wrote")
-    parser.add_argument("--out", type=Path, default=model_dir())
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
+    args = parse_options(__doc__, trains_on=True)
     # Only the eager implementation returns attention weights.
     model = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32, attn_implementation="eager").train()
     accuracy = train_links(model, AutoTokenizer.from_pretrained(args.init), args.minutes, args.seed, args.out)

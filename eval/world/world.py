@@ -37,45 +37,13 @@ _NAMES = {
     "crop": """barley wheat rice maize oats hops beans peas onions carrots apples plums grapes lemons olives cotton tea
         coffee cocoa pepper garlic melons figs almonds""",
 }
-_COMPANY_STEMS = (
-    "Drav",
-    "Sol",
-    "Brin",
-    "Tor",
-    "Quar",
-    "Vel",
-    "Nim",
-    "Hax",
-    "Zor",
-    "Lum",
-    "Grel",
-    "Pyl",
-    "Fen",
-    "Ost",
-    "Kav",
-    "Myr",
-)
-_CITY_STEMS = (
-    "Kel",
-    "Ash",
-    "Bram",
-    "Dun",
-    "Hol",
-    "Lin",
-    "Mar",
-    "Nor",
-    "Oak",
-    "Pen",
-    "Ros",
-    "Stav",
-    "Thorn",
-    "Wick",
-    "Yar",
-    "Elm",
-)
+_STEMS = {
+    "company": "Drav Sol Brin Tor Quar Vel Nim Hax Zor Lum Grel Pyl Fen Ost Kav Myr",
+    "city": "Kel Ash Bram Dun Hol Lin Mar Nor Oak Pen Ros Stav Thorn Wick Yar Elm",
+}
 NAMES: dict[str, tuple[str, ...]] = {
-    "company": tuple(stem + end for stem in _COMPANY_STEMS for end in ("ex", "on", "ix", "um")),
-    "city": tuple(stem + end for stem in _CITY_STEMS for end in ("ton", "ford", "burg", "ville")),
+    "company": tuple(stem + end for stem in _STEMS["company"].split() for end in ("ex", "on", "ix", "um")),
+    "city": tuple(stem + end for stem in _STEMS["city"].split() for end in ("ton", "ford", "burg", "ville")),
     **{kind: tuple(names.split()) for kind, names in _NAMES.items()},
 }
 ENTITY_KINDS = ("company", "engineer", "city")
@@ -350,17 +318,11 @@ def linked_questions(passages: Sequence[Passage]) -> list[Question]:
             fact = Fact(about.title, LINKS[match[1]], match[2])
             told.setdefault(about.title, []).append((fact, (about.id, passage.id)))
         last[passage.text.split()[1]] = passage
-    only = [facts[0] for facts in told.values() if len(facts) == 1]
-    return [
-        Question(
-            f"l{number:05d}",
-            _ask(fact.relation, f"the {fact.relation.subject_kind} {fact.subject}"),
-            (fact.sentence, fact.value),
-            gold,
-            hop=-1,
-        )
-        for number, (fact, gold) in enumerate(only)
-    ]
+    questions = []
+    for number, (fact, gold) in enumerate(facts[0] for facts in told.values() if len(facts) == 1):
+        text = _ask(fact.relation, f"the {fact.relation.subject_kind} {fact.subject}")
+        questions.append(Question(f"l{number:05d}", text, (fact.sentence, fact.value), gold, hop=-1))
+    return questions
 
 
 def sample_conversation(

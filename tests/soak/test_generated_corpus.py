@@ -1,9 +1,9 @@
-"""The generated corpus: what benches rely on to notice a lost passage."""
+"""The generated corpus: what a killed build is checked against to notice a lost passage."""
 
 import json
 from pathlib import Path
 
-from eval.generated_corpus import COPY_EVERY, TOPIC_WORDS, GeneratedCorpus
+from tests.soak.generated_corpus import COPY_EVERY, TOPIC_WORDS, GeneratedCorpus
 
 CORPUS = GeneratedCorpus(num_passages=1200, num_topics=10, num_words=40, seed=0)
 

@@ -1,39 +1,29 @@
-"""Does fused reuse ever read KV of a free slot, lose a slot, or change an exact answer? Mixed load on a tiny pool.
+"""Mixed load on a tiny poisoned pool: does fused reuse ever read KV of a free slot, lose a slot, or change an exact answer?
 
-    python -m eval.bench.reuse_soak [--requests 1000] [--retract-requests 200] [--seed 0] [--record]
-
-Run in the repository's root: the server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill
-pieces smaller than two chunks and SGLang's memory checks. Eight clients send exact and fused requests with every selector and
-many ratios, streams, parallel answers, conversations, plain and explain requests; some disconnect early. The command then checks:
-
-- the log probabilities of every answer are finite;
-- every exact answer equals that of stock SGLang without reuse (up to near ties, see exactness.py);
-- every slot is free or evictable.
-
-The load is repeated with SGLang retracting running requests. Sampling from NaN kills SGLang, which fails the command, too.
+The server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill pieces smaller than two chunks.
+Clients send exact and fused requests with every selector and many ratios, streams, parallel answers, conversations, plain and
+explain requests; some disconnect early. `soak` sends the load and notes as problems: log probabilities that are not finite, fates
+that do not add up, slots that are neither free nor evictable. `check_exact` compares exact answers with full prefill.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import random
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from eval.bench.exactness import STRICT, Answer, answer_of, differences, logprob_difference, prompt_ids
 from eval.errors import CommandError
 from eval.http import get, post
-from eval.record import make_record, write_record
-from eval.server import Server
+from eval.world.world import World, order_questions
+from tests.soak.answers import LOGPROBS, Answer, answer_of, differences, logprob_difference, prompt_ids, run_stock
 
 POISONED = ("-m", "tests.e2e.poisoned_server")
 POOL_TOKENS = 1600
@@ -45,13 +35,8 @@ FLAGS = [
 """The pool holds about a dozen prompts, and all moved chunks of a request may be recomputed."""
 TIGHT_POOL_TOKENS = 800
 TIGHT = [
-    *FLAGS,
-    "--max-total-tokens",
-    str(TIGHT_POOL_TOKENS),
-    "--chunkcache-store-chunks",
-    "12",
-    "--chunkcache-store-variants",
-    "2",
+    *(*FLAGS, "--max-total-tokens", str(TIGHT_POOL_TOKENS)),
+    *("--chunkcache-store-chunks", "12", "--chunkcache-store-variants", "2"),
 ]
 """So small that requests wait for slots, promises are declined, and the store evicts chunks that are being moved."""
 
@@ -62,17 +47,6 @@ MAX_NEW_TOKENS = 24
 TIE = 0.126
 """Two best tokens closer than this, in nats, may swap: bfloat16 rounding depends on the batch and on the CPU's kernels. The
 model's logits are mostly between 8 and 16, where adjacent bfloat16 values are 0.0625 apart, and each of two may move by one."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One server and its load."""
-
-    name: str
-    num_requests: int
-    flags: list[str]
-    pool_tokens: int
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,58 +69,6 @@ class Found:
     problems: list[str] = field(default_factory=list)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run; returns 1 if there is a problem."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--retract-requests", type=int, default=200)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--logs", type=Path, default=Path("logs"))
-    parser.add_argument("--record", action="store_true", help="write eval/results/")
-    args = parser.parse_args(argv)
-    if not Path("tests/e2e/poisoned_server.py").exists():
-        parser.error("tests/e2e/poisoned_server.py is not here: run in the repository's root")
-    runs = [
-        Run("roomy", (args.requests + 1) // 2, FLAGS, POOL_TOKENS),
-        Run("tight", args.requests // 2, TIGHT, TIGHT_POOL_TOKENS),
-        Run("retract", args.retract_requests, TIGHT, TIGHT_POOL_TOKENS, {"SGLANG_TEST_RETRACT": "1"}),
-    ]
-    try:
-        results, problems = run(args, runs)
-    except CommandError as error:
-        print(f"{parser.prog}: {error}; {args.logs} has the servers' logs", file=sys.stderr)
-        return 1
-    record = make_record("reuse-soak", spec=vars(args), results=results)
-    if args.record:
-        print("record:", write_record(record))
-    print(json.dumps(results))
-    return 1 if problems else 0
-
-
-def run(args: argparse.Namespace, runs: Sequence[Run]) -> tuple[dict[str, Any], int]:
-    """Results of every run, and the number of problems. Raises CommandError if a server died."""
-    results: dict[str, Any] = {}
-    found: dict[str, Found] = {}
-    for one in runs:
-        if one.num_requests:
-            log = args.logs / f"reuse-soak-{one.name}.log"
-            with Server(one.flags, log=log, launcher=POISONED, env={**STRICT, **one.env}) as server:
-                start = time.monotonic()
-                seen = soak(
-                    server.url, one.num_requests, clients=args.clients, seed=args.seed, pool_tokens=one.pool_tokens
-                )
-                results[one.name] = summary(seen, server.url) | {"seconds": round(time.monotonic() - start, 1)}
-            seen.problems += problems_of_log(log)
-            found[one.name] = seen
-    miss = {"SGLANG_RADIX_FORCE_MISS": "1"}
-    with Server(["--stock", *FLAGS[:2]], log=args.logs / "reuse-soak-stock.log", env=miss) as server:
-        for name, seen in found.items():
-            results[name] |= check_exact(seen, server.url)
-            results[name]["problems"] = seen.problems
-    return results, sum(len(seen.problems) for seen in found.values())
-
-
 def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int) -> Found:
     """Send the load, wait until no request is running, and check that `pool_tokens` slots are free or evictable."""
     found = Found()
@@ -158,8 +80,6 @@ def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: i
 
 def make_tasks(num_requests: int, seed: int) -> list[Task]:
     """At least `num_requests` requests about a small world, so that chunks recur at other positions."""
-    from eval.world.world import World, order_questions
-
     world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
     asked = [question for question in world.questions if question.hop == 1]
     tasks: list[Task] = []
@@ -178,9 +98,7 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
             turns.append(_body(rng, question.question, passages[: 2 if number else None], act))
         if act == "conversation":
             turns = [{**turn, "conversation_id": f"soak{len(tasks)}"} for turn in turns]
-        if (
-            act == "again"
-        ):  # computed in another order, moved, then exact: the exact request must not match the moved KV
+        if act == "again":  # in another order, moved, then exact: the exact request must not match the moved KV
             exact = {key: value for key, value in turns[0].items() if key != "reuse"}
             exact |= {"order": "retriever", "cache_salt": f"again{len(tasks)}", "max_tokens": MAX_NEW_TOKENS}
             exact["messages"] = [{"role": "user", "content": "Which passage comes last?"}]
@@ -191,30 +109,18 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
     return tasks
 
 
-def check_exact(found: Found, url: str, **salt: str) -> dict[str, Any]:
-    """Compare exact answers with full prefill of their ids on the server at `url`; adds problems to `found`, returns counts."""
+def check_exact(found: Found, url: str, **salt: str) -> None:
+    """Compare exact answers with full prefill of their ids on the server at `url`; what differs becomes a problem."""
     references: dict[tuple[int, ...], Answer] = {}
-    num_excused, worst = 0, 0.0
     for ids, answer, max_tokens in found.exact:
         if (want := references.get(tuple(ids))) is None:
-            params = {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}
-            body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2, **salt}
-            want = references[tuple(ids)] = answer_of(post(url + "/generate", body)["meta_info"])
+            want = references[tuple(ids)] = run_stock(url, ids, MAX_NEW_TOKENS, **salt)
         want = Answer(want.tokens[:max_tokens], want.logprobs[:max_tokens], want.gaps[:max_tokens])
-        difference_here = logprob_difference(want, answer)
-        worst = max(worst, difference_here)
-        if difference_here > TIE:
-            found.problems.append(f"exact answer's log probabilities are off by {difference_here:.3f}: {ids}")
+        if (off := logprob_difference(want, answer)) > TIE:
+            found.problems.append(f"exact answer's log probabilities are off by {off:.3f}: {ids}")
         for difference in differences([want], [answer]):
             if difference.gap > TIE:
                 found.problems.append(f"exact answer differs at {difference.step} by {difference.gap:.3f}: {ids}")
-            num_excused += difference.gap <= TIE
-    return {
-        "exact_answers": len(found.exact),
-        "prompts": len(references),
-        "excused": num_excused,
-        "largest_logprob_difference": worst,
-    }
 
 
 def leftovers(url: str, pool_tokens: int, timeout_s: float = 60.0) -> list[str]:
@@ -242,20 +148,6 @@ def problems_of_log(log: Path) -> list[str]:
     """Log lines of errors, ours or SGLang's."""
     marks = ("Traceback", "IntegrityError", "moving chunk KV failed", "memory leak", "Scheduler hit an exception")
     return [line[:200] for line in log.read_text(errors="replace").splitlines() if any(m in line for m in marks)]
-
-
-def summary(found: Found, url: str) -> dict[str, Any]:
-    """The results for the record."""
-    rank = get(url + "/chunkcache/stats")["ranks"][0]
-    return {
-        "outcomes": dict(sorted(found.outcomes.items())),
-        "prompt_tokens": dict(found.fates),
-        "fallbacks": dict(found.fallbacks),
-        "evicted_chunks": rank["evicted_chunks"],
-        "moved_tokens": {key: value for key, value in rank["moves"]["tokens"].items() if key.startswith("moved_")},
-        "store": rank["store"],
-        "gate_passed": rank["gate"]["passed"],
-    }
 
 
 def is_finite(logprobs: Sequence[Any]) -> bool:
@@ -301,10 +193,8 @@ def _run(url: str, task: Task, found: Found) -> None:
                 plain = {key: value for key, value in body.items() if key not in ("chunks", "order", "reuse")}
                 _check_choices(post(url + "/v1/chat/completions", plain), found)
             elif task.act == "explain":
-                post(
-                    url + "/chunkcache/explain",
-                    {key: body[key] for key in ("messages", "chunks", "reuse") if key in body},
-                )
+                asked = {key: body[key] for key in ("messages", "chunks", "reuse") if key in body}
+                post(url + "/chunkcache/explain", asked)
             elif "stream" in body:
                 _stream(url, body, found, hang_up=task.act == "hang up")
             else:
@@ -315,7 +205,7 @@ def _run(url: str, task: Task, found: Found) -> None:
 
 
 def _send(url: str, body: dict[str, Any], found: Found) -> str:
-    reply = post(url + "/rag/v1/chat/completions", {**body, "return_meta_info": True, "return_token_ids": True})
+    reply = post(url + "/rag/v1/chat/completions", {**body, **LOGPROBS})
     _check_object(reply["chunkcache"], reply["usage"]["prompt_tokens"], found)
     if _check_choices(reply, found) and "reuse" not in body and "n" not in body:
         found.exact.append((prompt_ids(reply), answer_of(reply["choices"][0]["meta_info"]), body["max_tokens"]))
@@ -354,11 +244,8 @@ def _stream(url: str, body: dict[str, Any], found: Found, *, hang_up: bool) -> N
         for event in events:
             if hang_up:
                 return
-            logprobs += [
-                token["logprob"]
-                for choice in event["choices"]
-                for token in ((choice.get("logprobs") or {}).get("content") or ())
-            ]
+            contents = [(choice.get("logprobs") or {}).get("content") or () for choice in event["choices"]]
+            logprobs += [token["logprob"] for content in contents for token in content]
             if "chunkcache" in event:
                 _check_object(event["chunkcache"], None, found)
         if not is_finite(logprobs):
@@ -373,7 +260,3 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     for line in response:
         if line.startswith(b"data: {"):
             yield json.loads(line[len(b"data: ") :])
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What the attention bench measures: which tokens of a context are recomputed, where its KV lies, and the work that takes.
+"""What the attention bench measures: which tokens of a context are recomputed, where its KV lies, the work and its layouts.
 
     scattered   each token as likely as any other           clustered   runs of about 64 tokens, anywhere
     .X..X...XX.....X..                                       ...XXXX......XXXX.
@@ -8,17 +8,23 @@ Requests of a batch have the same context and ratio, other positions and pages o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
+from sglang_chunkcache.attention.flashinfer import KERNELS, tile_rows
+from sglang_chunkcache.attention.flashinfer_cuda import unsupported_shape
+from sglang_chunkcache.attention.sparse_layout import plan_sparse
 
 PATTERNS = ("scattered", "clustered")
 RUN_LEN = 64
 """Tokens of a clustered run, on average; each has half as many to half as many more."""
+LAYOUT_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,25 @@ def work_of(requests: Sequence[SparseRequest], shape: HeadShape, *, page_size: i
         "flops": 4 * shape.head_dim * shape.num_qo_heads * pairs,
         "bytes": numbers * shape.head_dim * shape.dtype.itemsize,
     }
+
+
+def layouts_of(requests: Sequence[SparseRequest], shape: HeadShape, *, page_size: int) -> dict[str, dict[str, float]]:
+    """Kernel -> pairs that its layout executes over needed ones, MiB of page indices, and CPU seconds of the layout alone.
+
+    Empty for a shape that the kernels do not know.
+    """
+    needed = work_of(requests, shape, page_size=page_size)["pairs"]
+    figures: dict[str, dict[str, float]] = {}
+    for kernel in () if unsupported_shape(shape, page_size=page_size) else KERNELS:
+        rows, times = tile_rows(shape, kernel), []
+        for _ in range(LAYOUT_REPEATS):
+            start = time.thread_time()
+            layout = plan_sparse(requests, page_size=page_size, tile_rows=rows, two_part=kernel == "fa3_two_part")
+            times.append(time.thread_time() - start)
+        size = 4 * layout.num_indices() / 2**20
+        executed = layout.executed_pairs(rows) / needed
+        figures[kernel] = {"executed_over_needed": executed, "index_mib": size, "layout_s": median(times)}
+    return figures
 
 
 def _run_lengths(count: int, most: int, generator: torch.Generator) -> Iterator[int]:

@@ -15,7 +15,7 @@ packing FlashInfer's is part of its plan's time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +67,7 @@ def arms_of(shape: HeadShape, *, device: torch.device, page_size: int) -> list[A
         return lambda: FlashInferSparse(shape, device=device, scale=scale, kernel=kernel, page_size=page_size)
 
     def stock(backend: str, *, masked: bool = False) -> Callable[[], SparseAttention]:
-        return lambda: FlashInferPrefill(
-            shape, device=device, scale=scale, page_size=page_size, backend=backend, masked=masked
-        )
+        return lambda: FlashInferPrefill(shape, device, scale, page_size, backend, masked)
 
     return [
         *(Arm(kernel, ours(kernel)) for kernel in KERNELS),
@@ -100,57 +98,51 @@ def runs_of(requests: Sequence[SparseRequest]) -> list[Run]:
     return runs
 
 
+@dataclass
 class FlashInferPrefill:
-    """FlashInfer's own paged prefill: a causal entry for each run, or an entry with a mask for each request.
+    """FlashInfer's own paged prefill: a causal entry for each run, or, `masked`, an entry with a mask for each request.
 
     `figures` holds what a plan took in bytes. Requests without queries are not for it.
     """
 
-    def __init__(
-        self,
-        shape: HeadShape,
-        *,
-        device: torch.device,
-        scale: float,
-        page_size: int,
-        backend: str,
-        masked: bool = False,
-        create: CreateWrapper | None = None,
-    ) -> None:
-        self._shape = shape
-        self._device = device
-        self._scale = scale
-        self._page_size = page_size
-        self._masked = masked
-        self._wrapper = (create or _create_wrapper)(device, backend)
-        self.figures: dict[str, int] = {}
+    shape: HeadShape
+    device: torch.device
+    scale: float
+    page_size: int
+    backend: str
+    masked: bool = False
+    create: CreateWrapper | None = None
+    figures: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._wrapper = (self.create or _create_wrapper)(self.device, self.backend)
 
     def plan(self, requests: Sequence[SparseRequest]) -> None:
         """Raises ValueError where the page indices or the mask are too many."""
         runs = runs_of(requests)
-        if self._masked:
+        if self.masked:
             runs = [Run(i, r.positions.numel(), int(r.visible()[-1])) for i, r in enumerate(requests)]
         num_rows, num_keys = (torch.tensor(numbers, dtype=torch.int64) for numbers in list(zip(*runs, strict=True))[1:])
-        num_pages = -(-num_keys // self._page_size)
+        num_pages = -(-num_keys // self.page_size)
         self.figures = {"index_bytes": 4 * int(num_pages.sum())}
         if self.figures["index_bytes"] > MAX_INDEX_BYTES:
             raise ValueError(f"page indices of {len(runs)} entries take {self.figures['index_bytes'] / 2**30:.1f} GiB")
-        pages = [request.kv_pages.to(self._device, torch.int32) for request in requests]
+        pages = [request.kv_pages.to(self.device, torch.int32) for request in requests]
         counts = zip(runs, num_pages.tolist(), strict=True)
         self._wrapper.plan(
             _indptr(num_rows),
             _indptr(num_pages),
             torch.cat([pages[run.request][:count] for run, count in counts]),
-            (num_keys - (num_pages - 1) * self._page_size).int(),
-            self._shape.num_qo_heads,
-            self._shape.num_kv_heads,
-            self._shape.head_dim,
-            self._page_size,
-            causal=not self._masked,
-            sm_scale=self._scale,
-            q_data_type=self._shape.dtype,
+            (num_keys - (num_pages - 1) * self.page_size).int(),
+            self.shape.num_qo_heads,
+            self.shape.num_kv_heads,
+            self.shape.head_dim,
+            self.page_size,
+            causal=not self.masked,
+            sm_scale=self.scale,
+            q_data_type=self.shape.dtype,
             max_token_per_sequence=int(num_rows.max()),  # else FlashInfer looks for it in a loop
-            **({"custom_mask": self._mask(requests, runs)} if self._masked else {}),
+            **({"custom_mask": self._mask(requests, runs)} if self.masked else {}),
         )
 
     def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -165,31 +157,25 @@ class FlashInferPrefill:
         self.figures["mask_bytes"] = sum(-(-run.num_rows * run.num_keys // 8) for run in runs)
         if num_entries >= 2**31:
             raise ValueError(f"the mask has {num_entries:.2g} entries, and FlashInfer counts them in 32 bits")
-        return torch.cat(
-            [
-                (
-                    torch.arange(run.num_keys, device=self._device)
-                    < requests[run.request].visible().to(self._device)[:, None]
-                ).flatten()
-                for run in runs
-            ]
+        rows = (
+            torch.arange(run.num_keys, device=self.device) < requests[run.request].visible().to(self.device)[:, None]
+            for run in runs
         )
+        return torch.cat([row.flatten() for row in rows])
 
 
+@dataclass
 class MaskedSDPA:
     """torch's SDPA with a mask, block by block, as the masked pass does it."""
 
-    def __init__(self, *, scale: float, page_size: int) -> None:
-        self._scale = scale
-        self._page_size = page_size
-        self._requests: list[tuple[slice, Tensor]] = []
-        self._masks: dict[int, Tensor] = {}
+    scale: float
+    page_size: int
 
     def plan(self, requests: Sequence[SparseRequest]) -> None:
         """Raises ValueError for pages that are not contiguous."""
-        keys = _key_slices(requests, self._page_size)
+        keys = _key_slices(requests, self.page_size)
         self._requests = [(slice_, request.visible()) for slice_, request in zip(keys, requests, strict=True)]
-        self._masks = {}
+        self._masks: dict[int, Tensor] = {}
 
     def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Like `SparseAttention.run`. The first one builds the masks."""
@@ -199,23 +185,23 @@ class MaskedSDPA:
                 rows, seen = slice(start, start + len(part)), slice(slice_.start, slice_.start + int(part[-1]))
                 if start not in self._masks:
                     self._masks[start] = _additive_mask(part, queries)
-                out[rows] = _sdpa(queries[rows], keys, values, seen, self._masks[start], self._scale)
+                out[rows] = _sdpa(queries[rows], keys, values, seen, self._masks[start], self.scale)
                 start = rows.stop
         return out
 
 
+@dataclass
 class RunsSDPA:
     """torch's SDPA, causal, once a run."""
 
-    def __init__(self, *, scale: float, page_size: int) -> None:
-        self._scale = scale
-        self._page_size = page_size
-        self._runs: list[tuple[slice, slice]] = []
+    scale: float
+    page_size: int
 
     def plan(self, requests: Sequence[SparseRequest]) -> None:
         """Raises ValueError for pages that are not contiguous."""
-        keys = _key_slices(requests, self._page_size)
-        self._runs, start = [], 0
+        keys = _key_slices(requests, self.page_size)
+        self._runs: list[tuple[slice, slice]] = []
+        start = 0
         for run in runs_of(requests):
             first = keys[run.request].start
             self._runs.append((slice(start, start + run.num_rows), slice(first, first + run.num_keys)))
@@ -229,7 +215,7 @@ class RunsSDPA:
             mask: Any = None
             if 1 < num_rows < num_keys:
                 mask = causal_lower_right(num_rows, num_keys)
-            out[rows] = _sdpa(queries[rows], keys, values, seen, mask, self._scale, causal=num_rows == num_keys)
+            out[rows] = _sdpa(queries[rows], keys, values, seen, mask, self.scale, causal=num_rows == num_keys)
         return out
 
 

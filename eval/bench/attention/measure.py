@@ -1,24 +1,21 @@
-"""How the attention bench takes times: arms of one cell interleaved, each checked on a few rows before it is timed.
-
-On a GPU a time is what lies between two events; before each, a buffer larger than any cache is overwritten, so that no arm finds
-its keys in L2, and the host, which queues the launches meanwhile, is not what is timed. Elsewhere it is wall time.
-"""
+"""How the attention bench takes times: arms of one cell interleaved, each checked on a few rows before it is timed."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from eval.bench.attention_arms import Arm
-from eval.bench.attention_cells import Cell, make_kv, make_queries, make_requests
+from eval.bench.attention.arms import Arm
+from eval.bench.attention.cells import Cell, make_kv, make_queries, make_requests
+from eval.bench.timing import Timer
 from eval.errors import CommandError
+from eval.run import Sample
 from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.reference import attend
 
@@ -27,42 +24,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 CHECKED_ROWS = 8
 """Of each request at least, evenly over its queries, the last one among them."""
 PLAN_REPEATS = 3
-FLUSH_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
-"""On the GPU also most of a millisecond, in which the host queues what is timed."""
 ROOF_SIDE = {"cuda": 8192, "cpu": 512}
 ROOF_COPY_BYTES = {"cuda": 1 << 30, "cpu": 16 << 20}
-
-
-class Timer(Protocol):
-    """(milliseconds on the device, milliseconds until the host is back) of a call."""
-
-    def __call__(self, run: Callable[[], object]) -> tuple[float, float]: ...
-
-
-def create_timer(device: torch.device) -> Timer:
-    """Times calls on the device, each with its caches overwritten before."""
-    flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
-
-    def on_cuda(run: Callable[[], object]) -> tuple[float, float]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
-        flush.zero_()
-        begin.record()
-        start = time.perf_counter()
-        run()
-        host_s = time.perf_counter() - start
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end), 1000 * host_s
-
-    def on_host(run: Callable[[], object]) -> tuple[float, float]:
-        flush.zero_()
-        start = time.perf_counter()
-        run()
-        spent = 1000 * (time.perf_counter() - start)
-        return spent, spent
-
-    return on_cuda if device.type == "cuda" else on_host
 
 
 @dataclass(frozen=True)
@@ -72,37 +35,33 @@ class Settings:
     shape: HeadShape
     device: torch.device
     page_size: int
-    warm_up: int
     repetitions: int
 
 
 def measure_cell(
-    cell: Cell, arms: Sequence[Arm], settings: Settings, timer: Timer, excluded: Mapping[str, str]
-) -> dict[str, Any]:
-    """`arms`: name -> milliseconds of every repetition and figures of the plan; `failed`: name -> why it is not there."""
+    cell: Cell, arms: Sequence[Arm], settings: Settings, timed: Timer, excluded: Mapping[str, str]
+) -> Iterator[Sample]:
+    """A sample of each repetition of each arm, with `layer_s` and `plan_s`; one with an `error` for an arm that failed."""
     pool = _Pool(cell, settings)
     failed = {arm.name: excluded[arm.name] for arm in arms if arm.name in excluded}
-    done: dict[str, dict[str, Any]] = {}
-    runs: dict[str, Callable[[], object]] = {}
+    prepared: dict[str, _Prepared] = {}
     for arm in arms:
-        if arm.name in failed:
-            continue
-        with _Guard(arm.name, cell, failed, settings.device):
-            prepared = _Prepared(arm, pool)
-            prepared.check(CHECKED_ROWS)
-            done[arm.name] = {"plan_ms": prepared.plan_ms, **prepared.figures(), "ms": [], "host_ms": []}
-            runs[arm.name] = prepared.run
+        if arm.name not in failed:
+            with _Guard(arm.name, cell, failed, settings.device):
+                prepared[arm.name] = _Prepared(arm, pool)
+                prepared[arm.name].check(CHECKED_ROWS)
     rng = random.Random(cell.name)
-    for turn in range(settings.warm_up + settings.repetitions):
-        for name in rng.sample(sorted(runs), len(runs)):
+    times: dict[str, list[float]] = {name: [] for name in prepared}
+    for _ in range(settings.repetitions):
+        for name in rng.sample(sorted(times.keys() - failed.keys()), len(times.keys() - failed.keys())):
             with _Guard(name, cell, failed, settings.device):
-                device_ms, host_ms = timer(runs[name])
-                if turn >= settings.warm_up:
-                    done[name]["ms"].append(round(device_ms, 6))
-                    done[name]["host_ms"].append(round(host_ms, 6))
-            if name in failed:
-                del runs[name]
-    return {"arms": {name: row for name, row in done.items() if name not in failed}, "failed": failed}
+                times[name].append(timed(prepared[name].run))
+    for name, taken in times.items():
+        for number, seconds in enumerate(taken) if name not in failed else ():
+            metrics = {"layer_s": seconds, "plan_s": prepared[name].plan_s, **prepared[name].figures()}
+            yield {"arm": name, "cell": vars(cell), "request": str(number), "metrics": metrics}
+    for name, reason in failed.items():
+        yield {"arm": name, "cell": vars(cell), "request": "0", "metrics": {}, "error": reason}
 
 
 def check_arms(cells: Sequence[Cell], arms: Sequence[Arm], settings: Settings) -> dict[str, str]:
@@ -117,24 +76,18 @@ def check_arms(cells: Sequence[Cell], arms: Sequence[Arm], settings: Settings) -
     return wrong
 
 
-def measure_roof(settings: Settings, timer: Timer) -> dict[str, Any]:
-    """A matrix product in the arms' dtype and a copy: what the machine reaches at best, in milliseconds."""
+def measure_roof(settings: Settings, timed: Timer) -> dict[str, float]:
+    """FLOP/s of a matrix product in the arms' dtype and bytes/s of a copy: what the machine reaches at best."""
     kind, dtype = settings.device.type, settings.shape.dtype
     side, size = ROOF_SIDE[kind], ROOF_COPY_BYTES[kind]
     left, right = (torch.randn(side, side, device=settings.device).to(dtype) for _ in range(2))
     source = torch.empty(size, dtype=torch.uint8, device=settings.device)
     target = torch.empty_like(source)
-    calls: dict[str, Callable[[], object]] = {
-        "product_ms": lambda: torch.mm(left, right),
-        "copy_ms": lambda: target.copy_(source),
-    }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(settings.warm_up + settings.repetitions):
-        for name, call in calls.items():
-            spent, _ = timer(call)
-            if turn >= settings.warm_up:
-                times[name].append(round(spent, 6))
-    return {"product_flops": 2 * side**3, "copy_bytes": 2 * size, **times}
+    product_s, copy_s = (
+        min(timed(work) for _ in range(settings.repetitions))
+        for work in (lambda: torch.mm(left, right), lambda: target.copy_(source))
+    )
+    return {"flops_per_s": 2 * side**3 / product_s, "bytes_per_s": 2 * size / copy_s}
 
 
 class _Pool:
@@ -167,9 +120,9 @@ class _Prepared:
                 torch.cuda.synchronize(pool.keys.device)
             start = time.perf_counter()
             order = self._attention.plan(self._requests)
-            times.append(1000 * (time.perf_counter() - start))
+            times.append(time.perf_counter() - start)
         self._order = order
-        self.plan_ms = median(times)
+        self.plan_s = median(times)
         self._tokens = pool.queries(sum(request.positions.numel() for request in self._requests))
         self._queries = self._tokens if order is None else self._tokens[order.to(self._tokens.device)]
 
@@ -177,9 +130,10 @@ class _Prepared:
         """One layer."""
         return self._attention.run(self._queries, self._pool.keys, self._pool.values)
 
-    def figures(self) -> dict[str, Any]:
-        """Bytes that the plan took, as far as the arm tells."""
-        return dict(getattr(self._attention, "figures", {}))
+    def figures(self) -> dict[str, float]:
+        """MiB that the plan took, as far as the arm tells."""
+        found: dict[str, int] = getattr(self._attention, "figures", {})
+        return {name.replace("_bytes", "_mib"): size / 2**20 for name, size in found.items()}
 
     def check(self, num_rows: int | None) -> None:
         """Raises ValueError where `num_rows` rows of each request, or all, differ from the reference."""
