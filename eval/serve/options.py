@@ -66,6 +66,16 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="requests per block; 0: all. Default: 10, or fewer for at least 8 blocks; with several clients at least 4 for "
         "each, in an open loop at least 20, because concurrency, rate and queue build up within a block only",
     )
+    group.add_argument(
+        "--bystanders",
+        type=int,
+        default=0,
+        metavar="N",
+        help="plain requests that decode during each block (default: 0)",
+    )
+    group.add_argument(
+        "--fresh", action="store_true", help="make every chunk unique: the costs if nothing can be reused"
+    )
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds without data from the server")
 
 
@@ -108,7 +118,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def check_load_options(args: argparse.Namespace) -> None:
     """Set the defaults of a kind of load. Raises CommandError for values out of range and options of another kind."""
     least = {"max_new_tokens": 1, "threads": 1, "max_servers": 1, "warm_up": 0, "block": 0, "resume_warm_up": 0}
-    least |= {"max_total_tokens": 1, "conversations": 1}
+    least |= {"max_total_tokens": 1, "conversations": 1, "bystanders": 0}
     for name, bound in least.items():
         if (value := getattr(args, name)) is not None and value < bound:
             raise CommandError(f"--{name.replace('_', '-')} must be at least {bound} but is {value}")
@@ -156,6 +166,7 @@ def make_plan(args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, 
         warm_up=args.warm_up,
         max_new_tokens=args.max_new_tokens,
         history=args.history,
+        bystanders=args.bystanders,
         body={"ignore_eos": True} if args.ignore_eos else {},
         contextpilot_python=args.contextpilot_python,
         seed=args.seed,
