@@ -152,39 +152,23 @@ TASKS: Mapping[str, Task] = {
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `load_requests`."""
     tasks = "\n".join(f"{name:<19} {task.summary}" for name, task in TASKS.items())
-    group = parser.add_argument_group("task", tasks)
-    group.add_argument("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
-    group.add_argument(
-        "--data",
-        type=Path,
-        metavar="PATH",
-        help="folder that holds the data set's folder; or a file, where the task says so",
+    add = parser.add_argument_group("task", tasks).add_argument
+    add("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
+    folder = "folder that holds the data set's folder; or a file, where the task says so"
+    add("--data", type=Path, metavar="PATH", help=folder)
+    hub = "read the task from the Hugging Face hub, or a copy of it; without NAME: the published one"
+    add("--hub", nargs="?", const="", metavar="NAME[:CONFIG[:SPLIT]]", help=hub)
+    corpus = "sharegpt: folder with passages.jsonl.gz that is searched each turn"
+    add("--corpus", type=Path, metavar="DIR", help=corpus)
+    add("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
+    k = f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated"
+    add("--k", type=int, help=k)
+    retriever = (
+        "given: the data set's own lists; others search its passages. Default: bm25 for sets of questions, else given"
     )
-    group.add_argument(
-        "--hub",
-        nargs="?",
-        const="",
-        metavar="NAME[:CONFIG[:SPLIT]]",
-        help="read the task from the Hugging Face hub, or a copy of it; without NAME: the published one",
-    )
-    group.add_argument(
-        "--corpus", type=Path, metavar="DIR", help="sharegpt: folder with passages.jsonl.gz that is searched each turn"
-    )
-    group.add_argument("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
-    group.add_argument(
-        "--k",
-        type=int,
-        help=f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated",
-    )
-    group.add_argument(
-        "--retriever",
-        choices=RETRIEVERS,
-        help="given: the data set's own lists; others search its passages. Default: bm25 for sets of questions, else given",
-    )
-    group.add_argument(
-        "--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1"
-    )
-    group.add_argument("--seed", type=int, default=0, help="of the questions' order and of generated text")
+    add("--retriever", choices=RETRIEVERS, help=retriever)
+    add("--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1")
+    add("--seed", type=int, default=0, help="of the questions' order and of generated text")
 
 
 def load_requests(args: argparse.Namespace) -> list[Request]:

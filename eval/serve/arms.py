@@ -164,20 +164,11 @@ ARMS = {
 def add_arm_options(parser: ArgumentParser, *, default: Sequence[str]) -> None:
     """Add `--arms` and the options of adapters."""
     known = "\n".join(f"{name}: {arm.summary};" for name, arm in ARMS.items())
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        default=list(default),
-        metavar="ARM",
-        help=f"what is compared (default: {' '.join(default)}). {known} or NAME=URL[,chat|rag] for a server that "
-        "already runs".replace("%", "%%"),
-    )
-    parser.add_argument(
-        "--contextpilot-python",
-        type=Path,
-        metavar="PATH",
-        help="a Python in which contextpilot is installed, if it is not in this one",
-    )
+    arms = f"what is compared (default: {' '.join(default)}). {known} or NAME=URL[,chat|rag] for a server that already runs"
+    python = "a Python in which contextpilot is installed, if it is not in this one"
+    add = parser.add_argument
+    add("--arms", nargs="+", default=list(default), metavar="ARM", help=arms.replace("%", "%%"))
+    add("--contextpilot-python", type=Path, metavar="PATH", help=python)
 
 
 def parse_arms(texts: Sequence[str]) -> list[Arm]:
