@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from eval.serve.latency import FATES
+
 if TYPE_CHECKING:
     from eval.serve.arms import Arm, Reorderer
     from eval.task import Request, TextChunk
 
 Message = dict[str, str]
 ROUTES = {"rag": "/rag/v1/chat/completions", "chat": "/v1/chat/completions"}
-FATES = ("exact", "relocated", "recomputed", "computed")
 KEEP_ALIVE_S = 2.0
 """Below uvicorn's 5 s, so that no request uses a connection that the server is about to close."""
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,8 +86,9 @@ RANGES = {
     "windows": (1, 10**9),
     "thresholds": (1, 10**6),
     "ratios": (0.0, 1.0),
+    "rate": (0.0, math.inf),
 }
-"""Ranges of the swept options, except rates, which `workload` checks."""
+"""Ranges of the swept options; `workload` checks rates further."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -211,18 +213,17 @@ def _preset(args: argparse.Namespace, *, has_load: bool) -> list[str]:
 
 
 def _check_sweeps(args: argparse.Namespace, arms: Sequence[Arm]) -> None:
-    for option, is_needed, kind in (
-        ("windows", any(arm.is_ours for arm in arms), "an arm that starts a server with our cache"),
-        ("thresholds", any(arm.is_ours for arm in arms), "an arm that starts a server with our cache"),
-        ("ratios", any(arm.is_fused for arm in arms), "an arm that moves KV, such as fused"),
-    ):
-        if getattr(args, option) and not is_needed:
-            raise CommandError(f"--{option} needs {kind} among --arms")
+    has_ours, has_fused = any(arm.is_ours for arm in arms), any(arm.is_fused for arm in arms)
+    if (args.windows or args.thresholds) and not has_ours:
+        option = "windows" if args.windows else "thresholds"
+        raise CommandError(f"--{option} needs an arm that starts a server with our cache among --arms")
+    if args.ratios and not has_fused:
+        raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
     for option, (least, most) in RANGES.items():
-        if wrong := [value for value in getattr(args, option) or [] if not least <= value <= most]:
+        values = getattr(args, option) or []
+        if wrong := [value for value in values if not least <= value <= most]:
             raise CommandError(f"--{option}: {wrong[0]} is not between {least:,} and {most:,}")
-    for option in ("rate", *RANGES):
-        if len(set(values := getattr(args, option) or [])) < len(values):
+        if len(set(values)) < len(values):
             raise CommandError(f"--{option}: a value is given twice: {' '.join(map(str, values))}")
 
 

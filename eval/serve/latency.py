@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Sample = Mapping[str, Any]
 Row = dict[str, Any]
+FATES = ("exact", "relocated", "recomputed", "computed")
 TIMES = ("ttft_s", "e2e_s")
 CONTRASTED = (*TIMES, "cached_share", "prefill_tokens")
 BYSTANDERS = ("itl_bystander_p50_s", "itl_bystander_p99_s")
@@ -193,7 +195,8 @@ def _row(group: Sequence[Sample]) -> Row:
     ]
     moved = sum(moved_tokens(s["fates"], (s.get("chunkcache") or {}).get("fused_hit")) for s in asked)
     gaps = [gap for sample in group for gap in sample.get("gaps_s", ())]
-    fates = _fates(asked)
+    fated = [sample["fates"] for sample in asked if sample["fates"]]
+    fates = {fate: sum(found[fate] for found in fated) for fate in FATES} if fated else None
     return {
         "arm": group[0]["arm"],
         "cell": group[0]["cell"],
@@ -222,24 +225,9 @@ def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
         return None
     # Requests of a block were sent together, so their times are correlated; with too few blocks single requests are resampled.
     drawn = list(blocks.values()) if len(blocks) >= MIN_BLOCKS else [[value] for value in values]
-    _, low, high = block_bootstrap(drawn, _median if METRICS[name].unit == "s" else _mean, draws=DRAWS)
+    _, low, high = block_bootstrap(drawn, median if METRICS[name].unit == "s" else fmean, draws=DRAWS)
     quantiles = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
-    return {"mean": _mean(values), **quantiles, "low": low, "high": high}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _median(values: Sequence[float]) -> float:
-    return quantile(values, 0.5)
-
-
-def _fates(samples: Sequence[Sample]) -> dict[str, int] | None:
-    total: Counter[str] = Counter()
-    for sample in samples:
-        total.update(sample["fates"] or {})
-    return dict(total) or None
+    return {"mean": fmean(values), **quantiles, "low": low, "high": high}
 
 
 def _cached_share(samples: Sequence[Sample]) -> float | None:

@@ -27,24 +27,9 @@ if TYPE_CHECKING:
     from eval.serve.plan import Cell, Plan
 
 SERVER_FIELDS = (
-    *(
-        "enable_cache_report",
-        "attention_backend",
-        "device",
-        "dtype",
-        "kv_cache_dtype",
-        "schedule_policy",
-        "disable_radix_cache",
-    ),
-    *(
-        "max_total_num_tokens",
-        "chunked_prefill_size",
-        "max_running_requests",
-        "stream_interval",
-        "tp_size",
-        "dp_size",
-        "version",
-    ),
+    *("attention_backend", "device", "dtype", "kv_cache_dtype", "enable_cache_report", "stream_interval", "version"),
+    *("schedule_policy", "disable_radix_cache", "max_total_num_tokens", "chunked_prefill_size", "max_running_requests"),
+    *("tp_size", "dp_size"),
 )
 """Of SGLang's `/server_info`."""
 FLUSH_S = 60
@@ -88,7 +73,8 @@ class ServerPool:
 
     def __enter__(self) -> ServerPool:
         # Servers run in sessions of their own, so that Ctrl-C does not reach them; they would outlive a terminated parent.
-        for sign in (signal.SIGTERM, signal.SIGHUP) if _in_main_thread() else ():
+        in_main = threading.current_thread() is threading.main_thread()  # no other can set handlers
+        for sign in (signal.SIGTERM, signal.SIGHUP) if in_main else ():
             if (handler := signal.getsignal(sign)) not in (signal.SIG_IGN, None):  # ignored: as under nohup
                 self._handlers[sign] = handler
                 signal.signal(sign, _interrupt)
@@ -169,15 +155,12 @@ class ServerPool:
     # Private, in order of use
 
     def _start(self, key: Key, arm: Arm) -> None:
-        flags = self._flags(key, arm)
+        flags = server_flags(arm, [*self._plan.server_flags, *key.flags])
         log = self._logs / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', str(key))}.log"
         server = Server(flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0)
         print(f"eval: starting {key}", file=sys.stderr)
         with ExitStack() as stack:
             self._running[key] = stack.enter_context(server), stack.pop_all()
-
-    def _flags(self, key: Key, arm: Arm) -> list[str]:
-        return server_flags(arm, [*self._plan.server_flags, *key.flags])
 
     def _describe(self, key: Key, arm: Arm, url: str) -> dict[str, Any]:
         """The server's description of itself; None for missing facts."""
@@ -187,7 +170,7 @@ class ServerPool:
                 f"{key}: {url} does not run the chunk cache: GET /chunkcache/stats gives none. For a server without it "
                 f"say {arm.name}=URL,chat"
             )
-        started = self._flags(key, arm) if arm.url is None else []
+        started = server_flags(arm, [*self._plan.server_flags, *key.flags]) if arm.url is None else []
         return {
             "model": Path(str(info.get("model_path") or self._served[key])).name,
             **{field: info.get(field) for field in SERVER_FIELDS},
@@ -202,11 +185,6 @@ def _interrupt(_: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt, also if asyncio handles Ctrl-C or a shell's background job ignores it."""
     handler = signal.getsignal(signal.SIGINT)
     (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
-
-
-def _in_main_thread() -> bool:
-    """Signal handlers can only be set in the main thread."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def _model_of(key: Key, url: str) -> str:
