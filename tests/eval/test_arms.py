@@ -114,6 +114,26 @@ def test_cache_craft_recomputes_what_it_is_labelled_with() -> None:
     assert fusion_request(ARMS["cache-craft-focus"]).focus
 
 
+@pytest.mark.parametrize("name", ["cacheblend", "cache-craft", "epic"])
+def test_share_that_is_chosen_is_the_label(name: str) -> None:
+    """Of five moved chunks whose prefix changed; each rounds up by less than a token."""
+    torch = pytest.importorskip("torch")
+    base = importlib.import_module("sglang_chunkcache.fusion.selectors.base")
+    scores = importlib.import_module("sglang_chunkcache.fusion.scores")
+    draw = torch.Generator().manual_seed(1)
+    chunks, start = [], 0
+    for number, length in enumerate((60, 200, 120, 90, 330)):
+        context = torch.rand(length, generator=draw)
+        measured = scores.ChunkScores((context.sum().item(),), (80,), 0.3 * length, context, context)
+        prefix = (ChunkId(f"old{number}"),)
+        chunks.append(base.MovedChunk(ChunkId(f"c{number}"), start, length, prefix, (ChunkId("new"),), measured))
+        start += length
+    request = fusion_request(ARMS[name])
+    selector = importlib.import_module("sglang_chunkcache.fusion.selectors").get(request.selector)
+    chosen = selector.select(chunks, request, base.Evidence(None, None, torch.rand(start, generator=draw)))
+    assert 0 <= sum(map(len, chosen.offsets)) - 0.15 * start < len(chunks)
+
+
 @pytest.mark.parametrize("name", ["cacheblend", "craft+cacheblend"])
 def test_cacheblend_is_not_cut_at_the_pass_budget(name: str) -> None:
     """KV deviation is measured over the whole region, which may be as long as the context."""
