@@ -100,65 +100,35 @@ NO_PASS_LIMIT = ("--chunkcache-max-pass-tokens", "10000000")
 CACHEBLEND = {"selector": "deviation", "ratio": 0.15}
 CACHE_CRAFT = {"selector": "context", "ratio": 0.15}
 
+PYTHON_TREE = ("--radix-cache-backend", "python_radix")
+
 ARMS = {
     arm.name: arm
     for arm in (
         _stock("no-cache", "stock SGLang without prefix caching", "--disable-radix-cache", policy="fcfs"),
         _stock("stock-fcfs", "stock SGLang, radix cache, first come first served", policy="fcfs"),
         _stock("stock-lpm", "stock SGLang, radix cache, longest prefix first"),
-        _stock(
-            "stock-python-tree",
-            "stock SGLang with its Python radix tree, from which ours derives",
-            *("--radix-cache-backend", "python_radix"),
-        ),
-        _stock(
-            "stock-hicache", "stock SGLang with HiCache: a second tier in host memory", "--enable-hierarchical-cache"
-        ),
+        _stock("stock-python-tree", "stock SGLang, its Python radix tree, from which ours derives", *PYTHON_TREE),
+        _stock("stock-hicache", "stock SGLang with HiCache, a tier in host memory", "--enable-hierarchical-cache"),
         _stock("lmcache", "stock SGLang with LMCache's prefix tier", "--enable-lmcache"),
         _stock("contextpilot", "ContextPilot reorders in the client, stock SGLang serves", adapter="contextpilot"),
         _ours("craft", "CRAFT to the letter: frequency order, promoted admission and eviction", *CRAFT, policy="fcfs"),
         _ours("ours", "our defaults, longest prefix first"),
         _ours("ours-fcfs", "our defaults, first come first served", policy="fcfs"),
-        _fused("fused", "ours with --reuse fused and its defaults; requests say no more than that they want it"),
-        _fused("fused-unscored", "the same with --chunkcache-scoring off", "--chunkcache-scoring", "off"),
+        _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
+        _fused("fused-unscored", "the same without scores", "--chunkcache-scoring", "off"),
+        _fused("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, order="retriever", **CACHEBLEND),
+        _fused("craft+cacheblend", "in CRAFT's order (fig. 16)", *NO_PASS_LIMIT, order="frequency", **CACHEBLEND),
         _fused(
-            "cacheblend",
-            "CacheBlend: moved chunks, 15% recomputed by KV deviation",
-            *NO_PASS_LIMIT,
-            order="retriever",
-            **CACHEBLEND,
+            "cache-craft", "Cache-Craft without focus: 15% by context", order="retriever", focus=False, **CACHE_CRAFT
         ),
-        _fused(
-            "craft+cacheblend",
-            "CacheBlend in CRAFT's order (CRAFT fig. 16)",
-            *NO_PASS_LIMIT,
-            order="frequency",
-            **CACHEBLEND,
-        ),
-        _fused(
-            "cache-craft",
-            "Cache-Craft without focus: moved chunks, 15% recomputed by context scores",
-            order="retriever",
-            focus=False,
-            **CACHE_CRAFT,
-        ),
-        _fused(
-            "cache-craft-focus",
-            "Cache-Craft: the same, less the chunks that the question does not look at; see recomputed_share",
-            order="retriever",
-            **CACHE_CRAFT,
-        ),
-        _fused(
-            "epic",
-            "EPIC: moved chunks, the first 15% of each recomputed",
-            order="retriever",
-            selector="first",
-            ratio=0.15,
-        ),
+        _fused("cache-craft-focus", "with focus, so less: see recomputed_share", order="retriever", **CACHE_CRAFT),
+        _fused("epic", "EPIC: the first 15% of each", order="retriever", selector="first", ratio=0.15),
         _fused("full-reuse", "moved chunks, nothing recomputed", order="retriever", selector="none", ratio=0.0),
     )
 }
-"""Name -> arm, stock SGLang first. Arms of ours run the shipped defaults; the name says what differs."""
+"""Name -> arm, stock SGLang first. Arms of ours run the shipped defaults; the name says what differs. Percentages are shares of
+moved tokens that are recomputed."""
 
 
 def add_arm_options(parser: ArgumentParser, *, default: Sequence[str]) -> None:
