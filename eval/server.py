@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from eval.errors import CommandError
+from eval.http import get
 
 
 class Server:
@@ -97,10 +96,10 @@ class Server:
     def is_healthy(self) -> bool:
         """Whether it answers `/health`, which SGLang does once the scheduler has answered its first request."""
         try:
-            with urllib.request.urlopen(self.url + "/health", timeout=5) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
+            get(self.url + "/health", timeout_s=5)
+        except CommandError:
             return False
+        return True
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The last lines of its output."""

@@ -15,7 +15,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,9 @@ from typing import Literal, get_args
 
 from eval.errors import CommandError
 
-Retriever = Literal["given", "bm25", "dense", "fusion"]
+Searched = Literal["bm25", "dense", "fusion"]
+Retriever = Literal["given"] | Searched
+RETRIEVERS = ("given", *get_args(Searched))
 SEARCHED_K = 5
 """Chunks of a request if they are searched or generated, unless `--k` is given."""
 
@@ -48,7 +50,7 @@ class Request:
         conversation: id of its conversation; the list has a conversation's turns in order.
         reply: the data set's own answer to this turn, shown in later turns.
         arrival_s: from a trace; the first request's is 0.
-        max_new_tokens: from a trace.
+        max_new_tokens: from a trace or a published workload.
     """
 
     id: str
@@ -123,17 +125,22 @@ class Task:
 
 TASKS: Mapping[str, Task] = {
     "world": Task("eval.tasks.world", "the bundled model's generated world; needs no data", "given"),
-    "hotpotqa": Task("eval.tasks.hotpotqa", "questions over two Wikipedia paragraphs", "bm25"),
-    "2wikimqa": Task("eval.tasks.twowikimqa", "questions over two to four Wikipedia paragraphs", "bm25"),
-    "musique": Task("eval.tasks.musique", "questions of two to four hops over Wikipedia", "bm25"),
-    "squad": Task("eval.tasks.squad", "questions about one Wikipedia paragraph; many share it", "bm25"),
-    "triviaqa": Task("eval.tasks.triviaqa", "trivia questions over pieces of Wikipedia", "bm25"),
-    "nq": Task("eval.tasks.nq", "questions put to a search engine, over Wikipedia", "bm25"),
+    "hotpotqa": Task("eval.tasks.question_sets", "questions over two Wikipedia paragraphs", "bm25"),
+    "2wikimqa": Task("eval.tasks.question_sets", "questions over two to four Wikipedia paragraphs", "bm25"),
+    "musique": Task("eval.tasks.question_sets", "questions of two to four hops over Wikipedia", "bm25"),
+    "squad": Task("eval.tasks.question_sets", "questions about one Wikipedia paragraph; many share it", "bm25"),
+    "triviaqa": Task("eval.tasks.question_sets", "trivia questions over pieces of Wikipedia", "bm25"),
+    "nq": Task("eval.tasks.question_sets", "questions put to a search engine, over Wikipedia", "bm25"),
     "mtrag": Task("eval.tasks.mtrag", "conversations of people with a RAG system, with its passages", "given"),
     "mtrag-un": Task("eval.tasks.mtrag", "the same without lists; last questions are unanswerable or unclear", "bm25"),
     "ragpulse": Task(
         "eval.tasks.ragpulse", "a production trace: lengths and times, text of random words", "given", True
     ),
+    "qcfuse": Task("eval.tasks.qcfuse", "QCFuse's published questions, ten chunks each; --data FILE", "given"),
+    "rag-qa-quality": Task(
+        "eval.tasks.lmcache", "LMCache's workload: questions with their passages; --data FILE", "given"
+    ),
+    "long-doc-permutator": Task("eval.tasks.lmcache", "LMCache's workload: documents in many orders", "given", True),
     "sharegpt": Task("eval.tasks.sharegpt", "conversations in ShareGPT's format; --data FILE", "given"),
     "trace": Task(
         "eval.tasks.trace", "your own trace, in `replay`'s format; text of random words; --data FILE", "given", True
@@ -144,37 +151,24 @@ TASKS: Mapping[str, Task] = {
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `load_requests`."""
-    tasks = "\n".join(f"{name:<9} {task.summary}" for name, task in TASKS.items())
-    group = parser.add_argument_group("task", tasks)
-    group.add_argument("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
-    group.add_argument(
-        "--data", type=Path, metavar="PATH", help="folder that holds the data set's folder; sharegpt, trace: a file"
+    tasks = "\n".join(f"{name:<19} {task.summary}" for name, task in TASKS.items())
+    add = parser.add_argument_group("task", tasks).add_argument
+    add("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
+    folder = "folder that holds the data set's folder; or a file, where the task says so"
+    add("--data", type=Path, metavar="PATH", help=folder)
+    hub = "read the task from the Hugging Face hub, or a copy of it; without NAME: the published one"
+    add("--hub", nargs="?", const="", metavar="NAME[:CONFIG[:SPLIT]]", help=hub)
+    corpus = "sharegpt: folder with passages.jsonl.gz that is searched each turn"
+    add("--corpus", type=Path, metavar="DIR", help=corpus)
+    add("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
+    k = f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated"
+    add("--k", type=int, help=k)
+    retriever = (
+        "given: the data set's own lists; others search its passages. Default: bm25 for sets of questions, else given"
     )
-    group.add_argument(
-        "--hub",
-        nargs="?",
-        const="",
-        metavar="NAME[:CONFIG[:SPLIT]]",
-        help="read the task from the Hugging Face hub, or a copy of it; without NAME: the published one",
-    )
-    group.add_argument(
-        "--corpus", type=Path, metavar="DIR", help="sharegpt: folder with passages.jsonl.gz that is searched each turn"
-    )
-    group.add_argument("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
-    group.add_argument(
-        "--k",
-        type=int,
-        help=f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated",
-    )
-    group.add_argument(
-        "--retriever",
-        choices=get_args(Retriever),
-        help="given: the data set's own lists; others search its passages. Default: bm25 for sets of questions, else given",
-    )
-    group.add_argument(
-        "--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1"
-    )
-    group.add_argument("--seed", type=int, default=0, help="of the questions' order and of generated text")
+    add("--retriever", choices=RETRIEVERS, help=retriever)
+    add("--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1")
+    add("--seed", type=int, default=0, help="of the questions' order and of generated text")
 
 
 def load_requests(args: argparse.Namespace) -> list[Request]:
@@ -227,15 +221,11 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
         requests = [request for request in requests if request.chunks or request.conversation][: source.requests]
         _warn_of_cuts(requests, source.k)
     else:
-        from eval.data.retrieve import retrieve  # imported here: it needs FAISS or tantivy
-
         if not data.passages:
             raise CommandError(
                 f"task {source.task} has no passages to search: use --retriever given, or name a --corpus"
             )
-        requests = retrieve(
-            data, requests[: source.requests], k=source.k or SEARCHED_K, mode=retriever, seed=source.seed
-        )
+        requests = _searched(data, requests[: source.requests], source, retriever)
     scale = 1 if TASKS[source.task].is_scaled else source.scale
     return [_cut(request, source.k, scale) for request in requests]
 
@@ -248,6 +238,26 @@ def _load(args: argparse.Namespace) -> tuple[Source, TaskData]:
         args.task, args.data, args.hub, args.corpus, requests=args.requests, k=args.k, scale=args.scale, seed=args.seed
     )
     return source, load_task(source)
+
+
+def _searched(data: TaskData, requests: Sequence[Request], source: Source, mode: Searched) -> list[Request]:
+    """The requests with the best passages of their domain, best first. Single questions without results are left out."""
+    from eval.data.retrieve import search  # imported here: it needs FAISS or tantivy
+
+    by_domain: dict[str, dict[str, TextChunk]] = {}
+    for passage in data.passages:
+        by_domain.setdefault(data.domains.get(passage.id, ""), {})[passage.id] = passage
+    found: dict[str, tuple[TextChunk, ...]] = {}
+    for domain in dict.fromkeys(data.domains.get(request.id, "") for request in requests):
+        asked = [request for request in requests if data.domains.get(request.id, "") == domain]
+        if (passages := by_domain.get(domain)) is None:
+            raise CommandError(f"{asked[0].id} searches domain {domain!r}, which has no passages")
+        texts = {name: passage.text for name, passage in passages.items()}
+        questions = [request.question for request in asked]
+        ids = search(texts, questions, k=source.k or SEARCHED_K, mode=mode, seed=source.seed)
+        found.update((r.id, tuple(passages[name] for name in best)) for r, best in zip(asked, ids, strict=True))
+    chosen = [replace(request, chunks=found[request.id]) for request in requests]
+    return [request for request in chosen if request.chunks or request.conversation]
 
 
 def _warn_of_cuts(requests: Iterable[Request], k: int | None) -> None:

@@ -106,6 +106,17 @@ def content(title: str, text: str) -> str:
     return text if title in ("", first_line) else f"{title}\n{text}"
 
 
+def text_chunk(task: str, title: str, text: str) -> TextChunk:
+    """A passage whose id is made of its text, so that equal ones are one chunk."""
+    content_text = content(title.strip(), text.strip())
+    return TextChunk(f"{task}-{hashlib.sha1(content_text.encode()).hexdigest()[:12]}", content_text)
+
+
+def distinct(chunks: Iterable[TextChunk]) -> tuple[TextChunk, ...]:
+    """The chunks without repetitions, in their order."""
+    return tuple({chunk.id: chunk for chunk in chunks}.values())
+
+
 # Private, in order of use
 
 
@@ -121,7 +132,7 @@ def _examples(task: str, hub: HubName, example: Callable[[Row], Example | None])
             ) from None
         if found is None:
             continue
-        chunks = [_chunk(task, passage) for passage in found.passages]
+        chunks = [text_chunk(task, passage.title, passage.text) for passage in found.passages]
         passages.update((chunk.id, chunk) for chunk in chunks)
         gold = (chunk.id for chunk, passage in zip(chunks, found.passages, strict=True) if passage.is_gold)
         name = f"{task}:{found.id}"
@@ -130,18 +141,9 @@ def _examples(task: str, hub: HubName, example: Callable[[Row], Example | None])
             Request(
                 name,
                 found.question,
-                _distinct(chunks) if found.is_list else (),
+                distinct(chunks) if found.is_list else (),
                 found.answers,
                 tuple(dict.fromkeys(gold)),
             ),
         )
     return TaskData(tuple(passages.values()), tuple(requests.values()))
-
-
-def _chunk(task: str, passage: Found) -> TextChunk:
-    text = content(passage.title.strip(), passage.text.strip())
-    return TextChunk(f"{task}-{hashlib.sha1(text.encode()).hexdigest()[:12]}", text)
-
-
-def _distinct(chunks: Iterable[TextChunk]) -> tuple[TextChunk, ...]:
-    return tuple({chunk.id: chunk for chunk in chunks}.values())

@@ -36,6 +36,23 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
         raise CommandError(f"{path} cannot be read after line {number}: {error}") from None
 
 
+def read_items(path: Path) -> Iterator[tuple[str, object]]:
+    """As `read_rows`; a file whose name ends in `.json` is a list of anything. Raises CommandError."""
+    if path.suffix != ".json":
+        yield from read_rows(path)
+        return
+    try:
+        items = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CommandError(f"{path} does not exist") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CommandError(f"{path} is not JSON: {error}") from None
+    if not isinstance(items, list):
+        raise CommandError(f"{path} must be a JSON list")
+    for number, item in enumerate(items, 1):
+        yield f"{path}, item {number}", item
+
+
 def text_of(row: Row, name: str, where: str) -> str:
     """A field that is a non-blank string. Raises CommandError."""
     value = row.get(name)

@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from eval.intervals import quantile
 from eval.serve.arms import Arm, create_reorderer, request_body
+from eval.serve.bystanders import bystanders
 from eval.serve.client import Answer, Message, open_session, send
-from eval.serve.latency import cached_tokens
+from eval.serve.latency import cached_tokens, moved_tokens
 from eval.serve.plan import Cell, Plan
 from eval.serve.workload import Load, arrivals
 
@@ -50,13 +52,22 @@ class Lane:
         self._histories: dict[str, list[Message]] = {}
         self.clock_s = 0.0
         """Seconds that this lane has been under load."""
+        self.num_answers, self.ttft_s = 0, 0.0
+        """Answers of this process, warm-up included, and the sum of their times to first token."""
 
     async def run(self, numbers: Sequence[int]) -> list[Sample]:
-        """Send these requests of the cell, each turn after its predecessor; returns their samples in order."""
-        start = time.perf_counter()
-        taken = await self._send_all(numbers, self.cell.load, self._offsets)
+        """Send these requests of the cell, each turn after its predecessor; returns their samples in order.
+
+        With bystanders one more sample follows, of their block. Raises CommandError if a bystander fails.
+        """
+        async with bystanders(self._plan.bystanders, self.url, timeout_s=self._plan.timeout_s) as gaps:
+            start = time.perf_counter()
+            taken = await self._send_all(numbers, self.cell.load, self._offsets)
+            loaded_s = time.perf_counter() - start
         samples = [self._sample(number, *taken[number], start) for number in numbers]
-        self.clock_s += time.perf_counter() - start
+        if gaps:
+            samples.append(self._bystander_sample(numbers[0], gaps, loaded_s))
+        self.clock_s += loaded_s
         return samples
 
     async def replay(self, numbers: Sequence[int]) -> None:
@@ -133,6 +144,8 @@ class Lane:
             reorderer=self._reorderer,
             body=body,
         )
+        if answer.ttft_s is not None:
+            self.num_answers, self.ttft_s = self.num_answers + 1, self.ttft_s + answer.ttft_s
         if self._reports_cache and answer.prompt_tokens is not None:
             answer.cached_tokens = answer.cached_tokens or 0
         if request.conversation is not None and answer.error is None:
@@ -173,19 +186,29 @@ class Lane:
         }
         if answer.error is not None:
             return sample | {"error": answer.error}
-        sample["metrics"] = _metrics(answer, sent - due)
+        sample["metrics"] = _times(answer, sent - due) | _shares(answer, is_alone=request.conversation is None)
         sample["ttft_sent_s"], sample["first_text_s"] = answer.ttft_s, answer.first_text_s
         if answer.reorder_s is not None:
             sample["reorder_s"] = answer.reorder_s
-        if answer.chunkcache is not None:
-            hit, order = answer.chunkcache.get("chunks_hit"), answer.chunkcache.get("order")
-            # In a conversation the server counts the first turn's chunks, in every turn.
-            if request.conversation is None and order and hit is not None:
-                sample["metrics"]["hit_share"] = hit / len(order)
+        if (cache := answer.chunkcache) is not None:
             kept = ("chunks_hit", "chunks_planned", "predicted_exact", "turns_reused", "fallbacks")
-            sample["chunkcache"] = {name: answer.chunkcache.get(name) for name in kept}
-            sample["chunkcache"]["num_dropped"] = len(answer.chunkcache.get("dropped") or ())
+            sample["chunkcache"] = {name: cache.get(name) for name in kept}
+            sample["chunkcache"]["num_dropped"] = len(cache.get("dropped") or ())
+            sample["chunkcache"]["fused_hit"] = (cache.get("reuse") or {}).get("fused_hit") or 0
         return sample
+
+    def _bystander_sample(self, first: int, gaps: Sequence[float], loaded_s: float) -> Sample:
+        p50, p99 = (quantile(gaps, q) for q in (0.5, 0.99))
+        return {
+            "arm": self.arm.name,
+            "cell": dict(self.cell.label),
+            "request": f"bystanders:{first}",
+            "warm_up": first < self._plan.warm_up,
+            "due_s": self.clock_s,
+            "done_s": self.clock_s + loaded_s,
+            "gaps_s": [round(gap, 6) for gap in gaps],
+            "metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99},
+        }
 
 
 def _answer_limit(asked: int | None, at_most: int | None) -> int:
@@ -203,15 +226,31 @@ def _predecessors(requests: Sequence[Request]) -> list[int]:
     return before
 
 
-def _metrics(answer: Answer, wait: float) -> dict[str, float]:
-    """An answer's figures under the names of eval/metrics.py. Tokens of one event are counted separately."""
+def _times(answer: Answer, wait: float) -> dict[str, float]:
+    """Seconds under the names of eval/metrics.py. Tokens of one event are counted separately."""
     assert answer.ttft_s is not None
-    metrics = {"ttft_s": wait + answer.ttft_s, "e2e_s": wait + answer.e2e_s}
+    times = {"ttft_s": wait + answer.ttft_s, "e2e_s": wait + answer.e2e_s}
     streaming = (answer.first_text_s or answer.ttft_s) + sum(answer.itl_s) - answer.ttft_s
     if answer.completion_tokens and answer.completion_tokens > 1:
-        metrics["itl_s"] = streaming / (answer.completion_tokens - 1)
+        times["itl_s"] = streaming / (answer.completion_tokens - 1)
+    return times
+
+
+def _shares(answer: Answer, *, is_alone: bool) -> dict[str, float]:
+    """What was reused, as far as the server says. `is_alone`: the request is no turn of a conversation."""
+    shares: dict[str, float] = {}
     cached = cached_tokens(answer.fates, answer.cached_tokens)
     if answer.prompt_tokens and cached is not None:
-        metrics["cached_share"] = cached / answer.prompt_tokens
-        metrics["prefill_tokens"] = answer.prompt_tokens - cached
-    return metrics
+        shares["cached_share"] = cached / answer.prompt_tokens
+        shares["prefill_tokens"] = answer.prompt_tokens - cached
+    cache = answer.chunkcache or {}
+    hit, planned, order = (cache.get(name) for name in ("chunks_hit", "chunks_planned", "order"))
+    # In a conversation the server counts the first turn's chunks, in every turn.
+    if is_alone and order and hit is not None:
+        shares["hit_share"] = hit / len(order)
+    if planned and hit is not None:
+        shares["planned_missed"] = max(0, planned - hit) / planned
+    if moved := moved_tokens(answer.fates, (cache.get("reuse") or {}).get("fused_hit")):
+        assert answer.fates is not None
+        shares["recomputed_share"] = answer.fates["recomputed"] / moved
+    return shares

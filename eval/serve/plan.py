@@ -50,6 +50,8 @@ class Plan:
     max_new_tokens: int | None = None
     """Maximum length of an answer; None: the request's own."""
     history: History = "own"
+    bystanders: int = 0
+    """Streams that decode while a block is measured (bystanders.py)."""
     body: Mapping[str, Any] = field(default_factory=dict)
     """Added to the requests of all arms."""
     contextpilot_python: Path | None = None
@@ -63,4 +65,5 @@ class Plan:
     timeout_s: float = 600.0
     """Seconds without data from the server."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why), `resumed_at` (dates)."""
+    """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why), `resumed_at` (dates),
+    `overhead` (cell and arm -> seconds of our cache and of all times to first token)."""

@@ -19,19 +19,17 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from eval.errors import CommandError
 from eval.progress import Bar, progress
 from eval.run import Run, read_samples
 from eval.serve.arms import Arm, skip_reason
 from eval.serve.lane import Lane
+from eval.serve.latency import lane_name
 from eval.serve.plan import Cell, Plan
 from eval.serve.server_pool import Key, ServerPool, key_of
 from eval.serve.workload import arrivals, cut
-
-if TYPE_CHECKING:
-    from eval.task import Request
 
 T = TypeVar("T")
 FACTS = "facts.json"
@@ -138,7 +136,7 @@ def _drop_incomplete(run: Run, plan: Plan, arms: Sequence[Arm], cells: Sequence[
     for cell in cells:
         for block in cut(len(cell.requests), warm_up=plan.warm_up, block=plan.block):
             for arm in arms:
-                keys = {_key(arm, cell, cell.requests[number]) for number in block}
+                keys = {_key(arm, cell, cell.requests[number].id) for number in block}
                 if any(key not in run for key in keys):
                     incomplete |= keys
     run.drop(incomplete)
@@ -154,11 +152,11 @@ def _measure_together(
     bar: Bar,
 ) -> None:
     missing = [
-        (arm, cell) for cell in cells for arm in arms if any(_key(arm, cell, r) not in run for r in cell.requests)
+        (arm, cell) for cell in cells for arm in arms if any(_key(arm, cell, r.id) not in run for r in cell.requests)
     ]
     servers.keep({key_of(arm, cell) for arm, cell in missing})
     with ExitStack() as stack:
-        lanes = []
+        lanes, before = [], []
         for arm, cell in missing:
             key = key_of(arm, cell)
             url = servers.open(key, arm)
@@ -174,27 +172,43 @@ def _measure_together(
             lanes.append(lane)
             stack.callback(lane.close)
             servers.flush(key, url)
+            before.append(servers.seconds(key, url))
         for lane in lanes:
             _restore(run, plan, lane, loop)
-        blocks = [cut(len(lane.cell.requests), warm_up=plan.warm_up, block=plan.block) for lane in lanes]
-        for number in range(max(map(len, blocks), default=0)):
-            for lane, own in turned(list(zip(lanes, blocks, strict=True)), number):
-                if number < len(own) and _key(lane.arm, lane.cell, lane.cell.requests[own[number][0]]) not in run:
-                    samples = loop.run(lane.run(own[number]))
-                    _check(samples, lane, servers)
-                    keys = [_key(lane.arm, lane.cell, lane.cell.requests[i]) for i in own[number]]
-                    run.add_all(zip(keys, ({**sample, "block": number} for sample in samples), strict=True))
-                    bar.update(len(samples))
-        for lane in lanes:
+        _take_turns(run, plan, lanes, servers, loop, bar)
+        for lane, started in zip(lanes, before, strict=True):
+            name = lane_name(lane.cell.label, lane.arm.name)
             if counts := lane.counts():
-                name = "/".join(filter(None, (lane.cell.name, lane.arm.name)))
                 plan.facts.setdefault("adapters", {})[name] = counts
+            if started and (ended := servers.seconds(key_of(lane.arm, lane.cell), lane.url)):
+                plan.facts.setdefault("overhead", {})[name] = _overhead(lane, ended[0] - started[0], ended[1])
+
+
+def _take_turns(
+    run: Run, plan: Plan, lanes: Sequence[Lane], servers: ServerPool, loop: asyncio.Runner, bar: Bar
+) -> None:
+    """Send each lane's next block, lane by lane in rotating order, to the end of all."""
+    blocks = [cut(len(lane.cell.requests), warm_up=plan.warm_up, block=plan.block) for lane in lanes]
+    for number in range(max(map(len, blocks), default=0)):
+        for lane, own in turned(list(zip(lanes, blocks, strict=True)), number):
+            if number < len(own) and _key(lane.arm, lane.cell, lane.cell.requests[own[number][0]].id) not in run:
+                samples = loop.run(lane.run(own[number]))
+                _check(samples, lane, servers)
+                run.add_all((_key(lane.arm, lane.cell, s["request"]), {**s, "block": number}) for s in samples)
+                bar.update(len(own[number]))
+
+
+def _overhead(lane: Lane, tree_s: float, order_s: float) -> dict[str, float | None]:
+    """Seconds of our tree and of the order decisions of what the lane sent, and their share of the times to first token."""
+    order_s *= lane.num_answers
+    share = (tree_s + order_s) / lane.ttft_s if lane.ttft_s else None
+    return {"tree_s": tree_s, "order_s": order_s, "ttft_s": lane.ttft_s, "share": share}
 
 
 def _restore(run: Run, plan: Plan, lane: Lane, loop: asyncio.Runner) -> None:
     """After an interruption, continue the lane's clock and send its last requests again to the server."""
     requests = lane.cell.requests
-    served = [number for number, request in enumerate(requests) if _key(lane.arm, lane.cell, request) in run]
+    served = [number for number, request in enumerate(requests) if _key(lane.arm, lane.cell, request.id) in run]
     if not served:
         return
     mine = [s for s in run.samples if s["arm"] == lane.arm.name and s["cell"] == dict(lane.cell.label)]
@@ -217,6 +231,6 @@ def _check(samples: Sequence[Mapping[str, Any]], lane: Lane, servers: ServerPool
         print(f"eval: {lane.arm.name}: {len(errors)} of {len(samples)} requests failed: {errors[0]}", file=sys.stderr)
 
 
-def _key(arm: Arm, cell: Cell, request: Request) -> str:
+def _key(arm: Arm, cell: Cell, request: str) -> str:
     """A sample's key in the run."""
-    return "/".join(filter(None, (cell.name, arm.name, request.id)))
+    return f"{lane_name(cell.label, arm.name)}/{request}"

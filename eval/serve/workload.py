@@ -16,7 +16,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from eval.errors import CommandError
@@ -98,6 +98,14 @@ def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
         if turns:
             going_on.append(turns)
     return order
+
+
+def fresh(requests: Sequence[Request]) -> list[Request]:
+    """The requests with chunks of their own, so that none occurs twice and nothing can be reused: what reuse costs then."""
+    return [
+        replace(request, chunks=tuple(replace(c, id=f"{n} {c.id}", text=f"{n} {c.text}") for c in request.chunks))
+        for n, request in enumerate(requests)
+    ]
 
 
 def _traced(times: Sequence[float | None], speed: float) -> list[float]:

@@ -6,7 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from eval.demo import NUM_CHUNKS, NUM_TURNS, Answer, Asked, PlainCache, traffic, write_corpus
+from eval.demo import NUM_CHUNKS, NUM_TURNS, Asked, PlainCache, Told, traffic, write_corpus
+from eval.serve.client import Answer
 from eval.task import Request
 from eval.world.world import World
 
@@ -56,7 +57,7 @@ def test_plain_cache_computes_what_no_earlier_prompt_begins_with() -> None:
 def test_answer_is_right_whatever_its_white_space() -> None:
     asked = Asked("single questions", Request("demo:0", "Which?", answers=("The city X grows peas.", "peas")))
     rights = [
-        Answer(asked, text, 1, 0.0, {}, 1, 1).right for text in (" The city X\ngrows peas. ", "peas", "Peas", "peas!")
+        Told(asked, Answer({}, text), 1, 1).right for text in (" The city X\ngrows peas. ", "peas", "Peas", "peas!")
     ]
     assert rights == [True, True, False, False]
 

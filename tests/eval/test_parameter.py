@@ -1,4 +1,4 @@
-"""The sensitivity command: the sweep of a parameter, and the expected hits next to the measured ones. No server."""
+"""`serve --parameter`: the sweep of one setting, and the expected hits next to the measured ones. No server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from eval.errors import CommandError
 from eval.run import Run
 from eval.serve import command as serve
 from eval.serve.arms import ARMS, server_flags
+from eval.serve.command import PARAMETERS, parse
+from eval.serve.latency import summarize
 from eval.serve.plan import Cell, Plan
-from eval.serve.sensitivity import PARAMETERS, parse, summarize
 from eval.serve.server_pool import key_of
 from eval.task import Request, TextChunk
 
@@ -76,7 +77,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(trace: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(results, record) of a run that must succeed."""
     out = trace.parent / "run"
-    assert main(["sensitivity", "--task", "trace", "--data", str(trace), "--out", str(out), *options]) == 0
+    assert main(["serve", "--task", "trace", "--data", str(trace), "--out", str(out), *options]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     record = json.loads((out / "record.json").read_text())
     assert record["results"] == results
@@ -86,7 +87,7 @@ def run(trace: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple
 def test_a_run(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Threshold 30 is never reached in 20 requests: CRAFT's server then inserts nothing, and a replay says so."""
     results, record = run(trace, capsys, "--parameter", "threshold", "--values", "1", "30", "--warm-up", "4")
-    assert (record["kind"], record["complete"], record["spec"]["parameter"]) == ("sensitivity", True, "threshold")
+    assert (record["kind"], record["complete"], record["spec"]["parameter"]) == ("serve", True, "threshold")
     assert [(row["arm"], row["cell"]) for row in results["cells"]] == [
         ("craft", {"threshold": 1}),
         ("craft", {"threshold": 30}),
@@ -126,7 +127,7 @@ def test_later_turns_are_counted_on_neither_side() -> None:
     samples = [sample("ours", cell, number, hits=hits) for number, hits in enumerate((0, 2, 1))]
     flags = server_flags(ARMS["ours"], [])
     facts = {"servers": {"ours": {"flags": flags}}}
-    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=[cell])["cells"]
+    (row,) = summarize(samples, facts=facts, against="ours", arms=[ARMS["ours"]], cells=[cell])["cells"]
     assert row["hit_share"] == 1 / 4
     assert row["metrics"]["hit_share"] == {"mean": 1 / 4}
     assert row["metrics"]["expected_hit_share"] == {"mean": 2 / 4}
@@ -146,12 +147,12 @@ def test_the_pool_counts_in_chunks() -> None:
     samples.append({**sample("ours", cell, 1), "error": "HTTP 500", "metrics": {}, "prompt_tokens": None})
     server = {"max_total_num_tokens": POOL, "flags": server_flags(ARMS["ours"], cell.flags)}
     facts = {"servers": {str(key_of(ARMS["ours"], cell)): server}}
-    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=[cell])["cells"]
+    (row,) = summarize(samples, facts=facts, against="ours", arms=[ARMS["ours"]], cells=[cell])["cells"]
     assert row["pool_chunks"] == 40
     assert row["hit_share"] == 0.5
     assert row["metrics"]["expected_hit_share"] == {"mean": 0.5}
     server["max_total_num_tokens"] = 50
-    (row,) = summarize(samples, facts=facts, against="ours", arms=["ours"], cells=[cell])["cells"]
+    (row,) = summarize(samples, facts=facts, against="ours", arms=[ARMS["ours"]], cells=[cell])["cells"]
     assert (row["pool_chunks"], row["metrics"]["expected_hit_share"]) == (2, {"mean": 0.0})
 
 
@@ -159,8 +160,7 @@ def test_the_pool_counts_in_chunks() -> None:
 def test_defaults(name: str, parameter: Any) -> None:
     """Values of the papers, arms to which they mean something; every one of them an arm there is."""
     args = parse(["--parameter", name])
-    option = parameter.option.removeprefix("--")
-    assert [float(value) for value in getattr(args, option)] == [float(value) for value in parameter.values]
+    assert getattr(args, parameter.option) == list(parameter.values)
     assert args.arms == list(parameter.arms)
     assert set(parameter.arms) <= ARMS.keys()
 
@@ -191,11 +191,12 @@ def test_flags_of_the_servers_go_through() -> None:
         (["--parameter", "ratio", "--arms", "ours"], "--ratios needs an arm that moves KV"),
         (["--parameter", "k", "--values", "2", "2"], "a value is given twice"),
         (["--parameter", "batch", "--load", "poisson"], "--clients needs --load closed"),
+        (["--values", "3"], "--values needs --parameter"),
     ],
 )
 def test_nonsense_gets_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before any server is started."""
-    assert main(["sensitivity", *options]) == 2
+    assert main(["serve", *options]) == 2
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "\n" not in error

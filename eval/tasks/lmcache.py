@@ -1,0 +1,138 @@
+"""`rag-qa-quality` and `long-doc-permutator`: the workloads of LMCache's `lmcache bench engine` that reuse chunks anywhere.
+
+Formats as of LMCache 0.5.6, lmcache/cli/commands/bench/engine_bench (github.com/LMCache/LMCache at 22d4ad2, 253838c; Apache-2.0).
+
+rag-qa-quality       `--data FILE`, a JSON list or JSON Lines, or `--hub`. Four kinds of rows, each with question and answers:
+                     MuSiQue's and HotpotQA's columns, HotpotQA's own `"context": [["title", ["sentence", ...]], ...]`, and
+                     CacheBlend's `"ctxs": [{"title": "...", "text": "..."}, ...]`. Rows that lack one of the three are left out.
+                     LMCache fills documents up to 256 tokens, the unit of its cache, and has instructions around them; neither
+                     is done here, since our unit is the chunk.
+long-doc-permutator  No data. Each request is a system prompt and the same documents in another order, without a question.
+                     `--data FILE` is a configuration of `lmcache bench engine --export-config`, of which `ldp_*` counts; `--k`
+                     is the number of documents, `--scale` divides lengths. Words are ours, one token each.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import islice, permutations
+from math import factorial
+from typing import Any
+
+from eval.data.hub import HubName, hub_rows, parse_hub
+from eval.data.question_set import distinct, text_chunk
+from eval.data.random_text import random_text
+from eval.data.rows import Row, read_items
+from eval.errors import CommandError
+from eval.task import Request, Source, TaskData, TextChunk
+
+HUB = HubName("dgslibisey/MuSiQue")
+PERMUTATOR = {
+    "ldp_num_contexts": 5,
+    "ldp_context_length": 5000,
+    "ldp_system_prompt_length": 1000,
+    "ldp_num_permutations": 10,
+}
+"""LMCache's defaults; lengths in tokens."""
+MAX_NEW_TOKENS = 128
+
+
+def load(source: Source) -> TaskData:
+    """Requests in LMCache's order. Raises CommandError."""
+    return _permuted(source) if source.task == "long-doc-permutator" else _questions(source)
+
+
+# Private, in order of use
+
+
+def _questions(source: Source) -> TaskData:
+    rows = read_items(source.file()) if source.hub is None else hub_rows(parse_hub(source.hub, HUB))
+    requests: dict[str, Request] = {}
+    for number, (_, row) in enumerate(rows):
+        if not isinstance(row, dict):
+            continue
+        texts = [(title, text) for title, text in _documents(row) if text.strip()]
+        question, answers = str(row.get("question") or row.get("query") or "").strip(), _answers(row)
+        name = f"rag-qa-quality:{row.get('_id') or row.get('id') or number}"
+        if texts and question and answers and name not in requests:
+            chunks = distinct(text_chunk("rag-qa-quality", title, text) for title, text in texts)
+            requests[name] = Request(name, question, chunks, answers)
+    if not requests:
+        raise CommandError(f"{source.data or source.hub} has no row with passages, a question and answers")
+    passages = {chunk.id: chunk for request in requests.values() for chunk in request.chunks}
+    return TaskData(tuple(passages.values()), tuple(requests.values()))
+
+
+def _documents(row: Row) -> Iterator[tuple[str, str]]:
+    """(title, text) of each passage, in the row's order."""
+    for passage in row.get("paragraphs") or row.get("ctxs") or row.get("contexts") or ():
+        if isinstance(passage, dict):
+            yield str(passage.get("title") or ""), str(passage.get("text") or passage.get("paragraph_text") or "")
+        else:
+            yield "", str(passage)
+    context = row.get("context") or ()
+    pairs = zip(context["title"], context["sentences"], strict=False) if isinstance(context, dict) else context
+    for title, sentences in pairs:
+        yield str(title), sentences if isinstance(sentences, str) else "".join(sentences)
+
+
+def _answers(row: Row) -> tuple[str, ...]:
+    """The answers and their other wordings; lists within lists are those of some files."""
+    found: list[Any] = [row.get("answers") or row.get("answer"), row.get("answer_aliases")]
+    flat: list[str] = []
+    while found:
+        first = found.pop(0)
+        if isinstance(first, list):
+            found[:0] = first
+        elif first is not None and str(first).strip():
+            flat.append(str(first).strip())
+    return tuple(dict.fromkeys(flat))
+
+
+def _permuted(source: Source) -> TaskData:
+    sizes = PERMUTATOR | _configured(source)
+    num_contexts = source.k or sizes["ldp_num_contexts"]
+    chunks = [
+        TextChunk(f"doc{i}", random_text(f"{source.seed} doc{i}", sizes["ldp_context_length"] // source.scale))
+        for i in range(num_contexts)
+    ]
+    length = sizes["ldp_system_prompt_length"] // source.scale
+    system = random_text(f"{source.seed} system", length) if length else ""
+    orders = _orders(num_contexts, min(sizes["ldp_num_permutations"], source.requests), source.seed)
+    requests = (
+        Request(
+            f"long-doc-permutator:{number}",
+            "",
+            tuple(chunks[i] for i in order),
+            system=system,
+            max_new_tokens=MAX_NEW_TOKENS,
+        )
+        for number, order in enumerate(orders)
+    )
+    return TaskData(tuple(chunks), tuple(requests))
+
+
+def _configured(source: Source) -> dict[str, int]:
+    if source.data is None:
+        return {}
+    try:
+        config = json.loads(source.data.read_text(encoding="utf-8"))
+        found = {name: config[name] for name in PERMUTATOR if name in config}
+    except (OSError, ValueError, TypeError) as error:
+        raise CommandError(f"{source.data} is not a configuration of lmcache bench engine: {error}") from None
+    for name, value in found.items():
+        if not isinstance(value, int) or value < (0 if name == "ldp_system_prompt_length" else 1):
+            raise CommandError(f"{source.data}: {name} must be a positive integer, got {value!r}")
+    return found
+
+
+def _orders(num: int, count: int, seed: int) -> list[tuple[int, ...]]:
+    """`count` different orders of `num` documents, ascending: all, the first, or drawn from more than ten times as many."""
+    if factorial(num) <= 10 * count:
+        return list(islice(permutations(range(num)), count))
+    rng, drawn = random.Random(seed), set[tuple[int, ...]]()
+    while len(drawn) < count:
+        drawn.add(tuple(rng.sample(range(num), num)))
+    return sorted(drawn)
