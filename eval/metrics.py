@@ -54,3 +54,13 @@ METRICS = {
     "kl_first_policy": Metric("KL to the first policy, first token", "nats", "lower"),
     "faithfulness": Metric("faithfulness, by a judge", "", "higher"),
 }
+
+
+def label(metric: str) -> str:
+    """The metric's label, or its name."""
+    return METRICS[metric].label if metric in METRICS else metric.replace("_", " ")
+
+
+def is_time(metric: str) -> bool:
+    """Times are told by their median and compared by ratios, other metrics by the mean and by differences."""
+    return metric.endswith("_s")

@@ -1,8 +1,8 @@
 """Reads a run back: record, samples and cells in one format, whichever command wrote them.
 
-A replay stores one row per cell with the hits of all requests; this module converts it to one row per request, as the other
-commands have. The replay's policies (order, tail, eviction, ...) become the arm, its other settings the cell. Computes no
-figures and writes no pages.
+A replay stores one row per cell with the counts of each bin of requests; this module converts it to one row per bin, as the
+other commands have one per request. The replay's policies (order, tail, eviction, ...) become the arm, its other settings the
+cell. Computes no figures and writes no pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from eval.errors import CommandError
 from eval.run import Sample, read_record, read_samples
 
-KINDS = ("replay", "serve", "sensitivity", "quality")
+KINDS = ("replay", "serve", "quality", "recall", "bench")
 POLICIES = ("order", "tail", "eviction", "admission", "dedup")
 UNITS = {
     "saved_share": ("hits", "dropped", "lost", "chunks"),
@@ -32,7 +32,7 @@ Cell = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`record`: record.json. `samples`: one per request. `cells`: those of the results. Both have `arm`, `cell`, `metrics`."""
+    """`record`: record.json. `samples`: one per request. `cells`: of the results. Both have `arm`, `cell`, `metrics`."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Recorded:
 
     @property
     def kind(self) -> str:
-        """replay, serve, sensitivity or quality."""
+        """One of `KINDS`."""
         return str(self.record["kind"])
 
     @property
@@ -176,18 +176,16 @@ def _values(cells: Sequence[Cell], key: str) -> list[Any]:
 
 
 def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:
-    warm_up = spec.get("warm_up") or 0
     # Neighbours in a trace share chunks, so blocks are resampled, as long as replay's own.
-    length = max(1, min(spec["block"], (len(row["chunks"]) - warm_up) // 10))
-    # Divided by the mean number of chunks, so that the mean over requests is the share of all chunks, as replay reports it.
-    mean = {name: fmean(row[unit[-1]][warm_up:]) for name, unit in UNITS.items() if row.get(unit[-1])}
+    length = max(1, spec["block"] // row.get("bin", 1))
+    # Divided by the mean number of chunks, so that the mean over bins is the share of all chunks, as replay reports it.
+    mean = {name: fmean(row[unit[-1]]) for name, unit in UNITS.items() if row.get(unit[-1])}
     return [
         {
             "arm": row["arm"],
             "cell": row["cell"],
             "request": str(i),
-            "warm_up": i < warm_up,
-            "block": (i - warm_up) // length,
+            "block": i // length,
             "metrics": {
                 name: (row[hits][i] + row[dropped][i] - row[lost][i]) / mean[name]
                 for name, (hits, dropped, lost, _) in UNITS.items()

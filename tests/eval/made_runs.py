@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from eval.contrast import contrast_arms, sentences
-from eval.intervals import bootstrap, quantile
+from eval.stats import bootstrap, quantile
 from eval.replay.command import main as replay
 
 HOSTILE = '<script>alert(1)</script> & "quoted" $x_1$ naïve 漢字 ' + "very-long-" * 12
