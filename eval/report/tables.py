@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+from tabulate import tabulate
 
 from eval.contrast import direction, fails_more, has_enough
 from eval.metrics import METRICS, is_time, label
@@ -42,6 +43,10 @@ class Table:
     frame: pd.DataFrame
     numbers: frozenset[str]
     note: str = ""
+
+    def text(self) -> str:
+        """A table for the terminal."""
+        return str(tabulate(self.frame, headers="keys", showindex=False, disable_numparse=True, maxheadercolwidths=16))
 
     def markdown(self) -> str:
         """A table of GitHub's kind; markup in texts is escaped."""
