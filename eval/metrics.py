@@ -19,6 +19,8 @@ METRICS = {
     "ttft_s": Metric("time to first token", "s", "lower"),
     "itl_s": Metric("time between output tokens, mean of an answer", "s", "lower"),
     "e2e_s": Metric("time to the whole answer", "s", "lower"),
+    "requests_per_s": Metric("requests per second", "1/s", "higher"),
+    "output_tokens_per_s": Metric("output tokens per second", "1/s", "higher"),
     "hit_share": Metric("chunks found cached", "", "higher"),
     "saved_share": Metric("chunks not computed", "", "higher"),
     "token_saved_share": Metric("chunk tokens not computed", "", "higher"),
@@ -63,4 +65,4 @@ def label(metric: str) -> str:
 
 def is_time(metric: str) -> bool:
     """Times are told by their median and compared by ratios, other metrics by the mean and by differences."""
-    return metric.endswith("_s")
+    return metric.endswith("_s") and not metric.endswith("_per_s")

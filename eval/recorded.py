@@ -133,7 +133,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _cells(results: Mapping[str, Any]) -> list[Cell]:
-    cells: list[Cell] = [{"metrics": {}, "arm": "", **one} for one in results.get("cells") or []]
+    """The cells with their throughput, and a replay's shares, among the metrics."""
+    cells: list[Cell] = []
+    for one in results.get("cells") or []:
+        metrics = {name: {"mean": value} for name, value in (one.get("throughput") or {}).items()}
+        saved = one.get("saved") or {}
+        for name, (*_, unit) in UNITS.items():
+            metrics |= {name: {"mean": saved[unit]["value"], **saved[unit]}} if unit in saved else {}
+        cells.append({"arm": "", **one, "metrics": metrics | one.get("metrics", {})})
     for one in cells:
         if not isinstance(one["cell"], dict) or not isinstance(one["metrics"], dict):
             raise TypeError("metrics and cell must be objects")

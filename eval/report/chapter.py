@@ -16,14 +16,23 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from eval.contrast import sentences, shortage, verdict
+from eval.metrics import is_time
 from eval.recorded import Cell, Recorded, cell_name, varied
 from eval.report import charts
 from eval.report.charts import KNOWN_ARMS, Arms
 from eval.report.tables import Table, metric_names, plain, servers_table, tables_of
 
-MAX_CURVES = 6
+MAX_CURVES, MAX_PANELS = 6, 8
 """Maximum number of charts of one varied setting if other settings vary, too."""
-CURVES = ("ttft_s", "itl_s", "hit_share", "expected_hit_share", "cached_share", "em", "f1", "same", "kl")
+CURVES = (
+    "ttft_s",
+    "itl_s",
+    *("requests_per_s", "output_tokens_per_s"),
+    "hit_share",
+    "expected_hit_share",
+    "cached_share",
+)
+CURVES += ("saved_share", "token_saved_share", "em", "f1", "same", "kl")
 BAND = "Times are medians, other metrics means; bands are 95% intervals."
 OF_STARTED_SERVERS = ("model_path", "params", "threads", "max_total_tokens", "max_servers", "server_flags")
 """Settings that do not apply to a server that already runs."""
@@ -71,63 +80,21 @@ def create_chapter(run: Recorded, name: str) -> Chapter:
 
 
 def pictures_of(run: Recorded) -> list[Picture]:
-    """The charts that the record's samples and cells allow."""
+    """The charts that the record's samples and cells allow: times to the first token, swept settings, or the arms' scores."""
     arms = Arms(str(one["arm"]) for one in [*run.samples, *run.cells])
-    pictures = _hits(run, arms)
+    pictures = []
     if timed := [one for one in run.measured if "ttft_s" in one["metrics"]]:
         caption = "Share of requests that have their first token within a time; further left is faster."
         pictures.append(Picture("Time to first token", caption, partial(charts.ttft_cdf, timed, arms)))
-    others = (_permuted(run) or _swept(run, arms)) + _throughput(run, arms)
-    metrics = [metric for metric in metric_names(run.cells) if not charts.is_time(metric)][:8]
-    if metrics and not others and not pictures and len(arms.places) > 1:
+    pictures += _swept(run, arms)
+    metrics = [metric for metric in metric_names(run.cells) if not is_time(metric)][:MAX_PANELS]
+    if metrics and not pictures and len(arms.places) > 1:
         draw = partial(charts.scores, run.cells, arms, metrics=metrics)
-        others = [Picture("Scores", "Means with 95% intervals.", draw)]
-    fated = [one for one in run.measured if one.get("fates") and isinstance(one.get("sent_s"), int | float)]
-    if fated:
-        caption = "Exact and relocated tokens were not computed."
-        others.append(Picture("Fates of the prompt tokens", caption, partial(charts.fates_over_time, fated, arms)))
-    return pictures + others
+        pictures.append(Picture("Scores", "Means with 95% intervals.", draw))
+    return pictures
 
 
 # Private: charts
-
-
-def _hits(run: Recorded, arms: Arms) -> list[Picture]:
-    """A replay's shares, of tokens if the trace has lengths."""
-    for rate, of in (("token_hit_rate", "chunk tokens"), ("chunk_hit_rate", "chunks")):
-        if cells := [one for one in run.cells if isinstance(one.get(rate), dict)]:
-            draw = partial(charts.hit_rates, cells, arms, rate=rate)
-            return [Picture(f"Share of {of} found cached", "Lines are 95% intervals.", draw)]
-    return []
-
-
-def _throughput(run: Recorded, arms: Arms) -> list[Picture]:
-    """Throughput over the rate or the clients, if nothing else varies."""
-    rates = {"output_tokens_per_s": "output tokens per second", "requests_per_s": "requests per second"}
-    settings = varied(one["cell"] for one in run.cells)
-    if settings not in (["rate"], ["clients"]):
-        return []
-    cells = [
-        {**one, "metrics": {rates[name]: {"mean": found[name]} for name in rates if name in found}}
-        for one in run.cells
-        if isinstance(found := one.get("throughput"), dict)
-    ]
-    metrics = [metric for metric in rates.values() if metric in metric_names(cells)]
-    draw = partial(charts.curves, cells, arms, setting=settings[0], metrics=metrics)
-    return [Picture(f"Throughput by {settings[0]}", "", draw)] if metrics else []
-
-
-def _permuted(run: Recorded) -> list[Picture]:
-    """CRAFT's figure 5 for each metric that the record has per request."""
-    points: dict[str, list[dict[str, Any]]] = {}
-    for one in run.results.get("requests") or [] if isinstance(run.results.get("requests"), list) else []:
-        for metric, found in one["metrics"].items():
-            if found["baseline"] is not None:
-                points.setdefault(metric, []).append({"request": str(one["request"]), **found})
-    return [
-        Picture(f"Other orders of the chunks: {metric}", "", partial(charts.permutation, taken, metric=metric))
-        for metric, taken in points.items()
-    ]
 
 
 def _swept(run: Recorded, arms: Arms) -> list[Picture]:
@@ -136,7 +103,7 @@ def _swept(run: Recorded, arms: Arms) -> list[Picture]:
     If several settings vary, only a numeric one with at least three values gives a curve; all figures are in the tables.
     """
     pictures = []
-    settings = [] if run.kind == "replay" else varied(one["cell"] for one in run.cells)
+    settings = varied(one["cell"] for one in run.cells)
     for setting in settings:
         groups: dict[str, list[Cell]] = {}
         for one in run.cells:

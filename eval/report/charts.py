@@ -21,24 +21,33 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from eval.metrics import METRICS, is_time
-from eval.recorded import cell_name, setting_name, varied
+from eval.recorded import cell_name, setting_name
 
 Rows = Sequence[Mapping[str, Any]]
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#b8a800")
 DARK = ("#4fa8e0", "#ff8a4c", "#2fc79a", "#e79cc8", "#f2b632", "#8ccbf2", "#bbbbbb", "#f0e442")
 """The page's variables --c0, --c1, ... have these values."""
-INK, FAINT, PAPER, GREY = "#1b1f24", "#d5d9de", "#fefefe", "#c9ced4"
-VARIABLES = {INK: "ink", FAINT: "line", PAPER: "paper", GREY: "grey"} | {c: f"c{i}" for i, c in enumerate(LIGHT)}
+INK, FAINT, PAPER = "#1b1f24", "#d5d9de", "#fefefe"
+VARIABLES = {INK: "ink", FAINT: "line", PAPER: "paper"} | {c: f"c{i}" for i, c in enumerate(LIGHT)}
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 KNOWN_ARMS = ("ours", "stock-lpm", "no-cache", "craft", "fused", "stock-fcfs", "cacheblend", "contextpilot")
 """They have the same colour on every page."""
-FATES = {"exact": LIGHT[0], "relocated": LIGHT[5], "recomputed": LIGHT[4], "computed": GREY}
-MAX_PANELS, MAX_BINS = 12, 24
+UNITS = {
+    "rate": "request rate (1/s)",
+    "window": "window (requests)",
+    "threshold": "promotion threshold (requests)",
+    "ratio": "share of moved tokens recomputed",
+    "k": "chunks a request",
+    "chunks": "chunks a request",
+    "clients": "requests in flight",
+    "capacity": "capacity of the cache (chunks)",
+    "capacity_tokens": "capacity of the cache (tokens)",
+}
+MAX_PANELS = 12
 WIDTH = 7.2  # Inches: 10 points are then as large as the page's text.
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -124,29 +133,6 @@ def ttft_cdf(samples: Rows, arms: Arms, *, metric: str = "ttft_s") -> Figure:
     return _with_legend(figure, [(Line2D([], [], **arms.line(arm)), arm) for arm in arms.of(samples)])
 
 
-def hit_rates(cells: Rows, arms: Arms, *, rate: str) -> Figure:
-    """Grouped bars with intervals: capacity along x, a bar per policy, a panel per other setting. cells: of a replay."""
-    along = "capacity_tokens" if any(one["cell"].get("capacity_tokens") for one in cells) else "capacity"
-    others = [key for key in varied(one["cell"] for one in cells) if key != along]
-    groups = _grouped(cells, lambda one: {key: one["cell"].get(key) for key in others})
-    values = sorted({one["cell"].get(along) or math.inf for one in cells})
-    names = arms.of(cells)
-    figure, panels = _panels(len(groups), wide=len(values) * len(names) > 10)
-    width = 0.84 / len(names)
-    for ax, (group, rows) in zip(panels, groups, strict=False):
-        for one in rows:
-            place = values.index(one["cell"].get(along) or math.inf) - (len(names) - 1) / 2 * width
-            x, share = place + names.index(one["arm"]) * width, one[rate]
-            ax.bar(x, share["value"], width * 0.9, color=arms.colour(one["arm"]))
-            ax.vlines(x, share["low"], share["high"], colors=INK, linewidth=1)
-        ax.set_title(_short(cell_name(group), 48))
-        ax.set_xticks(range(len(values)), ["no limit" if value == math.inf else f"{value:,}" for value in values])
-    unit = "tokens" if along == "capacity_tokens" else "chunks"
-    found = "chunks" if rate.startswith("chunk") else "chunk tokens"
-    _label(panels, f"capacity of the cache ({unit})", f"{found} found (share)")
-    return _with_legend(figure, [(Patch(color=arms.colour(arm)), arm) for arm in names])
-
-
 def curves(cells: Rows, arms: Arms, *, setting: str, metrics: Sequence[str], level: Rows = ()) -> Figure:
     """A varied setting along x, a panel per metric, a line per arm with its interval.
 
@@ -154,12 +140,15 @@ def curves(cells: Rows, arms: Arms, *, setting: str, metrics: Sequence[str], lev
     setting, drawn as a horizontal line.
     """
     figure, panels = _panels(len(metrics))
-    is_scale = all(isinstance(one["cell"][setting], int | float) for one in cells)
-    values: list[Any] = sorted({one["cell"][setting] if is_scale else str(one["cell"][setting]) for one in cells})
+    values: list[Any] = list(dict.fromkeys(one["cell"][setting] for one in cells))
+    is_capacity = setting.startswith("capacity")
+    is_scale = not is_capacity and all(isinstance(value, int | float) for value in values)
+    if is_scale or is_capacity:
+        values.sort(key=lambda value: math.inf if is_capacity and not value else value)
     for ax, metric in zip(panels, metrics, strict=False):
         for name in arms.of(cells):
             points = sorted(
-                (one["cell"][setting] if is_scale else values.index(str(one["cell"][setting])), *found)
+                (one["cell"][setting] if is_scale else values.index(one["cell"][setting]), *found)
                 for one in cells
                 if one["arm"] == name and (found := middle(metric, one["metrics"].get(metric)))
             )
@@ -177,57 +166,15 @@ def curves(cells: Rows, arms: Arms, *, setting: str, metrics: Sequence[str], lev
             names = [_short(setting_name(setting, value), 16) for value in values]
             ax.set_xticks(values if is_scale else range(len(values)), names)
             ax.minorticks_off()
-        _label([ax], _setting(setting), _axis(metric))
+        _label([ax], UNITS.get(setting, _short(setting.replace("_", " "), 40)), _axis(metric))
         _limit(ax, metric)
-    handles = [Line2D([], [], **arms.line(name)) for name in arms.of(cells)]
-    flat = [name for name in arms.of(level) if name not in arms.of(cells)]
-    handles += [Line2D([], [], color=arms.colour(name), linestyle=(0, (6, 2))) for name in flat]
-    return _with_legend(figure, list(zip(handles, [*arms.of(cells), *flat], strict=True)))
-
-
-def fates_over_time(samples: Rows, arms: Arms) -> Figure:
-    """Fates of the prompt tokens during the load: stacked shares over time, a panel per arm and cell."""
-    groups = _grouped(samples, lambda sample: [sample["arm"], sample["cell"]])
-    figure, panels = _panels(len(groups), height=2.2)
-    for ax, ((arm, cell), rows) in zip(panels, sorted(groups, key=lambda one: arms.places[one[0][0]]), strict=False):
-        end = max(sample["sent_s"] for sample in rows) or 1.0
-        num_bins = max(1, min(MAX_BINS, len(rows) // 6))
-        sums: dict[int, list[float]] = {}
-        for sample in rows:
-            parts = sums.setdefault(min(int(sample["sent_s"] / end * num_bins), num_bins - 1), [0.0] * len(FATES))
-            for place, fate in enumerate(FATES):
-                parts[place] += sample["fates"].get(fate, 0)
-        bins = [place for place in sorted(sums) if sum(sums[place])]
-        shares = [[sums[place][i] / sum(sums[place]) for place in bins] for i in range(len(FATES))]
-        if len(bins) == 1:
-            bins, shares = [bins[0], bins[0] + 1], [one * 2 for one in shares]
-        ax.stackplot([place * end / num_bins for place in bins], shares, colors=list(FATES.values()), linewidth=0)
-        ax.set_title(_short(", ".join(filter(None, [arm, cell_name(cell)])), 40))
-        ax.set_ylim(0, 1)
-        ax.margins(x=0)
-    _label(panels, "time since the load began (s)", "share of prompt tokens")
-    return _with_legend(figure, [(Patch(color=colour), fate) for fate, colour in FATES.items()])
-
-
-def permutation(points: Rows, *, metric: str) -> Figure:
-    """CRAFT's figure 5: a request's score in the given order, and mean and standard deviation over other orders.
-
-    points: `{"request", "baseline", "mean", "sd"}`; drawn in the order of their baseline.
-    """
-    points = sorted(points, key=lambda one: (-one["baseline"], -one["mean"]))
-    figure, (ax,) = _panels(1)
-    xs = range(1, len(points) + 1)
-    means, spread = [one["mean"] for one in points], [one["sd"] for one in points]
-    other, given = {"color": LIGHT[0], "marker": "o", "linestyle": ""}, {"color": LIGHT[1], "marker": "_"}
-    given |= {"linestyle": "", "markersize": 11, "markeredgewidth": 2.5}
-    ax.errorbar(xs, means, spread, markersize=5, elinewidth=1, **other)
-    ax.plot(xs, [one["baseline"] for one in points], **given)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if metric in METRICS and not METRICS[metric].unit:
-        ax.set_ylim(-0.03, 1.03)
-    _label([ax], "request, by its score in the given order", _axis(metric))
-    entries = {"given order": given, "other orders, mean and standard deviation": other}
-    return _with_legend(figure, [(Line2D([], [], **line), name) for name, line in entries.items()])
+    names = arms.of([*cells, *level])
+    moving, flat = arms.of(cells), (0, (6, 2))
+    handles = [
+        Line2D([], [], **(arms.line(name) if name in moving else {"color": arms.colour(name), "linestyle": flat}))
+        for name in names
+    ]
+    return _with_legend(figure, list(zip(handles, names, strict=True)))
 
 
 def scores(cells: Rows, arms: Arms, *, metrics: Sequence[str]) -> Figure:
@@ -271,9 +218,9 @@ def _grouped(rows: Rows, key: Callable[[Mapping[str, Any]], Any]) -> list[tuple[
     return [(json.loads(name), taken) for name, taken in groups.items()]
 
 
-def _panels(count: int, *, wide: bool = False, height: float = 2.7) -> tuple[Figure, list[Axes]]:
+def _panels(count: int, *, height: float = 2.7) -> tuple[Figure, list[Axes]]:
     shown = max(1, min(count, MAX_PANELS))
-    columns = 1 if wide or shown == 1 else 2
+    columns = 1 if shown == 1 else 2
     lines = math.ceil(shown / columns)
     figure = Figure(figsize=(WIDTH, (height + (0.5 if shown == 1 else 0)) * lines), layout="constrained")
     panels = [figure.add_subplot(lines, columns, i + 1) for i in range(shown)]
@@ -323,16 +270,3 @@ def _with_legend(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> Figur
     figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
     figure.legend([handle for handle, _ in entries], labels, loc="outside upper left", ncols=columns)
     return figure
-
-
-def _setting(setting: str) -> str:
-    units = {
-        "rate": "request rate (1/s)",
-        "window": "window (requests)",
-        "threshold": "promotion threshold (requests)",
-        "ratio": "share of moved tokens recomputed",
-        "k": "chunks a request",
-        "chunks": "chunks a request",
-        "clients": "requests in flight",
-    }
-    return units.get(setting, _short(setting.replace("_", " "), 40))

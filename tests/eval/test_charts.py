@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from eval.recorded import read_recorded
 from eval.report import charts
 from eval.report.charts import Arms, svg
-from tests.eval.made_runs import HOSTILE, make_permutation, make_ratio, make_served, summarize, write_replay
+from tests.eval.made_runs import HOSTILE, make_ratio, make_served, summarize, write_replay
 
 ARMS = Arms(["ours", "stock-lpm", "random", "query", "first", "full-prefill", "retriever", "tree"])
 SERVED = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=12)
@@ -39,19 +39,16 @@ def all_charts(tmp_path: Path) -> dict[str, Callable[[Arms], Figure]]:
     """Every chart on made-up samples."""
     cells = summarize(SERVED, against="stock-lpm")["cells"]
     windows = summarize(WINDOWS, against="stock-lpm")["cells"]
-    points = [{"request": one["request"], **one["metrics"]["f1"]} for one in make_permutation()["requests"]]
     hits = read_recorded(write_replay(tmp_path / "replay")).cells
     return {
         "cdf": lambda arms: charts.ttft_cdf(SERVED, arms),
-        "hits": lambda arms: charts.hit_rates(hits, arms, rate="chunk_hit_rate"),
+        "hits": lambda arms: charts.curves(hits, arms, setting="capacity", metrics=["saved_share"]),
         "curves": lambda arms: charts.curves(windows, arms, setting="window", metrics=["ttft_s", "hit_share"]),
-        "fates": lambda arms: charts.fates_over_time(SERVED, arms),
-        "permutation": lambda arms: charts.permutation(points, metric="f1"),
         "scores": lambda arms: charts.scores(cells, arms, metrics=["hit_share", "ttft_s"]),
     }
 
 
-@pytest.mark.parametrize("name", ["cdf", "hits", "curves", "fates", "permutation", "scores"])
+@pytest.mark.parametrize("name", ["cdf", "hits", "curves", "scores"])
 def test_every_axis_says_what_it_shows(tmp_path: Path, name: str) -> None:
     """A chart without labels and units is a picture."""
     figure = draw(all_charts(tmp_path)[name])
@@ -114,13 +111,13 @@ def test_a_level_arm_is_a_level_line() -> None:
     assert "full-prefill" in legend(figure)
 
 
-def test_hit_rates_have_a_bar_a_policy_and_size(tmp_path: Path) -> None:
-    """Heights are the record's shares; no limit comes last."""
+def test_a_replays_sizes_are_in_order_and_no_limit_is_the_last(tmp_path: Path) -> None:
+    """Heights are the record's shares."""
     cells = read_recorded(write_replay(tmp_path / "replay")).cells
-    ax = draw(lambda arms: charts.hit_rates(cells, arms, rate="chunk_hit_rate")).axes[0]
-    heights = sorted(patch.get_height() for patch in ax.patches)  # type: ignore[attr-defined]
-    assert heights == sorted(one["chunk_hit_rate"]["value"] for one in cells)
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["50", "1,000", "no limit"]
+    ax = draw(lambda arms: charts.curves(cells, arms, setting="capacity", metrics=["saved_share"])).axes[0]
+    heights = sorted(float(y) for line in ax.lines for y in line.get_ydata())  # type: ignore[union-attr]
+    assert heights == sorted(one["saved"]["chunks"]["value"] for one in cells)
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["50", "1000", "no limit"]
 
 
 def test_scores_leave_out_arms_that_were_not_scored() -> None:
@@ -140,7 +137,6 @@ def test_one_request_and_equal_times_still_show() -> None:
     assert line.get_marker() not in (None, "None", "")
     cells = summarize(WINDOWS[2 * 2 : 2 * 3], against="ours")["cells"]
     draw(lambda arms: charts.curves(cells, arms, setting="window", metrics=["ttft_s", "hit_share"]))
-    draw(lambda arms: charts.fates_over_time(one, arms))
 
 
 def test_any_name_can_be_drawn() -> None:

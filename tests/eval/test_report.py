@@ -112,19 +112,19 @@ def test_every_kind_has_its_charts_and_tables(tmp_path: Path, kind: str) -> None
     told = {"verdict": ["17 us a decision."], "tables": [{"title": "Decisions", "rows": rows, "note": "CPU time."}]}
     samples = make_ratio()
     if kind == "replay":
-        run, expected = write_replay(tmp_path / "run"), ["Share of chunks found cached"]
+        run, expected = write_replay(tmp_path / "run"), ["Capacity varied"]
     elif kind == "sweep":
         samples = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for w in (10, 100)], requests=9)
         run = write_run(tmp_path / "run", "serve", samples, summarize(samples, against="stock-lpm"))
-        expected = ["Time to first token", "Window varied", "Fates of the prompt tokens"]
+        expected = ["Time to first token", "Window varied"]
     elif kind == "serve":
         samples = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=9)
         run = write_served(tmp_path / "run", samples, against="stock-lpm")
-        expected = ["Time to first token", "Rate varied", "Throughput by rate", "Fates of the prompt tokens"]
+        expected = ["Time to first token", "Rate varied"]
     elif kind == "permutation":
         run, expected = (
             write_run(tmp_path / "run", "quality", [], make_permutation()),
-            ["Other orders of the chunks: f1"],
+            list[str](),
         )
     elif kind in ("ratio", "answers"):
         if kind == "answers":
