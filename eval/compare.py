@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError(f"A is a {kinds[0]} record and B a {kinds[1]} record")
     if not set.intersection(*map(_measured, runs)):
         raise CommandError(f"the samples of {', '.join(run.name for run in runs)} have no metric in common")
-    report = compare_runs(*runs, **_chosen(options)) if len(runs) == 2 else compare_arms(runs[0], **_chosen(options))
+    compare = compare_runs if len(runs) == 2 else compare_arms
+    report = compare(*runs, against=options.against, metrics=options.metric)
     if not report["contrasts"]:
         raise CommandError(_nothing(runs, options.metric))
     print(_table(report["contrasts"]))
@@ -101,11 +102,10 @@ def differences(a: Recorded, b: Recorded) -> list[str]:
     """What differs between two runs besides requests, e.g. "machine cores: 2, 16"."""
     sides = []
     for run in (a, b):
-        servers = run.results.get("servers")
         flat = {"complete": run.record.get("complete"), "git": run.record.get("git")}
         for name in ("versions", "machine", "spec"):
             flat |= {f"{name} {key}": value for key, value in (run.record.get(name) or {}).items() if key != "baseline"}
-        for arm, facts in servers.items() if isinstance(servers, dict) else ():
+        for arm, facts in run.servers.items():
             flat |= {f"server {arm} {key}": value for key, value in facts.items()}
         sides.append(flat)
     left, right = sides
@@ -128,11 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--against", metavar="ARM", help="the arm of A to compare all others with")
     parser.add_argument("--fail-if-worse", action="store_true", help="exit code 1 if any verdict says that B is worse")
     return parser
-
-
-def _chosen(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `compare_runs` and `compare_arms`."""
-    return {"against": options.against, "metrics": options.metric}
 
 
 def _has(run: Recorded, arm: str) -> None:

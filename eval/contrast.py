@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from eval.metrics import METRICS, is_time, label
+from eval.metrics import METRICS, is_time, label, ranked
 from eval.recorded import cell_name
 from eval.stats import MIN_BLOCKS, QUANTILES, Statistic, contrast
 
@@ -45,7 +45,7 @@ def contrast_arms(
     for cell in (cell for cell in theirs if cell in ours):
         failures = {**_failures("a", theirs[cell]), **_failures("b", ours[cell])}
         names = {name for sample in theirs[cell] for name in sample["metrics"]}
-        for metric in sorted(names & set(names if metrics is None else metrics), key=_rank):
+        for metric in ranked(names & set(names if metrics is None else metrics)):
             values, others = _by_request(theirs[cell], metric), _by_request(ours[cell], metric)
             both = [request for request in values if request in others]
             if not both:
@@ -179,8 +179,3 @@ def _by_request(samples: Iterable[Sample], metric: str) -> dict[str, float]:
         if not sample.get("error") and value is not None and math.isfinite(value):
             values.setdefault(sample["request"], []).append(float(value))
     return {request: math.fsum(taken) / len(taken) for request, taken in values.items()}
-
-
-def _rank(metric: str) -> tuple[int, str]:
-    known = list(METRICS)
-    return (known.index(metric) if metric in METRICS else len(known)), metric

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,3 +67,8 @@ def label(metric: str) -> str:
 def is_time(metric: str) -> bool:
     """Times are told by their median and compared by ratios, other metrics by the mean and by differences."""
     return metric.endswith("_s") and not metric.endswith("_per_s")
+
+
+def ranked(metrics: Collection[str]) -> list[str]:
+    """Known metrics in the order above, then the others by name."""
+    return [*(name for name in METRICS if name in metrics), *sorted(set(metrics) - METRICS.keys())]

@@ -60,6 +60,13 @@ class Recorded:
         return [one for one in self.results.get("contrasts") or [] if isinstance(one, dict)]
 
     @property
+    def servers(self) -> dict[str, dict[str, Any]]:
+        """The servers' descriptions of themselves, by arm."""
+        servers = self.results.get("servers")
+        facts = servers if isinstance(servers, dict) else {}
+        return {str(arm): one for arm, one in facts.items() if isinstance(one, dict)}
+
+    @property
     def arms(self) -> list[str]:
         """The arms, in the order of their first samples."""
         return list(dict.fromkeys(sample["arm"] for sample in self.samples))

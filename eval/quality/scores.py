@@ -69,7 +69,6 @@ class Scorer:
         note: str = AGREEMENT_NOTE,
     ) -> None:
         self.has_gold, self._bert, self._judge, self._note = has_gold, bert, judge, note
-        self._bert_scores: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def gold(self, answer: str, request: Request) -> dict[str, float]:
         """Scores against the request's right answers; {} if there are none or the model cannot know them."""
@@ -113,13 +112,8 @@ class Scorer:
             found["judge"] = self._judge.spec()
         return found
 
-    def _bert_score(self, name: str, answer: str, references: tuple[str, ...]) -> dict[str, float]:
-        if self._bert is None:
-            return {}
-        key = answer, references
-        if key not in self._bert_scores:
-            self._bert_scores[key] = self._bert.score([answer], [references])[0]
-        return {name: self._bert_scores[key]}
+    def _bert_score(self, name: str, answer: str, references: Sequence[str]) -> dict[str, float]:
+        return {} if self._bert is None else {name: self._bert.score(answer, references)}
 
 
 def rounded(metrics: Mapping[str, float]) -> dict[str, float]:

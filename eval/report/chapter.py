@@ -1,6 +1,4 @@
-"""The chapter of one record on the page: verdict, charts, tables, settings and caveats. Knows neither HTML nor Markdown.
-
-    Recorded -> create_chapter -> Chapter
+"""The chapter of one record on the page: verdict, charts, tables, settings and caveats. Knows no HTML.
 
 Verdict, tables, settings and caveats are there for every kind of record; charts where samples or cells are of a known form.
 """
@@ -20,7 +18,7 @@ from eval.metrics import is_time
 from eval.recorded import Cell, Recorded, cell_name, varied
 from eval.report import charts
 from eval.report.charts import KNOWN_ARMS, Arms
-from eval.report.tables import Table, metric_names, plain, servers_table, tables_of
+from eval.report.tables import metric_names, plain, servers_table, tables_of
 
 MAX_CURVES, MAX_PANELS = 6, 8
 """Maximum number of charts of one varied setting if other settings vary, too."""
@@ -49,34 +47,19 @@ class Picture:
     draw: Callable[[], Figure]
 
 
-@dataclass(frozen=True, slots=True)
 class Chapter:
-    """The content of one record. `kind`: with the bench's name."""
+    """The content of one record. `name`: the folder's, made unique in the report; `kind`: with the bench's name."""
 
-    name: str
-    kind: str
-    is_complete: bool
-    verdict: Sequence[str]
-    facts: Sequence[tuple[str, str]]
-    servers: Table
-    pictures: Sequence[Picture]
-    tables: Sequence[Table]
-    caveats: Sequence[str]
-
-
-def create_chapter(run: Recorded, name: str) -> Chapter:
-    """The chapter of one record. `name`: the folder's, made unique in the report."""
-    return Chapter(
-        name=name,
-        kind=" ".join(filter(None, [run.kind, str(run.record["spec"].get("bench") or "")])),
-        is_complete=run.record.get("complete") is True,
-        verdict=_verdict(run),
-        facts=_facts(run),
-        servers=servers_table(run),
-        pictures=pictures_of(run),
-        tables=tables_of(run),
-        caveats=_caveats(run),
-    )
+    def __init__(self, run: Recorded, name: str) -> None:
+        self.name = name
+        self.kind = " ".join(filter(None, [run.kind, str(run.record["spec"].get("bench") or "")]))
+        self.is_complete = run.record.get("complete") is True
+        self.verdict = _verdict(run)
+        self.facts = _facts(run)
+        self.servers = servers_table(run)
+        self.pictures = pictures_of(run)
+        self.tables = tables_of(run)
+        self.caveats = _caveats(run)
 
 
 def pictures_of(run: Recorded) -> list[Picture]:
@@ -163,7 +146,14 @@ def _facts(run: Recorded) -> list[tuple[str, str]]:
     record, git = run.record, run.record.get("git") or {}
     errors = sum(bool(sample.get("error")) for sample in run.samples)
     warm_up = sum(bool(sample.get("warm_up")) for sample in run.samples)
-    settings = {key: value for key, value in _settings(run).items() if value not in (None, [], False)}
+    arms = record["spec"].get("arms") or [record["spec"].get("arm") or ""]
+    # Settings for starting servers did not apply if every server was already running.
+    is_started = not all("=" in str(arm) for arm in arms) or record["spec"].get("reference", "given") is None
+    settings = [
+        f"{key} {plain(value)}"
+        for key, value in record["spec"].items()
+        if value not in (None, [], False) and (is_started or key not in OF_STARTED_SERVERS)
+    ]
     facts = {
         "command": plain(record.get("command")),
         "date": plain(record.get("date")),
@@ -172,18 +162,10 @@ def _facts(run: Recorded) -> list[tuple[str, str]]:
         "machine": ", ".join(f"{key} {plain(value)}" for key, value in record["machine"].items()),
         "code": str(git.get("sha"))[:12] + (", with changes that are not committed" if git.get("dirty") else ""),
         "baseline": plain(record.get("baseline") or ""),
-        "settings": ", ".join(f"{key} {plain(value)}" for key, value in settings.items()),
+        "settings": ", ".join(settings),
         "versions": ", ".join(f"{key} {plain(value)}" for key, value in record["versions"].items() if value),
     }
     return [(name, value) for name, value in facts.items() if value]
-
-
-def _settings(run: Recorded) -> dict[str, Any]:
-    """The settings that applied: those for starting servers do not if every server was already running."""
-    spec = dict(run.record["spec"])
-    arms = spec.get("arms") or [spec.get("arm") or ""]
-    is_started = not all("=" in str(arm) for arm in arms) or spec.get("reference", "given") is None
-    return {key: value for key, value in spec.items() if is_started or key not in OF_STARTED_SERVERS}
 
 
 def _caveats(run: Recorded) -> list[str]:
@@ -207,18 +189,16 @@ def _conditions(run: Recorded) -> list[str]:
     caveats = _resumed(run)
     if others := (run.record.get("git") or {}).get("resumed_with"):
         caveats.append(f"It went on with other code: {', '.join(str(sha)[:12] for sha in others)}.")
-    servers = run.results.get("servers")
-    facts = {arm: one for arm, one in servers.items() if isinstance(one, dict)} if isinstance(servers, dict) else {}
-    if kept := [str(arm) for arm, one in facts.items() if one.get("flushed") is False]:
+    if kept := [arm for arm, one in run.servers.items() if one.get("flushed") is False]:
         caveats.append(f"Caches were not emptied before each cell: {', '.join(kept)}.")
     for key in SAME_SERVERS:
-        told = {arm: plain(one[key]) for arm, one in facts.items() if one.get(key) is not None}
+        told = {arm: plain(one[key]) for arm, one in run.servers.items() if one.get(key) is not None}
         if len(set(told.values())) > 1:
             each = ", ".join(f"{arm} {value}" for arm, value in told.items())
             caveats.append(f"The arms' servers differ in {key.replace('_', ' ')}: {each}.")
     if (load := run.record["spec"].get("load")) not in (None, "closed"):
         caveats.append(
-            f"Load {load}: every block begins with an idle server, so queues are shorter than in a load without end."
+            f"Load {load}: every block begins with an idle server, so queues are shorter than without blocks."
         )
     return caveats
 

@@ -1,7 +1,6 @@
 """`python -m eval report FOLDER...`: one page of records, for people.
 
     <out>/index.html   verdicts, charts and tables in one file without scripts: no network, no other file
-    <out>/summary.md   verdicts, tables and caveats as text
 
 Names of arms, paths and texts of models may contain markup: it is escaped.
 """
@@ -20,9 +19,8 @@ from markupsafe import Markup
 from eval.errors import CommandError
 from eval.progress import tracked
 from eval.recorded import KINDS, Recorded, read_recorded
-from eval.report.chapter import Chapter, create_chapter
+from eval.report.chapter import Chapter
 from eval.report.charts import DARK, LIGHT, svg
-from eval.report.tables import escaped
 
 MAX_FIRST = 2
 """Verdict sentences per record in the contents, those that begin with "Verdict" first; the chapter has all."""
@@ -39,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         write_report(runs, out)
     except OSError as error:
         raise CommandError(f"{out} cannot be written: {error}") from None
-    print(f"page: {out / 'index.html'}\nsummary: {out / 'summary.md'}")
+    print(f"page: {out / 'index.html'}")
     return 0
 
 
@@ -53,9 +51,8 @@ def write_report(runs: Sequence[Recorded], out: Path) -> None:
         raise CommandError(f"{out} is not the folder of a report: name one that is new or empty")
     out.mkdir(parents=True, exist_ok=True)
     names = _unique([run.name for run in runs])
-    chapters = [create_chapter(run, name) for run, name in zip(runs, names, strict=True)]
+    chapters = [Chapter(run, name) for run, name in zip(runs, names, strict=True)]
     (out / "index.html").write_text(render(chapters), encoding="utf-8")
-    (out / "summary.md").write_text(summary(chapters), encoding="utf-8")
 
 
 def render(chapters: Sequence[Chapter]) -> str:
@@ -78,21 +75,6 @@ def render(chapters: Sequence[Chapter]) -> str:
 def first_of(verdict: Sequence[str]) -> list[str]:
     """The sentences for the contents."""
     return sorted(verdict, key=lambda text: not text.startswith("Verdict"))[:MAX_FIRST]
-
-
-def summary(chapters: Sequence[Chapter]) -> str:
-    """Verdicts, tables and caveats as Markdown."""
-    lines = ["# Evaluation of chunk reuse", ""]
-    for chapter in chapters:
-        state = "complete" if chapter.is_complete else "**partial: the run was interrupted**"
-        lines += [f"## {escaped(chapter.name)}", "", f"{chapter.kind}, {state}", ""]
-        lines += [*(f"- {escaped(text)}" for text in chapter.verdict), ""]
-        lines += [*(f"- {name}: {escaped(value)}" for name, value in chapter.facts), ""]
-        for table in chapter.tables:
-            lines += [f"### {escaped(table.title)}", "", table.markdown(), "", escaped(table.note), ""]
-        if chapter.caveats:
-            lines += ["### Caveats", "", *(f"- {escaped(text)}" for text in chapter.caveats), ""]
-    return "\n".join(lines)
 
 
 # Private, in order of use

@@ -1,4 +1,4 @@
-"""The tables of a report: frames of text, for HTML and Markdown. Nested objects of a record become columns."""
+"""The tables of a record: frames of text, for the page and the terminal. Nested objects of a record become columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pandas as pd
 from tabulate import tabulate
 
 from eval.contrast import direction, fails_more, has_enough
-from eval.metrics import METRICS, is_time, label
+from eval.metrics import METRICS, is_time, label, ranked
 from eval.recorded import Recorded, setting_name, varied
 
 MAX_LIST = 12
@@ -47,12 +47,6 @@ class Table:
     def text(self) -> str:
         """A table for the terminal."""
         return str(tabulate(self.frame, headers="keys", showindex=False, disable_numparse=True, maxheadercolwidths=16))
-
-    def markdown(self) -> str:
-        """A table of GitHub's kind; markup in texts is escaped."""
-        aligned = ["right" if name in self.numbers else "left" for name in self.frame]
-        texts = self.frame.rename(columns=escaped).map(escaped)
-        return str(texts.to_markdown(index=False, colalign=aligned, disable_numparse=True))
 
 
 def create_table(title: str, rows: Iterable[Mapping[str, Any]], note: str = "") -> Table:
@@ -127,11 +121,9 @@ def other_tables(results: Mapping[str, Any]) -> list[Table]:
 
 def servers_table(run: Recorded) -> Table:
     """The servers' own descriptions, one column per server; nested objects are in the record only."""
-    servers = run.results.get("servers")
-    facts = {arm: one for arm, one in servers.items() if isinstance(one, dict)} if isinstance(servers, dict) else {}
-    told = dict.fromkeys(key for one in facts.values() for key in one)
-    keys = [key for key in told if not any(_is_nested(one.get(key)) for one in facts.values())]
-    rows = [{"server": words(key), **{arm: plain(one.get(key)) for arm, one in facts.items()}} for key in keys]
+    told = dict.fromkeys(key for one in run.servers.values() for key in one)
+    keys = [key for key in told if not any(_is_nested(one.get(key)) for one in run.servers.values())]
+    rows = [{"server": words(key), **{arm: plain(one.get(key)) for arm, one in run.servers.items()}} for key in keys]
     return create_table("What really ran", rows)
 
 
@@ -149,8 +141,7 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def metric_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """All metrics of the cells, known ones first."""
-    names = {name for one in cells for name, found in one["metrics"].items() if isinstance(found, dict)}
-    return [*(name for name in METRICS if name in names), *sorted(names - METRICS.keys())]
+    return ranked({name for one in cells for name, found in one["metrics"].items() if isinstance(found, dict)})
 
 
 def with_unit(metric: str) -> str:
@@ -192,11 +183,6 @@ def plain(value: Any) -> str:
 def words(name: Any) -> str:
     """output_tokens_per_s -> output tokens per second."""
     return re.sub("_per_s$", " per second", str(name)).replace("_", " ")
-
-
-def escaped(text: str) -> str:
-    """Text on one line of Markdown, with markup escaped."""
-    return re.sub(r"([\\`*_\[\]<>|#!~$])", r"\\\1", " ".join(text.split()))
 
 
 # Private, in order of use

@@ -30,7 +30,7 @@ from eval.quality.ratio_curves import (
 )
 from eval.quality.scores import Scorer
 from eval.recorded import Recorded
-from eval.report.chapter import create_chapter
+from eval.report.chapter import Chapter
 from eval.run import Run
 from eval.serve.arms import ARMS
 from eval.task import TextChunk
@@ -255,7 +255,7 @@ def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
     ]
     results = ratio_curves.summarize(rows)
     record = {"kind": "quality", "results": results, "versions": {}, "machine": {}, "spec": {}}
-    chapter = create_chapter(Recorded(Path("run"), record, rows, results["cells"]), "run")
+    chapter = Chapter(Recorded(Path("run"), record, rows, results["cells"]), "run")
     pictures = [picture for picture in chapter.pictures if picture.title.startswith("Ratio")]
     assert len(pictures) == 2
     for picture, value in zip(pictures, (0.5, 0.75), strict=True):
