@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,17 +66,16 @@ class Answers(Mode):
         group.add_argument("--judge-model", metavar="NAME", help="the model to ask there")
         group.add_argument("--judge-key-env", metavar="VARIABLE", help="environment variable that holds the key")
 
-    def stages(self, run: Container[str]) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
+    def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
         """One arm at a time, with the reference server, which keeps running."""
         for arm in self.arms:
-            missing = [request for request in self.requests if key_of(arm, request) not in run]
             if reason := skip_reason(arm, contextpilot_python=self.args.contextpilot_python):
                 self.facts.setdefault("skipped", {})[arm.name] = reason
                 print(f"eval quality: without {arm.name}: {reason}", file=sys.stderr)
-            elif missing:
-                orders = self._orders(arm, missing)
-                jobs = [partial(self._one, arm, *both) for both in zip(missing, orders, strict=True)]
-                yield ([arm] if arm is self._reference else [self._reference, arm]), jobs
+                continue
+            both = zip(self.requests, self._orders(arm), strict=True)
+            jobs = [Job(key_of(arm, request), partial(self._one, arm, request, chunks)) for request, chunks in both]
+            yield ([arm] if arm is self._reference else [self._reference, arm]), jobs
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Cells, contrasts with one arm, and normalised F1 if full reuse and full prefill were measured."""
@@ -89,13 +88,13 @@ class Answers(Mode):
             "notes": [OTHERWISE.format(name=name, n=n) for name, n in told.items()],
         }
 
-    def _orders(self, arm: Arm, requests: Sequence[Request]) -> list[Sequence[TextChunk]]:
+    def _orders(self, arm: Arm) -> list[Sequence[TextChunk]]:
         """The chunks of each request as the arm's client sends them."""
         reorderer = create_reorderer(arm, contextpilot_python=self.args.contextpilot_python)
         if reorderer is None:
-            return [request.chunks for request in requests]
+            return [request.chunks for request in self.requests]
         try:
-            return [reorderer.order(request) for request in requests]
+            return [reorderer.order(request) for request in self.requests]
         finally:
             reorderer.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,11 +56,10 @@ class Dedup(Mode):
         )
         add_hop_option(parser)
 
-    def stages(self, run: Container[str]) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
-        """A job per conversation; an interrupted one is repeated from its first turn."""
-        keys = [[key_of(arm, request) for arm in self.arms for request in turns] for turns in self.conversations]
-        both = zip(self.conversations, keys, strict=True)
-        yield self.arms, [partial(self._one, turns) for turns, taken in both if any(key not in run for key in taken)]
+    def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
+        """A job per conversation."""
+        last = self.arms[-1]
+        yield self.arms, [Job(key_of(last, turns[-1]), partial(self._one, turns)) for turns in self.conversations]
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """As `summarize`."""

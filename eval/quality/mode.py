@@ -1,6 +1,6 @@
 """What all modes of `python -m eval quality` share: options, servers, the loop over requests, and the record.
 
-Mode(args)   arms, requests   -> stages(run): per stage the arms that it needs, and jobs
+Mode(args)   arms, requests   -> stages(): per stage the arms that it needs, and jobs
              a job            -> samples of one request, conversation or case, taken in a thread of its own
              figures(samples) -> results
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 from eval.errors import CommandError
 from eval.http import get
@@ -45,8 +45,13 @@ BUNDLED_POOL = 100_000
 
 Servers = Mapping[str, Endpoint]
 """Arm -> its server."""
-Job = Callable[[Servers], Iterable[tuple[str, Sample]]]
-"""Takes samples, each with its key; called in a thread."""
+
+
+class Job(NamedTuple):
+    """Takes samples, each with its key, in a thread. Its samples are kept together; `key` is the last one's."""
+
+    key: str
+    take: Callable[[Servers], Iterable[tuple[str, Sample]]]
 
 
 class Mode(ABC):
@@ -69,8 +74,8 @@ class Mode(ABC):
         """Add the mode's own options."""
 
     @abstractmethod
-    def stages(self, run: Container[str]) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
-        """The jobs whose samples `run` lacks, in stages, each with the arms whose servers it needs."""
+    def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
+        """The jobs in stages, each with the arms whose servers it needs."""
 
     @abstractmethod
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -120,8 +125,9 @@ def measure(mode: type[Mode], args: argparse.Namespace) -> int:
 
 def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
     """Take every sample that `run` does not hold yet. Raises CommandError if a server is gone, or as its job."""
-    for arms, jobs in mode.stages(run):
-        if not jobs:
+    for arms, jobs in mode.stages():
+        missing = [job for job in jobs if job.key not in run]
+        if not missing:
             continue
         keys = {arm.name: Key(arm.name, ()) for arm in arms}
         servers.keep(list(keys.values()))
@@ -130,8 +136,11 @@ def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
         for arm in arms:
             url = servers.open(keys[arm.name], arm)
             found[arm.name] = Endpoint(url, servers.model(keys[arm.name]), arm, *limits)
-        with _workers(clients) as pool, progress(" ".join([mode.name, arms[-1].name]), len(jobs)) as bar:
-            for rows in pool.map(lambda job, found=found: list(job(found)), jobs):
+        with (
+            _workers(clients) as pool,
+            progress(f"{mode.name} {arms[-1].name}", len(jobs), initial=len(jobs) - len(missing)) as bar,
+        ):
+            for rows in pool.map(lambda job, found=found: list(job.take(found)), missing):
                 if any(row.get("error") for _, row in rows):
                     for name, endpoint in found.items():
                         servers.check(keys[name], endpoint.url)

@@ -12,7 +12,7 @@ import random
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,18 +60,18 @@ class Permutation(Mode):
         )
         parser.add_argument("--arm", default="ours", help="an arm, or NAME=URL[,chat|rag] for a running server")
 
-    def stages(self, run: Container[str]) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
+    def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
         """A job per request; the number of requests to send is printed first."""
-        jobs: list[Job] = []
-        num_asked = 0
-        for request in self.requests:
-            orders = [in_turn(request), *draw_orders(request, self.args.orders, self.args.seed)]
-            if missing := [n for n in range(len(orders)) if self._key(request, n) not in run]:
-                num_asked += len({orders[number] for number in (0, *missing)})
-                jobs.append(partial(self._one, request, orders, missing))
-        told = f"{num_asked} requests to send, for {len(self.requests)} questions in different orders"
-        print(f"eval quality: {told}", file=sys.stderr)
-        yield self.arms, jobs
+        drawn = [[in_turn(one), *draw_orders(one, self.args.orders, self.args.seed)] for one in self.requests]
+        told = f"{sum(len(set(orders)) for orders in drawn)} requests to send"
+        print(f"eval quality: {told}, for {len(self.requests)} questions in different orders", file=sys.stderr)
+        yield (
+            self.arms,
+            [
+                Job(self._key(request, self.args.orders), partial(self._one, request, orders))
+                for request, orders in zip(self.requests, drawn, strict=True)
+            ],
+        )
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """As `summarize`."""
@@ -81,24 +81,22 @@ class Permutation(Mode):
         """Number 0 is the retriever's order."""
         return f"permutation/{self.arms[0].name}/{request.id}/{number}"
 
-    def _one(
-        self, request: Request, orders: Sequence[Order], missing: Sequence[int], servers: Servers
-    ) -> Iterator[tuple[str, Sample]]:
+    def _one(self, request: Request, orders: Sequence[Order], servers: Servers) -> Iterator[tuple[str, Sample]]:
         (endpoint,) = servers.values()
         answers: dict[Order, Greedy | CommandError] = {}
-        for order in dict.fromkeys([orders[0], *(orders[number] for number in missing)]):
+        for order in dict.fromkeys(orders):
             try:
                 answers[order] = ask(endpoint, request, [request.chunks[place] for place in order])
             except CommandError as error:
                 answers[order] = error
         given = answers[orders[0]]
-        for number in missing:
-            answer = given if isinstance(given, CommandError) else answers[orders[number]]
+        for number, order in enumerate(orders):
+            answer = given if isinstance(given, CommandError) else answers[order]
             metrics: dict[str, float] = {}
             if isinstance(answer, Greedy) and isinstance(given, Greedy):
                 metrics = self.scorer.gold(answer.text, request)
                 metrics |= self.scorer.agreement(answer, given, "given") if number else {}
-            cell, more = {"order": RANDOM if number else RETRIEVER}, {"permutation": number, "order": [*orders[number]]}
+            cell, more = {"order": RANDOM if number else RETRIEVER}, {"permutation": number, "order": [*order]}
             row = self.sample(endpoint.arm.name, request, answer, metrics, cell=cell, **more)
             yield self._key(request, number), row
 

@@ -22,7 +22,7 @@ import argparse
 import random
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -108,14 +108,10 @@ class RatioCurves(Mode):
         parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
         parser.add_argument("--no-ablation", action="store_true", help="do not measure Cache-Craft's parts and alphas")
 
-    def stages(self, run: Container[str]) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
+    def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
         """A job per case."""
-        keys = [[full_key(case), *(key_of(case, *both) for both in self._both())] for case in self.cases]
-        cases = zip(self.cases, keys, strict=True)
-        yield (
-            self.arms,
-            [partial(self.take, case, run) for case, taken in cases if any(key not in run for key in taken)],
-        )
+        last = self.captures[-1], self.cells[-1]
+        yield self.arms, [Job(key_of(case, *last), partial(self.take, case)) for case in self.cases]
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """As `summarize`."""
@@ -125,30 +121,25 @@ class RatioCurves(Mode):
         """1 if a moved chunk had another source than its capture."""
         return int(any("foreign" in where for found in results["sources"].values() for where in found))
 
-    def take(self, case: Case, run: Container[str], servers: Servers) -> Iterator[tuple[str, Sample]]:
-        """The samples of one case that `run` lacks: full prefill, then each capture's cells on fresh KV."""
+    def take(self, case: Case, servers: Servers) -> Iterator[tuple[str, Sample]]:
+        """The samples of one case: full prefill, then each capture's cells on fresh KV."""
         (endpoint,) = servers.values()
         request = request_of(case)
         more = {"block": case.block, "num_chunks": len(case.chunks)}
         full = FullPrefill().ask(endpoint, request, [chunk.id for chunk in case.chunks])
-        gold, cell = self.scorer.gold(full.text, request), {"kind": case.kind}
-        yield full_key(case), self.sample(FULL_PREFILL, request, full, gold, cell=cell, **more) | {"fates": None}
+        gold = self.scorer.gold(full.text, request)
+        row = self.sample(FULL_PREFILL, request, full, gold, cell={"kind": case.kind}, **more)
+        yield f"ratio/{case.id}/{FULL_PREFILL}", row | {"fates": None}
         for capture in self.captures:
-            missing = [cell for cell in self.cells if key_of(case, capture, cell) not in run]
-            if not missing:
-                continue
             salt = secrets.token_hex(16)
             behind = bring_in(endpoint, capture, case, salt, random.Random(f"{self.args.seed} {case.id}"))
-            for way in missing:
+            for way in self.cells:
                 answer = ask(endpoint, request, case.chunks, reuse=way.reuse, order="retriever", cache_salt=salt)
                 metrics = self.scorer.gold(answer.text, request) | self.scorer.agreement(answer, full, "full")
                 found = {"sources": sources_of(answer, behind), "fallbacks": answer.info["fallbacks"]}
                 cell = {"kind": case.kind, **capture.label, **way.label}
                 row = self.sample(way.arm, request, answer, metrics, cell=cell, **more, **found)
                 yield key_of(case, capture, way), row
-
-    def _both(self) -> Iterator[tuple[Capture, Cell]]:
-        return ((capture, cell) for capture in self.captures for cell in self.cells)
 
 
 def make_captures(args: argparse.Namespace) -> list[Capture]:
@@ -223,11 +214,6 @@ def key_of(case: Case, capture: Capture, cell: Cell) -> str:
     """The sample's key."""
     label = ",".join(f"{name}={value}" for name, value in (capture.label | cell.label).items())
     return f"ratio/{case.id}/{cell.arm}/{label}"
-
-
-def full_key(case: Case) -> str:
-    """The key of the case's full prefill."""
-    return f"ratio/{case.id}/{FULL_PREFILL}"
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def mode_of(cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES) -
 
 def rows_of(fake: FakeChat, case: Case, cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES) -> list[Any]:
     """Key and sample of everything that an empty run lacks."""
-    return list(mode_of(cells, names).take(case, (), {"fused": endpoint_of(fake)}))
+    return list(mode_of(cells, names).take(case, {"fused": endpoint_of(fake)}))
 
 
 def test_cells_run_ends_once_and_set_last() -> None:
@@ -160,20 +160,6 @@ def test_questions_and_captures_are_kept_apart() -> None:
     ]
     assert all(set(row["sources"]) == {"host, own"} for row in live)
     assert {row["block"] for row in rows} == {"p0"}  # both cases are about the same passage
-
-
-def test_a_case_that_is_there_is_not_asked_again() -> None:
-    """And of one that was interrupted only what is missing, over chunks captured anew."""
-    cells = make_cells(["first"], [0, 0.15, 1], ablation=False)
-    case = make_test_case()
-    with chatting(FakeChat(answer)) as fake:
-        keys = [key for key, _ in rows_of(fake, case, cells, ("alone",))]
-        known = set(keys) - {keys[2]}
-        fake.received.clear()
-        again = list(mode_of(cells, ("alone",)).take(case, known, {"fused": endpoint_of(fake)}))
-        fused = [body for body in fake.received if isinstance(body.get("reuse"), dict)]
-    assert [key for key, _ in again if key not in known] == [keys[2]]
-    assert len(fused) == 1
 
 
 def test_foreign_sources_are_found() -> None:
