@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     if len(set(kinds)) > 1:
         raise CommandError(f"A is a {kinds[0]} record and B a {kinds[1]} record")
     if not set.intersection(*map(_measured, runs)):
-        raise CommandError(f"the samples of {', '.join(run.name for run in runs)} have no metric in common")
+        names = ", ".join(run.name for run in runs)
+        raise CommandError(f"the samples of {names} have no metric in common: there is nothing to compare")
     compare = compare_runs if len(runs) == 2 else compare_arms
     report = compare(*runs, against=options.against, metrics=options.metric)
     if not report["contrasts"]:

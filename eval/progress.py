@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 DELAY_S = 5.0
@@ -27,7 +27,7 @@ def progress(label: str, total: int | None, *, initial: int = 0) -> Iterator[Bar
     except ImportError:
         yield _Lines(label, total, initial)
         return
-    look = {"unit": "", "delay": DELAY_S, "mininterval": 1.0, "dynamic_ncols": True, "file": sys.stderr}
+    look: Any = {"unit": "", "delay": DELAY_S, "mininterval": 1.0, "dynamic_ncols": True, "file": sys.stderr}
     with tqdm(desc=label, total=total, initial=initial, **look) as bar:
         yield bar
 
