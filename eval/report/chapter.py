@@ -18,7 +18,7 @@ from eval.metrics import is_time
 from eval.recorded import Cell, Recorded, cell_name, varied
 from eval.report import charts
 from eval.report.charts import KNOWN_ARMS, Arms
-from eval.report.tables import metric_names, plain, servers_table, tables_of
+from eval.report.tables import metric_names, plain, servers_table, tables_of, words
 
 MAX_CURVES, MAX_PANELS = 6, 8
 """Maximum number of charts of one varied setting if other settings vary, too."""
@@ -100,7 +100,7 @@ def _swept(run: Recorded, arms: Arms) -> list[Picture]:
             ]
             names = metric_names(cells)
             metrics = [metric for metric in CURVES if metric in names] or names[:2]
-            title = f"{setting.capitalize()} varied" + (f": {cell_name(rest)}" if rest else "")
+            title = f"{words(setting).capitalize()} varied" + (f": {cell_name(rest)}" if rest else "")
             points = [*cells, *_shared_ends(run, cells)]
             draw = partial(charts.curves, points, arms, level=level, setting=setting, metrics=metrics)
             pictures += [Picture(title, BAND, draw)] if metrics else []

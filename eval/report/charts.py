@@ -161,10 +161,12 @@ def curves(cells: Rows, arms: Arms, *, setting: str, metrics: Sequence[str], lev
         for one in level:
             if found := middle(metric, one["metrics"].get(metric)):
                 ax.axhline(found[0], color=arms.colour(one["arm"]), linewidth=1.4, linestyle=(0, (6, 2)))
-        _scale(ax, is_scale and values[0] > 0 and values[-1] / values[0] >= 30)
+        is_wide = is_scale and values[0] > 0 and values[-1] / values[0] >= 30
+        _scale(ax, is_wide)
         if not is_scale or len(values) <= 8:
-            names = [_short(setting_name(setting, value), 16) for value in values]
-            ax.set_xticks(values if is_scale else range(len(values)), names)
+            shown = values if is_wide or not is_scale else _apart(values)
+            names = [_short(setting_name(setting, value), 16) for value in shown]
+            ax.set_xticks(shown if is_scale else range(len(shown)), names)
             ax.minorticks_off()
         _label([ax], UNITS.get(setting, _short(setting.replace("_", " "), 40)), _axis(metric))
         _limit(ax, metric)
@@ -252,6 +254,15 @@ def _scale(ax: Axes, is_wide: bool) -> None:
         ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=8))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         ax.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Those of the ordered values whose labels do not touch."""
+    shown: list[float] = []
+    for value in values:
+        if not shown or value - shown[-1] >= 0.09 * (values[-1] - values[0]):
+            shown.append(value)
+    return shown
 
 
 def _limit(ax: Axes, metric: str) -> None:

@@ -135,6 +135,24 @@ def test_replay_with_another_block_has_another_interval(tmp_path: Path, capsys: 
     assert [compare(capsys, run)[2]["contrasts"][0]["num_blocks"] for run in runs] == [120, 12]
 
 
+def test_bins_of_a_long_replay_have_the_same_shares_and_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace of a million requests has an entry for many of them; a block is as many requests as in a short one."""
+    run = write_replay(tmp_path / "a", "--order", "retriever", "tree", "--block", "10")
+    single = compare(capsys, run)[2]["contrasts"][0]
+    rows = list(map(json.loads, (run / "samples.jsonl").read_text().splitlines()))
+    for row in rows:
+        joined = {key: [*map(sum, zip(v[::2], v[1::2], strict=True))] for key, v in row.items() if isinstance(v, list)}
+        row |= joined | {"bin": 2}
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paired = compare(capsys, run)[2]["contrasts"][0]
+    assert (single["n"], paired["n"], single["num_blocks"], paired["num_blocks"]) == (120, 60, 12, 12)
+    assert [paired[key] for key in ("value", "low", "high")] == pytest.approx(
+        [single[key] for key in ("value", "low", "high")]
+    )
+
+
 def test_runs_of_other_requests_have_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`hotpotqa:7` of another seed or file is another question: what the two have in common is a number."""
     samples = {name: make_served({"ours": slow}) for name, slow in (("a", 1.0), ("b", 3.0))}
