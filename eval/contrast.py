@@ -20,6 +20,9 @@ MIN_PAIRS = 8
 """With fewer pairs or blocks a bootstrap interval is too narrow to be reliable: no verdict."""
 MAX_FAILED = 0.01
 """No verdict if an arm failed a larger share of its requests, and more than the other: the answered ones may be the easy ones."""
+TIMES: tuple[Statistic, ...] = ("ratio of medians", "ratio of p90")
+OTHERS: tuple[Statistic, ...] = ("difference of means",)
+"""Times are compared by ratios; other metrics, which may be zero, by differences."""
 DOES = {
     "ttft_s": "reaches the first token",
     "itl_s": "gives each further token",
@@ -52,7 +55,7 @@ def contrast_arms(
                 continue
             block_of = {sample["request"]: sample.get("block") for sample in theirs[cell]}
             blocks = [block_of[request] for request in both]
-            for statistic in statistics_of(metric):
+            for statistic in TIMES if is_time(metric) else OTHERS:
                 measured = contrast(
                     [(values[request], others[request]) for request in both],
                     better=METRICS[metric].better if metric in METRICS else "higher",
@@ -61,11 +64,6 @@ def contrast_arms(
                 )
                 found.append({"cell": json.loads(cell), "metric": metric, "a": a, "b": b, **measured, **failures})
     return found
-
-
-def statistics_of(metric: str) -> tuple[Statistic, ...]:
-    """Times are compared by ratios; other metrics, which may be zero, by differences."""
-    return ("ratio of medians", "ratio of p90") if is_time(metric) else ("difference of means",)
 
 
 def has_enough(contrast: Contrast) -> bool:

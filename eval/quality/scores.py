@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Weights = Literal["auto", "real", "none"]
 Against = Literal["full", "retriever", "given", "policy"]
 """The answer that another one is compared with: the suffixes above."""
-GOLD_METRICS = ("em", "f1", "rouge_l", "jaccard", "bert_score")
 AGREEMENT_NOTE = (
     "these weights know nothing of this text: the figures measure how far answers agree, not whether they are right"
 )
