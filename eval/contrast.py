@@ -129,8 +129,7 @@ def verdict(contrast: Contrast) -> str | None:
     end = f" ({where})" if where else ""
     if (side := fails_more(contrast)) is not None:
         first, second = (f"{contrast[x]} failed {contrast[f'failed_{x}']} of {contrast[f'asked_{x}']}" for x in "ab")
-        told = (first, second) if side == "a" else (second, first)
-        return f"No verdict: {', '.join(told)}{end}"
+        return f"No verdict: {first}, {second}{end}" if side == "a" else f"No verdict: {second}, {first}{end}"
     way = direction(contrast)
     if way is None:
         return None

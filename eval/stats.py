@@ -57,7 +57,7 @@ def block_bootstrap(
     """
     numbers = np.arange(len(blocks))
     values = [
-        statistic([*chain.from_iterable(blocks[i] for i in np.repeat(numbers, count.astype(int)))])
+        statistic([*chain.from_iterable(blocks[int(i)] for i in np.repeat(numbers, count.astype(int)))])
         for counts in _draw(len(blocks), draws, seed, len(blocks))
         for count in counts
     ]

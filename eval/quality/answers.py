@@ -118,7 +118,11 @@ class Answers(Mode):
             yield key_of(arm, request), self.sample(arm.name, request, error)
             return
         metrics |= self.scorer.gold(answer.text, request) | self.scorer.faithfulness(answer.text, request)
-        more = {"order": [*answer.order], "prompt_tokens": answer.num_prompt, "cached_tokens": answer.num_cached}
+        more: dict[str, Any] = {
+            "order": [*answer.order],
+            "prompt_tokens": answer.num_prompt,
+            "cached_tokens": answer.num_cached,
+        }
         yield key_of(arm, request), self.sample(arm.name, request, answer, metrics, **more)
 
 

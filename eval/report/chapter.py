@@ -23,14 +23,10 @@ from eval.report.tables import metric_names, plain, servers_table, tables_of, wo
 MAX_CURVES, MAX_PANELS = 6, 8
 """Maximum number of charts of one varied setting if other settings vary, too."""
 CURVES = (
-    "ttft_s",
-    "itl_s",
-    *("requests_per_s", "output_tokens_per_s"),
-    "hit_share",
-    "expected_hit_share",
-    "cached_share",
+    *("ttft_s", "itl_s", "requests_per_s", "output_tokens_per_s", "hit_share", "expected_hit_share", "cached_share"),
+    *("saved_share", "token_saved_share", "em", "f1", "same", "kl"),
 )
-CURVES += ("saved_share", "token_saved_share", "em", "f1", "same", "kl")
+"""Metrics of a sweep's charts; if a record has none of them, its first two."""
 BAND = "Times are medians, other metrics means; bands are 95% intervals."
 OF_STARTED_SERVERS = ("model_path", "params", "threads", "max_total_tokens", "max_servers", "server_flags")
 """Settings that do not apply to a server that already runs."""

@@ -46,7 +46,7 @@ class Table:
 
     def text(self) -> str:
         """A table for the terminal."""
-        return str(tabulate(self.frame, headers="keys", showindex=False, disable_numparse=True, maxheadercolwidths=16))
+        return str(tabulate(self.frame.to_dict("list"), headers="keys", disable_numparse=True, maxheadercolwidths=16))
 
 
 def create_table(title: str, rows: Iterable[Mapping[str, Any]], note: str = "") -> Table:

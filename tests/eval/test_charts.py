@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -24,10 +25,15 @@ WINDOWS = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for 
 def draw(make: Callable[[Arms], Figure], arms: Arms = ARMS) -> Figure:
     """The figure; it is also written, so that whatever fails at that point fails here."""
     figures: list[Figure] = []
+
+    def kept() -> Figure:
+        figures.append(make(arms))
+        return figures[0]
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Glyph")
-        ElementTree.fromstring(svg(lambda: figures.append(make(arms)) or figures[0], salt=""))
+        ElementTree.fromstring(svg(kept, salt=""))
     return figures[0]
 
 
@@ -115,7 +121,7 @@ def test_a_replays_sizes_are_in_order_and_no_limit_is_the_last(tmp_path: Path) -
     """Heights are the record's shares."""
     cells = read_recorded(write_replay(tmp_path / "replay")).cells
     ax = draw(lambda arms: charts.curves(cells, arms, setting="capacity", metrics=["saved_share"])).axes[0]
-    heights = sorted(float(y) for line in ax.lines for y in line.get_ydata())  # type: ignore[union-attr]
+    heights = sorted(y for line in ax.lines for y in np.asarray(line.get_ydata()).tolist())
     assert heights == sorted(one["saved"]["chunks"]["value"] for one in cells)
     assert [text.get_text() for text in ax.get_xticklabels()] == ["50", "1000", "no limit"]
 
