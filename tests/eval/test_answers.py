@@ -137,7 +137,10 @@ def test_known_weights_are_scored_and_contrasted(
 ) -> None:
     """And where nothing may be said since there is too little, that is said."""
     record = run(ours, tmp_path / "run", "--weights", "real")
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("No verdict")]
+    lines = capsys.readouterr().out.splitlines()
+    assert {"Figures, with 95% intervals", "Comparison of arms: ratios are a / b, differences b - a"} <= set(lines)
+    assert any(line.split()[:2] == ["tree", "6"] for line in lines)
+    told = [line for line in lines if line.startswith("No verdict")]
     assert told == record["results"]["verdict"]
     assert "too few requests: 6" in told[0]
     results = record["results"]
