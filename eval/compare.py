@@ -16,8 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
+
 from eval.contrast import Contrast, contrast_arms, direction, has_enough, sentences, shown
 from eval.errors import CommandError
+from eval.metrics import is_time
 from eval.recorded import Recorded, cell_name, read_recorded
 from eval.run import Sample
 
@@ -34,9 +37,14 @@ def main(argv: Sequence[str]) -> int:
     runs = [read_recorded(path) for path in options.records]
     if len(runs) > 2:
         raise CommandError(f"expected one or two records, got {len(runs)}")
-    if len(runs) == 2 and runs[0].kind != runs[1].kind:
-        raise CommandError(f"A is a {runs[0].kind} record and B a {runs[1].kind} record")
-    report = compare_runs(*runs, **_chosen(options)) if len(runs) == 2 else compare_arms(runs[0], **_chosen(options))
+    kinds = [" ".join(filter(None, [run.kind, run.record["spec"].get("bench")])) for run in runs]
+    if len(set(kinds)) > 1:
+        raise CommandError(f"A is a {kinds[0]} record and B a {kinds[1]} record")
+    if not set.intersection(*map(_measured, runs)):
+        names = ", ".join(run.name for run in runs)
+        raise CommandError(f"the samples of {names} have no metric in common: there is nothing to compare")
+    compare = compare_runs if len(runs) == 2 else compare_arms
+    report = compare(*runs, against=options.against, metrics=options.metric)
     if not report["contrasts"]:
         raise CommandError(_nothing(runs, options.metric))
     print(_table(report["contrasts"]))
@@ -60,17 +68,12 @@ def compare_runs(a: Recorded, b: Recorded, *, against: str | None, metrics: Sequ
     else:
         arms = [(arm, arm) for arm in a.arms if arm in b.arms]
     if not arms:
-        raise CommandError(
-            f"no arm is in both: A has {', '.join(a.arms)}, B {', '.join(b.arms)}; --against selects A's"
-        )
+        names = f"A has {', '.join(a.arms)}, B {', '.join(b.arms)}"
+        raise CommandError(f"no arm is in both: {names}; --against selects A's")
     sides = [(_of(a, left), _of(b, right), f"{left} in A", f"{right} in B") for left, right in arms]
     report = {**_report(sides, metrics), "records": {"A": a.name, "B": b.name}, "differs": differences(a, b)}
     if others := other_requests(a, b):
-        return {
-            **report,
-            "verdict": [],
-            "no_verdict": f"the runs are of different requests: {', '.join(others)} differ",
-        }
+        report |= {"verdict": [], "no_verdict": f"the runs are of different requests: {', '.join(others)} differ"}
     return report
 
 
@@ -100,11 +103,10 @@ def differences(a: Recorded, b: Recorded) -> list[str]:
     """What differs between two runs besides requests, e.g. "machine cores: 2, 16"."""
     sides = []
     for run in (a, b):
-        servers = run.results.get("servers")
         flat = {"complete": run.record.get("complete"), "git": run.record.get("git")}
         for name in ("versions", "machine", "spec"):
             flat |= {f"{name} {key}": value for key, value in (run.record.get(name) or {}).items() if key != "baseline"}
-        for arm, facts in servers.items() if isinstance(servers, dict) else ():
+        for arm, facts in run.servers.items():
             flat |= {f"server {arm} {key}": value for key, value in facts.items()}
         sides.append(flat)
     left, right = sides
@@ -127,11 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--against", metavar="ARM", help="the arm of A to compare all others with")
     parser.add_argument("--fail-if-worse", action="store_true", help="exit code 1 if any verdict says that B is worse")
     return parser
-
-
-def _chosen(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `compare_runs` and `compare_arms`."""
-    return {"against": options.against, "metrics": options.metric}
 
 
 def _has(run: Recorded, arm: str) -> None:
@@ -166,69 +163,57 @@ def _errors(samples: Sequence[Sample]) -> int:
     return sum(bool(sample.get("error")) for sample in samples)
 
 
+def _measured(run: Recorded) -> set[str]:
+    return {name for sample in run.samples for name in sample["metrics"]}
+
+
 def _nothing(runs: Sequence[Recorded], metrics: Sequence[str] | None) -> str:
-    measured = sorted({name for run in runs for sample in run.samples for name in sample["metrics"]})
+    measured = sorted(set.union(*map(_measured, runs)))
     if metrics and not set(metrics) & set(measured):
-        return f"--metric: {', '.join(metrics)} was not measured; measured: {', '.join(measured) or 'none'}"
+        return f"--metric: {', '.join(metrics)} was not measured; measured: {', '.join(measured)}"
     return "no request was answered on both sides in the same cell"
 
 
 def _table(contrasts: Sequence[Contrast]) -> str:
-    head = ["cell", "A", "B", "metric", "statistic", "value A", "value B", "B against A", "95% interval", "n", "p"]
     rows = [
-        [
-            cell_name(found["cell"]),
-            found["a"],
-            found["b"],
-            found["metric"],
-            found["statistic"],
-            shown(found["metric"], found["a_value"]),
-            shown(found["metric"], found["b_value"]),
-            _number(found["value"]),
-            "too few" if not has_enough(found) else f"[{_number(found['low'])}, {_number(found['high'])}]",
-            str(found["n"]),
-            "" if found["p"] is None else f"{found['p']:.2g}",
-        ]
+        {
+            "cell": cell_name(found["cell"]),
+            "A": found["a"],
+            "B": found["b"],
+            "metric": found["metric"],
+            "statistic": found["statistic"],
+            "value A": shown(found["metric"], found["a_value"]),
+            "value B": shown(found["metric"], found["b_value"]),
+            "B against A": shown("", found["value"]),
+            "95% interval": f"[{shown('', found['low'])}, {shown('', found['high'])}]"
+            if has_enough(found)
+            else "too few",
+            "n": found["n"],
+            "p": "" if found["p"] is None else f"{found['p']:.2g}",
+        }
         for found in contrasts
     ]
-    kept = [i for i in range(len(head)) if i or any(row[0] for row in rows)]
-    widths = {i: max(len(row[i]) for row in [head, *rows]) for i in kept}
-    return "\n".join("  ".join(row[i].ljust(widths[i]) for i in kept).rstrip() for row in [head, *rows])
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3g}"
+    return tabulate(rows, headers="keys", disable_numparse=True)
 
 
 def _sentences(report: Mapping[str, Any]) -> list[str]:
     """Verdicts, then their limitations."""
     contrasts = report["contrasts"]
-    lines = [f"No verdict: {report['no_verdict']}."] if report["no_verdict"] else report["verdict"]
+    lines = [f"No verdict: {report['no_verdict']}."] if report["no_verdict"] else list(report["verdict"])
     if len(contrasts) >= 20 and not report["no_verdict"]:
         found, chance = sum(map(bool, map(direction, contrasts))), round(0.05 * len(contrasts))
-        lines = [
-            *lines,
-            f"{found} of {len(contrasts)} intervals exclude no difference; about {chance} would by chance.",
-        ]
+        lines.append(f"{found} of {len(contrasts)} intervals exclude no difference; about {chance} would by chance.")
     for side in report["counts"]:
+        a, b = side["a"], side["b"]
         if side["only_a"] or side["only_b"]:
-            lines = [
-                *lines,
-                f"{side['a']}, {side['b']}: {side['both']} requests in both; not used: {side['only_a']} "
-                f"only in the first, {side['only_b']} only in the second.",
-            ]
+            alone = f"{side['only_a']} only in the first, {side['only_b']} only in the second"
+            lines.append(f"{a}, {b}: {side['both']} requests in both; not used: {alone}.")
         if side["errors_a"] or side["errors_b"]:
-            lines = [
-                *lines,
-                f"Failed requests, not used: {side['a']} {side['errors_a']}, {side['b']} {side['errors_b']}.",
-            ]
+            lines.append(f"Failed requests, not used: {a} {side['errors_a']}, {b} {side['errors_b']}.")
     if report["differs"]:
-        lines = [*lines, "The runs differ in:", *(f"  {line}" for line in report["differs"])]
-    if "B" in report["records"] and any(found["metric"].endswith("_s") for found in contrasts):
-        lines = [
-            *lines,
-            "Times: the two runs were not interleaved, so a difference may come from the machine or the hour.",
-        ]
+        lines += ["The runs differ in:", *(f"  {line}" for line in report["differs"])]
+    if "B" in report["records"] and any(is_time(found["metric"]) for found in contrasts):
+        lines.append("Times: the two runs were not interleaved, so a difference may come from the machine or the hour.")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,8 @@ METRICS = {
     "same": Metric("answers that equal full prefill's", "", "higher"),
     "kl": Metric("KL to full prefill, mean of the answer", "nats", "lower"),
     "expected_hit_share": Metric("chunks that a replay finds cached", "", "higher"),
+    "requests_per_s": Metric("requests per second", "1/s", "higher"),
+    "output_tokens_per_s": Metric("output tokens per second", "1/s", "higher"),
     "same_retriever": Metric("answers that equal full prefill's in retriever order", "", "higher"),
     "kl_retriever": Metric("KL to full prefill in retriever order", "nats", "lower"),
     "kl_first_retriever": Metric("KL to full prefill in retriever order, first token", "nats", "lower"),
@@ -58,3 +61,18 @@ METRICS = {
     "kl_first_policy": Metric("KL to the first policy, first token", "nats", "lower"),
     "faithfulness": Metric("faithfulness, by a judge", "", "higher"),
 }
+
+
+def label(metric: str) -> str:
+    """The metric's label, or its name."""
+    return METRICS[metric].label if metric in METRICS else metric.replace("_", " ")
+
+
+def is_time(metric: str) -> bool:
+    """Times are told by their median and compared by ratios, other metrics by the mean and by differences."""
+    return metric.endswith("_s") and not metric.endswith("_per_s")
+
+
+def ranked(metrics: Collection[str]) -> list[str]:
+    """Known metrics in the order above, then the others by name."""
+    return [*(name for name in METRICS if name in metrics), *sorted(set(metrics) - METRICS.keys())]

@@ -1,8 +1,8 @@
 """Reads a run back: record, samples and cells in one format, whichever command wrote them.
 
-A replay stores one row per cell with the hits of all requests; this module converts it to one row per request, as the other
-commands have. The replay's policies (order, tail, eviction, ...) become the arm, its other settings the cell. Computes no
-figures and writes no pages.
+A replay stores one row per cell with the counts of each bin of requests; this module converts it to one row per bin, as the
+other commands have one per request. The replay's policies (order, tail, eviction, ...) become the arm, its other settings the
+cell. Computes no figures and writes no pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Cell = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`record`: record.json. `samples`: one per request. `cells`: those of the results. Both have `arm`, `cell`, `metrics`."""
+    """`record`: record.json. `samples`: one per request. `cells`: of the results. Both have `arm`, `cell`, `metrics`."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Recorded:
 
     @property
     def kind(self) -> str:
-        """replay, serve, sensitivity or quality."""
+        """One of `KINDS`."""
         return str(self.record["kind"])
 
     @property
@@ -58,6 +58,13 @@ class Recorded:
     def contrasts(self) -> list[dict[str, Any]]:
         """The contrasts in the results."""
         return [one for one in self.results.get("contrasts") or [] if isinstance(one, dict)]
+
+    @property
+    def servers(self) -> dict[str, dict[str, Any]]:
+        """The servers' descriptions of themselves, by arm."""
+        servers = self.results.get("servers")
+        facts = servers if isinstance(servers, dict) else {}
+        return {str(arm): one for arm, one in facts.items() if isinstance(one, dict)}
 
     @property
     def arms(self) -> list[str]:
@@ -133,7 +140,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _cells(results: Mapping[str, Any]) -> list[Cell]:
-    cells: list[Cell] = [{"metrics": {}, "arm": "", **one} for one in results.get("cells") or []]
+    """The cells with their throughput, and a replay's shares, among the metrics."""
+    cells: list[Cell] = []
+    for one in results.get("cells") or []:
+        metrics = {name: {"mean": value} for name, value in (one.get("throughput") or {}).items()}
+        saved = one.get("saved") or {}
+        for name, (*_, unit) in UNITS.items():
+            metrics |= {name: {"mean": saved[unit]["value"], **saved[unit]}} if unit in saved else {}
+        cells.append({"arm": "", **one, "metrics": metrics | one.get("metrics", {})})
     for one in cells:
         if not isinstance(one["cell"], dict) or not isinstance(one["metrics"], dict):
             raise TypeError("metrics and cell must be objects")
@@ -176,18 +190,16 @@ def _values(cells: Sequence[Cell], key: str) -> list[Any]:
 
 
 def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:
-    warm_up = spec.get("warm_up") or 0
     # Neighbours in a trace share chunks, so blocks are resampled, as long as replay's own.
-    length = max(1, min(spec["block"], (len(row["chunks"]) - warm_up) // 10))
-    # Divided by the mean number of chunks, so that the mean over requests is the share of all chunks, as replay reports it.
-    mean = {name: fmean(row[unit[-1]][warm_up:]) for name, unit in UNITS.items() if row.get(unit[-1])}
+    length = max(1, spec["block"] // row.get("bin", 1))
+    # Divided by the mean number of chunks, so that the mean over bins is the share of all chunks, as replay reports it.
+    mean = {name: fmean(row[unit[-1]]) for name, unit in UNITS.items() if row.get(unit[-1])}
     return [
         {
             "arm": row["arm"],
             "cell": row["cell"],
             "request": str(i),
-            "warm_up": i < warm_up,
-            "block": (i - warm_up) // length,
+            "block": i // length,
             "metrics": {
                 name: (row[hits][i] + row[dropped][i] - row[lost][i]) / mean[name]
                 for name, (hits, dropped, lost, _) in UNITS.items()

@@ -73,20 +73,15 @@ class Judge:
     def judge(self, question: str, answer: str, passages: Sequence[str]) -> Verdict | None:
         """The verdict, or None after three attempts that failed or gave invalid JSON."""
         numbered = "\n".join(f"[{number}] {text}" for number, text in enumerate(passages, 1))
-        body = {
-            "model": self._model,
-            "messages": [
-                {"role": "user", "content": PROMPT.format(passages=numbered, question=question, answer=answer)}
-            ],
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
-        }
+        asked = PROMPT.format(passages=numbered, question=question, answer=answer)
+        body = {"model": self._model, "messages": [{"role": "user", "content": asked}], "temperature": 0}
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(self._wait_s * 2 ** (attempt - 1))
             try:
-                return parse_verdict(_content(post(self._url, body, headers=self._headers)))
-            except (CommandError, OSError, ValueError):
+                reply = post(self._url, body | {"max_tokens": MAX_TOKENS}, headers=self._headers)
+                return parse_verdict(str(reply["choices"][0]["message"]["content"]))
+            except (CommandError, OSError, ValueError, KeyError, IndexError, TypeError):
                 continue
         self.num_failures += 1
         return None
@@ -101,16 +96,9 @@ def parse_verdict(text: str) -> Verdict:
     fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", text, re.DOTALL)
     parsed = json.loads(fenced[1] if fenced else text)
     claims = parsed.get("claims") if isinstance(parsed, dict) else None
-    if not isinstance(claims, list):
+    if not isinstance(claims, list) or not all(isinstance(each, dict) for each in claims):
         raise ValueError("no list of claims")
-    for each in claims:
-        if not isinstance(each, dict) or not isinstance(each.get("supported"), bool):
-            raise ValueError("a claim without true or false")
-    return Verdict(len(claims), sum(each["supported"] for each in claims))
-
-
-def _content(reply: dict[str, Any]) -> str:
-    try:
-        return str(reply["choices"][0]["message"]["content"])
-    except (KeyError, IndexError, TypeError):
-        raise ValueError("no answer in the reply") from None
+    supported = [each.get("supported") for each in claims]
+    if not all(isinstance(each, bool) for each in supported):
+        raise ValueError("a claim without true or false")
+    return Verdict(len(claims), sum(supported))

@@ -19,7 +19,6 @@ shares are reported as well. Normalised F1 is 0 at full reuse of chunks captured
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import secrets
 from collections import Counter, defaultdict
@@ -31,25 +30,14 @@ from typing import Any, NamedTuple
 from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
 from eval.http import post
-from eval.progress import progress
 from eval.quality.greedy import Endpoint, FullPrefill, Greedy, ask
-from eval.quality.options import (
-    add_quality_options,
-    check_options,
-    finish,
-    make_scorer,
-    open_endpoints,
-    spec_of,
-)
+from eval.quality.mode import Job, Mode, Servers
 from eval.quality.ratio_cases import KINDS, Case, data_cases, world_cases
-from eval.quality.scores import Scorer, cells_of, rounded
+from eval.quality.scores import cells_of
 from eval.quality.text_metrics import normalized_f1
-from eval.quality.workers import workers
-from eval.run import Run, Sample
-from eval.serve.arms import ARMS
-from eval.serve.options import default_folder
-from eval.serve.runner import load_facts
-from eval.task import Request, TextChunk, add_task_options
+from eval.run import Sample
+from eval.serve.arms import ARMS, Arm
+from eval.task import Request, TextChunk
 
 FLAGS = ("--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache-store-threshold", "1")
 """Every movable chunk is moved, and every chunk enters the store at once."""
@@ -85,57 +73,73 @@ class Capture:
         return {"capture": self.name} | ({} if self.neighbors is None else {"neighbors": self.neighbors})
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this mode."""
-    add_task_options(parser)
-    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS))
-    parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
-    parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="chunks in a prompt, instead of --k")
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        default=list(KINDS),
-        help="of question, task world: --requests of each kind and size",
-    )
-    parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
-    parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
-    parser.add_argument("--no-ablation", action="store_true", help="do not measure Cache-Craft's parts and alphas")
-    add_quality_options(parser)
+class RatioCurves(Mode):
+    """Every case with full prefill, and in every cell over every capture."""
 
+    name, summary = "ratio", "recompute ratios per selector"
 
-def measure(args: argparse.Namespace) -> int:
-    """Send all requests and record; returns 1 if a moved chunk had another source than its capture."""
-    check_ranges(args)
-    cases = list(world_cases(args) if args.task == "world" else data_cases(args))
-    if not cases:
-        raise CommandError(f"--task {args.task}: no request has {min(args.chunks)} chunks")
-    cells = make_cells(args.selectors, args.ratios, ablation=not args.no_ablation)
-    requests = [request_of(case) for case in cases]
-    arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
-    scorer, folder = make_scorer(args, []), args.out or default_folder(f"quality-{args.mode}")
-    facts = load_facts(folder)
-    with Run(
-        folder,
-        kind="quality",
-        spec=spec_of(args, [arm], requests),
-        summarize=partial(summarize, scorer=scorer, facts=facts),
-        baseline=args.baseline,
-    ) as run:
-        with open_endpoints(args, requests, facts, folder) as endpoints:
-            answer_all(run, endpoints.open(arm), cases, cells, make_captures(args), scorer, args)
-        results = run.results()
-        status = finish(run, report(results))
-    return status or int(any("foreign" in where for found in results["sources"].values() for where in found))
+    def __init__(self, args: argparse.Namespace) -> None:
+        if not all(0 <= ratio <= 1 for ratio in args.ratios):
+            raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
+        if min(args.chunks) < 2 or min(args.neighbors) < 1:
+            raise CommandError("--chunks must be at least 2 and --neighbors at least 1")
+        self.cases = list(world_cases(args) if args.task == "world" else data_cases(args))
+        if not self.cases:
+            raise CommandError(f"--task {args.task}: no request has {min(args.chunks)} chunks")
+        self.cells = make_cells(args.selectors, args.ratios, ablation=not args.no_ablation)
+        self.captures = make_captures(args)
+        arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
+        super().__init__(args, [arm], [request_of(case) for case in self.cases])
 
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """Selectors, ratios, questions, captures."""
+        parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS))
+        parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
+        parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="chunks in a prompt, instead of --k")
+        parser.add_argument(
+            "--kinds",
+            nargs="+",
+            choices=KINDS,
+            default=list(KINDS),
+            help="of question, task world: --requests of each kind and size",
+        )
+        parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
+        parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
+        parser.add_argument("--no-ablation", action="store_true", help="do not measure Cache-Craft's parts and alphas")
 
-def check_ranges(args: argparse.Namespace) -> None:
-    """Raise CommandError for values out of range."""
-    check_options(args)
-    if not all(0 <= ratio <= 1 for ratio in args.ratios):
-        raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
-    if min(args.chunks) < 2 or min(args.neighbors) < 1:
-        raise CommandError("--chunks must be at least 2 and --neighbors at least 1")
+    def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
+        """A job per case."""
+        last = self.captures[-1], self.cells[-1]
+        yield self.arms, [Job(key_of(case, *last), partial(self.take, case)) for case in self.cases]
+
+    def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """As `summarize`."""
+        return summarize(samples)
+
+    def status(self, results: Mapping[str, Any]) -> int:
+        """1 if a moved chunk had another source than its capture."""
+        return int(any("foreign" in where for found in results["sources"].values() for where in found))
+
+    def take(self, case: Case, servers: Servers) -> Iterator[tuple[str, Sample]]:
+        """The samples of one case: full prefill, then each capture's cells on fresh KV."""
+        (endpoint,) = servers.values()
+        request = request_of(case)
+        more = {"block": case.block, "num_chunks": len(case.chunks)}
+        full = FullPrefill().ask(endpoint, request, [chunk.id for chunk in case.chunks])
+        gold = self.scorer.gold(full.text, request)
+        row = self.sample(FULL_PREFILL, request, full, gold, cell={"kind": case.kind}, **more)
+        yield f"ratio/{case.id}/{FULL_PREFILL}", row | {"fates": None}
+        for capture in self.captures:
+            salt = secrets.token_hex(16)
+            behind = bring_in(endpoint, capture, case, salt, random.Random(f"{self.args.seed} {case.id}"))
+            for way in self.cells:
+                answer = ask(endpoint, request, case.chunks, reuse=way.reuse, order="retriever", cache_salt=salt)
+                metrics = self.scorer.gold(answer.text, request) | self.scorer.agreement(answer, full, "full")
+                found = {"sources": sources_of(answer, behind), "fallbacks": answer.info["fallbacks"]}
+                cell = {"kind": case.kind, **capture.label, **way.label}
+                row = self.sample(way.arm, request, answer, metrics, cell=cell, **more, **found)
+                yield key_of(case, capture, way), row
 
 
 def make_captures(args: argparse.Namespace) -> list[Capture]:
@@ -168,78 +172,6 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: b
     if "set" in selectors:
         cells.append(Cell("set", {"ratio": 0.0}, _reuse("set", 0.0)))
     return cells
-
-
-def answer_all(
-    run: Run,
-    endpoint: Endpoint,
-    cases: Sequence[Case],
-    cells: Sequence[Cell],
-    captures: Sequence[Capture],
-    scorer: Scorer,
-    args: argparse.Namespace,
-) -> None:
-    """Take every sample that `run` does not hold yet, several cases at a time."""
-
-    def one(case: Case) -> list[tuple[str, Sample]]:
-        return list(samples_of(endpoint, case, cells, captures, scorer, run, args.seed))
-
-    missing = [
-        case
-        for case in cases
-        if full_key(case) not in run
-        or any(key_of(case, capture, cell) not in run for capture in captures for cell in cells)
-    ]
-    with (
-        workers(args.clients) as pool,
-        progress("questions", len(cases), initial=len(cases) - len(missing)) as bar,
-    ):
-        for rows in pool.map(one, missing):
-            for key, row in rows:
-                run.add(key, row)
-            bar.update()
-
-
-def samples_of(
-    endpoint: Endpoint,
-    case: Case,
-    cells: Sequence[Cell],
-    captures: Sequence[Capture],
-    scorer: Scorer,
-    run: Run,
-    seed: int,
-) -> Iterator[tuple[str, Sample]]:
-    """Take the samples of one case that `run` lacks: full prefill, then each capture's cells on fresh KV."""
-    request = request_of(case)
-    full = FullPrefill(endpoint).ask(request, [chunk.id for chunk in case.chunks])
-    row = {"mode": "ratio", "request": case.id, "block": case.block, "warm_up": False, "num_chunks": len(case.chunks)}
-    if full_key(case) not in run:
-        metrics = rounded(scorer.gold(full.text, request))
-        yield (
-            full_key(case),
-            {"arm": FULL_PREFILL, "cell": {"kind": case.kind}, **row, "metrics": metrics, "fates": None},
-        )
-    for capture in captures:
-        missing = [cell for cell in cells if key_of(case, capture, cell) not in run]
-        if not missing:
-            continue
-        salt = secrets.token_hex(16)
-        behind = bring_in(endpoint, capture, case, salt, random.Random(f"{seed} {case.id}"))
-        for cell in missing:
-            answer = ask(endpoint, request, case.chunks, reuse=cell.reuse, order="retriever", cache_salt=salt)
-            metrics = scorer.gold(answer.text, request) | scorer.agreement(answer, full, "full")
-            yield (
-                key_of(case, capture, cell),
-                {
-                    "arm": cell.arm,
-                    "cell": {"kind": case.kind, **capture.label, **cell.label},
-                    **row,
-                    "metrics": rounded(metrics),
-                    "fates": answer.fates,
-                    "sources": sources_of(answer, behind),
-                    "fallbacks": answer.info["fallbacks"],
-                },
-            )
 
 
 def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: random.Random) -> dict[str, int]:
@@ -284,12 +216,7 @@ def key_of(case: Case, capture: Capture, cell: Cell) -> str:
     return f"ratio/{case.id}/{cell.arm}/{label}"
 
 
-def full_key(case: Case) -> str:
-    """The key of the case's full prefill."""
-    return f"ratio/{case.id}/{FULL_PREFILL}"
-
-
-def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
+def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """Cells with normalised F1 and measured shares, paired differences between selectors, and sources of moved chunks.
 
     `ends`: selector -> arms whose cells are also points of its curve: ratios 0 and 1, which run once for all selectors.
@@ -298,19 +225,17 @@ def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any
     add_normalized_f1(cells)
     sources: dict[str, Counter[str]] = defaultdict(Counter)
     fallbacks: dict[str, Counter[str]] = defaultdict(Counter)
+    by_arm: dict[str, list[Sample]] = defaultdict(list)
     for row in samples:
         if "sources" in row:
             sources[row["cell"]["capture"]].update(row["sources"])
             fallbacks[row["cell"]["capture"]].update(row["fallbacks"])
+        if row["cell"].get("ratio") == PAIRED_RATIO and "alpha" not in row["cell"]:
+            by_arm[row["arm"]].append(row)
     for cell in cells:
         if cell["fates"]:
             cell |= shares(cell["fates"])
-    at = [row for row in samples if row["cell"].get("ratio") == PAIRED_RATIO and "alpha" not in row["cell"]]
-    by_arm: dict[str, list[Sample]] = defaultdict(list)
-    for row in at:
-        by_arm[row["arm"]].append(row)
-    ends = [arm for arm in (FULL_REUSE, ALL) if any(cell["arm"] == arm for cell in cells)]
-    rated = [arm for arm in SELECTORS if arm not in UNRATED and any(cell["arm"] == arm for cell in cells)]
+    names = {cell["arm"] for cell in cells}
     contrasts = [
         each
         for a, b in PAIRED
@@ -321,11 +246,13 @@ def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any
         "cells": cells,
         "contrasts": contrasts,
         "verdict": sentences(contrasts),
-        "ends": dict.fromkeys(rated, ends),
+        "ends": {
+            arm: [end for end in (FULL_REUSE, ALL) if end in names]
+            for arm in SELECTORS
+            if arm in names and arm not in UNRATED
+        },
         "sources": {name: dict(found) for name, found in sources.items()},
         "fallbacks": {name: dict(found) for name, found in fallbacks.items()},
-        **scorer.spec(),
-        **facts,
     }
 
 
@@ -354,32 +281,6 @@ def shares(fates: Mapping[str, int]) -> dict[str, float]:
         "moved_share": round(moved / prompt, 4),
         "recomputed_share": round(fates["recomputed"] / moved, 4) if moved else 0.0,
     }
-
-
-def report(results: Mapping[str, Any]) -> str:
-    """A table for each kind and capture: a line per arm, a column per ratio."""
-    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for cell in results["cells"]:
-        if cell["arm"] != FULL_PREFILL:
-            named = {name: cell["cell"][name] for name in ("kind", "capture", "neighbors") if name in cell["cell"]}
-            groups[", ".join(f"{name} {value}" for name, value in named.items())].append(cell)
-    lines: list[str] = []
-    for title, cells in groups.items():
-        has_gold = "em" in cells[0]["metrics"]
-        shown = "EM  ROUGE-L  same  KL  recomputed" if has_gold else "same  KL  recomputed"
-        lines += ["", f"{title}: {cells[0]['n']} questions; {shown}"]
-        for cell in cells:
-            swept = " ".join(f"{name} {cell['cell'][name]:g}" for name in ("ratio", "alpha") if name in cell["cell"])
-            values = {name: found["mean"] for name, found in cell["metrics"].items()}
-            gold = f"{values['em']:.2f}  {values['rouge_l']:.2f}  " if has_gold else ""
-            kl = f"{values['kl']:.1e}" if "kl" in values else "-"
-            normalized = cell.get("normalized_f1")
-            tail = "" if normalized is None else f"  normalised F1 {normalized:.0%}"
-            lines.append(
-                f"    {cell['arm']:24}{swept:22}{gold}{values['same']:.2f}  {kl}  {cell['recomputed_share']:4.0%}{tail}"
-            )
-    lines.append(f"moved chunks: {json.dumps(results['sources'])}; fallbacks: {json.dumps(results['fallbacks'])}")
-    return "\n".join(lines)
 
 
 # Private, in order of use

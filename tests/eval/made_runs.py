@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from eval.contrast import contrast_arms, sentences
-from eval.intervals import bootstrap, quantile
 from eval.replay.command import main as replay
+from eval.stats import bootstrap, quantile
 
 HOSTILE = '<script>alert(1)</script> & "quoted" $x_1$ naïve 漢字 ' + "very-long-" * 12
 NAN = float("nan")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eval.contrast import Statistic, contrast, contrast_arms, direction, sentences, verdict
+from eval.contrast import contrast_arms, direction, sentences, verdict
 from eval.metrics import METRICS
+from eval.stats import Statistic, contrast
 
 TIMES = [(float(2 * i), float(i)) for i in range(1, 21)]
 
