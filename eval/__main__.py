@@ -15,6 +15,7 @@ COMMANDS = {
     "replay": ("eval.replay.command", "share of chunks that orders and evictions find cached on your trace; no server"),
     "serve": ("eval.serve.command", "time to first token and throughput under load, ours against stock SGLang"),
     "quality": ("eval.quality.command", "the effect of reuse on the answers"),
+    "recall": ("eval.recall", "recall of words, vectors and rank fusion, and overlap of their lists; no server"),
     "sensitivity": ("eval.serve.sensitivity", "`serve` with one setting varied"),
     "compare": ("eval.compare", "two records, or two arms of one: which differences exceed chance"),
     "report": ("eval.report.command", "a page, charts and a summary of records"),

@@ -36,7 +36,8 @@ from eval.killed_build import STAGES, BuildRun, build
 from eval.record import make_record, write_record
 from retrieval.encoder import Encoder, load_encoder
 from retrieval.hashed_encoder import STATE_FILE
-from retrieval.index import MANIFEST, PASSAGES, VECTORS, Index
+from retrieval.index import Index
+from retrieval.manifest import MANIFEST, PASSAGES, VECTORS
 from retrieval.retriever import Mode, Retriever
 
 SEED = 0

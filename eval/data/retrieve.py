@@ -6,7 +6,6 @@ Each domain gets an index in a temporary folder, built and searched like a serve
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,8 +16,9 @@ from eval.progress import progress
 from eval.task import Request, TaskData, TextChunk
 
 if TYPE_CHECKING:
-    from retrieval.progress import Progress
+    from retrieval.encoder import Encoder
     from retrieval.retriever import Retriever
+    from retrieval.settings import IndexSettings
 
 SEARCH_BATCH = 64
 """Questions searched together."""
@@ -32,18 +32,51 @@ def retrieve(
     Raises:
         CommandError: the retrieval package's libraries are missing, or no index can be built of these passages.
     """
-    by_domain: dict[str, list[TextChunk]] = {}
-    for passage in data.passages:
-        by_domain.setdefault(data.domains.get(passage.id, ""), []).append(passage)
     found: dict[str, tuple[TextChunk, ...]] = {}
-    for domain in dict.fromkeys(data.domains.get(request.id, "") for request in requests):
-        asked = [request for request in requests if data.domains.get(request.id, "") == domain]
-        if domain not in by_domain:
-            raise CommandError(f"{asked[0].id} searches domain {domain!r}, which has no passages")
+    for passages, asked in by_domain(data, requests):
         with TemporaryDirectory(prefix="eval-retrieve-") as folder:
-            found.update(_search(by_domain[domain], asked, Path(folder), k=k, mode=mode, seed=seed))
+            found.update(_search(passages, asked, Path(folder), k=k, mode=mode, seed=seed))
     chosen = [replace(request, chunks=found[request.id]) for request in requests]
     return [request for request in chosen if request.chunks or request.conversation]
+
+
+def by_domain(data: TaskData, requests: Sequence[Request]) -> Iterator[tuple[list[TextChunk], list[Request]]]:
+    """Each domain's passages, and the requests that search them. Raises CommandError for a domain without passages."""
+    passages: dict[str, list[TextChunk]] = {}
+    for passage in data.passages:
+        passages.setdefault(data.domains.get(passage.id, ""), []).append(passage)
+    for domain in dict.fromkeys(data.domains.get(request.id, "") for request in requests):
+        asked = [request for request in requests if data.domains.get(request.id, "") == domain]
+        if domain not in passages:
+            raise CommandError(f"{asked[0].id} searches domain {domain!r}, which has no passages")
+        yield passages[domain], asked
+
+
+def open_index(
+    passages: Sequence[TextChunk], folder: Path, settings: IndexSettings, *, encoder: Encoder | None, seed: int
+) -> Retriever:
+    """Index passages in an empty folder, uncut. Raises RetrievalError.
+
+    Args:
+        encoder: of `settings.encoder`; None: the embedded one, fitted on these passages.
+    """
+    from retrieval import Document
+    from retrieval.build import build_index
+    from retrieval.corpus import clean
+    from retrieval.index import Index
+    from retrieval.progress import progress_bars
+    from retrieval.retriever import Retriever
+    from retrieval.settings import BuildOptions
+    from retrieval.tokens import load_tokens
+
+    # A chunk's text already begins with its title.
+    documents = (Document(passage.id, "", clean(passage.text)) for passage in passages)
+    tokens, options = load_tokens(settings.tokens), BuildOptions(seed=seed)
+    with progress_bars() as report:
+        build_index(documents, folder, settings, tokens=tokens, encoder=encoder, options=options, progress=report)
+    if encoder is None:
+        return Retriever.open(folder, encoder=None, device=None, verify=False, threads=None)
+    return Retriever(Index.open(folder, verify=False), encoder, verify=False, threads=None)
 
 
 # Private, in order of use
@@ -60,9 +93,10 @@ def _search(
 ) -> dict[str, tuple[TextChunk, ...]]:
     try:
         from retrieval import RetrievalError
-        from retrieval.defaults import NPROBE
+        from retrieval.settings import NPROBE, IndexSettings
 
-        retriever = _index(passages, folder, mode=mode, seed=seed)
+        settings = IndexSettings(is_split=False, factory="Flat", bm25_language=None if mode == "dense" else "english")
+        retriever = open_index(passages, folder, settings, encoder=None, seed=seed)
     except ImportError as error:
         raise CommandError(f"--retriever {mode} needs the extra `retrieval` ({error})") from None
     except RetrievalError as error:
@@ -76,46 +110,3 @@ def _search(
                 found[request.id] = tuple(TextChunk(hit.passage.id, hit.passage.text) for hit in best)
             bar.update(len(batch))
     return found
-
-
-def _index(passages: Sequence[TextChunk], folder: Path, *, mode: str, seed: int) -> Retriever:
-    from retrieval import Document
-    from retrieval.build import BuildOptions, build_index
-    from retrieval.defaults import BM25_MEMORY_MIB, DIM, ENCODE_BATCH, FIT_PASSAGES
-    from retrieval.index import IndexSettings
-    from retrieval.retriever import Retriever
-    from retrieval.tokens import load_tokens
-
-    settings = IndexSettings(
-        tokens="words",
-        tokens_name="words",
-        is_split=False,
-        max_tokens=0,
-        overlap_tokens=0,
-        encoder={"kind": "hashed", "dim": DIM},
-        factory="Flat",
-        bm25_language=None if mode == "dense" else "english",
-    )
-    options = BuildOptions(
-        fit_passages=FIT_PASSAGES, encode_batch=ENCODE_BATCH, bm25_memory_bytes=BM25_MEMORY_MIB << 20, seed=seed
-    )
-    # A chunk's text already begins with its title.
-    documents = (Document(passage.id, "", passage.text) for passage in passages)
-    with _bar() as report:
-        build_index(
-            documents, folder, settings, tokens=load_tokens("words"), encoder=None, options=options, progress=report
-        )
-    return Retriever.open(folder, encoder=None, device=None, verify=False, threads=None)
-
-
-@contextmanager
-def _bar() -> Iterator[Progress]:
-    """One bar for all stages of a build; each stage counts from 0."""
-    with progress("indexing passages", None) as bar:
-        done: dict[str, int] = {}
-
-        def report(stage: str, count: int, total: int | None) -> None:
-            bar.update(count - done.get(stage, 0))
-            done[stage] = count
-
-        yield report

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from retrieval.__main__ import main
-from retrieval.index import writer_lock
+from retrieval.manifest import writer_lock
 
 BUILD = ["--dim", "16", "--bm25", "none"]
 ODD = "\udcff"
