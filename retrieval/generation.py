@@ -193,8 +193,8 @@ def _entries(draft: _Draft, segments: Sequence[str], removed: str | None, bm25: 
     if bm25:
         words = sorted(f"{bm25}/{path.name}" for path in (folder / bm25).iterdir() if not path.name.endswith(".lock"))
         names += words
-        for name in words if old and old.bm25 else ():  # tantivy never rewrites a file: a linked one is unchanged
-            before = f"{old.bm25}{name[len(bm25) :]}"
+        for name in words:  # tantivy never rewrites a file: a linked one is unchanged
+            before = f"{old.bm25 if old else None}{name.removeprefix(bm25)}"
             if before in known and (folder / before).samefile(folder / name):
                 known[name] = known[before]
     for name in names:
