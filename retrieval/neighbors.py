@@ -13,6 +13,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -65,11 +66,10 @@ def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: 
     Raises:
         RetrievalError: see `nearest`, or the file cannot be written.
     """
-    _check_name(path)
     served = hashlib.blake2b(index.manifest.to_json().encode(), digest_size=8).hexdigest()
     partial = path.with_name(f".{path.name}.{served}-{n}-{nprobe}.partial")
     num_lines = 0
-    try:
+    with _completed(path, partial):
         for stale in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
             if stale != partial:
                 stale.unlink()
@@ -82,10 +82,6 @@ def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: 
                     num_lines += 1
                 file.flush()
                 progress("neighbors", last, index.num_rows)
-        sync(partial)
-        partial.replace(path)
-    except OSError as error:
-        raise RetrievalError(f"{path}: {error.strerror}") from None
     return num_lines
 
 
@@ -95,30 +91,32 @@ def write_corpus(index: Index, path: Path, *, progress: Progress) -> int:
     Raises:
         RetrievalError: the file cannot be written.
     """
-    _check_name(path)
     partial = path.with_name(f".{path.name}.partial")
     is_live = index.is_live(np.arange(index.num_rows))
     num_lines = 0
-    try:
-        with partial.open("w", encoding="ascii") as file:
-            for row, passage in index.store.iterate(0, index.num_rows):
-                if is_live[row]:
-                    file.write(json.dumps({"id": passage.id, "text": passage.content}) + "\n")
-                    num_lines += 1
-                    progress("corpus", row + 1, index.num_rows)
-        sync(partial)
-        partial.replace(path)
-    except OSError as error:
-        raise RetrievalError(f"{path}: {error.strerror}") from None
+    with _completed(path, partial), partial.open("w", encoding="ascii") as file:
+        for row, passage in index.store.iterate(0, index.num_rows):
+            if is_live[row]:
+                file.write(json.dumps({"id": passage.id, "text": passage.content}) + "\n")
+                num_lines += 1
+                progress("corpus", row + 1, index.num_rows)
     return num_lines
 
 
 # Private, in order of use
 
 
-def _check_name(path: Path) -> None:
+@contextmanager
+def _completed(path: Path, partial: Path) -> Iterator[None]:
+    """Rename the partial file when its content is on disk."""
     if path.suffix == ".gz":
         raise RetrievalError(f"{path}: this command writes plain text; leave out .gz, or compress the file afterwards")
+    try:
+        yield
+        sync(partial)
+        partial.replace(path)
+    except OSError as error:
+        raise RetrievalError(f"{path}: {error.strerror}") from None
 
 
 def _resume(index: Index, partial: Path) -> int:

@@ -36,7 +36,7 @@ def _language(word: str) -> str | None:
     return None if word == "off" else word
 
 
-def _mib(word: str) -> int:
+def mib(word: str) -> int:
     return int(word) << 20
 
 
@@ -144,7 +144,7 @@ class BuildOptions:
     )
     encode_batch: int = 1024
     bm25_memory_bytes: int = _flag(
-        256 << 20, "--bm25-memory-mib", "buffer for writing the BM25 index", shown=256, type=_mib, metavar="N"
+        256 << 20, "--bm25-memory-mib", "buffer for writing the BM25 index", shown=256, type=mib, metavar="N"
     )
     seed: int = 0
 
