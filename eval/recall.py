@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from eval.data.question_set import read_conversations, read_questions
-from eval.data.retrieve import by_domain, open_index
+from eval.data.retrieve import by_domain, open_index, search
 from eval.errors import CommandError
 from eval.run import Run, Sample
 from eval.serve.options import default_folder
@@ -51,7 +51,6 @@ NOTES = {
     "total": "Share of a list that the best matching earlier list contains.",
     "repeated": "Share of a turn's list that earlier turns of the conversation had.",
 }
-SEARCH_BATCH = 256
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,9 +138,8 @@ def samples(
         nearest: id -> its nearest ids; empty: not measured.
 
     Returns:
-        `metrics`: those of `overlap`, `recall@k`, the share of the gold passages among the k, and `all_gold@k`, 1 if all are;
-        figures that a question does not have are missing. `neighbors`: for each passage of a list of two or more, the places of
-        the others among its nearest.
+        `metrics`: those of `overlap`, `recall@k`, the share of the gold passages among the k, and `all_gold@k`, 1 if all are.
+        `neighbors`: for each passage of a list of two or more, the places of the others among its nearest.
     """
     first: dict[tuple[str, str], str] = {}  # of equal texts of a domain the index keeps the first
     kept = {
@@ -301,13 +299,9 @@ def _search(
     for passages, asked in by_domain(data, data.requests):
         with TemporaryDirectory(prefix="eval-recall-") as folder:
             retriever = open_index(passages, Path(folder), settings, encoder=encoder, seed=args.seed)
-            for first in range(0, len(asked), SEARCH_BATCH):
-                batch = asked[first : first + SEARCH_BATCH]
-                for mode in modes:
-                    queries = [request.question for request in batch]
-                    hits = retriever.search(queries, k=args.k, mode=mode, nprobe=args.nprobe).hits
-                    for request, best in zip(batch, hits, strict=True):
-                        ranked[mode, request.id] = [hit.passage.id for hit in best]
+            for mode in modes:
+                for request, hits in search(retriever, asked, k=args.k, mode=mode, nprobe=args.nprobe):
+                    ranked[mode, request.id] = [hit.passage.id for hit in hits]
             if has_neighbors:
                 neighbors.update(_nearest(retriever.index, nprobe=args.nprobe))
     return ranked, neighbors
@@ -335,16 +329,15 @@ def _last(turns: TaskData, query: str) -> TaskData:
 
 
 def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    tables = []
-    metrics = dict.fromkeys(name for cell in cells for name in cell["metrics"])
-    for metric in sorted(metrics, key=lambda name: "@" not in name):
-        rows: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        for cell in cells:
-            if metric in cell["metrics"]:
-                data, query = cell["cell"]["data"], cell["cell"]["query"]
-                label = data if query == "last" else f"{data}, {query}"
-                rows[label] |= {"set": label, cell["arm"]: cell["metrics"][metric]["mean"]}
-        tables.append({"title": metric, "rows": list(rows.values()), "note": NOTES.get(metric, "")})
+    rows: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for cell in cells:
+        label = cell["cell"]["data"] + ("" if cell["cell"]["query"] == "last" else f", {cell['cell']['query']}")
+        for metric, figures in cell["metrics"].items():
+            rows[metric][label] |= {"set": label, cell["arm"]: figures["mean"]}
+    tables: list[dict[str, Any]] = [
+        {"title": metric, "rows": list(rows[metric].values()), "note": NOTES.get(metric, "")}
+        for metric in sorted(rows, key=lambda name: "@" not in name)
+    ]
     found = [
         {"set": cell["cell"]["data"], "arm": cell["arm"], "reading": reading}
         | {f"n = {n}": shares[str(n)] for n in SHOWN_NEIGHBORS}

@@ -91,7 +91,12 @@ class HashedEncoder:
         dim: int,
         seed: int,
     ) -> None:
-        self._state = {"num_passages": num_passages, "mean_len": mean_len, "used": used, "num_with": num_with}
+        self._state: dict[str, Any] = {
+            "num_passages": num_passages,
+            "mean_len": mean_len,
+            "used": used,
+            "num_with": num_with,
+        }
         self._state |= {"leading": leading, "dim": dim, "seed": seed}
         self.dim, self.mean_len = dim, mean_len
         self.rarity = _rarity(used, num_with, num_passages)

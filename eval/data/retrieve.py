@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from eval.errors import CommandError
 from eval.progress import progress
@@ -17,16 +17,14 @@ from eval.task import Request, TaskData, TextChunk
 
 if TYPE_CHECKING:
     from retrieval.encoder import Encoder
-    from retrieval.retriever import Retriever
+    from retrieval.retriever import Hit, Mode, Retriever
     from retrieval.settings import IndexSettings
 
 SEARCH_BATCH = 64
 """Questions searched together."""
 
 
-def retrieve(
-    data: TaskData, requests: Sequence[Request], *, k: int, mode: Literal["bm25", "dense", "fusion"], seed: int
-) -> list[Request]:
+def retrieve(data: TaskData, requests: Sequence[Request], *, k: int, mode: Mode, seed: int) -> list[Request]:
     """The requests with the k best passages of their domain, best first. Single questions without results are left out.
 
     Raises:
@@ -79,6 +77,18 @@ def open_index(
     return Retriever(Index.open(folder, verify=False), encoder, verify=False, threads=None)
 
 
+def search(
+    retriever: Retriever, asked: Sequence[Request], *, k: int, mode: Mode, nprobe: int
+) -> Iterator[tuple[Request, list[Hit]]]:
+    """Each request with its hits, best first. Raises RetrievalError."""
+    with progress("searching", len(asked)) as bar:
+        for first in range(0, len(asked), SEARCH_BATCH):
+            batch = asked[first : first + SEARCH_BATCH]
+            found = retriever.search([request.question for request in batch], k=k, mode=mode, nprobe=nprobe).hits
+            yield from zip(batch, found, strict=True)
+            bar.update(len(batch))
+
+
 # Private, in order of use
 
 
@@ -88,7 +98,7 @@ def _search(
     folder: Path,
     *,
     k: int,
-    mode: Literal["bm25", "dense", "fusion"],
+    mode: Mode,
     seed: int,
 ) -> dict[str, tuple[TextChunk, ...]]:
     try:
@@ -101,12 +111,7 @@ def _search(
         raise CommandError(f"--retriever {mode} needs the extra `retrieval` ({error})") from None
     except RetrievalError as error:
         raise CommandError(f"--retriever {mode}: {error}") from None
-    found: dict[str, tuple[TextChunk, ...]] = {}
-    with progress("searching", len(asked)) as bar:
-        for first in range(0, len(asked), SEARCH_BATCH):
-            batch = asked[first : first + SEARCH_BATCH]
-            hits = retriever.search([request.question for request in batch], k=k, mode=mode, nprobe=NPROBE).hits
-            for request, best in zip(batch, hits, strict=True):
-                found[request.id] = tuple(TextChunk(hit.passage.id, hit.passage.text) for hit in best)
-            bar.update(len(batch))
-    return found
+    return {
+        request.id: tuple(TextChunk(hit.passage.id, hit.passage.text) for hit in hits)
+        for request, hits in search(retriever, asked, k=k, mode=mode, nprobe=NPROBE)
+    }

@@ -23,6 +23,7 @@ from eval import recall
 from eval.errors import CommandError
 from eval.recall import main, neighbor_shares, overlap, read_set, summarize
 from eval.run import read_record, read_samples
+from eval.task import TaskData
 
 PASSAGES = [
     {"id": "p0", "text": "apple apple"},
@@ -123,10 +124,13 @@ def test_an_interrupted_run_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch)
     (data / "record" / "record.json").write_text(json.dumps(record | {"complete": False}))
     (data / "record" / "samples.jsonl").write_text("".join(samples[:12]))  # `last` and one mode of `turns:2`
     searched = []
-    monkeypatch.setattr(
-        recall, "_search", lambda data, modes, *rest, _real=recall._search, **flags: (
-            searched.append(list(modes)), _real(data, modes, *rest, **flags))[1]
-    )  # fmt: skip
+    search = recall._search
+
+    def note(data: TaskData, modes: Sequence[recall.Mode], *rest: Any, **flags: Any) -> Any:
+        searched.append(list(modes))
+        return search(data, modes, *rest, **flags)
+
+    monkeypatch.setattr(recall, "_search", note)
     assert run(data) == whole
     assert searched == [["dense", "fusion"], ["bm25", "dense", "fusion"]]
     assert len(read_samples(data / "record")) == len(samples)
