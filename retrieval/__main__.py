@@ -115,18 +115,19 @@ def _build(args: argparse.Namespace) -> None:
     that has the index open switches to the new generation by itself."""
     from retrieval.build import build_index
     from retrieval.corpus import count_documents, read_dataset, read_documents
-    from retrieval.tokens import load_tokens
+    from retrieval.model_path import BUNDLED
+    from retrieval.tokens import WORDS, load_tokens
 
     if not args.sources and not args.dataset:
         raise RetrievalError("no documents given: name files or folders, or use --dataset")
     options = BuildOptions(**given(args, BuildOptions))
     there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
     settings = replace(there or IndexSettings(), **given(args, IndexSettings))
+    if settings.tokens not in (WORDS, BUNDLED) and Path(settings.tokens).exists():
+        settings = replace(settings, tokens=str(Path(settings.tokens).resolve()))  # later builds may run elsewhere
     tokens = load_tokens(settings.tokens)
-    place = Path(settings.tokens)
-    name = str(place.resolve()) if place.exists() else settings.tokens  # later builds may run elsewhere
     spec, encoder = _encoder(args, there)
-    settings = replace(settings, tokens=name, tokens_name=tokens.name, encoder=spec)
+    settings = replace(settings, tokens_name=tokens.name, encoder=spec)
     parts = [read_documents(source) for source in args.sources]
     if args.dataset:
         columns = {"id_field": args.id_field, "title_field": args.title_field, "text_field": args.text_field}
