@@ -19,6 +19,7 @@ are FusionRAG's figure 7a: how likely passages found together are each other's n
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -26,6 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -82,18 +84,19 @@ def measure(run: Run, args: argparse.Namespace) -> None:
     """Take the samples that the run does not have, all of a set, query and mode at once."""
     encoder = _encoder(args.encoder)
     for name in args.sets:
-        for query, data in read_set(args.data, name, args.query, seed=args.seed, limit=args.limit).items():
-            keys = {mode: f"{name} {query} {_arm(mode, encoder)}" for mode in args.modes}
-            modes = [mode for mode, key in keys.items() if f"{key} {data.requests[0].id}" not in run]
-            if not modes:
-                continue
-            ranked, nearest = _search(data, modes, encoder, args, has_neighbors=query == "last" and modes != ["bm25"])
-            for mode in modes:
-                found = [ranked[mode, request.id] for request in data.requests]
-                rows = samples(data, found, nearest if mode != "bm25" else {}, k=args.k)
-                place = {"arm": _arm(mode, encoder), "cell": {"data": name, "query": query}}
-                run.add_all((f"{keys[mode]} {row['request']}", place | row) for row in rows)
-                print(f"{keys[mode]}: {len(rows)} questions", file=sys.stderr)
+        asked = read_set(args.data, name, args.query, seed=args.seed, limit=args.limit)
+        keys = {(query, mode): f"{name} {query} {_arm(mode, encoder)}" for query in asked for mode in args.modes}
+        missing = [cell for cell, key in keys.items() if f"{key} {asked[cell[0]].requests[0].id}" not in run]
+        if not missing:
+            continue
+        ranked, nearest = _search(asked, missing, encoder, args)
+        for query, mode in missing:
+            found = [ranked[query, mode, request.id] for request in asked[query].requests]
+            wants = mode != "bm25" and query == "last"
+            rows = samples(asked[query], found, nearest if wants else {}, k=args.k)
+            place = {"arm": _arm(mode, encoder), "cell": {"data": name, "query": query}}
+            run.add_all((f"{keys[query, mode]} {row['request']}", place | row) for row in rows)
+            print(f"{keys[query, mode]}: {len(rows)} questions", file=sys.stderr)
 
 
 def read_set(data: Path, name: str, queries: Sequence[str], *, seed: int, limit: int | None) -> dict[str, TaskData]:
@@ -283,26 +286,32 @@ def _arm(mode: str, encoder: Encoder | None) -> str:
 
 
 def _search(
-    data: TaskData, modes: Sequence[Mode], encoder: Encoder | None, args: argparse.Namespace, *, has_neighbors: bool
-) -> tuple[dict[tuple[str, str], list[str]], dict[str, list[str]]]:
-    """The ids by (mode, request), and every passage's nearest; one index for each domain."""
+    asked: Mapping[str, TaskData], cells: Sequence[tuple[str, Mode]], encoder: Encoder | None, args: argparse.Namespace
+) -> tuple[dict[tuple[str, str, str], list[str]], dict[str, list[str]]]:
+    """The ids by (query, mode, request), and every passage's nearest if they are needed; one index for each domain."""
     from retrieval.settings import IndexSettings
 
+    modes = {mode for _, mode in cells}
     settings = IndexSettings(
         is_split=False,
         factory=args.factory,
-        bm25_language=None if modes == ["dense"] else "english",  # words need another library
+        bm25_language=None if modes == {"dense"} else "english",  # words need another library
         encoder=encoder.spec() if encoder else {"kind": "hashed", "dim": args.dim},
     )
-    ranked: dict[tuple[str, str], list[str]] = {}
+    some = next(iter(asked.values()))
+    requests = {request.id: request for data in asked.values() for request in data.requests}
+    domains = {name: domain for data in asked.values() for name, domain in data.domains.items()}
+    ranked: dict[tuple[str, str, str], list[str]] = {}
     neighbors: dict[str, list[str]] = {}
-    for passages, asked in by_domain(data, data.requests):
+    for passages, inside in by_domain(replace(some, domains=domains), list(requests.values())):
+        names = {request.id for request in inside}
         with TemporaryDirectory(prefix="eval-recall-") as folder:
             retriever = open_index(passages, Path(folder), settings, encoder=encoder, seed=args.seed)
-            for mode in modes:
-                for request, hits in search(retriever, asked, k=args.k, mode=mode, nprobe=args.nprobe):
-                    ranked[mode, request.id] = [hit.passage.id for hit in hits]
-            if has_neighbors:
+            for query, mode in cells:
+                chosen = [request for request in asked[query].requests if request.id in names]
+                for request, hits in search(retriever, chosen, k=args.k, mode=mode, nprobe=args.nprobe):
+                    ranked[query, mode, request.id] = [hit.passage.id for hit in hits]
+            if any(query == "last" and mode != "bm25" for query, mode in cells):
                 neighbors.update(_nearest(retriever.index, nprobe=args.nprobe))
     return ranked, neighbors
 
@@ -329,22 +338,37 @@ def _last(turns: TaskData, query: str) -> TaskData:
 
 
 def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    rows: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
-    for cell in cells:
-        label = cell["cell"]["data"] + ("" if cell["cell"]["query"] == "last" else f", {cell['cell']['query']}")
-        for metric, figures in cell["metrics"].items():
-            rows[metric][label] |= {"set": label, cell["arm"]: figures["mean"]}
-    tables: list[dict[str, Any]] = [
-        {"title": metric, "rows": list(rows[metric].values()), "note": NOTES.get(metric, "")}
-        for metric in sorted(rows, key=lambda name: "@" not in name)
-    ]
-    found = [
+    rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for (data, query), group in itertools.groupby(cells, lambda cell: tuple(cell["cell"].values())):
+        found = list(group)
+        for metric in dict.fromkeys(name for cell in found for name in cell["metrics"]):
+            values = {cell["arm"]: cell["metrics"][metric]["mean"] for cell in found if metric in cell["metrics"]}
+            rows[metric].append({"set": data if query == "last" else f"{data}, {query}"} | values)
+    tables: list[dict[str, Any]] = []
+    for metric in sorted(rows, key=lambda name: "@" not in name):
+        singles = [row for row in rows[metric] if ", " not in row["set"]]
+        note = {"note": NOTES[metric]} if metric in NOTES else {}
+        tables.append({"title": metric, "rows": rows[metric] + _mean(singles), **note})
+    near = [
         {"set": cell["cell"]["data"], "arm": cell["arm"], "reading": reading}
         | {f"n = {n}": shares[str(n)] for n in SHOWN_NEIGHBORS}
         for cell in cells
         for reading, shares in cell["neighbors"].items()
     ]
-    return tables + ([{"title": "passages found together that are neighbours", "rows": found}] if found else [])
+    kinds = dict.fromkeys((row["arm"], row["reading"]) for row in near)
+    near += [one for kind in kinds for one in _mean([row for row in near if (row["arm"], row["reading"]) == kind])]
+    return tables + ([{"title": "passages found together that are neighbours", "rows": near}] if near else [])
+
+
+def _mean(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row of the numbers' means over sets; none for a single set."""
+    if len(rows) < 2:
+        return []
+    means = {
+        name: round(fmean(row[name] for row in rows if name in row), 4) if isinstance(value, float) else value
+        for name, value in rows[0].items()
+    }
+    return [means | {"set": "mean of sets"}]
 
 
 def _verdict(frame: Any) -> list[str]:

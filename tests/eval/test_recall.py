@@ -14,7 +14,9 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 pytest.importorskip("faiss")
 pytest.importorskip("tantivy")
@@ -23,7 +25,6 @@ from eval import recall
 from eval.errors import CommandError
 from eval.recall import main, neighbor_shares, overlap, read_set, summarize
 from eval.run import read_record, read_samples
-from eval.task import TaskData
 
 PASSAGES = [
     {"id": "p0", "text": "apple apple"},
@@ -126,14 +127,46 @@ def test_an_interrupted_run_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch)
     searched = []
     search = recall._search
 
-    def note(data: TaskData, modes: Sequence[recall.Mode], *rest: Any, **flags: Any) -> Any:
-        searched.append(list(modes))
-        return search(data, modes, *rest, **flags)
+    def note(asked: Any, cells: Sequence[tuple[str, recall.Mode]], *rest: Any) -> Any:
+        searched.extend(cells)
+        return search(asked, cells, *rest)
 
     monkeypatch.setattr(recall, "_search", note)
     assert run(data) == whole
-    assert searched == [["dense", "fusion"], ["bm25", "dense", "fusion"]]
+    assert searched[:2] == [("turns:2", "dense"), ("turns:2", "fusion")]
+    assert searched[2:] == [("rewrite", mode) for mode in ("bm25", "dense", "fusion")]
     assert len(read_samples(data / "record")) == len(samples)
+
+
+class CountingEncoder:
+    """A vector has the count of each word; a model's place in the interface."""
+
+    dim = 4
+    num_encoded = 0
+
+    def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        self.num_encoded += len(texts)
+        return self.encode_queries(texts)
+
+    def encode_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        words = ("apple", "brick", "candle", "dune")
+        return np.array([[text.split().count(word) for word in words] for text in texts], np.float32)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "counting", "dim": self.dim, "model": "/models/counting"}
+
+
+def test_a_model_names_its_arms_and_encodes_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All queries and modes of a set search one index: a model needs minutes for each encoding of the passages."""
+    encoder = CountingEncoder()
+    monkeypatch.setattr(recall, "_encoder", lambda path: encoder)
+    found = run(make([{**TALK, "turns": [{"question": "dune", "rewrite": "dune candle"}]}], name="conversations"))
+    assert set(found) == {
+        (query, arm)
+        for query in ("last", "turns:2", "rewrite")
+        for arm in ("bm25", "dense/counting", "fusion/counting")
+    }
+    assert encoder.num_encoded == len(PASSAGES)
 
 
 def test_co_retrieval_in_three_readings() -> None:
@@ -154,6 +187,26 @@ def test_neighbours_of_what_was_found(make: Make) -> None:
     cells = {cell["arm"]: cell["neighbors"] for cell in read_record(data / "record")["results"]["cells"]}
     assert cells["bm25"] == {}
     assert cells["dense"]["any"]["15"] == cells["dense"]["pairs"]["15"] == 1.0
+
+
+def test_means_are_over_sets_and_last_questions() -> None:
+    """Other queries are asked of conversations only and would weigh them more."""
+    cells = [("a", "last", 0.2), ("b", "last", 0.4), ("b", "rewrite", 1.0)]
+    taken = [
+        {
+            "arm": arm,
+            "cell": {"data": data, "query": query},
+            "metrics": {"hit": value},
+            "found": 2,
+            "neighbors": [[0], []],
+        }
+        for data, query, value in cells
+        for arm in ("bm25", "dense")
+    ]
+    hit, near = summarize(taken)["tables"]
+    assert hit["rows"][-1] == {"set": "mean of sets", "bm25": 0.3, "dense": 0.3}
+    assert near["rows"][-1]["set"] == "mean of sets"
+    assert near["rows"][-1]["n = 2"] == 0.5
 
 
 def test_no_samples_make_empty_results() -> None:
