@@ -124,7 +124,7 @@ def test_an_interrupted_run_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch)
     record = read_record(data / "record")
     (data / "record" / "record.json").write_text(json.dumps(record | {"complete": False}))
     (data / "record" / "samples.jsonl").write_text("".join(samples[:12]))  # `last` and one mode of `turns:2`
-    searched = []
+    searched: list[tuple[str, recall.Mode]] = []
     search = recall._search
 
     def note(asked: Any, cells: Sequence[tuple[str, recall.Mode]], *rest: Any) -> Any:
