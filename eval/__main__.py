@@ -18,7 +18,7 @@ COMMANDS = {
         "times and throughput under load, ours against stock SGLang; sweeps of one setting",
     ),
     "quality": ("eval.quality.command", "the effect of reuse on the answers"),
-    "recall": ("eval.recall", "recall, overlap and neighbours of retrieved lists on data with right answers"),
+    "recall": ("eval.recall", "recall of words, vectors and rank fusion, and overlap of their lists; no server"),
     "bench": ("eval.bench.command", "one part: tree, reuse, relocate, attention, ann, bundled-model"),
     "compare": ("eval.compare", "two records, or two arms of one: which differences exceed chance"),
     "report": ("eval.report.command", "a page, charts and a summary of records"),

@@ -70,7 +70,9 @@ class Run:
     ) -> None:
         self._write(complete=kind is None)
         if kind is not None and self.samples:
-            told = f"{len(self.samples)} samples are in {self.folder}; the same command with --out {self.folder} goes on"
+            told = (
+                f"{len(self.samples)} samples are in {self.folder}; the same command with --out {self.folder} goes on"
+            )
             print(told, file=sys.stderr)
 
     def __contains__(self, key: str) -> bool:

@@ -242,21 +242,11 @@ def _load(args: argparse.Namespace) -> tuple[Source, TaskData]:
 
 def _searched(data: TaskData, requests: Sequence[Request], source: Source, mode: Searched) -> list[Request]:
     """The requests with the best passages of their domain, best first. Single questions without results are left out."""
-    from eval.data.retrieve import search  # imported here: it needs FAISS or tantivy
+    from eval.data.retrieve import retrieve  # imported here: it needs FAISS or tantivy
 
-    by_domain: dict[str, dict[str, TextChunk]] = {}
-    for passage in data.passages:
-        by_domain.setdefault(data.domains.get(passage.id, ""), {})[passage.id] = passage
-    found: dict[str, tuple[TextChunk, ...]] = {}
-    for domain in dict.fromkeys(data.domains.get(request.id, "") for request in requests):
-        asked = [request for request in requests if data.domains.get(request.id, "") == domain]
-        if (passages := by_domain.get(domain)) is None:
-            raise CommandError(f"{asked[0].id} searches domain {domain!r}, which has no passages")
-        texts = {name: passage.text for name, passage in passages.items()}
-        questions = [request.question for request in asked]
-        ids = search(texts, questions, k=source.k or SEARCHED_K, mode=mode, seed=source.seed)
-        found.update((r.id, tuple(passages[name] for name in best)) for r, best in zip(asked, ids, strict=True))
-    chosen = [replace(request, chunks=found[request.id]) for request in requests]
+    found = retrieve(data, requests, k=source.k or SEARCHED_K, mode=mode, seed=source.seed)
+    passages = {passage.id: passage for passage in data.passages}
+    chosen = [replace(r, chunks=tuple(passages[name] for name in found[r.id])) for r in requests]
     return [request for request in chosen if request.chunks or request.conversation]
 
 

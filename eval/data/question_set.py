@@ -1,7 +1,8 @@
-"""Question sets: single questions over passages, from a folder or from the hub.
+"""Question sets: single questions or conversations over passages, from a folder; single questions also from the hub.
 
-    passages.jsonl.gz     {"id", "title", "text"}, title and "domain" optional
-    questions.jsonl.gz    {"id", "question", "answers", "gold_passage_ids", "context_passage_ids"}, the last three optional
+    passages.jsonl.gz         {"id", "title", "text"}, title and "domain" optional
+    questions.jsonl.gz        {"id", "question", "answers", "gold_passage_ids", "context_passage_ids"}, the last three optional
+    conversations.jsonl.gz    {"id", "domain", "turns": [{"question", "answer", "gold_passage_ids", "retrieved_passage_ids"}]}
 
 `context_passage_ids` is the list that the data set itself gives for a question. On the hub the row of a question contains its
 passages; equal ones become one passage. The model reads a passage as its title, a line break and its text.
@@ -73,6 +74,41 @@ def read_questions(folder: Path, task: str) -> TaskData:
             tuple(chunk.id for chunk in chunks_of(row, "gold_passage_ids", where, passages)),
         )
     return TaskData(tuple(passages.values()), tuple(requests.values()))
+
+
+def read_conversations(path: Path, task: str, *, field: str = "question") -> TaskData:
+    """Read conversations turn by turn, in the file's order, with the passages of its folder.
+
+    Args:
+        field: holds a turn's question; turns without another field than `question` are left out.
+    Raises:
+        CommandError: a file cannot be read, or a line is not of the format.
+    """
+    passages, domains = read_passages(path.parent)
+    requests: dict[str, Request] = {}
+    for where, row in read_rows(path):
+        conversation, turns = f"{task}:{name_of(row, 'id', where)}", row.get("turns")
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise CommandError(f"{where}: turns must be a list of objects")
+        for number, turn in enumerate(turns, 1):
+            inside, name = f"{where}, turn {number}", f"{conversation}:{number}"
+            if name in requests:
+                raise CommandError(f"{where}: id {row['id']!r} occurs twice")
+            if field != "question" and turn.get(field) is None:
+                continue
+            reply = turn.get("answer") or None
+            requests[name] = Request(
+                name,
+                text_of(turn, field, inside),
+                chunks_of(turn, "retrieved_passage_ids", inside, passages),
+                (reply,) if reply else (),
+                tuple(chunk.id for chunk in chunks_of(turn, "gold_passage_ids", inside, passages)),
+                conversation,
+                reply,
+            )
+            if row.get("domain"):
+                domains[name] = str(row["domain"])
+    return TaskData(tuple(passages.values()), tuple(requests.values()), domains)
 
 
 def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:

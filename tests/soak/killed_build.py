@@ -20,7 +20,7 @@ from pathlib import Path
 
 from retrieval.errors import RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
-from retrieval.index import PASSAGES, VECTORS
+from retrieval.manifest import PASSAGES, VECTORS
 from retrieval.store import PassageStore
 
 STAGES = ("read", "encode", "add", "bm25")

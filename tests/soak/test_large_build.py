@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from retrieval.encoder import Encoder, load_encoder
-from retrieval.index import MANIFEST, Index
+from retrieval.index import Index
+from retrieval.manifest import MANIFEST
 from retrieval.retriever import Mode, Retriever
 from tests.soak.generated_corpus import GeneratedCorpus
 from tests.soak.killed_build import STAGES, build
