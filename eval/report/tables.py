@@ -112,7 +112,7 @@ def other_tables(results: Mapping[str, Any]) -> list[Table]:
         title = words(key).capitalize()
         if _is_rows(value):
             found.append(create_table(title, value))
-        elif isinstance(value, dict) and value and all(isinstance(one, dict) for one in value.values()):
+        elif isinstance(value, dict) and any(value.values()) and all(isinstance(one, dict) for one in value.values()):
             found.append(create_table(title, [{"": words(name), **one} for name, one in value.items()]))
         else:
             single += [{"result": name, "value": one} for name, one in flat({key: value}).items()]
