@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from eval.data.question_set import read_conversations, read_questions
-from eval.data.retrieve import by_domain, open_index, search
+from eval.data.retrieve import open_index, search
 from eval.errors import CommandError
 from eval.run import Run, Sample
 from eval.serve.options import default_folder
@@ -299,17 +299,19 @@ def _search(
         encoder=encoder.spec() if encoder else {"kind": "hashed", "dim": args.dim},
     )
     some = next(iter(asked.values()))
-    requests = {request.id: request for data in asked.values() for request in data.requests}
+    requests = tuple({request.id: request for data in asked.values() for request in data.requests}.values())
     domains = {name: domain for data in asked.values() for name, domain in data.domains.items()}
     ranked: dict[tuple[str, str, str], list[str]] = {}
     neighbors: dict[str, list[str]] = {}
-    for passages, inside in by_domain(replace(some, domains=domains), list(requests.values())):
+    for passages, inside in replace(some, requests=requests, domains=domains).by_domain():
         names = {request.id for request in inside}
         with TemporaryDirectory(prefix="eval-recall-") as folder:
             retriever = open_index(passages, Path(folder), settings, encoder=encoder, seed=args.seed)
             for query, mode in cells:
                 chosen = [request for request in asked[query].requests if request.id in names]
-                for request, hits in search(retriever, chosen, k=args.k, mode=mode, nprobe=args.nprobe):
+                questions = [request.question for request in chosen]
+                found = search(retriever, questions, k=args.k, mode=mode, nprobe=args.nprobe)
+                for request, hits in zip(chosen, found, strict=True):
                     ranked[query, mode, request.id] = [hit.passage.id for hit in hits]
             if any(query == "last" and mode != "bm25" for query, mode in cells):
                 neighbors.update(_nearest(retriever.index, nprobe=args.nprobe))

@@ -15,7 +15,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -78,6 +78,23 @@ class TaskData:
     passages: tuple[TextChunk, ...]
     requests: tuple[Request, ...]
     domains: Mapping[str, str] = field(default_factory=dict)
+
+    def by_domain(self) -> Iterator[tuple[dict[str, str], list[Request]]]:
+        """Each domain's passages (id -> text), and the requests that search them.
+
+        Raises:
+            CommandError: a domain without passages.
+        """
+        passages: dict[str, dict[str, str]] = {}
+        for passage in self.passages:
+            passages.setdefault(self.domains.get(passage.id, ""), {})[passage.id] = passage.text
+        asked: dict[str, list[Request]] = {}
+        for request in self.requests:
+            asked.setdefault(self.domains.get(request.id, ""), []).append(request)
+        for domain, requests in asked.items():
+            if domain not in passages:
+                raise CommandError(f"{requests[0].id} searches domain {domain!r}, which has no passages")
+            yield passages[domain], requests
 
 
 @dataclass(frozen=True)
@@ -244,9 +261,13 @@ def _searched(data: TaskData, requests: Sequence[Request], source: Source, mode:
     """The requests with the best passages of their domain, best first. Single questions without results are left out."""
     from eval.data.retrieve import retrieve  # imported here: it needs FAISS or tantivy
 
-    found = retrieve(data, requests, k=source.k or SEARCHED_K, mode=mode, seed=source.seed)
-    passages = {passage.id: passage for passage in data.passages}
-    chosen = [replace(r, chunks=tuple(passages[name] for name in found[r.id])) for r in requests]
+    found: dict[str, list[str]] = {}
+    for passages, asked in replace(data, requests=tuple(requests)).by_domain():
+        questions = [request.question for request in asked]
+        ids = retrieve(passages, questions, k=source.k or SEARCHED_K, mode=mode, seed=source.seed)
+        found |= zip((request.id for request in asked), ids, strict=True)
+    chunks = {passage.id: passage for passage in data.passages}
+    chosen = [replace(r, chunks=tuple(chunks[name] for name in found[r.id])) for r in requests]
     return [request for request in chosen if request.chunks or request.conversation]
 
 

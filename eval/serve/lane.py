@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.intervals import quantile
 from eval.serve.arms import Arm, create_reorderer, request_body
 from eval.serve.bystanders import bystanders
 from eval.serve.client import Answer, Message, open_session, send
 from eval.serve.latency import cached_tokens, moved_tokens
 from eval.serve.plan import Cell, Plan
 from eval.serve.workload import Load, arrivals
+from eval.stats import quantile
 
 if TYPE_CHECKING:
     from eval.task import Request

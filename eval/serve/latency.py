@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from eval.contrast import MIN_BLOCKS, contrast_arms, has_enough, sentences
-from eval.intervals import block_bootstrap, quantile
+from eval.contrast import contrast_arms, has_enough, sentences
 from eval.metrics import METRICS
 from eval.serve.expected import hit_shares
+from eval.stats import MIN_BLOCKS, block_bootstrap, quantile
 
 if TYPE_CHECKING:
     from eval.serve.arms import Arm

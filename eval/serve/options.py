@@ -12,12 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from eval.contrast import MIN_BLOCKS
 from eval.errors import CommandError
 from eval.random_model import SHAPES, write_random_model
 from eval.serve.arms import Arm
 from eval.serve.plan import History, Plan
 from eval.serve.workload import KINDS, Load
+from eval.stats import MIN_BLOCKS
 from eval.task import Request
 
 DEFAULT_PARAMS = min((params for params in SHAPES if params >= 10), default=max(SHAPES))

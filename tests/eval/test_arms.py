@@ -25,6 +25,7 @@ from eval.serve.arms import (
     skip_reason,
 )
 from radix_ext import ChunkId, Span
+from radix_ext.moved_plan import Limits, make_plan
 from sglang_chunkcache import config
 
 URL = "http://127.0.0.1:8000"
@@ -119,12 +120,12 @@ def test_share_that_is_chosen_is_the_label(name: str) -> None:
     """Of five moved chunks whose prefix changed; each rounds up by less than a token."""
     torch = pytest.importorskip("torch")
     base = importlib.import_module("sglang_chunkcache.fusion.selectors.base")
-    scores = importlib.import_module("sglang_chunkcache.fusion.scores")
+    store = importlib.import_module("sglang_chunkcache.fusion.store")
     draw = torch.Generator().manual_seed(1)
     chunks, start = [], 0
     for number, length in enumerate((60, 200, 120, 90, 330)):
         context = torch.rand(length, generator=draw)
-        measured = scores.ChunkScores((context.sum().item(),), (80,), 0.3 * length, context, context)
+        measured = store.ChunkScores((context.sum().item(),), (80,), 0.3 * length, context, context)
         prefix = (ChunkId(f"old{number}"),)
         chunks.append(base.MovedChunk(ChunkId(f"c{number}"), start, length, prefix, (ChunkId("new"),), measured))
         start += length
@@ -137,19 +138,18 @@ def test_share_that_is_chosen_is_the_label(name: str) -> None:
 @pytest.mark.parametrize("name", ["cacheblend", "craft+cacheblend"])
 def test_cacheblend_is_not_cut_at_the_pass_budget(name: str) -> None:
     """KV deviation is measured over the whole region, which may be as long as the context."""
-    plan = pytest.importorskip("sglang_chunkcache.fusion.plan")
     settings, _ = parse_launcher(list(ARMS[name].flags))
     found = {}
     for max_pass_tokens in (8192, settings.max_pass_tokens):
-        made = plan.make_plan(
+        made = make_plan(
             [Span(0, 500_000, ChunkId("a")), Span(500_000, 1_000_000, ChunkId("b"))],
             start=0,
             limit=1_000_000,
             candidates=lambda chunk: (Cached(),),
             fusion=fusion_request(ARMS[name]),
-            limits=plan.Limits(max_pass_tokens, settings.max_gap_tokens, settings.min_saved_tokens),
+            limits=Limits(max_pass_tokens, settings.max_gap_tokens, settings.min_saved_tokens),
         )
-        found[max_pass_tokens] = (made.moved_len if made.pieces else 0, [reason.value for reason in made.fallbacks])
+        found[max_pass_tokens] = (made.moved_len if made.pieces else 0, [*made.fallbacks])
     assert found == {8192: (0, ["pass_budget"]), settings.max_pass_tokens: (1_000_000, [])}
 
 
