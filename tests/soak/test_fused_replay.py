@@ -18,7 +18,7 @@ from sglang_chunkcache import ChunkCacheConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
-NUM_REQUESTS, NUM_PASSAGES, BUDGET, STORE_CHUNKS = 80, 30, 256, 12
+NUM_REQUESTS, NUM_PASSAGES, BUDGET, STORE_CHUNKS = 80, 30, 256, 6
 FLAGS = ["--model-path", "bundled", "--max-total-tokens", "40000", "--chunked-prefill-size", str(BUDGET)]
 FLAGS += ["--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache-store-chunks", str(STORE_CHUNKS)]
 FLAGS += ["--chunkcache-scoring", "off"]
@@ -64,5 +64,4 @@ def test_replay_predicts_a_server(tmp_path: Path) -> None:
     predicted_store = replay.store.stats()._asdict()
     sizes = {name: predicted_store[name] for name in predicted_store if name != "num_bytes"}
     assert sizes == {name: store[name] for name in sizes}
-    assert min(total["exact"], total["relocated"], total["recomputed"], total["computed"]) > 0
-    print(total, store)
+    assert min(total["exact"], total["relocated"], total["recomputed"], total["computed"], store["num_evicted"]) > 0
