@@ -18,14 +18,11 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
 
 from eval.errors import CommandError
 from eval.serve.contextpilot_adapter import ContextPilotReorderer, contextpilot_missing
-
-if TYPE_CHECKING:
-    from eval.task import Request, TextChunk
 
 Route = Literal["rag", "chat"]
 EVERY_SERVER = ("--enable-cache-report", "--sleep-on-idle")
@@ -56,19 +53,6 @@ class Arm:
     def is_fused(self) -> bool:
         """Whether its requests opt into moved KV, so that a ratio applies."""
         return "reuse" in self.body
-
-
-class Reorderer(Protocol):
-    """Orders a request's chunks before they are sent. One instance serves all requests of one arm, in their order."""
-
-    def order(self, request: Request) -> Sequence[TextChunk]:
-        """A permutation of the request's chunks, repeated ones included. Blocks for milliseconds."""
-
-    def counts(self) -> dict[str, int]:
-        """Counts so far, for the record."""
-
-    def close(self) -> None:
-        """Stop the processes that it started."""
 
 
 def _ours(name: str, summary: str, *flags: str, policy: str = "lpm") -> Arm:
@@ -201,12 +185,8 @@ def skip_reason(arm: Arm, *, contextpilot_python: Path | None = None) -> str | N
     return None
 
 
-def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> Reorderer | None:
-    """A fresh reorderer for one pass over the requests; None for an arm without adapter.
-
-    Raises:
-        CommandError: `skip_reason`'s.
-    """
+def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> ContextPilotReorderer | None:
+    """A fresh reorderer for one pass over the requests; None for an arm without adapter. Raises CommandError: `skip_reason`'s."""
     if arm.adapter is None:
         return None
     if reason := skip_reason(arm, contextpilot_python=contextpilot_python):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from eval.serve.server_pool import key_of
+from eval.serve.workload import predecessors
 from radix_ext import Chunk, ChunkId, ReplaySettings, replay_trace
-from sglang_chunkcache import ChunkCacheConfig
+from sglang_chunkcache import config
 
 if TYPE_CHECKING:
     from eval.serve.arms import Arm
@@ -36,7 +37,7 @@ def hit_shares(
     """
     by_id = {request.id: request for request in cell.requests}
     sent = replace(cell, requests=[by_id[sample["request"]] for sample in samples])
-    firsts = compress(zip(samples, sent.requests, strict=True), first_turns(sent.requests))
+    firsts = compress(zip(samples, sent.requests, strict=True), _first_turns(sent.requests))
     server = servers.get(str(key_of(arm, cell)), {})
     pool_chunks = _pool_chunks(samples, server)
     expected = expected_hit_share(
@@ -71,31 +72,16 @@ def expected_hit_share(
     conversations = [request.conversation for request in cell.requests]
     settings = replay_settings(flags, capacity=capacity)
     replayed = replay_trace(requests, settings, conversations=conversations).requests
-    counts = list(compress(replayed[warm_up:], first_turns(cell.requests)[warm_up:]))
+    counts = list(compress(replayed[warm_up:], _first_turns(cell.requests)[warm_up:]))
     num_chunks = sum(count.num_chunks for count in counts)
     return sum(count.num_hits for count in counts) / num_chunks if num_chunks else None
-
-
-def first_turns(requests: Sequence[Request]) -> list[bool]:
-    """For each request whether it is a single request or the first turn of its conversation here.
-
-    A later turn's chunks come after a history, where no other request matches them; the server then counts the first turn's.
-    """
-    begun: set[str] = set()
-    firsts = []
-    for request in requests:
-        firsts.append(request.conversation not in begun)
-        if request.conversation is not None:
-            begun.add(request.conversation)
-    return firsts
 
 
 def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySettings:
     """The launcher's flags as a replay's settings."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for field in fields(ChunkCacheConfig):
-        parser.add_argument("--chunkcache-" + field.name.replace("_", "-"), dest=field.name, default=field.default)
-    settings = parser.parse_known_args(flags)[0]
+    config.add_flags(parser)
+    settings = config.from_flags(parser.parse_known_args(flags)[0])
     return ReplaySettings(
         order=settings.order,
         tail=settings.tail,
@@ -104,10 +90,15 @@ def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySett
         dedup="off" if settings.dedup == "off" else "shown",  # in a replay turns never leave the prompt
         capacity=capacity,
         capacity_tokens=None,
-        window=int(settings.window_requests),
-        threshold=int(settings.promotion_threshold),
-        max_visits=int(settings.max_search_visits),
+        window=settings.window_requests,
+        threshold=settings.promotion_threshold,
+        max_visits=settings.max_search_visits,
     )
+
+
+def _first_turns(requests: Sequence[Request]) -> list[bool]:
+    """A later turn's chunks come after a history, where no request matches them; the server then counts the first turn's."""
+    return [before < 0 for before in predecessors(requests)]
 
 
 def _chunk(system: int, chunk: TextChunk) -> Chunk:

@@ -29,11 +29,6 @@ class Cell:
     body: Mapping[str, Any] = field(default_factory=dict)
     """Added to requests by `eval.serve.arms.request_body`: `{"reuse": {"ratio": 0.3}}` changes that of arms that move KV only."""
 
-    @property
-    def name(self) -> str:
-        """The label as one word, "" without a sweep."""
-        return ",".join(f"{key}={value}" for key, value in self.label.items())
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

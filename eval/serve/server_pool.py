@@ -14,7 +14,7 @@ import threading
 from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.errors import CommandError
@@ -80,9 +80,7 @@ class ServerPool:
                 signal.signal(sign, _interrupt)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for sign in self._handlers:  # a closing terminal sends SIGHUP more than once
             signal.signal(sign, signal.SIG_IGN)
         try:
