@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import error as ZlibError
@@ -67,6 +67,14 @@ def name_of(row: Row, name: str, where: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return text_of(row, name, where)
+
+
+def new_name(row: Row, where: str, taken: Container[str], prefix: str = "") -> str:
+    """`prefix` and the row's id. Raises CommandError if it is among those taken."""
+    name = prefix + name_of(row, "id", where)
+    if name in taken:
+        raise CommandError(f"{where}: id {row['id']!r} occurs twice")
+    return name
 
 
 def number_of(row: Row, name: str, where: str) -> float:
