@@ -24,9 +24,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -49,9 +49,6 @@ from eval.serve.plan import Cell
 from eval.serve.runner import check, load_facts, measure
 from eval.serve.workload import fresh, interleave
 from eval.task import Request, add_task_options, load_requests, requests_sha256
-
-Requests = Mapping[int | None, Sequence[Request]]
-"""The requests by their number of chunks: that of --ks or --k."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +77,35 @@ PARAMETERS = {
         ("stock-lpm", "fused", "cacheblend", "epic"),
     ),
 }
-RANGES = {
-    "clients": (1, 10_000),
-    "ks": (1, 10_000),
-    "windows": (1, 10**9),
-    "thresholds": (1, 10**6),
-    "ratios": (0.0, 1.0),
-    "rate": (0.0, math.inf),
-}
-"""Ranges of the swept options; `workload` checks rates further."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print tables and the verdict; returns the exit code."""
     args = parse(argv)
-    return run(args, load(args))
+    arms = parse_arms(args.arms)
+    requests = {k: _requests(args, k) for k in args.ks or [args.k]}
+    everything = [request for listed in requests.values() for request in listed]
+    if args.history == "reference" and any(r.conversation is not None and r.reply is None for r in everything):
+        raise CommandError(f"--history reference: task {args.task} has turns without a reply; use own")
+    if args.load == "closed" and all(request.arrival_s is not None for request in everything):
+        print("eval: --load closed does not use the requests' own times; --load trace does", file=sys.stderr)
+    folder = args.out or default_folder("serve")
+    facts = load_facts(folder)
+    plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
+    made = cells(args, requests)
+    check(plan, made)
+    starts = any(arm.url is None for arm in arms)
+    spec = vars(args) | {"requests_sha256": requests_sha256(everything)}
+    spec["model_sha256"] = model_sha256(args.model_path) if starts else None
+    figures = partial(summarize, facts=facts, against=args.against, arms=arms, cells=made)
+    model = model_flags(args, everything, args.server_flags) if starts else nullcontext(())
+    with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken, model as flags:
+        measure(taken, replace(plan, server_flags=flags), made)
+    results = taken.results()
+    print(text(results))
+    compared = results["verdict"] or (["Nothing was compared."] if len(arms) > 1 else [])
+    print(*compared, f"record: {folder}", json.dumps(results), sep="\n")
+    return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -119,48 +130,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def load(args: argparse.Namespace) -> Requests:
-    """The requests that the options select. Raises CommandError."""
-    return {k: _requests(args, k) for k in args.ks or [args.k]}
-
-
-def run(args: argparse.Namespace, requests: Requests) -> int:
-    """Take the samples that the options select and print figures; returns the exit code.
-
-    Args:
-        args, requests: the results of `parse` and `load`.
-    """
-    arms = parse_arms(args.arms)
-    everything = [request for listed in requests.values() for request in listed]
-    if args.history == "reference" and any(r.conversation is not None and r.reply is None for r in everything):
-        raise CommandError(f"--history reference: task {args.task} has turns without a reply; use own")
-    if args.load == "closed" and all(request.arrival_s is not None for request in everything):
-        print("eval: --load closed does not use the requests' own times; --load trace does", file=sys.stderr)
-    folder = args.out or default_folder("serve")
-    facts = load_facts(folder)
-    plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
-    made = cells(args, requests)
-    check(plan, made)
-    figures = partial(summarize, facts=facts, against=args.against, arms=arms, cells=made)
-    starts = any(arm.url is None for arm in arms)
-    spec = vars(args) | {"requests_sha256": requests_sha256(everything)}
-    spec["model_sha256"] = model_sha256(args.model_path) if starts else None
-    with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken:
-        if starts:
-            with model_flags(args, everything, args.server_flags) as flags:
-                measure(taken, replace(plan, server_flags=flags), made)
-        else:
-            measure(taken, plan, made)
-    results = taken.results()
-    print(text(results))
-    compared = results["verdict"] or (["Nothing was compared."] if len(arms) > 1 else [])
-    print(*compared, f"record: {folder}", sep="\n")
-    print(json.dumps(results))
-    return 0
-
-
-def cells(args: argparse.Namespace, requests: Requests) -> list[Cell]:
-    """Every combination of the swept options."""
+def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Request]]) -> list[Cell]:
+    """Every combination of the swept options; `requests` by their number of chunks, that of --ks or --k."""
     made = []
     for (label, load), k, window, threshold, ratio in itertools.product(
         loads(args), requests, args.windows or [None], args.thresholds or [None], args.ratios or [None]
@@ -219,12 +190,6 @@ def _check_sweeps(args: argparse.Namespace, arms: Sequence[Arm]) -> None:
         raise CommandError(f"--{option} needs an arm that starts a server with our cache among --arms")
     if args.ratios and not has_fused:
         raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
-    for option, (least, most) in RANGES.items():
-        values = getattr(args, option) or []
-        if wrong := [value for value in values if not least <= value <= most]:
-            raise CommandError(f"--{option}: {wrong[0]} is not between {least:,} and {most:,}")
-        if len(set(values)) < len(values):
-            raise CommandError(f"--{option}: a value is given twice: {' '.join(map(str, values))}")
 
 
 def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:

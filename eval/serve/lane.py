@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.serve.arms import Arm, create_reorderer, request_body
+from eval.serve.arms import ARMS, Arm, create_reorderer, request_body
 from eval.serve.bystanders import bystanders
-from eval.serve.client import Answer, Message, open_session, send
+from eval.serve.client import Answer, Message, open_session, send, user_message
 from eval.serve.latency import cached_tokens, lane_name, moved_tokens
 from eval.serve.plan import Cell, Plan
 from eval.serve.server_pool import ServerPool, key_of
@@ -133,6 +133,7 @@ class Lane:
     async def _send(self, session: Any, number: int) -> Answer:
         request = self.cell.requests[number]
         body, history = dict(self._body), self._history(number)
+        limits = [limit for limit in (request.max_new_tokens, self._plan.max_new_tokens) if limit]
         # Our server recognises a conversation by its own answers, which a reference history does not contain.
         if request.conversation is not None and self.arm.route == "rag" and self._plan.history == "own":
             body["conversation_id"] = f"{self._session}/{self.name}/{request.conversation}"
@@ -142,7 +143,7 @@ class Lane:
             self.arm,
             request,
             history,
-            max_new_tokens=_answer_limit(request.max_new_tokens, self._plan.max_new_tokens),
+            max_new_tokens=min(limits, default=MAX_NEW_TOKENS),
             reorderer=self._reorderer,
             body=body,
         )
@@ -164,8 +165,8 @@ class Lane:
         messages: list[Message] = []
         while (number := self._before[number]) >= 0:
             turn = self.cell.requests[number]
-            text = "".join(chunk.text + "\n\n" for chunk in turn.chunks) + turn.question
-            messages[:0] = [{"role": "user", "content": text}, {"role": "assistant", "content": turn.reply or ""}]
+            asked = user_message(ARMS["stock-lpm"], turn, turn.chunks)
+            messages[:0] = [asked, {"role": "assistant", "content": turn.reply or ""}]
         return messages
 
     def _sample(self, number: int, planned: float, due: float, sent: float, answer: Answer, start: float) -> Sample:
@@ -207,10 +208,6 @@ class Lane:
             "gaps_s": [round(gap, 6) for gap in gaps],
             "metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99},
         }
-
-
-def _answer_limit(asked: int | None, at_most: int | None) -> int:
-    return min(asked or at_most or MAX_NEW_TOKENS, at_most or asked or MAX_NEW_TOKENS)
 
 
 def _times(answer: Answer, wait: float) -> dict[str, float]:
