@@ -226,12 +226,12 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
         if data.passages and not any(request.chunks for request in requests):
             raise CommandError(f"task {source.task} lists no chunks here: use --retriever bm25, dense or fusion")
         requests = [request for request in requests if request.chunks or request.conversation][: source.requests]
-        _warn_of_cuts(requests, source.k)
+        sizes = [len(request.chunks) for request in requests]
+        if num_cut := sum(size > (source.k or size) for size in sizes):  # `replay` counts the whole lists
+            print(f"eval: --k {source.k} takes chunks from {num_cut} of {len(sizes)} requests", file=sys.stderr)
     else:
         if not data.passages:
-            raise CommandError(
-                f"task {source.task} has no passages to search: use --retriever given, or name a --corpus"
-            )
+            raise CommandError(f"task {source.task} has no passages to search: use --retriever given, or --corpus")
         requests = _searched(data, requests[: source.requests], source, retriever)
     scale = 1 if TASKS[source.task].is_scaled else source.scale
     return [_cut(request, source.k, scale) for request in requests]
@@ -252,13 +252,6 @@ def _searched(data: TaskData, requests: Sequence[Request], source: Source, mode:
     chunks = {passage.id: passage for passage in data.passages}
     chosen = [replace(r, chunks=tuple(chunks[name] for name in found[r.id])) for r in requests]
     return [request for request in chosen if request.chunks or request.conversation]
-
-
-def _warn_of_cuts(requests: Iterable[Request], k: int | None) -> None:
-    """Warn if --k cuts given lists: `replay` counts the whole lists."""
-    sizes = [len(request.chunks) for request in requests]
-    if num_cut := sum(size > (k or size) for size in sizes):
-        print(f"eval: --k {k} takes chunks from {num_cut} of {len(sizes)} requests", file=sys.stderr)
 
 
 def _cut(request: Request, k: int | None, scale: int) -> Request:

@@ -26,7 +26,7 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -98,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
     spec = vars(args) | {"requests_sha256": requests_sha256(everything)}
     spec["model_sha256"] = model_sha256(args.model_path) if starts else None
     figures = partial(summarize, facts=facts, against=args.against, arms=arms, cells=made)
-    model = model_flags(args, everything, args.server_flags) if starts else nullcontext(())
+    model: AbstractContextManager[Sequence[str]] = nullcontext(())
+    if starts:
+        model = model_flags(args, everything, args.server_flags)
     with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken, model as flags:
         measure(taken, replace(plan, server_flags=flags), made)
     results = taken.results()
