@@ -33,7 +33,7 @@ from functools import partial
 from eval.errors import CommandError
 from eval.record import model_sha256
 from eval.run import Run
-from eval.serve.arms import Arm, add_arm_options, parse_arms
+from eval.serve.arms import add_arm_options, parse_arms
 from eval.serve.latency import summarize, text
 from eval.serve.options import (
     add_load_options,
@@ -117,14 +117,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.server_flags = flags
     if args.parameter is not None:
-        args = parser.parse_args(
-            [*_preset(args, has_load="--load" in argv), *argv], argparse.Namespace(server_flags=flags)
-        )
+        args = parser.parse_args([*_preset(args, has_load="--load" in argv), *argv], args)
     elif args.values:
         raise CommandError("--values needs --parameter")
     check_load_options(args)
     arms = parse_arms(args.arms)
-    _check_sweeps(args, arms)
+    if (args.windows or args.thresholds) and not any(arm.is_ours for arm in arms):
+        option = "windows" if args.windows else "thresholds"
+        raise CommandError(f"--{option} needs an arm that starts a server with our cache among --arms")
+    if args.ratios and not any(arm.is_fused for arm in arms):
+        raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
     names = [arm.name for arm in arms]
     args.against = args.against or ("stock-lpm" if "stock-lpm" in names else names[0])
     if args.against not in names:
@@ -183,15 +185,6 @@ def _preset(args: argparse.Namespace, *, has_load: bool) -> list[str]:
         raise CommandError(f"--parameter {args.parameter} needs --values: {preset.summary}")
     open_loop = ["--load", "poisson"] if args.parameter == "rate" and not has_load else []
     return ["--arms", *preset.arms, *open_loop, f"--{preset.option}", *values]
-
-
-def _check_sweeps(args: argparse.Namespace, arms: Sequence[Arm]) -> None:
-    has_ours, has_fused = any(arm.is_ours for arm in arms), any(arm.is_fused for arm in arms)
-    if (args.windows or args.thresholds) and not has_ours:
-        option = "windows" if args.windows else "thresholds"
-        raise CommandError(f"--{option} needs an arm that starts a server with our cache among --arms")
-    if args.ratios and not has_fused:
-        raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
 
 
 def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:

@@ -188,6 +188,8 @@ def _row(group: Sequence[Sample]) -> Row:
         (c["chunks_planned"], c["chunks_hit"]) for c in told if c.get("chunks_planned") and c["chunks_hit"] is not None
     ]
     moved = sum(moved_tokens(s["fates"], (s.get("chunkcache") or {}).get("fused_hit")) for s in asked)
+    pairs = [(cached_tokens(s["fates"], s["cached_tokens"]), s["prompt_tokens"]) for s in asked]
+    known = [(cached, tokens) for cached, tokens in pairs if cached is not None and tokens]
     gaps = [gap for sample in group for gap in sample.get("gaps_s", ())]
     fated = [sample["fates"] for sample in asked if sample["fates"]]
     fates = {fate: sum(found[fate] for found in fated) for fate in FATES} if fated else None
@@ -198,7 +200,7 @@ def _row(group: Sequence[Sample]) -> Row:
         "errors": errors,
         "metrics": {name: figures for name in METRICS if (figures := _figures(name, group))},
         "fates": fates,
-        "cached_share": _cached_share(asked),
+        "cached_share": sum(cached for cached, _ in known) / sum(tokens for _, tokens in known) if known else None,
         "recomputed_share": fates["recomputed"] / moved if fates and moved else None,
         "planned_missed": sum(max(0, p - hit) for p, hit in hits) / sum(p for p, _ in hits) if hits else None,
         "fallbacks": dict(Counter(reason for cache in told for reason in cache.get("fallbacks") or ())),
@@ -222,13 +224,6 @@ def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
     _, low, high = block_bootstrap(drawn, median if METRICS[name].unit == "s" else fmean, draws=DRAWS)
     quantiles = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
     return {"mean": fmean(values), **quantiles, "low": low, "high": high}
-
-
-def _cached_share(samples: Sequence[Sample]) -> float | None:
-    """Share of all prompt tokens that the server took from its cache."""
-    pairs = [(cached_tokens(s["fates"], s["cached_tokens"]), s["prompt_tokens"]) for s in samples]
-    told = [(cached, tokens) for cached, tokens in pairs if cached is not None and tokens]
-    return sum(cached for cached, _ in told) / sum(tokens for _, tokens in told) if told else None
 
 
 def _figures_of(row: Row) -> Row:

@@ -103,7 +103,11 @@ class ServerPool:
         """
         flags = server_flags(arm, [*self._plan.server_flags, *key.flags]) if arm.url is None else []
         if arm.url is None and key not in self._running:
-            self._start(key, flags)
+            log = self._logs / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', str(key))}.log"
+            server = Server(flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0)
+            print(f"eval: starting {key}", file=sys.stderr)
+            with ExitStack() as stack:
+                self._running[key] = stack.enter_context(server), stack.pop_all()
         url = arm.url or self._running[key][0].url
         if key not in self._served:
             self._served[key] = _model_of(key, url)
@@ -152,13 +156,6 @@ class ServerPool:
             _model_of(key, url)
 
     # Private, in order of use
-
-    def _start(self, key: Key, flags: Sequence[str]) -> None:
-        log = self._logs / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', str(key))}.log"
-        server = Server(flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0)
-        print(f"eval: starting {key}", file=sys.stderr)
-        with ExitStack() as stack:
-            self._running[key] = stack.enter_context(server), stack.pop_all()
 
     def _describe(self, key: Key, arm: Arm, url: str, flags: Sequence[str]) -> dict[str, Any]:
         """The server's description of itself; None for missing facts."""
