@@ -16,6 +16,7 @@ import re
 import subprocess
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -206,8 +207,6 @@ def _lmcache_missing() -> str | None:
 
 
 def _has_gpu() -> bool:
-    try:
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return True
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False, timeout=20).returncode == 0
+    return False

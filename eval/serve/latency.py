@@ -7,7 +7,7 @@ out; failed requests are counted as errors and have no times. A block's bystande
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -228,26 +228,22 @@ def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
 
 def _figures_of(row: Row) -> Row:
     """A row of the first table."""
-    metrics, rates, others = row["metrics"], row["throughput"], row["bystanders"] or {}
-
-    def figure(name: str, of: str) -> float | None:
-        return metrics[name][of] if name in metrics else None
-
+    metrics, rates, others = defaultdict(dict, row["metrics"]), row["throughput"], row["bystanders"] or {}
     return {
         "arm": row["arm"],
         "cell": _cell_text(row["cell"]),
         "n": row["n"],
         "errors": row["errors"] or None,
-        **{f"ttft {of}": figure("ttft_s", of) for of in ("p50", "p90", "p99")},
-        "itl": figure("itl_s", "mean"),
-        "e2e p50": figure("e2e_s", "p50"),
+        **{f"ttft {of}": metrics["ttft_s"].get(of) for of in ("p50", "p90", "p99")},
+        "itl": metrics["itl_s"].get("mean"),
+        "e2e p50": metrics["e2e_s"].get("p50"),
         "req/s": rates["requests_per_s"],
         "out tok/s": rates["output_tokens_per_s"],
         "cached": row["cached_share"],
         "recomputed of moved": row["recomputed_share"],
         "missed": row["planned_missed"],
-        "found": figure("hit_share", "mean"),
-        "expected": figure("expected_hit_share", "mean"),
+        "found": metrics["hit_share"].get("mean"),
+        "expected": metrics["expected_hit_share"].get("mean"),
         "others' itl p50": others.get("p50_s"),
         "others' itl p99": others.get("p99_s"),
         "overhead": row.get("overhead_share"),

@@ -21,7 +21,7 @@ from eval.serve.workload import KINDS, Load
 from eval.stats import MIN_BLOCKS
 from eval.task import Request
 
-DEFAULT_PARAMS = min((params for params in SHAPES if params >= 10), default=max(SHAPES))
+DEFAULT_PARAMS = 10
 """Size of the random model, with which two arms and 60 requests take two minutes on two cores."""
 
 RANGES: dict[str, tuple[float, float]] = {

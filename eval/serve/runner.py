@@ -42,10 +42,7 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
     """Take every sample of `cells` x `plan.arms` that `run` does not hold yet; starts and stops the servers it needs.
 
     A sample is `{"key", "arm", "cell", "request", "warm_up", "metrics", "fates", "error"?, "block", "sent_s", ...}`.
-    Cells whose servers can run at the same time (at most `plan.max_servers`) are interleaved block by block; the others are
-    measured one after the other, with the caches flushed in between. `plan.facts` is filled and stored in
-    `<run.folder>/facts.json`; `load_facts(folder)` reads it, for a `summarize` that puts `servers`, `skipped` and `resumed_at`
-    into the results.
+    `plan.facts` is filled and stored in `<run.folder>/facts.json`, which `load_facts` reads.
 
     Raises:
         CommandError: a server does not start, is not reachable or dies; an arm's server lacks our cache; the plan's arms or
@@ -56,17 +53,14 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
         raise CommandError(f"{count} arms need {count} servers at once, more than --max-servers {plan.max_servers}")
     check(plan, cells)
     if len(cells) > 1 and not plan.flush and (there := [arm.name for arm in arms if arm.url is not None]):
-        print(
-            f"eval: {', '.join(there)}: later cells reuse the cache of earlier ones; --flush empties it",
-            file=sys.stderr,
-        )
+        told = "later cells reuse the cache of earlier ones; --flush empties it"
+        print(f"eval: {', '.join(there)}: {told}", file=sys.stderr)
     _drop_incomplete(run, plan, arms, cells)
     if run.samples:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         plan.facts.setdefault("resumed_at", []).append({"date": now, "samples": len(run.samples)})
-    lists = [len(cell.requests) * len(arms) for cell in cells]
     with (
-        progress("requests", sum(lists), initial=len(run.samples)) as bar,
+        progress("requests", sum(len(cell.requests) * len(arms) for cell in cells), initial=len(run.samples)) as bar,
         asyncio.Runner() as loop,
         ServerPool(plan, run.folder / "logs") as servers,
     ):
