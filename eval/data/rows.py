@@ -64,9 +64,7 @@ def text_of(row: Row, name: str, where: str) -> str:
 def name_of(row: Row, name: str, where: str) -> str:
     """A field that is an id: a non-blank string, or an integer, which becomes a string. Raises CommandError."""
     value = row.get(name)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return text_of(row, name, where)
+    return str(value) if type(value) is int else text_of(row, name, where)
 
 
 def new_name(row: Row, where: str, taken: Container[str], prefix: str = "") -> str:
@@ -90,6 +88,6 @@ def names_of(row: Row, name: str, where: str) -> tuple[str, ...]:
     values = row.get(name)
     if values is None:
         return ()
-    if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, str | int) for v in values):
+    if not isinstance(values, list) or any(type(v) not in (str, int) for v in values):
         raise CommandError(f"{where}: {name} must be a list of strings or integers")
     return tuple(dict.fromkeys(map(str, values)))
