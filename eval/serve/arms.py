@@ -161,18 +161,10 @@ def server_flags(arm: Arm, common: Sequence[str]) -> list[str]:
     return [*arm.flags, *(flag for flag in EVERY_SERVER if flag not in common), *common]
 
 
-def request_body(arm: Arm, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The fields added to each request: the arm's body, and those of `extra` that apply to the arm.
-
-    `extra["reuse"]` overrides single fields, of arms that move KV only: a swept ratio does not apply to the others.
-    """
-    body = dict(arm.body)
-    for key, value in (extra or {}).items():
-        if key != "reuse":
-            body[key] = value
-        elif arm.is_fused:
-            body["reuse"] = {**body["reuse"], **value}
-    return body
+def request_body(arm: Arm, extra: Mapping[str, Any], reuse: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields added to each request: the arm's body and `extra`; `reuse` changes that of arms that move KV only."""
+    body = {**arm.body, **extra}
+    return body | {"reuse": {**body["reuse"], **reuse}} if arm.is_fused else body
 
 
 def skip_reason(arm: Arm, *, contextpilot_python: Path | None = None) -> str | None:

@@ -148,7 +148,7 @@ def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Reque
                 requests=requests[k],
                 load=load,
                 flags=tuple(str(x) for flag, value in knobs.items() if value is not None for x in (flag, value)),
-                body={"reuse": {"ratio": ratio}} if ratio is not None else {},
+                reuse={"ratio": ratio} if ratio is not None else {},
             )
         )
     return made

@@ -43,7 +43,7 @@ class Lane:
         self._reports_cache = servers.reports_cache(self.server)
         self._session = uuid.uuid4().hex[:8]
         """Part of the conversations' ids, so that no other cell or run continues them."""
-        self._body = {"model": servers.model(self.server)} | request_body(arm, {**plan.body, **cell.body})
+        self._body = {"model": servers.model(self.server)} | request_body(arm, plan.body, cell.reuse)
         self._reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
         self._offsets = arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
         self._before = predecessors(cell.requests)
