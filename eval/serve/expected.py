@@ -81,7 +81,7 @@ def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySett
     """The launcher's flags as a replay's settings."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     config.add_flags(parser)
-    settings = config.from_flags(parser.parse_known_args(flags)[0])
+    settings: Any = config.from_flags(parser.parse_known_args(flags)[0])  # its choices are str
     return ReplaySettings(
         order=settings.order,
         tail=settings.tail,

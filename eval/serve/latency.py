@@ -103,7 +103,8 @@ def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
 def loaded_s(samples: Sequence[Sample]) -> float:
     """Seconds under load: over the arm's blocks, first due to last done."""
     blocks = _grouped(samples, lambda sample: sample["block"])
-    return sum(max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks.values())
+    spans = (max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks.values())
+    return float(sum(spans))
 
 
 def cached_tokens(fates: Mapping[str, int] | None, reported: int | None) -> int | None:
