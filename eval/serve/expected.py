@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from eval.serve.server_pool import key_of
 from eval.serve.workload import predecessors
 from radix_ext import Chunk, ChunkId, ReplaySettings, replay_trace
-from sglang_chunkcache import config
+from sglang_chunkcache import ChunkCacheConfig
 
 if TYPE_CHECKING:
     from eval.serve.arms import Arm
@@ -80,8 +80,9 @@ def expected_hit_share(
 def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySettings:
     """The launcher's flags as a replay's settings."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    config.add_flags(parser)
-    settings: Any = config.from_flags(parser.parse_known_args(flags)[0])  # its choices are str
+    for field in fields(ChunkCacheConfig):
+        parser.add_argument("--chunkcache-" + field.name.replace("_", "-"), dest=field.name, default=field.default)
+    settings = parser.parse_known_args(flags)[0]
     return ReplaySettings(
         order=settings.order,
         tail=settings.tail,
@@ -90,9 +91,9 @@ def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySett
         dedup="off" if settings.dedup == "off" else "shown",  # in a replay turns never leave the prompt
         capacity=capacity,
         capacity_tokens=None,
-        window=settings.window_requests,
-        threshold=settings.promotion_threshold,
-        max_visits=settings.max_search_visits,
+        window=int(settings.window_requests),
+        threshold=int(settings.promotion_threshold),
+        max_visits=int(settings.max_search_visits),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from eval.serve.arms import ARMS, parse_arm
 from eval.serve.expected import expected_hit_share, replay_settings
 from eval.serve.plan import Cell
 from eval.task import Request, TextChunk
+from sglang_chunkcache import config
 
 
 def requests(*lists: str, conversation: str | None = None) -> list[Request]:
@@ -96,3 +98,17 @@ def test_a_flags_two_spellings() -> None:
     assert replay_settings(["--chunkcache-order=retriever", "--x"], capacity=None).order == "retriever"
     flags = ["--chunkcache-window-requests", "5", "--chunkcache-window-requests=7"]
     assert replay_settings(flags, capacity=None).window == 7
+
+
+@pytest.mark.parametrize("name", [name for name, arm in ARMS.items() if arm.is_ours])
+def test_settings_are_what_the_launcher_reads(name: str) -> None:
+    """Names of flags and their values, for every arm with a server of ours."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    config.add_flags(parser)
+    theirs = config.from_flags(parser.parse_known_args(list(ARMS[name].flags))[0])
+    mine = replay_settings(ARMS[name].flags, capacity=7)
+    for field in ("order", "tail", "eviction", "admission"):
+        assert getattr(mine, field) == getattr(theirs, field)
+    assert (mine.window, mine.threshold) == (theirs.window_requests, theirs.promotion_threshold)
+    assert (mine.max_visits, mine.capacity) == (theirs.max_search_visits, 7)
+    assert mine.dedup == ("off" if theirs.dedup == "off" else "shown")
