@@ -71,18 +71,10 @@ out. The plain cache is a prediction: it keeps everything, chunks as retrieved. 
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request and the phase it belongs to. No chunks: the server retrieves."""
-
-    phase: str
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
 class Told:
     """A request with its answer; `plain_*` is the prediction for a plain prefix cache."""
 
-    asked: Asked
+    request: Request
     answer: client.Answer
     plain_prompt_tokens: int
     plain_computed: int
@@ -90,7 +82,7 @@ class Told:
     @property
     def right(self) -> bool:
         """Exact match with one of the right answers, whatever the white space."""
-        return self.answer.text.split() in [answer.split() for answer in self.asked.request.answers]
+        return self.answer.text.split() in [answer.split() for answer in self.request.answers]
 
     @property
     def cache(self) -> dict[str, Any]:
@@ -126,15 +118,18 @@ def main(argv: Sequence[str]) -> int:
         post(f"{url}/flush_cache", timeout_s=60)
     requests = list(traffic(options.seed, options.passages, options.requests, options.conversations, options.retrieve))
     told = asyncio.run(_ask_all(url, requests, {passage.id: passage.text for passage in world.passages}))
-    phases = dict.fromkeys(asked.phase for asked in requests)
-    rows = [_sums(phase, [one for one in told if one.asked.phase == phase]) for phase in phases]
+    phases = {name: [one for one in told if phase(one.request) == name] for name in map(phase, requests)}
+    rows = [_sums(name, some) for name, some in phases.items()]
     total = _sums("all", told)
     print(tabulate([*rows, total], headers=HEADS, floatfmt=".0f"))
     saved = 1 - total["computed"] / max(1, total["plain_computed"])
     print(NOTES.format(saved=saved, **total))
-    single = [one for one in told if one.asked.phase == "single questions"]
+    single = phases.get("single questions", [])
     print(*map(_shown, single[:: max(1, options.requests // NUM_SHOWN)]), sep="\n")
-    failures = _failures(total, any_answer=options.any_answer)
+    failures = [] if total["chunks_hit"] else ["no chunk was found cached"]
+    right, asked = total["right"], total["requests"]
+    if not options.any_answer and right < MIN_RIGHT * asked:
+        failures.append(f"{right} of {asked} answers are right, at least {MIN_RIGHT:.0%} were expected")
     print(*(f"FAILED: {failure}\n" for failure in failures), sep="", end="")
     if options.json:
         print(json.dumps({"ok": not failures, "failures": failures, "phases": rows, "all": total}))
@@ -149,8 +144,11 @@ def write_corpus(path: Path, world: World) -> None:
 
 def traffic(
     seed: int, num_passages: int, num_requests: int, num_conversations: int, num_retrieved: int = 0
-) -> Iterator[Asked]:
-    """The requests of all phases, in the order in which they are sent; the same for the same arguments."""
+) -> Iterator[Request]:
+    """The requests of all phases, in the order in which they are sent; the same for the same arguments.
+
+    A request without chunks is one that the server retrieves for.
+    """
     world, rng = World(seed, num_passages), random.Random(seed)
     topics = _topics(world)
     rng.shuffle(topics)
@@ -159,23 +157,27 @@ def traffic(
 
     numbers = count()
 
-    def ask(topic: Sequence[Passage], question: Question, conversation: str | None = None) -> Request:
-        retrieved = _retrieve(topic, question, rng) if topic else ()
-        chunks = tuple(TextChunk(p.id, p.text) for p in retrieved)
-        name = f"demo:{next(numbers)}"
+    def ask(phase: str, about: Passage, topic: Sequence[Passage], conversation: str | None = None) -> Request:
+        question = rng.choice(asked[about.id])
+        chunks = tuple(TextChunk(p.id, p.text) for p in _retrieve(topic, question, rng)) if topic else ()
+        name = f"{phase}:{next(numbers)}"
         return Request(name, question.question, chunks, question.answers, conversation=conversation)
 
     for topic in topics:
-        yield Asked("first sight", ask(topic, rng.choice(asked[topic[0].id])))
+        yield ask("first sight", topic[0], topic)
     for topic in rng.choices(topics, popularity, k=num_requests):
-        yield Asked("single questions", ask(topic, rng.choice(asked[rng.choice(topic).id])))
+        yield ask("single questions", rng.choice(topic), topic)
     for number in range(num_conversations):
         topic = rng.choices(topics, popularity)[0]
         for passage in rng.sample(topic, NUM_TURNS):
-            yield Asked("conversations", ask(topic, rng.choice(asked[passage.id]), f"demo-{seed}-{number}"))
+            yield ask("conversations", passage, topic, f"demo-{seed}-{number}")
     for topic in rng.choices(topics, popularity, k=num_retrieved):
-        question = rng.choice(asked[rng.choice(topic).id])
-        yield Asked("server retrieves", ask((), question))
+        yield ask("server retrieves", rng.choice(topic), ())
+
+
+def phase(request: Request) -> str:
+    """The phase that a request of `traffic` belongs to."""
+    return request.id.partition(":")[0]
 
 
 # Private, in order of use
@@ -191,12 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--url", help="the server, for example http://127.0.0.1:30000")
     add("--requests", type=int, default=60, help="single questions; default: %(default)s")
     add("--conversations", type=int, default=6, help="of four turns each; default: %(default)s")
-    add(
-        "--retrieve",
-        type=int,
-        default=0,
-        help="questions that the server retrieves for (--index); default: %(default)s",
-    )
+    add("--retrieve", type=int, default=0, help="questions that the server retrieves for (--index); default: 0")
     add("--write-corpus", type=Path, metavar="FILE", help="only write the passages for an index, then exit")
     add("--passages", type=int, default=60, help="size of the corpus, 20 to 200; default: %(default)s")
     add("--seed", type=int, default=7, help="of corpus and traffic; default: %(default)s")
@@ -206,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _ask_all(url: str, requests: Sequence[Asked], texts: Mapping[str, str]) -> list[Told]:
+async def _ask_all(url: str, requests: Sequence[Request], texts: Mapping[str, str]) -> list[Told]:
     """Send the requests one after the other; each turn of a conversation carries all its messages, as with any client.
 
     `texts`: passages by id, since the server's answer only gives the ids of retrieved passages.
@@ -215,8 +212,8 @@ async def _ask_all(url: str, requests: Sequence[Asked], texts: Mapping[str, str]
     histories: dict[str, tuple[list[client.Message], list[client.Message]]] = {}  # as sent, as a plain client would
     async with client.open_session(timeout_s=600) as session:
         with progress("asking", len(requests)) as bar:
-            for asked in requests:
-                request, talk = asked.request, asked.request.conversation
+            for request in requests:
+                talk = request.conversation
                 ours, theirs = histories.setdefault(talk, ([], [])) if talk else ([], [])
                 body = {"conversation_id": talk} if request.chunks else {"retrieve": {"k": NUM_CHUNKS}}
                 arm = ARMS["ours"]
@@ -231,7 +228,7 @@ async def _ask_all(url: str, requests: Sequence[Asked], texts: Mapping[str, str]
                 reply = {"role": "assistant", "content": got.text}
                 ours += [got.message, reply]
                 theirs.append(reply)
-                told.append(Told(Asked(asked.phase, request), got, len(prompt), computed))
+                told.append(Told(request, got, len(prompt), computed))
                 bar.update()
     return told
 
@@ -266,9 +263,8 @@ def _retrieve(topic: Sequence[Passage], question: Question, rng: random.Random) 
 def _retrieved(url: str, retrieval: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[TextChunk, ...]:
     ids = [passage["id"] for passage in retrieval["passages"]]
     if unknown := [name for name in ids if name not in texts]:
-        raise CommandError(
-            f"{url} retrieves {unknown[0]!r}, which is not of this demo: index the file of --write-corpus"
-        )
+        reason = "which is not of this demo: index the file of --write-corpus"
+        raise CommandError(f"{url} retrieves {unknown[0]!r}, {reason}")
     return tuple(TextChunk(name, texts[name]) for name in ids)
 
 
@@ -280,7 +276,7 @@ def _sums(phase: str, told: Sequence[Told]) -> dict[str, Any]:
         "prompt_tokens": sum(one.answer.prompt_tokens or 0 for one in told),
         "exact": sum(one.cache["fates"]["exact"] for one in told),
         "computed": sum(one.cache["fates"]["computed"] for one in told),
-        "chunks_retrieved": sum(len(one.asked.request.chunks) for one in told),
+        "chunks_retrieved": sum(len(one.request.chunks) for one in told),
         "chunks_hit": sum(one.cache["chunks_hit"] for one in told),
         "chunks_dropped": sum(len(one.cache["dropped"]) for one in told),
         "right": sum(one.right for one in told),
@@ -292,7 +288,7 @@ def _sums(phase: str, told: Sequence[Told]) -> dict[str, Any]:
 
 def _shown(told: Told) -> str:
     """A question with what became of it."""
-    request, cache = told.asked.request, told.cache
+    request, cache = told.request, told.cache
     verdict = "right" if told.right else f"expected: {request.answers[0]}" if request.answers else ""
     return (
         f"{request.question}\n"
@@ -300,16 +296,6 @@ def _shown(told: Told) -> str:
         f"{cache['chunks_hit']} of them cached\n"
         f"    {told.answer.text.strip()}  [{verdict}]"
     )
-
-
-def _failures(total: Mapping[str, Any], *, any_answer: bool) -> list[str]:
-    failures = []
-    if not total["chunks_hit"]:
-        failures.append("no chunk was found cached")
-    right, asked = total["right"], total["requests"]
-    if not any_answer and right < MIN_RIGHT * asked:
-        failures.append(f"{right} of {asked} answers are right, at least {MIN_RIGHT:.0%} were expected")
-    return failures
 
 
 def _common_len(left: Sequence[int], right: Sequence[int]) -> int:

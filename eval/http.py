@@ -32,10 +32,9 @@ def _open(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
             text = response.read()
     except urllib.error.HTTPError as error:
         raise CommandError(f"{request.full_url}: {error.code} {error.read().decode(errors='replace')[:500]}") from None
-    except urllib.error.URLError as error:
-        raise CommandError(f"{request.full_url}: {error.reason}") from None
-    except (OSError, http.client.HTTPException) as error:  # while reading the answer
-        raise CommandError(f"{request.full_url}: {error or type(error).__name__}") from None
+    except (OSError, http.client.HTTPException) as error:  # no connection, or it ends within the answer
+        reason = getattr(error, "reason", error)
+        raise CommandError(f"{request.full_url}: {reason or type(error).__name__}") from None
     try:
         parsed = json.loads(text)
     except ValueError:

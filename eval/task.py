@@ -16,7 +16,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, get_args
@@ -113,20 +113,17 @@ class Source:
 
     def folder(self, name: str) -> Path:
         """`--data`'s folder of this data set. Raises CommandError without `--data`, or with `--hub`."""
-        if self.hub is not None:
-            raise CommandError(f"task {self.task} is not read from the hub: give --data DIR")
-        if self.data is None:
-            raise CommandError(f"task {self.task} needs --data DIR, the folder with {name}/")
-        if not (self.data / name).is_dir():
+        folder = self.file(f"--data DIR, the folder with {name}/") / name
+        if not folder.is_dir():
             raise CommandError(f"{self.data} has no folder {name}/, which task {self.task} needs")
-        return self.data / name
+        return folder
 
-    def file(self) -> Path:
-        """`--data`, a file. Raises CommandError without it."""
+    def file(self, option: str = "--data FILE") -> Path:
+        """`--data`. Raises CommandError, which names `option`, without it or with `--hub`."""
         if self.hub is not None:
-            raise CommandError(f"task {self.task} is not read from the hub: give --data FILE")
+            raise CommandError(f"task {self.task} is not read from the hub: give {option}")
         if self.data is None:
-            raise CommandError(f"task {self.task} needs --data FILE")
+            raise CommandError(f"task {self.task} needs {option}")
         return self.data
 
 
@@ -171,17 +168,15 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     tasks = "\n".join(f"{name:<19} {task.summary}" for name, task in TASKS.items())
     add = parser.add_argument_group("task", tasks).add_argument
     add("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
-    folder = "folder that holds the data set's folder; or a file, where the task says so"
-    add("--data", type=Path, metavar="PATH", help=folder)
+    add("--data", type=Path, metavar="PATH", help="folder that holds the data set's folder, or the task's file")
     hub = "read the task from the Hugging Face hub, or a copy of it; without NAME: the published one"
     add("--hub", nargs="?", const="", metavar="NAME[:CONFIG[:SPLIT]]", help=hub)
-    corpus = "sharegpt: folder with passages.jsonl.gz that is searched each turn"
-    add("--corpus", type=Path, metavar="DIR", help=corpus)
+    add("--corpus", type=Path, metavar="DIR", help="sharegpt: folder with passages.jsonl.gz, searched each turn")
     add("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
     k = f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated"
     add("--k", type=int, help=k)
     retriever = (
-        "given: the data set's own lists; others search its passages. Default: bm25 for sets of questions, else given"
+        "given: the data set's lists; others search its passages. Default: bm25 for sets of questions, else given"
     )
     add("--retriever", choices=RETRIEVERS, help=retriever)
     add("--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1")
@@ -190,7 +185,8 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
 
 def load_requests(args: argparse.Namespace) -> list[Request]:
     """The requests that the options select. Raises CommandError for invalid options or data."""
-    return requests_of(*_load(args), retriever=args.retriever)
+    source = Source(**{field.name: getattr(args, field.name) for field in fields(Source)})
+    return requests_of(source, load_task(source), retriever=args.retriever)
 
 
 def requests_sha256(requests: Iterable[Request]) -> str:
@@ -199,12 +195,6 @@ def requests_sha256(requests: Iterable[Request]) -> str:
     for request in requests:
         digest.update(json.dumps(astuple(request)).encode())
     return digest.hexdigest()
-
-
-def load_texts(args: argparse.Namespace) -> list[str]:
-    """All passages of the task, or its questions if it has none, to train a random model's tokenizer on."""
-    _, data = _load(args)
-    return [passage.text for passage in data.passages] or [request.question for request in data.requests]
 
 
 def load_task(source: Source) -> TaskData:
@@ -236,25 +226,18 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
         if data.passages and not any(request.chunks for request in requests):
             raise CommandError(f"task {source.task} lists no chunks here: use --retriever bm25, dense or fusion")
         requests = [request for request in requests if request.chunks or request.conversation][: source.requests]
-        _warn_of_cuts(requests, source.k)
+        sizes = [len(request.chunks) for request in requests]
+        if num_cut := sum(size > (source.k or size) for size in sizes):  # `replay` counts the whole lists
+            print(f"eval: --k {source.k} takes chunks from {num_cut} of {len(sizes)} requests", file=sys.stderr)
     else:
         if not data.passages:
-            raise CommandError(
-                f"task {source.task} has no passages to search: use --retriever given, or name a --corpus"
-            )
+            raise CommandError(f"task {source.task} has no passages to search: use --retriever given, or --corpus")
         requests = _searched(data, requests[: source.requests], source, retriever)
     scale = 1 if TASKS[source.task].is_scaled else source.scale
     return [_cut(request, source.k, scale) for request in requests]
 
 
 # Private, in order of use
-
-
-def _load(args: argparse.Namespace) -> tuple[Source, TaskData]:
-    source = Source(
-        args.task, args.data, args.hub, args.corpus, requests=args.requests, k=args.k, scale=args.scale, seed=args.seed
-    )
-    return source, load_task(source)
 
 
 def _searched(data: TaskData, requests: Sequence[Request], source: Source, mode: Searched) -> list[Request]:
@@ -269,13 +252,6 @@ def _searched(data: TaskData, requests: Sequence[Request], source: Source, mode:
     chunks = {passage.id: passage for passage in data.passages}
     chosen = [replace(r, chunks=tuple(chunks[name] for name in found[r.id])) for r in requests]
     return [request for request in chosen if request.chunks or request.conversation]
-
-
-def _warn_of_cuts(requests: Iterable[Request], k: int | None) -> None:
-    """Warn if --k cuts given lists: `replay` counts the whole lists."""
-    sizes = [len(request.chunks) for request in requests]
-    if num_cut := sum(size > (k or size) for size in sizes):
-        print(f"eval: --k {k} takes chunks from {num_cut} of {len(sizes)} requests", file=sys.stderr)
 
 
 def _cut(request: Request, k: int | None, scale: int) -> Request:

@@ -13,17 +13,16 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from eval.data.hub import HubName, hub_rows, parse_hub
-from eval.data.rows import Row, name_of, names_of, read_rows, text_of
+from eval.data.rows import Row, names_of, new_name, read_rows, text_of
 from eval.errors import CommandError
 from eval.task import Request, Source, TaskData, TextChunk
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A passage in a row of the hub."""
 
     title: str
@@ -31,8 +30,7 @@ class Found:
     is_gold: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
+class Example(NamedTuple):
     """A row of the hub in our format; `is_list`: its passages are the data set's own list for the question."""
 
     id: str
@@ -63,16 +61,11 @@ def read_questions(folder: Path, task: str) -> TaskData:
     passages, _ = read_passages(folder)
     requests: dict[str, Request] = {}
     for where, row in read_rows(folder / "questions.jsonl.gz"):
-        name = f"{task}:{name_of(row, 'id', where)}"
-        if name in requests:
-            raise CommandError(f"{where}: id {row['id']!r} occurs twice")
-        requests[name] = Request(
-            name,
-            text_of(row, "question", where),
-            chunks_of(row, "context_passage_ids", where, passages),
-            names_of(row, "answers", where),
-            tuple(chunk.id for chunk in chunks_of(row, "gold_passage_ids", where, passages)),
-        )
+        name = new_name(row, where, requests, f"{task}:")
+        chunks = chunks_of(row, "context_passage_ids", where, passages)
+        gold = tuple(chunk.id for chunk in chunks_of(row, "gold_passage_ids", where, passages))
+        question, answers = text_of(row, "question", where), names_of(row, "answers", where)
+        requests[name] = Request(name, question, chunks, answers, gold)
     return TaskData(tuple(passages.values()), tuple(requests.values()))
 
 
@@ -85,30 +78,25 @@ def read_conversations(path: Path, task: str, *, field: str = "question") -> Tas
         CommandError: a file cannot be read, or a line is not of the format.
     """
     passages, domains = read_passages(path.parent)
-    requests: dict[str, Request] = {}
+    conversations: set[str] = set()
+    requests: list[Request] = []
     for where, row in read_rows(path):
-        conversation, turns = f"{task}:{name_of(row, 'id', where)}", row.get("turns")
+        conversation, turns = new_name(row, where, conversations, f"{task}:"), row.get("turns")
+        conversations.add(conversation)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise CommandError(f"{where}: turns must be a list of objects")
         for number, turn in enumerate(turns, 1):
             inside, name = f"{where}, turn {number}", f"{conversation}:{number}"
-            if name in requests:
-                raise CommandError(f"{where}: id {row['id']!r} occurs twice")
             if field != "question" and turn.get(field) is None:
                 continue
-            reply = turn.get("answer") or None
-            requests[name] = Request(
-                name,
-                text_of(turn, field, inside),
-                chunks_of(turn, "retrieved_passage_ids", inside, passages),
-                (reply,) if reply else (),
-                tuple(chunk.id for chunk in chunks_of(turn, "gold_passage_ids", inside, passages)),
-                conversation,
-                reply,
-            )
+            reply, question = turn.get("answer") or None, text_of(turn, field, inside)
+            chunks = chunks_of(turn, "retrieved_passage_ids", inside, passages)
+            gold = tuple(chunk.id for chunk in chunks_of(turn, "gold_passage_ids", inside, passages))
+            answers = (reply,) if reply else ()
+            requests.append(Request(name, question, chunks, answers, gold, conversation, reply))
             if row.get("domain"):
                 domains[name] = str(row["domain"])
-    return TaskData(tuple(passages.values()), tuple(requests.values()), domains)
+    return TaskData(tuple(passages.values()), tuple(requests), domains)
 
 
 def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
@@ -117,9 +105,7 @@ def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
     domains: dict[str, str] = {}
     path = folder / "passages.jsonl.gz"
     for where, row in read_rows(path):
-        name = name_of(row, "id", where)
-        if name in passages:
-            raise CommandError(f"{where}: id {name!r} occurs twice")
+        name = new_name(row, where, passages)
         passages[name] = TextChunk(name, content(str(row.get("title") or ""), text_of(row, "text", where)))
         if row.get("domain"):
             domains[name] = str(row["domain"])
@@ -163,23 +149,15 @@ def _examples(task: str, hub: HubName, example: Callable[[Row], Example | None])
         try:
             found = example(row)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CommandError(
-                f"{where} does not have the format of task {task}: {type(error).__name__} {error}"
-            ) from None
+            told = f"{type(error).__name__} {error}"
+            raise CommandError(f"{where} does not have the format of task {task}: {told}") from None
         if found is None:
             continue
         chunks = [text_chunk(task, passage.title, passage.text) for passage in found.passages]
         passages.update((chunk.id, chunk) for chunk in chunks)
         gold = (chunk.id for chunk, passage in zip(chunks, found.passages, strict=True) if passage.is_gold)
         name = f"{task}:{found.id}"
-        requests.setdefault(
-            name,
-            Request(
-                name,
-                found.question,
-                distinct(chunks) if found.is_list else (),
-                found.answers,
-                tuple(dict.fromkeys(gold)),
-            ),
-        )
+        listed = distinct(chunks) if found.is_list else ()
+        asked = Request(name, found.question, listed, found.answers, tuple(dict.fromkeys(gold)))
+        requests.setdefault(name, asked)
     return TaskData(tuple(passages.values()), tuple(requests.values()))

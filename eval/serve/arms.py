@@ -16,16 +16,14 @@ import re
 import subprocess
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
 
 from eval.errors import CommandError
 from eval.serve.contextpilot_adapter import ContextPilotReorderer, contextpilot_missing
-
-if TYPE_CHECKING:
-    from eval.task import Request, TextChunk
 
 Route = Literal["rag", "chat"]
 EVERY_SERVER = ("--enable-cache-report", "--sleep-on-idle")
@@ -56,19 +54,6 @@ class Arm:
     def is_fused(self) -> bool:
         """Whether its requests opt into moved KV, so that a ratio applies."""
         return "reuse" in self.body
-
-
-class Reorderer(Protocol):
-    """Orders a request's chunks before they are sent. One instance serves all requests of one arm, in their order."""
-
-    def order(self, request: Request) -> Sequence[TextChunk]:
-        """A permutation of the request's chunks, repeated ones included. Blocks for milliseconds."""
-
-    def counts(self) -> dict[str, int]:
-        """Counts so far, for the record."""
-
-    def close(self) -> None:
-        """Stop the processes that it started."""
 
 
 def _ours(name: str, summary: str, *flags: str, policy: str = "lpm") -> Arm:
@@ -176,18 +161,10 @@ def server_flags(arm: Arm, common: Sequence[str]) -> list[str]:
     return [*arm.flags, *(flag for flag in EVERY_SERVER if flag not in common), *common]
 
 
-def request_body(arm: Arm, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The fields added to each request: the arm's body, and those of `extra` that apply to the arm.
-
-    `extra["reuse"]` overrides single fields, of arms that move KV only: a swept ratio does not apply to the others.
-    """
-    body = dict(arm.body)
-    for key, value in (extra or {}).items():
-        if key != "reuse":
-            body[key] = value
-        elif arm.is_fused:
-            body["reuse"] = {**body["reuse"], **value}
-    return body
+def request_body(arm: Arm, extra: Mapping[str, Any], reuse: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields added to each request: the arm's body and `extra`; `reuse` changes that of arms that move KV only."""
+    body = {**arm.body, **extra}
+    return body | {"reuse": {**body["reuse"], **reuse}} if arm.is_fused else body
 
 
 def skip_reason(arm: Arm, *, contextpilot_python: Path | None = None) -> str | None:
@@ -201,12 +178,8 @@ def skip_reason(arm: Arm, *, contextpilot_python: Path | None = None) -> str | N
     return None
 
 
-def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> Reorderer | None:
-    """A fresh reorderer for one pass over the requests; None for an arm without adapter.
-
-    Raises:
-        CommandError: `skip_reason`'s.
-    """
+def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> ContextPilotReorderer | None:
+    """A fresh reorderer for one pass over the requests; None for an arm without adapter. Raises CommandError: `skip_reason`'s."""
     if arm.adapter is None:
         return None
     if reason := skip_reason(arm, contextpilot_python=contextpilot_python):
@@ -226,8 +199,6 @@ def _lmcache_missing() -> str | None:
 
 
 def _has_gpu() -> bool:
-    try:
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return True
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False, timeout=20).returncode == 0
+    return False

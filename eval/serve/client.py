@@ -22,7 +22,8 @@ import aiohttp
 from eval.serve.latency import FATES
 
 if TYPE_CHECKING:
-    from eval.serve.arms import Arm, Reorderer
+    from eval.serve.arms import Arm
+    from eval.serve.contextpilot_adapter import ContextPilotReorderer
     from eval.task import Request, TextChunk
 
 Message = dict[str, str]
@@ -78,7 +79,7 @@ async def send(
     history: Sequence[Message],
     *,
     max_new_tokens: int,
-    reorderer: Reorderer | None = None,
+    reorderer: ContextPilotReorderer | None = None,
     body: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Send one request and read its stream to the end.

@@ -24,16 +24,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 from eval.errors import CommandError
 from eval.record import model_sha256
 from eval.run import Run
-from eval.serve.arms import Arm, add_arm_options, parse_arms
+from eval.serve.arms import add_arm_options, parse_arms
 from eval.serve.latency import summarize, text
 from eval.serve.options import (
     add_load_options,
@@ -49,9 +49,6 @@ from eval.serve.plan import Cell
 from eval.serve.runner import check, load_facts, measure
 from eval.serve.workload import fresh, interleave
 from eval.task import Request, add_task_options, load_requests, requests_sha256
-
-Requests = Mapping[int | None, Sequence[Request]]
-"""The requests by their number of chunks: that of --ks or --k."""
 
 
 @dataclass(frozen=True)
@@ -80,57 +77,13 @@ PARAMETERS = {
         ("stock-lpm", "fused", "cacheblend", "epic"),
     ),
 }
-RANGES = {
-    "clients": (1, 10_000),
-    "ks": (1, 10_000),
-    "windows": (1, 10**9),
-    "thresholds": (1, 10**6),
-    "ratios": (0.0, 1.0),
-    "rate": (0.0, math.inf),
-}
-"""Ranges of the swept options; `workload` checks rates further."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print tables and the verdict; returns the exit code."""
     args = parse(argv)
-    return run(args, load(args))
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The checked options; `server_flags` holds the flags after `--`. Raises CommandError."""
-    argv, flags = split_flags(argv)
-    parser = _parser()
-    args = parser.parse_args(argv)
-    args.server_flags = flags
-    if args.parameter is not None:
-        args = parser.parse_args(
-            [*_preset(args, has_load="--load" in argv), *argv], argparse.Namespace(server_flags=flags)
-        )
-    elif args.values:
-        raise CommandError("--values needs --parameter")
-    check_load_options(args)
     arms = parse_arms(args.arms)
-    _check_sweeps(args, arms)
-    names = [arm.name for arm in arms]
-    args.against = args.against or ("stock-lpm" if "stock-lpm" in names else names[0])
-    if args.against not in names:
-        raise CommandError(f"--against {args.against} is not one of the arms: {', '.join(names)}")
-    return args
-
-
-def load(args: argparse.Namespace) -> Requests:
-    """The requests that the options select. Raises CommandError."""
-    return {k: _requests(args, k) for k in args.ks or [args.k]}
-
-
-def run(args: argparse.Namespace, requests: Requests) -> int:
-    """Take the samples that the options select and print figures; returns the exit code.
-
-    Args:
-        args, requests: the results of `parse` and `load`.
-    """
-    arms = parse_arms(args.arms)
+    requests = {k: _requests(args, k) for k in args.ks or [args.k]}
     everything = [request for listed in requests.values() for request in listed]
     if args.history == "reference" and any(r.conversation is not None and r.reply is None for r in everything):
         raise CommandError(f"--history reference: task {args.task} has turns without a reply; use own")
@@ -141,26 +94,48 @@ def run(args: argparse.Namespace, requests: Requests) -> int:
     plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
     made = cells(args, requests)
     check(plan, made)
-    figures = partial(summarize, facts=facts, against=args.against, arms=arms, cells=made)
     starts = any(arm.url is None for arm in arms)
     spec = vars(args) | {"requests_sha256": requests_sha256(everything)}
     spec["model_sha256"] = model_sha256(args.model_path) if starts else None
-    with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken:
-        if starts:
-            with model_flags(args, everything, args.server_flags) as flags:
-                measure(taken, replace(plan, server_flags=flags), made)
-        else:
-            measure(taken, plan, made)
+    figures = partial(summarize, facts=facts, against=args.against, arms=arms, cells=made)
+    model: AbstractContextManager[Sequence[str]] = nullcontext(())
+    if starts:
+        model = model_flags(args, everything, args.server_flags)
+    with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken, model as flags:
+        measure(taken, replace(plan, server_flags=flags), made)
     results = taken.results()
     print(text(results))
     compared = results["verdict"] or (["Nothing was compared."] if len(arms) > 1 else [])
-    print(*compared, f"record: {folder}", sep="\n")
-    print(json.dumps(results))
+    print(*compared, f"record: {folder}", json.dumps(results), sep="\n")
     return 0
 
 
-def cells(args: argparse.Namespace, requests: Requests) -> list[Cell]:
-    """Every combination of the swept options."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The checked options; `server_flags` holds the flags after `--`. Raises CommandError."""
+    argv, flags = split_flags(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    args.server_flags = flags
+    if args.parameter is not None:
+        args = parser.parse_args([*_preset(args, has_load="--load" in argv), *argv], args)
+    elif args.values:
+        raise CommandError("--values needs --parameter")
+    check_load_options(args)
+    arms = parse_arms(args.arms)
+    if (args.windows or args.thresholds) and not any(arm.is_ours for arm in arms):
+        option = "windows" if args.windows else "thresholds"
+        raise CommandError(f"--{option} needs an arm that starts a server with our cache among --arms")
+    if args.ratios and not any(arm.is_fused for arm in arms):
+        raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
+    names = [arm.name for arm in arms]
+    args.against = args.against or ("stock-lpm" if "stock-lpm" in names else names[0])
+    if args.against not in names:
+        raise CommandError(f"--against {args.against} is not one of the arms: {', '.join(names)}")
+    return args
+
+
+def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Request]]) -> list[Cell]:
+    """Every combination of the swept options; `requests` by their number of chunks, that of --ks or --k."""
     made = []
     for (label, load), k, window, threshold, ratio in itertools.product(
         loads(args), requests, args.windows or [None], args.thresholds or [None], args.ratios or [None]
@@ -173,7 +148,7 @@ def cells(args: argparse.Namespace, requests: Requests) -> list[Cell]:
                 requests=requests[k],
                 load=load,
                 flags=tuple(str(x) for flag, value in knobs.items() if value is not None for x in (flag, value)),
-                body={"reuse": {"ratio": ratio}} if ratio is not None else {},
+                reuse={"ratio": ratio} if ratio is not None else {},
             )
         )
     return made
@@ -210,21 +185,6 @@ def _preset(args: argparse.Namespace, *, has_load: bool) -> list[str]:
         raise CommandError(f"--parameter {args.parameter} needs --values: {preset.summary}")
     open_loop = ["--load", "poisson"] if args.parameter == "rate" and not has_load else []
     return ["--arms", *preset.arms, *open_loop, f"--{preset.option}", *values]
-
-
-def _check_sweeps(args: argparse.Namespace, arms: Sequence[Arm]) -> None:
-    has_ours, has_fused = any(arm.is_ours for arm in arms), any(arm.is_fused for arm in arms)
-    if (args.windows or args.thresholds) and not has_ours:
-        option = "windows" if args.windows else "thresholds"
-        raise CommandError(f"--{option} needs an arm that starts a server with our cache among --arms")
-    if args.ratios and not has_fused:
-        raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
-    for option, (least, most) in RANGES.items():
-        values = getattr(args, option) or []
-        if wrong := [value for value in values if not least <= value <= most]:
-            raise CommandError(f"--{option}: {wrong[0]} is not between {least:,} and {most:,}")
-        if len(set(values)) < len(values):
-            raise CommandError(f"--{option}: a value is given twice: {' '.join(map(str, values))}")
 
 
 def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:

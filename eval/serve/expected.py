@@ -14,6 +14,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from eval.serve.server_pool import key_of
+from eval.serve.workload import predecessors
 from radix_ext import Chunk, ChunkId, ReplaySettings, replay_trace
 from sglang_chunkcache import ChunkCacheConfig
 
@@ -36,7 +37,7 @@ def hit_shares(
     """
     by_id = {request.id: request for request in cell.requests}
     sent = replace(cell, requests=[by_id[sample["request"]] for sample in samples])
-    firsts = compress(zip(samples, sent.requests, strict=True), first_turns(sent.requests))
+    firsts = compress(zip(samples, sent.requests, strict=True), _first_turns(sent.requests))
     server = servers.get(str(key_of(arm, cell)), {})
     pool_chunks = _pool_chunks(samples, server)
     expected = expected_hit_share(
@@ -71,23 +72,9 @@ def expected_hit_share(
     conversations = [request.conversation for request in cell.requests]
     settings = replay_settings(flags, capacity=capacity)
     replayed = replay_trace(requests, settings, conversations=conversations).requests
-    counts = list(compress(replayed[warm_up:], first_turns(cell.requests)[warm_up:]))
+    counts = list(compress(replayed[warm_up:], _first_turns(cell.requests)[warm_up:]))
     num_chunks = sum(count.num_chunks for count in counts)
     return sum(count.num_hits for count in counts) / num_chunks if num_chunks else None
-
-
-def first_turns(requests: Sequence[Request]) -> list[bool]:
-    """For each request whether it is a single request or the first turn of its conversation here.
-
-    A later turn's chunks come after a history, where no other request matches them; the server then counts the first turn's.
-    """
-    begun: set[str] = set()
-    firsts = []
-    for request in requests:
-        firsts.append(request.conversation not in begun)
-        if request.conversation is not None:
-            begun.add(request.conversation)
-    return firsts
 
 
 def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySettings:
@@ -108,6 +95,11 @@ def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySett
         threshold=int(settings.promotion_threshold),
         max_visits=int(settings.max_search_visits),
     )
+
+
+def _first_turns(requests: Sequence[Request]) -> list[bool]:
+    """A later turn's chunks come after a history, where no request matches them; the server then counts the first turn's."""
+    return [before < 0 for before in predecessors(requests)]
 
 
 def _chunk(system: int, chunk: TextChunk) -> Chunk:

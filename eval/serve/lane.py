@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eval.serve.arms import Arm, create_reorderer, request_body
+from eval.serve.arms import ARMS, Arm, create_reorderer, request_body
 from eval.serve.bystanders import bystanders
-from eval.serve.client import Answer, Message, open_session, send
-from eval.serve.latency import cached_tokens, moved_tokens
+from eval.serve.client import Answer, Message, open_session, send, user_message
+from eval.serve.latency import cached_tokens, lane_name, moved_tokens
 from eval.serve.plan import Cell, Plan
-from eval.serve.workload import Load, arrivals
+from eval.serve.server_pool import ServerPool, key_of
+from eval.serve.workload import Load, arrivals, predecessors
 from eval.stats import quantile
-
-if TYPE_CHECKING:
-    from eval.task import Request
 
 Sample = dict[str, Any]
 MAX_NEW_TOKENS = 8
@@ -34,21 +33,20 @@ class Lane:
 
     Args:
         arm, cell, plan: what is measured.
-        url: the server's root.
-        model: the model's name in requests.
-        reports_cache: whether a missing count of cached tokens means zero.
-        session: part of the conversations' ids, so that no other cell or run continues them.
+        servers: starts the arm's server if it does not run.
     """
 
-    def __init__(
-        self, arm: Arm, cell: Cell, plan: Plan, *, url: str, model: str, reports_cache: bool, session: str
-    ) -> None:
-        self.arm, self.cell, self.url = arm, cell, url
-        self._plan, self._session, self._reports_cache = plan, session, reports_cache
-        self._body = {"model": model} | request_body(arm, {**plan.body, **cell.body})
+    def __init__(self, arm: Arm, cell: Cell, plan: Plan, servers: ServerPool) -> None:
+        self.arm, self.cell, self._plan = arm, cell, plan
+        self.name, self.server = lane_name(cell.label, arm.name), key_of(arm, cell)
+        self.url = servers.open(self.server, arm)
+        self._reports_cache = servers.reports_cache(self.server)
+        self._session = uuid.uuid4().hex[:8]
+        """Part of the conversations' ids, so that no other cell or run continues them."""
+        self._body = {"model": servers.model(self.server)} | request_body(arm, plan.body, cell.reuse)
         self._reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
         self._offsets = arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
-        self._before = _predecessors(cell.requests)
+        self._before = predecessors(cell.requests)
         self._histories: dict[str, list[Message]] = {}
         self.clock_s = 0.0
         """Seconds that this lane has been under load."""
@@ -74,9 +72,13 @@ class Lane:
         """Send earlier requests again, several at a time, to restore the server's cache and the histories."""
         await self._send_all(numbers, Load(clients=max(self.cell.load.clients, 4)), None)
 
-    def counts(self) -> dict[str, int] | None:
-        """Counts of the client-side adapter."""
-        return self._reorderer.counts() if self._reorderer else None
+    def counts(self) -> dict[str, int]:
+        """Counts of the client-side adapter; {} without one."""
+        return self._reorderer.counts if self._reorderer else {}
+
+    def key(self, number: int) -> str:
+        """The key in the run of a request's sample."""
+        return f"{self.name}/{self.cell.requests[number].id}"
 
     def close(self) -> None:
         """Stop the adapter."""
@@ -131,16 +133,17 @@ class Lane:
     async def _send(self, session: Any, number: int) -> Answer:
         request = self.cell.requests[number]
         body, history = dict(self._body), self._history(number)
+        limits = [limit for limit in (request.max_new_tokens, self._plan.max_new_tokens) if limit]
         # Our server recognises a conversation by its own answers, which a reference history does not contain.
         if request.conversation is not None and self.arm.route == "rag" and self._plan.history == "own":
-            body["conversation_id"] = f"{self._session}/{self.cell.name}/{request.conversation}"
+            body["conversation_id"] = f"{self._session}/{self.name}/{request.conversation}"
         answer = await send(
             session,
             self.url,
             self.arm,
             request,
             history,
-            max_new_tokens=_answer_limit(request.max_new_tokens, self._plan.max_new_tokens),
+            max_new_tokens=min(limits, default=MAX_NEW_TOKENS),
             reorderer=self._reorderer,
             body=body,
         )
@@ -162,17 +165,13 @@ class Lane:
         messages: list[Message] = []
         while (number := self._before[number]) >= 0:
             turn = self.cell.requests[number]
-            text = "".join(chunk.text + "\n\n" for chunk in turn.chunks) + turn.question
-            messages[:0] = [{"role": "user", "content": text}, {"role": "assistant", "content": turn.reply or ""}]
+            asked = user_message(ARMS["stock-lpm"], turn, turn.chunks)
+            messages[:0] = [asked, {"role": "assistant", "content": turn.reply or ""}]
         return messages
 
     def _sample(self, number: int, planned: float, due: float, sent: float, answer: Answer, start: float) -> Sample:
         request = self.cell.requests[number]
-        sample: Sample = {
-            "arm": self.arm.name,
-            "cell": dict(self.cell.label),
-            "request": request.id,
-            "warm_up": number < self._plan.warm_up,
+        sample = self._row(request.id, number) | {
             "sent_s": self.clock_s + sent - start,
             "due_s": self.clock_s + due - start,
             "late_s": due - planned,
@@ -197,33 +196,18 @@ class Lane:
             sample["chunkcache"]["fused_hit"] = (cache.get("reuse") or {}).get("fused_hit") or 0
         return sample
 
+    def _row(self, request: str, number: int) -> Sample:
+        is_warm_up = number < self._plan.warm_up
+        return {"arm": self.arm.name, "cell": dict(self.cell.label), "request": request, "warm_up": is_warm_up}
+
     def _bystander_sample(self, first: int, gaps: Sequence[float], loaded_s: float) -> Sample:
         p50, p99 = (quantile(gaps, q) for q in (0.5, 0.99))
-        return {
-            "arm": self.arm.name,
-            "cell": dict(self.cell.label),
-            "request": f"bystanders:{first}",
-            "warm_up": first < self._plan.warm_up,
+        return self._row(f"bystanders:{first}", first) | {
             "due_s": self.clock_s,
             "done_s": self.clock_s + loaded_s,
             "gaps_s": [round(gap, 6) for gap in gaps],
             "metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99},
         }
-
-
-def _answer_limit(asked: int | None, at_most: int | None) -> int:
-    return min(asked or at_most or MAX_NEW_TOKENS, at_most or asked or MAX_NEW_TOKENS)
-
-
-def _predecessors(requests: Sequence[Request]) -> list[int]:
-    """For each request the number of the turn before it, -1 if there is none."""
-    last: dict[str, int] = {}
-    before = []
-    for number, request in enumerate(requests):
-        before.append(-1 if request.conversation is None else last.get(request.conversation, -1))
-        if request.conversation is not None:
-            last[request.conversation] = number
-    return before
 
 
 def _times(answer: Answer, wait: float) -> dict[str, float]:

@@ -7,8 +7,8 @@ out; failed requests are counted as errors and have no times. A block's bystande
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,7 @@ def summarize(
         against: the arm to compare all others with, cell by cell.
         arms, cells: what is measured, for the hit shares; the cells' requests in any order.
     """
-    by_arm: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_arm.setdefault(sample["arm"], []).append(sample)
+    by_arm = _grouped(samples, lambda sample: sample["arm"])
     rows = cell_rows(samples)
     known = {arm.name: arm for arm in arms}
     for row in rows:
@@ -59,9 +57,7 @@ def summarize(
             asked = [s for s in _requests(by_arm[row["arm"]]) if s["cell"] == row["cell"] and "error" not in s]
             found = hit_shares(asked, known[row["arm"]], cell, facts.get("servers", {}))
             row |= found
-            shares = {
-                name: {"mean": found[name]} for name in ("hit_share", "expected_hit_share") if found[name] is not None
-            }
+            shares = {name: {"mean": share} for name, share in found.items() if name in METRICS and share is not None}
             row["metrics"] = shares | row["metrics"]
     contrasts = [
         contrast
@@ -86,37 +82,29 @@ def lane_name(cell: Mapping[str, Any], arm: str) -> str:
 
 def cell_rows(samples: Sequence[Sample]) -> list[Row]:
     """One row for each arm in each cell, in the order of their first samples."""
-    groups: dict[tuple[str, str], list[Sample]] = {}
-    for sample in samples:
-        group = groups.setdefault((json.dumps(sample["cell"]), sample["arm"]), [])
-        if not sample["warm_up"]:
-            group.append(sample)
-    return [_row(group) for group in groups.values() if group]
+    groups = _grouped(samples, lambda sample: (json.dumps(sample["cell"]), sample["arm"])).values()
+    measured = ([sample for sample in group if not sample["warm_up"]] for group in groups)
+    return [_row(group) for group in measured if group]
 
 
 def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
     """Throughput of one arm in one cell per second of load; None if the server does not count tokens, or without answers."""
     loaded = loaded_s(samples)
     answered = [sample for sample in samples if "error" not in sample]
-
-    def rate(amounts: Sequence[float | None]) -> float | None:
-        known = [amount for amount in amounts if amount is not None]
-        return sum(known) / loaded if known and len(known) == len(amounts) and loaded > 0 else None
-
-    return {
-        "requests_per_s": rate([1.0 for _ in answered]),
-        "output_tokens_per_s": rate([sample["completion_tokens"] for sample in answered]),
-        "prompt_tokens_per_s": rate([sample["prompt_tokens"] for sample in answered]),
+    amounts = {
+        "requests_per_s": [1 for _ in answered],
+        "output_tokens_per_s": [sample["completion_tokens"] for sample in answered],
+        "prompt_tokens_per_s": [sample["prompt_tokens"] for sample in answered],
     }
+    is_known = {name: bool(each) and None not in each and loaded > 0 for name, each in amounts.items()}
+    return {name: sum(each) / loaded if is_known[name] else None for name, each in amounts.items()}
 
 
 def loaded_s(samples: Sequence[Sample]) -> float:
     """Seconds under load: over the arm's blocks, first due to last done."""
-    spans: dict[int, tuple[float, float]] = {}
-    for sample in samples:
-        first, last = spans.get(sample["block"], (sample["due_s"], sample["done_s"]))
-        spans[sample["block"]] = min(first, sample["due_s"]), max(last, sample["done_s"])
-    return sum(last - first for first, last in spans.values())
+    blocks = _grouped(samples, lambda sample: sample["block"])
+    spans = (max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks.values())
+    return float(sum(spans))
 
 
 def cached_tokens(fates: Mapping[str, int] | None, reported: int | None) -> int | None:
@@ -170,6 +158,13 @@ def _requests(samples: Iterable[Sample]) -> list[Sample]:
     return [sample for sample in samples if "gaps_s" not in sample]
 
 
+def _grouped(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> dict[Any, list[Sample]]:
+    groups: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(key(sample), []).append(sample)
+    return groups
+
+
 def _references(by_arm: Mapping[str, Sequence[Sample]], arm: str, against: str) -> list[str]:
     """The arms to compare one with: `against`, and for one that moves KV also our first one that does not."""
     moving = {name for name, samples in by_arm.items() if any(moved_tokens(s.get("fates"), 0) for s in samples)}
@@ -194,6 +189,8 @@ def _row(group: Sequence[Sample]) -> Row:
         (c["chunks_planned"], c["chunks_hit"]) for c in told if c.get("chunks_planned") and c["chunks_hit"] is not None
     ]
     moved = sum(moved_tokens(s["fates"], (s.get("chunkcache") or {}).get("fused_hit")) for s in asked)
+    pairs = [(cached_tokens(s["fates"], s["cached_tokens"]), s["prompt_tokens"]) for s in asked]
+    known = [(cached, tokens) for cached, tokens in pairs if cached is not None and tokens]
     gaps = [gap for sample in group for gap in sample.get("gaps_s", ())]
     fated = [sample["fates"] for sample in asked if sample["fates"]]
     fates = {fate: sum(found[fate] for found in fated) for fate in FATES} if fated else None
@@ -204,7 +201,7 @@ def _row(group: Sequence[Sample]) -> Row:
         "errors": errors,
         "metrics": {name: figures for name in METRICS if (figures := _figures(name, group))},
         "fates": fates,
-        "cached_share": _cached_share(asked),
+        "cached_share": sum(cached for cached, _ in known) / sum(tokens for _, tokens in known) if known else None,
         "recomputed_share": fates["recomputed"] / moved if fates and moved else None,
         "planned_missed": sum(max(0, p - hit) for p, hit in hits) / sum(p for p, _ in hits) if hits else None,
         "fallbacks": dict(Counter(reason for cache in told for reason in cache.get("fallbacks") or ())),
@@ -216,52 +213,38 @@ def _row(group: Sequence[Sample]) -> Row:
 
 
 def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
-    blocks: dict[int, list[float]] = {}
-    for sample in samples:
-        if name in sample["metrics"]:
-            blocks.setdefault(sample["block"], []).append(sample["metrics"][name])
-    values = [value for block in blocks.values() for value in block]
+    told = [sample for sample in samples if name in sample["metrics"]]
+    values = [sample["metrics"][name] for sample in told]
     if not values:
         return None
+    blocks = _grouped(told, lambda sample: sample["block"])
     # Requests of a block were sent together, so their times are correlated; with too few blocks single requests are resampled.
-    drawn = list(blocks.values()) if len(blocks) >= MIN_BLOCKS else [[value] for value in values]
+    drawn = [[value] for value in values]
+    if len(blocks) >= MIN_BLOCKS:
+        drawn = [[sample["metrics"][name] for sample in block] for block in blocks.values()]
     _, low, high = block_bootstrap(drawn, median if METRICS[name].unit == "s" else fmean, draws=DRAWS)
     quantiles = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
     return {"mean": fmean(values), **quantiles, "low": low, "high": high}
 
 
-def _cached_share(samples: Sequence[Sample]) -> float | None:
-    """Share of all prompt tokens that the server took from its cache."""
-    told = [
-        (cached, s["prompt_tokens"])
-        for s in samples
-        if s["prompt_tokens"] and (cached := cached_tokens(s["fates"], s["cached_tokens"])) is not None
-    ]
-    return sum(cached for cached, _ in told) / sum(tokens for _, tokens in told) if told else None
-
-
 def _figures_of(row: Row) -> Row:
     """A row of the first table."""
-    metrics, rates, others = row["metrics"], row["throughput"], row["bystanders"] or {}
-
-    def figure(name: str, of: str) -> float | None:
-        return metrics[name][of] if name in metrics else None
-
+    metrics, rates, others = defaultdict(dict, row["metrics"]), row["throughput"], row["bystanders"] or {}
     return {
         "arm": row["arm"],
         "cell": _cell_text(row["cell"]),
         "n": row["n"],
         "errors": row["errors"] or None,
-        **{f"ttft {of}": figure("ttft_s", of) for of in ("p50", "p90", "p99")},
-        "itl": figure("itl_s", "mean"),
-        "e2e p50": figure("e2e_s", "p50"),
+        **{f"ttft {of}": metrics["ttft_s"].get(of) for of in ("p50", "p90", "p99")},
+        "itl": metrics["itl_s"].get("mean"),
+        "e2e p50": metrics["e2e_s"].get("p50"),
         "req/s": rates["requests_per_s"],
         "out tok/s": rates["output_tokens_per_s"],
         "cached": row["cached_share"],
         "recomputed of moved": row["recomputed_share"],
         "missed": row["planned_missed"],
-        "found": figure("hit_share", "mean"),
-        "expected": figure("expected_hit_share", "mean"),
+        "found": metrics["hit_share"].get("mean"),
+        "expected": metrics["expected_hit_share"].get("mean"),
         "others' itl p50": others.get("p50_s"),
         "others' itl p99": others.get("p99_s"),
         "overhead": row.get("overhead_share"),

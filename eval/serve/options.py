@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,8 +21,19 @@ from eval.serve.workload import KINDS, Load
 from eval.stats import MIN_BLOCKS
 from eval.task import Request
 
-DEFAULT_PARAMS = min((params for params in SHAPES if params >= 10), default=max(SHAPES))
+DEFAULT_PARAMS = 10
 """Size of the random model, with which two arms and 60 requests take two minutes on two cores."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("warm_up", "block", "resume_warm_up", "bystanders"), (0, inf)),
+    **dict.fromkeys(("max_new_tokens", "threads", "max_servers", "max_total_tokens", "conversations"), (1, inf)),
+    **dict.fromkeys(("clients", "ks"), (1, 10_000)),
+    "windows": (1, 10**9),
+    "thresholds": (1, 10**6),
+    "ratios": (0.0, 1.0),
+    "rate": (0.0, inf),
+}
+"""Least and most of the options; `workload` checks rates further."""
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -82,12 +94,14 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def check_load_options(args: argparse.Namespace) -> None:
     """Set the defaults of a kind of load. Raises CommandError for values out of range and options of another kind."""
-    least = {"max_new_tokens": 1, "threads": 1, "max_servers": 1, "warm_up": 0, "block": 0, "resume_warm_up": 0}
-    least |= {"max_total_tokens": 1, "conversations": 1, "bystanders": 0}
-    for name, bound in least.items():
-        if (value := getattr(args, name)) is not None and value < bound:
-            raise CommandError(f"--{name.replace('_', '-')} must be at least {bound} but is {value}")
-    if args.timeout_s <= 0:
+    for name, (least, most) in RANGES.items():
+        option, given = f"--{name.replace('_', '-')}", getattr(args, name)
+        values = given if isinstance(given, list) else [given]
+        if wrong := [value for value in values if value is not None and not least <= value <= most]:
+            raise CommandError(f"{option}: {wrong[0]} is not between {least:,} and {most:,}")
+        if len(set(values)) < len(values):
+            raise CommandError(f"{option}: a value is given twice: {' '.join(map(str, values))}")
+    if not args.timeout_s > 0:
         raise CommandError(f"--timeout must be above 0 but is {args.timeout_s}")
     for name, option, kinds, default in (
         ("rate", "--rates", ("poisson", "bursty"), [1.0]),

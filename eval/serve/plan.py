@@ -26,13 +26,8 @@ class Cell:
     load: Load = field(default_factory=Load)
     flags: tuple[str, ...] = ()
     """Added to the flags of servers that run our cache. Cells with different flags use different servers."""
-    body: Mapping[str, Any] = field(default_factory=dict)
-    """Added to requests by `eval.serve.arms.request_body`: `{"reuse": {"ratio": 0.3}}` changes that of arms that move KV only."""
-
-    @property
-    def name(self) -> str:
-        """The label as one word, "" without a sweep."""
-        return ",".join(f"{key}={value}" for key, value in self.label.items())
+    reuse: Mapping[str, Any] = field(default_factory=dict)
+    """Changes the `reuse` of requests of arms that move KV: `{"ratio": 0.3}`."""
 
 
 @dataclass(frozen=True, slots=True)

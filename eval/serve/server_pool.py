@@ -11,10 +11,10 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.errors import CommandError
@@ -80,9 +80,7 @@ class ServerPool:
                 signal.signal(sign, _interrupt)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for sign in self._handlers:  # a closing terminal sends SIGHUP more than once
             signal.signal(sign, signal.SIG_IGN)
         try:
@@ -103,12 +101,17 @@ class ServerPool:
         Raises:
             CommandError: the server does not start, is not reachable, or lacks the cache that the arm needs.
         """
+        flags = server_flags(arm, [*self._plan.server_flags, *key.flags]) if arm.url is None else []
         if arm.url is None and key not in self._running:
-            self._start(key, arm)
+            log = self._logs / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', str(key))}.log"
+            server = Server(flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0)
+            print(f"eval: starting {key}", file=sys.stderr)
+            with ExitStack() as stack:
+                self._running[key] = stack.enter_context(server), stack.pop_all()
         url = arm.url or self._running[key][0].url
         if key not in self._served:
             self._served[key] = _model_of(key, url)
-            self._facts[str(key)] = facts = self._describe(key, arm, url)
+            self._facts[str(key)] = facts = self._describe(key, arm, url, flags)
             if arm.route == "chat" and facts["enable_cache_report"] is False:  # the other route has fates
                 print(
                     f"eval: {key} does not report cached tokens: start it with --enable-cache-report", file=sys.stderr
@@ -125,22 +128,22 @@ class ServerPool:
 
     def flush(self, key: Key, url: str) -> None:
         """Flush the server's cache; a running server's only with `plan.flush`. Records a cache that is not empty."""
+        facts = self._facts[str(key)]
         if key not in self._running and not self._plan.flush:
-            self._facts[str(key)]["flushed"] = False
+            facts["flushed"] = False
             return
         flushed = _succeeds(f"{url}/flush_cache?timeout={FLUSH_S}")
-        if self._facts[str(key)]["chunk_cache"]:
+        if facts["chunk_cache"]:
             _succeeds(f"{url}/chunkcache/forget")  # otherwise a later cell would use access counts of an earlier one
-        if not flushed and self._facts[str(key)].get("flushed") is not False:
+        if not flushed and facts.get("flushed") is not False:
             print(f"eval: {key}: POST /flush_cache failed, so its cache is not empty", file=sys.stderr)
-        self._facts[str(key)]["flushed"] = flushed and self._facts[str(key)].get("flushed", True)
+        facts["flushed"] = flushed and facts.get("flushed", True)
 
     def seconds(self, key: Key, url: str) -> tuple[float, float] | None:
         """Seconds since the start that our cache matched and inserted, and mean seconds of an order decision; None of others."""
         stats = _ask(url + "/chunkcache/stats") if self._facts[str(key)]["chunk_cache"] else {}
-        tree = [
-            rank["match_seconds"] + rank["insert_seconds"] for rank in stats.get("ranks", []) if "match_seconds" in rank
-        ]
+        ranks = [rank for rank in stats.get("ranks", []) if "match_seconds" in rank]
+        tree = [rank["match_seconds"] + rank["insert_seconds"] for rank in ranks]
         return (sum(tree), 1e-6 * (stats.get("order_us_mean") or 0.0)) if tree else None
 
     def check(self, key: Key, url: str) -> None:
@@ -154,15 +157,7 @@ class ServerPool:
 
     # Private, in order of use
 
-    def _start(self, key: Key, arm: Arm) -> None:
-        flags = server_flags(arm, [*self._plan.server_flags, *key.flags])
-        log = self._logs / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', str(key))}.log"
-        server = Server(flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0)
-        print(f"eval: starting {key}", file=sys.stderr)
-        with ExitStack() as stack:
-            self._running[key] = stack.enter_context(server), stack.pop_all()
-
-    def _describe(self, key: Key, arm: Arm, url: str) -> dict[str, Any]:
+    def _describe(self, key: Key, arm: Arm, url: str, flags: Sequence[str]) -> dict[str, Any]:
         """The server's description of itself; None for missing facts."""
         info, stats = _ask(url + "/server_info"), _ask(url + "/chunkcache/stats")
         if arm.route == "rag" and not stats.get("ranks"):
@@ -170,14 +165,13 @@ class ServerPool:
                 f"{key}: {url} does not run the chunk cache: GET /chunkcache/stats gives none. For a server without it "
                 f"say {arm.name}=URL,chat"
             )
-        started = server_flags(arm, [*self._plan.server_flags, *key.flags]) if arm.url is None else []
         return {
             "model": Path(str(info.get("model_path") or self._served[key])).name,
             **{field: info.get(field) for field in SERVER_FIELDS},
             "weights_dtype": _weights_dtype(info.get("model_path")),
             "chunk_cache": bool(stats.get("ranks")),
             "gate": [gate for rank in stats.get("ranks", []) if (gate := rank.get("gate"))] or None,
-            "flags": portable({"flags": started})["flags"],
+            "flags": portable({"flags": flags})["flags"],
         }
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice, permutations
 from math import factorial
-from typing import Any
 
 from eval.data.hub import HubName, hub_rows, parse_hub
 from eval.data.question_set import distinct, text_chunk
@@ -54,7 +54,8 @@ def _questions(source: Source) -> TaskData:
         if not isinstance(row, dict):
             continue
         texts = [(title, text) for title, text in _documents(row) if text.strip()]
-        question, answers = str(row.get("question") or row.get("query") or "").strip(), _answers(row)
+        question = str(row.get("question") or row.get("query") or "").strip()
+        answers = tuple(dict.fromkeys(_texts([row.get("answers") or row.get("answer"), row.get("answer_aliases")])))
         name = f"rag-qa-quality:{row.get('_id') or row.get('id') or number}"
         if texts and question and answers and name not in requests:
             chunks = distinct(text_chunk("rag-qa-quality", title, text) for title, text in texts)
@@ -78,17 +79,13 @@ def _documents(row: Row) -> Iterator[tuple[str, str]]:
         yield str(title), sentences if isinstance(sentences, str) else "".join(sentences)
 
 
-def _answers(row: Row) -> tuple[str, ...]:
-    """The answers and their other wordings; lists within lists are those of some files."""
-    found: list[Any] = [row.get("answers") or row.get("answer"), row.get("answer_aliases")]
-    flat: list[str] = []
-    while found:
-        first = found.pop(0)
-        if isinstance(first, list):
-            found[:0] = first
-        elif first is not None and str(first).strip():
-            flat.append(str(first).strip())
-    return tuple(dict.fromkeys(flat))
+def _texts(found: object) -> Iterator[str]:
+    """The texts of a list that may hold lists, as in some files."""
+    if isinstance(found, list):
+        for one in found:
+            yield from _texts(one)
+    elif found is not None and (text := str(found).strip()):
+        yield text
 
 
 def _permuted(source: Source) -> TaskData:
@@ -101,16 +98,9 @@ def _permuted(source: Source) -> TaskData:
     length = sizes["ldp_system_prompt_length"] // source.scale
     system = random_text(f"{source.seed} system", length) if length else ""
     orders = _orders(num_contexts, min(sizes["ldp_num_permutations"], source.requests), source.seed)
-    requests = (
-        Request(
-            f"long-doc-permutator:{number}",
-            "",
-            tuple(chunks[i] for i in order),
-            system=system,
-            max_new_tokens=MAX_NEW_TOKENS,
-        )
-        for number, order in enumerate(orders)
-    )
+    template = Request("", "", system=system, max_new_tokens=MAX_NEW_TOKENS)
+    lists = [tuple(chunks[i] for i in order) for order in orders]
+    requests = (replace(template, id=f"long-doc-permutator:{n}", chunks=shown) for n, shown in enumerate(lists))
     return TaskData(tuple(chunks), tuple(requests))
 
 

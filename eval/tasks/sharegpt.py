@@ -43,7 +43,7 @@ def load(source: Source) -> TaskData:
     num_items = num_skipped = 0
     names: set[str] = set()
     for num_items, (_, item) in enumerate(items, 1):
-        conversation = f"sharegpt:{_id(item, num_items)}"
+        conversation = f"sharegpt:{(isinstance(item, dict) and item.get('id')) or num_items}"
         turns = _turns(item)
         if not turns or conversation in names:
             num_skipped += 1
@@ -68,14 +68,6 @@ def load(source: Source) -> TaskData:
     if not requests:
         raise CommandError(f"{name} has no conversation in ShareGPT's format")
     return TaskData(tuple(passages.values()), tuple(requests))
-
-
-# Private, in order of use
-
-
-def _id(item: object, number: int) -> str:
-    name = item.get("id") if isinstance(item, dict) else None
-    return str(name) if isinstance(name, str | int) and name != "" else str(number)
 
 
 def _turns(item: object) -> tuple[str, list[tuple[str, str | None]]] | None:

@@ -81,18 +81,18 @@ def test_ours_is_our_defaults() -> None:
 @pytest.mark.parametrize("arm", [arm for arm in ARMS.values() if arm.route == "rag"], ids=lambda arm: arm.name)
 def test_bodies_are_valid(arm: Arm) -> None:
     """A body that the arm's own server would refuse fails every request of a run."""
-    request = fusion_request(arm, {"reuse": {"ratio": 0.5}})
+    request = fusion_request(arm, ratio=0.5)
     assert (request is not None) == arm.is_fused
     if request is not None:
         assert request.ratio == 0.5
         assert request.selector == arm.body["reuse"].get("selector", config.ChunkCacheConfig.selector)
 
 
-def fusion_request(arm: Arm, extra: dict[str, Any] | None = None) -> Any:
+def fusion_request(arm: Arm, **reuse: Any) -> Any:
     """What the arm's server makes of its requests' options for moved KV."""
     bodies = pytest.importorskip("sglang_chunkcache.front.bodies")
     parse = importlib.import_module("sglang_chunkcache.front.parse").parse
-    fields = parse(bodies.RagFields, {**request_body(arm, extra), "chunks": [{"text": "a"}]})
+    fields = parse(bodies.RagFields, {**request_body(arm, {}, reuse), "chunks": [{"text": "a"}]})
     return fields.fusion_request(parse_launcher(list(arm.flags))[0])
 
 
@@ -173,13 +173,11 @@ def test_server_flags_let_the_caller_win() -> None:
 
 def test_request_body_leaves_the_arm_alone() -> None:
     """A swept ratio counts for arms that move KV, and for no later request."""
-    assert request_body(ARMS["fused"], {"reuse": {"ratio": 0.3}})["reuse"] == {
-        "mode": "fused",
-        "ratio": 0.3,
-    }
-    assert request_body(ARMS["epic"], {"reuse": {"ratio": 0.3}})["reuse"]["selector"] == "first"
+    swept = {"ratio": 0.3}
+    assert request_body(ARMS["fused"], {}, swept) == {"reuse": {"mode": "fused", "ratio": 0.3}}
+    assert request_body(ARMS["epic"], {}, swept)["reuse"]["selector"] == "first"
     assert "ratio" not in ARMS["fused"].body["reuse"]
-    assert request_body(ARMS["ours"], {"reuse": {"ratio": 0.3}, "temperature": 0}) == {"temperature": 0}
+    assert request_body(ARMS["ours"], {"temperature": 0}, swept) == {"temperature": 0}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from eval.run import Run
 from eval.serve import command as serve
 from eval.serve.arms import ARMS, server_flags
 from eval.serve.command import PARAMETERS, parse
-from eval.serve.latency import summarize
+from eval.serve.latency import lane_name, summarize
 from eval.serve.plan import Cell, Plan
 from eval.serve.server_pool import key_of
 from eval.task import Request, TextChunk
@@ -56,7 +56,7 @@ def fake_measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
             }
             for number in range(len(cell.requests)):
                 taken = sample(arm.name, cell, number, warm_up=number < plan.warm_up)
-                run.add(f"{cell.name}/{arm.name}/{number}", taken)
+                run.add(f"{lane_name(cell.label, arm.name)}/{number}", taken)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eval.errors import CommandError
-from eval.task import TASKS, Request, Source, add_task_options, load_requests, load_task, load_texts
+from eval.task import TASKS, Request, Source, add_task_options, load_requests, load_task
 from eval.tasks.world import world_requests
 from tests.eval.make_data import write_conversations, write_questions, write_ragpulse, write_rows
 
@@ -97,7 +97,7 @@ def test_retrieved_chunks_hold_the_answer_more_often_than_chance(data: Path, ret
     found = requests("--task", "nq", "--data", data, "--retriever", retriever, "--k", "2")
     assert all(len(request.chunks) == 2 for request in found)
     assert sum(request.gold_ids[0] in {c.id for c in request.chunks} for request in found) >= 8
-    texts = set(load_texts(parse("--task", "nq", "--data", data)))
+    texts = {passage.text for passage in load_task(Source("nq", data)).passages}
     assert all(chunk.text in texts for request in found for chunk in request.chunks)
 
 
