@@ -33,7 +33,7 @@ from eval.http import post
 from eval.quality.greedy import Endpoint, FullPrefill, Greedy, ask
 from eval.quality.mode import Job, Mode, Servers
 from eval.quality.ratio_cases import KINDS, Case, data_cases, world_cases
-from eval.quality.scores import cells_of
+from eval.quality.scores import FULL_PREFILL, FULL_REUSE, cells_of
 from eval.quality.text_metrics import normalized_f1
 from eval.run import Sample
 from eval.serve.arms import ARMS, Arm
@@ -44,7 +44,7 @@ FLAGS = ("--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "context-all", "set")
 UNRATED = ("none", "set")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")
-FULL_REUSE, ALL, FULL_PREFILL = "full-reuse", "all", "full-prefill"
+ALL = "all"
 ALPHAS = (0.5, 1.0, 2.0, 3.0)
 """Cache-Craft fig. 26."""
 PAIRED_RATIO = 0.15
@@ -97,13 +97,8 @@ class RatioCurves(Mode):
         parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS))
         parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
         parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="chunks in a prompt, instead of --k")
-        parser.add_argument(
-            "--kinds",
-            nargs="+",
-            choices=KINDS,
-            default=list(KINDS),
-            help="of question, task world: --requests of each kind and size",
-        )
+        text = "of question, task world: --requests of each kind and size"
+        parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help=text)
         parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
         parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
         parser.add_argument("--no-ablation", action="store_true", help="do not measure Cache-Craft's parts and alphas")

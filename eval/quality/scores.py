@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from eval.task import Request
 
 Weights = Literal["auto", "real", "none"]
+FULL_REUSE, FULL_PREFILL = "full-reuse", "full-prefill"
+"""Arms: the ends of normalised F1."""
 AGREEMENT_NOTE = (
     "these weights know nothing of this text: the figures measure how far answers agree, not whether they are right"
 )
@@ -140,12 +142,12 @@ def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_cell(taken) for taken in groups.values()]
 
 
-def normalized_f1_of(cells: Sequence[Mapping[str, Any]], *, full_reuse: str, full_prefill: str) -> dict[str, Any]:
-    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends were measured and differ."""
+def normalized_f1_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends were measured."""
     means = {cell["arm"]: cell["metrics"]["f1"]["mean"] for cell in cells if "f1" in cell["metrics"]}
-    if full_reuse not in means or full_prefill not in means:
+    if not {FULL_REUSE, FULL_PREFILL} <= means.keys():
         return {}
-    ends = {"full_reuse": means[full_reuse], "full_prefill": means[full_prefill]}
+    ends = {"full_reuse": means[FULL_REUSE], "full_prefill": means[FULL_PREFILL]}
     return {name: normalized_f1(value, **ends) for name, value in means.items()}
 
 

@@ -133,10 +133,10 @@ def test_equal_answers_have_no_p_value() -> None:
 
 
 def test_normalized_f1_needs_both_ends() -> None:
-    cells = cells_of([make_row("full", "1", 0.8), make_row("none", "1", 0.4), make_row("x", "1", 0.7)])
-    found = normalized_f1_of(cells, full_reuse="none", full_prefill="full")
-    assert found == {"full": 1.0, "none": 0.0, "x": pytest.approx(0.75)}
-    assert normalized_f1_of(cells, full_reuse="gone", full_prefill="full") == {}
+    f1s = {"full-prefill": 0.8, "full-reuse": 0.4, "x": 0.7}
+    cells = cells_of([make_row(arm, "1", f1) for arm, f1 in f1s.items()])
+    assert normalized_f1_of(cells) == {"full-prefill": 1.0, "full-reuse": 0.0, "x": pytest.approx(0.75)}
+    assert normalized_f1_of(cells[1:]) == {}
 
 
 def test_what_moves_together() -> None:
