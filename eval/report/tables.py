@@ -18,20 +18,8 @@ from eval.recorded import Recorded, setting_name, varied
 
 MAX_LIST = 12
 """Longer lists, and lists of objects within rows, are in the record only."""
-KNOWN = {
-    "cells",
-    "overlap",
-    "contrasts",
-    "verdict",
-    "tables",
-    "servers",
-    "ends",
-    "skipped",
-    "resumed_at",
-    "note",
-    "notes",
-    "caveats",
-}
+KNOWN = {"cells", "overlap", "contrasts", "verdict", "tables", "servers", "ends"}
+KNOWN |= {"skipped", "resumed_at", "note", "notes", "caveats"}
 """Results that are shown in a form of their own."""
 
 

@@ -242,7 +242,7 @@ def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
     ]
     results = ratio_curves.summarize(rows)
     record = {"kind": "quality", "results": results, "versions": {}, "machine": {}, "spec": {}}
-    chapter = Chapter(Recorded(Path("run"), record, rows, results["cells"]), "run")
+    chapter = Chapter(Recorded(Path("run"), record, rows, results["cells"]))
     pictures = [picture for picture in chapter.pictures if picture.title.startswith("Ratio")]
     assert len(pictures) == 2
     for picture, value in zip(pictures, (0.5, 0.75), strict=True):
