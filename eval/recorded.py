@@ -57,14 +57,12 @@ class Recorded:
     @property
     def contrasts(self) -> list[dict[str, Any]]:
         """The contrasts in the results."""
-        return [one for one in self.results.get("contrasts") or [] if isinstance(one, dict)]
+        return list(self.results.get("contrasts") or [])
 
     @property
     def servers(self) -> dict[str, dict[str, Any]]:
         """The servers' descriptions of themselves, by arm."""
-        servers = self.results.get("servers")
-        facts = servers if isinstance(servers, dict) else {}
-        return {str(arm): one for arm, one in facts.items() if isinstance(one, dict)}
+        return dict(self.results.get("servers") or {})
 
     @property
     def arms(self) -> list[str]:

@@ -47,7 +47,7 @@ def create_table(title: str, rows: Iterable[Mapping[str, Any]], note: str = "") 
 def tables_of(run: Recorded) -> list[Table]:
     """The record's own tables, its cells, quantiles and contrasts, and whatever else its results hold."""
     own = [create_table(one["title"], one["rows"], one.get("note", "")) for one in run.results.get("tables") or []]
-    found = [*own, cells_table(run), quantiles_table(run), contrast_table(run)]
+    found = [*own, cells_table(run), quantiles_table(run), contrast_table(run.contrasts)]
     return [table for table in [*found, *([] if own else other_tables(run.results))] if len(table.frame)]
 
 
@@ -78,18 +78,17 @@ def quantiles_table(run: Recorded) -> Table:
     return create_table("Times by quantile", rows)
 
 
-def contrast_table(run: Recorded) -> Table:
-    """The contrasts of the results."""
-    keys = [
-        key for key in varied(one.get("cell") or {} for one in run.contrasts) if (run.kind, key) != ("replay", "order")
-    ]
+def contrast_table(contrasts: Sequence[Mapping[str, Any]]) -> Table:
+    """Contrasts with both arms' own figures."""
+    keys = varied(one["cell"] for one in contrasts)
     rows = []
-    for one in run.contrasts:
+    for one in contrasts:
         judged = ("yes" if direction(one) else "no") if has_enough(one) else "too few"
         names = {"a": one["a"], "b": one["b"], "metric": label(one["metric"]), "statistic": one["statistic"]}
-        row = _settings(one.get("cell") or {}, keys) | names
-        row |= {"beyond chance": "failures" if fails_more(one) else judged}
-        rows.append(row | {key: one.get(key) for key in ("value", "low", "high", "n", "p")})
+        figures = {"of a": one.get("a_value"), "of b": one.get("b_value")}
+        figures |= {key: one.get(key) for key in ("value", "low", "high", "n", "p")}
+        found = {"beyond chance": "failures" if fails_more(one) else judged}
+        rows.append(_settings(one["cell"], keys) | names | found | figures)
     return create_table("Comparison of arms: ratios are a / b, differences b - a", rows)
 
 
