@@ -39,13 +39,18 @@ def main(argv: Sequence[str]) -> int:
     kinds = [" ".join(filter(None, [run.kind, run.record["spec"].get("bench")])) for run in runs]
     if len(set(kinds)) > 1:
         raise CommandError(f"A is a {kinds[0]} record and B a {kinds[1]} record")
-    if not set.intersection(*map(_measured, runs)):
+    measured = set.intersection(*map(_measured, runs))
+    if not measured:
         names = ", ".join(run.name for run in runs)
         raise CommandError(f"the samples of {names} have no metric in common: there is nothing to compare")
+    if options.metric and not set(options.metric) & measured:
+        raise CommandError(
+            f"--metric: {', '.join(options.metric)} was not measured; measured: {', '.join(sorted(measured))}"
+        )
     compare = compare_runs if len(runs) == 2 else compare_arms
     report = compare(*runs, against=options.against, metrics=options.metric)
     if not report["contrasts"]:
-        raise CommandError(_nothing(runs, options.metric))
+        raise CommandError("no request was answered on both sides in the same cell")
     print(contrast_table(report["contrasts"]).text())
     print("\n".join(["", *_sentences(report), ""]))
     print(json.dumps(report))
@@ -160,13 +165,6 @@ def _answered(samples: Sequence[Sample]) -> set[tuple[str, str]]:
 
 def _measured(run: Recorded) -> set[str]:
     return {name for sample in run.samples for name in sample["metrics"]}
-
-
-def _nothing(runs: Sequence[Recorded], metrics: Sequence[str] | None) -> str:
-    measured = sorted(set.union(*map(_measured, runs)))
-    if metrics and not set(metrics) & set(measured):
-        return f"--metric: {', '.join(metrics)} was not measured; measured: {', '.join(measured)}"
-    return "no request was answered on both sides in the same cell"
 
 
 def _sentences(report: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,16 +93,14 @@ def contrast_table(contrasts: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def other_tables(results: Mapping[str, Any]) -> list[Table]:
-    """Results that no other table shows: a table for each list or object of objects, one for all single values."""
+    """Results that no other table shows: a table for each list of objects, and one for all single values."""
     found, single = [], []
-    for key, value in _opened(results):
-        title = words(key).capitalize()
-        if _is_rows(value):
-            found.append(create_table(title, value))
-        elif isinstance(value, dict) and any(value.values()) and all(isinstance(one, dict) for one in value.values()):
-            found.append(create_table(title, [{"": words(name), **one} for name, one in value.items()]))
-        else:
-            single += [{"result": name, "value": one} for name, one in flat({key: value}).items()]
+    for key, value in results.items():
+        if key in KNOWN or value is None:
+            continue
+        parts = {f"{key} {name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
+        found += [create_table(words(name).capitalize(), one) for name, one in parts.items() if _is_rows(one)]
+        single += [{"result": name, "value": one} for name, one in flat({key: value}).items()]
     return [*found, create_table("Further results", single)]
 
 
@@ -175,18 +173,9 @@ def words(name: Any) -> str:
 # Private, in order of use
 
 
-def _settings(cell: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str | None]:
+def _settings(cell: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str | None]:
     applies = {key for key in keys if cell.get(key) is not None or key == "k"}
     return {words(key): setting_name(key, cell.get(key)) if key in applies else None for key in keys}
-
-
-def _opened(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The results without a form of their own; an object that holds lists of rows is taken apart."""
-    for key, value in results.items():
-        if isinstance(value, dict) and key not in KNOWN and any(map(_is_rows, value.values())):
-            yield from ((f"{key} {name}", one) for name, one in value.items())
-        elif key not in KNOWN and value is not None:
-            yield key, value
 
 
 def _is_rows(value: Any) -> bool:
