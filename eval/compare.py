@@ -16,12 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
-from eval.contrast import Contrast, contrast_arms, direction, has_enough, sentences, shown
+from eval.contrast import Contrast, contrast_arms, direction, sentences
 from eval.errors import CommandError
 from eval.metrics import is_time
-from eval.recorded import Recorded, cell_name, read_recorded
+from eval.recorded import Recorded, read_recorded
+from eval.report.tables import contrast_table
 from eval.run import Sample
 
 BASELINES = ("stock-lpm", "stock-fcfs", "no-cache", "retriever shown", "retriever", "full-prefill")
@@ -40,14 +39,19 @@ def main(argv: Sequence[str]) -> int:
     kinds = [" ".join(filter(None, [run.kind, run.record["spec"].get("bench")])) for run in runs]
     if len(set(kinds)) > 1:
         raise CommandError(f"A is a {kinds[0]} record and B a {kinds[1]} record")
-    if not set.intersection(*map(_measured, runs)):
+    measured = set.intersection(*map(_measured, runs))
+    if not measured:
         names = ", ".join(run.name for run in runs)
         raise CommandError(f"the samples of {names} have no metric in common: there is nothing to compare")
+    if options.metric and not set(options.metric) & measured:
+        raise CommandError(
+            f"--metric: {', '.join(options.metric)} was not measured; measured: {', '.join(sorted(measured))}"
+        )
     compare = compare_runs if len(runs) == 2 else compare_arms
     report = compare(*runs, against=options.against, metrics=options.metric)
     if not report["contrasts"]:
-        raise CommandError(_nothing(runs, options.metric))
-    print(_table(report["contrasts"]))
+        raise CommandError("no request was answered on both sides in the same cell")
+    print(contrast_table(report["contrasts"]).text())
     print("\n".join(["", *_sentences(report), ""]))
     print(json.dumps(report))
     worse = any(direction(found) == "worse" for found in report["contrasts"])
@@ -101,15 +105,7 @@ def other_requests(a: Recorded, b: Recorded) -> list[str]:
 
 def differences(a: Recorded, b: Recorded) -> list[str]:
     """What differs between two runs besides requests, e.g. "machine cores: 2, 16"."""
-    sides = []
-    for run in (a, b):
-        flat = {"complete": run.record.get("complete"), "git": run.record.get("git")}
-        for name in ("versions", "machine", "spec"):
-            flat |= {f"{name} {key}": value for key, value in (run.record.get(name) or {}).items() if key != "baseline"}
-        for arm, facts in run.servers.items():
-            flat |= {f"server {arm} {key}": value for key, value in facts.items()}
-        sides.append(flat)
-    left, right = sides
+    left, right = _facts(a), _facts(b)
     return [
         f"{key}: {_text(left.get(key))} in A, {_text(right.get(key))} in B"
         for key in sorted(left.keys() | right.keys())
@@ -140,6 +136,14 @@ def _of(run: Recorded, arm: str) -> list[Sample]:
     return [sample for sample in run.samples if sample["arm"] == arm]
 
 
+def _facts(run: Recorded) -> dict[str, Any]:
+    record = run.record
+    groups = {name: record[name] for name in ("versions", "machine", "spec")}
+    groups |= {f"server {arm}": facts for arm, facts in run.servers.items()}
+    flat = {f"{name} {key}": value for name, group in groups.items() for key, value in group.items()}
+    return flat | {"complete": record.get("complete"), "git": record.get("git")}
+
+
 def _report(
     sides: Iterable[tuple[list[Sample], list[Sample], str, str]], metrics: Sequence[str] | None
 ) -> dict[str, Any]:
@@ -148,9 +152,9 @@ def _report(
     for left, right, a, b in sides:
         contrasts += contrast_arms(left, right, a=a, b=b, metrics=metrics)
         keys, others = _answered(left), _answered(right)
-        alone = {"only_a": len(keys - others), "only_b": len(others - keys)}
-        errors = {"errors_a": _errors(left), "errors_b": _errors(right)}
-        counts.append({"a": a, "b": b, "both": len(keys & others), **alone, **errors})
+        count = {"a": a, "b": b, "both": len(keys & others), "only_a": len(keys - others), "only_b": len(others - keys)}
+        errors = (sum(bool(sample.get("error")) for sample in side) for side in (left, right))
+        counts.append(count | dict(zip(("errors_a", "errors_b"), errors, strict=True)))
     return {"contrasts": contrasts, "verdict": sentences(contrasts), "no_verdict": None, "counts": counts}
 
 
@@ -159,41 +163,8 @@ def _answered(samples: Sequence[Sample]) -> set[tuple[str, str]]:
     return {(json.dumps(sample["cell"], sort_keys=True), str(sample["request"])) for sample in kept}
 
 
-def _errors(samples: Sequence[Sample]) -> int:
-    return sum(bool(sample.get("error")) for sample in samples)
-
-
 def _measured(run: Recorded) -> set[str]:
     return {name for sample in run.samples for name in sample["metrics"]}
-
-
-def _nothing(runs: Sequence[Recorded], metrics: Sequence[str] | None) -> str:
-    measured = sorted(set.union(*map(_measured, runs)))
-    if metrics and not set(metrics) & set(measured):
-        return f"--metric: {', '.join(metrics)} was not measured; measured: {', '.join(measured)}"
-    return "no request was answered on both sides in the same cell"
-
-
-def _table(contrasts: Sequence[Contrast]) -> str:
-    rows = [
-        {
-            "cell": cell_name(found["cell"]),
-            "A": found["a"],
-            "B": found["b"],
-            "metric": found["metric"],
-            "statistic": found["statistic"],
-            "value A": shown(found["metric"], found["a_value"]),
-            "value B": shown(found["metric"], found["b_value"]),
-            "B against A": shown("", found["value"]),
-            "95% interval": f"[{shown('', found['low'])}, {shown('', found['high'])}]"
-            if has_enough(found)
-            else "too few",
-            "n": found["n"],
-            "p": "" if found["p"] is None else f"{found['p']:.2g}",
-        }
-        for found in contrasts
-    ]
-    return tabulate(rows, headers="keys", disable_numparse=True)
 
 
 def _sentences(report: Mapping[str, Any]) -> list[str]:

@@ -47,38 +47,33 @@ def contrast_arms(
     found = []
     for cell in (cell for cell in theirs if cell in ours):
         failures = {**_failures("a", theirs[cell]), **_failures("b", ours[cell])}
+        block_of = {sample["request"]: sample.get("block") for sample in theirs[cell]}
         names = {name for sample in theirs[cell] for name in sample["metrics"]}
         for metric in ranked(names & set(names if metrics is None else metrics)):
             values, others = _by_request(theirs[cell], metric), _by_request(ours[cell], metric)
             both = [request for request in values if request in others]
-            if not both:
-                continue
-            block_of = {sample["request"]: sample.get("block") for sample in theirs[cell]}
+            pairs = [(values[request], others[request]) for request in both]
             blocks = [block_of[request] for request in both]
-            for statistic in TIMES if is_time(metric) else OTHERS:
-                measured = contrast(
-                    [(values[request], others[request]) for request in both],
-                    better=METRICS[metric].better if metric in METRICS else "higher",
-                    blocks=None if None in blocks else blocks,
-                    statistic=statistic,
-                )
+            known = None if None in blocks else blocks
+            for statistic in (TIMES if is_time(metric) else OTHERS) if both else ():
+                measured = contrast(pairs, better="higher", blocks=known, statistic=statistic)
                 found.append({"cell": json.loads(cell), "metric": metric, "a": a, "b": b, **measured, **failures})
     return found
 
 
-def has_enough(contrast: Contrast) -> bool:
+def has_enough(contrast: Mapping[str, Any]) -> bool:
     """Whether the interval is reliable: at least 8 requests, and 8 blocks if requests come in blocks."""
     blocks = contrast.get("num_blocks")
     return contrast["n"] >= MIN_PAIRS and (blocks is None or blocks >= MIN_BLOCKS)
 
 
-def fails_more(contrast: Contrast) -> Literal["a", "b"] | None:
+def fails_more(contrast: Mapping[str, Any]) -> Literal["a", "b"] | None:
     """The side that failed more than `MAX_FAILED` of its requests, and more than the other side."""
     a, b = ((contrast.get(f"failed_{side}") or 0) / (contrast.get(f"asked_{side}") or 1) for side in "ab")
     return None if a == b or max(a, b) <= MAX_FAILED else "a" if a > b else "b"
 
 
-def direction(contrast: Contrast) -> Literal["better", "worse", "different"] | None:
+def direction(contrast: Mapping[str, Any]) -> Literal["better", "worse", "different"] | None:
     """How b compares to a.
 
     None if the interval contains "no difference" or the t-test finds none (p >= 0.05), if there are fewer than 8 pairs or

@@ -16,6 +16,29 @@ class Metric:
     better: Literal["lower", "higher"]
 
 
+AGREEMENT = {
+    "same": ("answers that equal that of {}", ""),
+    "kl": ("KL to {}, mean of the answer", "nats"),
+    "kl_first": ("KL to {}, first token", "nats"),
+    "rouge_l": ("ROUGE-L, against {}", ""),
+    "jaccard": ("Jaccard index, against {}", ""),
+    "bert_score": ("BERTScore F1, against {}", ""),
+}
+"""Score of agreement with another answer -> label and unit."""
+REFERENCES = {
+    "full": "full prefill",
+    "retriever": "full prefill in retriever order",
+    "given": "the chunks as given",
+    "policy": "the first policy",
+}
+"""The other answer: the suffix of a score of agreement."""
+
+
+def agreement(score: str, reference: str) -> str:
+    """The metric of this score. Against full prefill `same`, `kl` and `kl_first` have no suffix."""
+    return score if reference == "full" and score in ("same", "kl", "kl_first") else f"{score}_{reference}"
+
+
 METRICS = {
     "ttft_s": Metric("time to first token", "s", "lower"),
     "itl_s": Metric("time between output tokens, mean of an answer", "s", "lower"),
@@ -34,31 +57,14 @@ METRICS = {
     "rouge_l": Metric("ROUGE-L", "", "higher"),
     "jaccard": Metric("Jaccard index of words", "", "higher"),
     "bert_score": Metric("BERTScore F1", "", "higher"),
-    "same": Metric("answers that equal full prefill's", "", "higher"),
-    "kl": Metric("KL to full prefill, mean of the answer", "nats", "lower"),
     "expected_hit_share": Metric("chunks that a replay finds cached", "", "higher"),
     "requests_per_s": Metric("requests per second", "1/s", "higher"),
     "output_tokens_per_s": Metric("output tokens per second", "1/s", "higher"),
-    "same_retriever": Metric("answers that equal full prefill's in retriever order", "", "higher"),
-    "kl_retriever": Metric("KL to full prefill in retriever order", "nats", "lower"),
-    "kl_first_retriever": Metric("KL to full prefill in retriever order, first token", "nats", "lower"),
-    "kl_first": Metric("KL to full prefill, first token", "nats", "lower"),
     **{
-        f"{score}_{reference}": Metric(f"{label}, against {text}", "", "higher")
-        for score, label in (("rouge_l", "ROUGE-L"), ("jaccard", "Jaccard index"), ("bert_score", "BERTScore F1"))
-        for reference, text in (
-            ("full", "full prefill's answer"),
-            ("retriever", "full prefill's answer in retriever order"),
-            ("given", "the answer to the chunks as given"),
-            ("policy", "the first policy's answer"),
-        )
+        agreement(score, reference): Metric(label.format(text), unit, "lower" if unit else "higher")
+        for reference, text in REFERENCES.items()
+        for score, (label, unit) in AGREEMENT.items()
     },
-    "same_given": Metric("answers that equal the one to the chunks as given", "", "higher"),
-    "kl_given": Metric("KL to the chunks as given", "nats", "lower"),
-    "kl_first_given": Metric("KL to the chunks as given, first token", "nats", "lower"),
-    "same_policy": Metric("answers that equal the first policy's", "", "higher"),
-    "kl_policy": Metric("KL to the first policy", "nats", "lower"),
-    "kl_first_policy": Metric("KL to the first policy, first token", "nats", "lower"),
     "faithfulness": Metric("faithfulness, by a judge", "", "higher"),
 }
 

@@ -57,14 +57,12 @@ class Recorded:
     @property
     def contrasts(self) -> list[dict[str, Any]]:
         """The contrasts in the results."""
-        return [one for one in self.results.get("contrasts") or [] if isinstance(one, dict)]
+        return list(self.results.get("contrasts") or [])
 
     @property
     def servers(self) -> dict[str, dict[str, Any]]:
         """The servers' descriptions of themselves, by arm."""
-        servers = self.results.get("servers")
-        facts = servers if isinstance(servers, dict) else {}
-        return {str(arm): one for arm, one in facts.items() if isinstance(one, dict)}
+        return dict(self.results.get("servers") or {})
 
     @property
     def arms(self) -> list[str]:
@@ -115,14 +113,15 @@ def setting_name(key: str, value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def varied(cells: Iterable[Cell]) -> list[str]:
-    """The settings that differ between cells. None means that a setting does not apply, except for `k`, where it means all."""
-    values: dict[str, set[str]] = {}
+def varied(cells: Iterable[Cell]) -> dict[str, list[Any]]:
+    """The settings that differ between cells, and their values. None: a setting does not apply, but for `k`: all chunks."""
     cells = list(cells)
-    for key in dict.fromkeys(key for cell in cells for key in cell):
-        found = (cell.get(key) for cell in cells)
-        values[key] = {json.dumps(value) for value in found if value is not None or key == "k"}
-    return [key for key, found in values.items() if len(found) > 1]
+    values = {key: [cell.get(key) for cell in cells] for key in dict.fromkeys(key for cell in cells for key in cell)}
+    found = {
+        key: {json.dumps(value): value for value in given if value is not None or key == "k"}
+        for key, given in values.items()
+    }
+    return {key: list(each.values()) for key, each in found.items() if len(each) > 1}
 
 
 # Private, in order of use
@@ -164,12 +163,8 @@ def _telling(cells: Iterable[Cell]) -> list[str]:
 
 def _replayed(cells: Sequence[Cell]) -> list[Cell]:
     """Each with its arm, and with the differing settings as `cell`; if a setting does not apply, once for each value of it."""
-    keys = _telling(one["cell"] for one in cells)
-    free = {
-        key: values
-        for key in varied(one["cell"] for one in cells)
-        if key not in POLICIES and len(values := _values(cells, key)) > 1
-    }
+    settings = [one["cell"] for one in cells]
+    keys, free = _telling(settings), {key: of for key, of in varied(settings).items() if key not in POLICIES}
     return [
         {
             **one,
@@ -178,15 +173,8 @@ def _replayed(cells: Sequence[Cell]) -> list[Cell]:
             "settings": one["cell"],
         }
         for one in cells
-        for chosen in product(
-            *([one["cell"][key]] if one["cell"][key] in values else values for key, values in free.items())
-        )
+        for chosen in product(*([one["cell"][key]] if one["cell"][key] in of else of for key, of in free.items()))
     ]
-
-
-def _values(cells: Sequence[Cell], key: str) -> list[Any]:
-    found = dict.fromkeys(one["cell"][key] for one in cells)
-    return [value for value in found if value is not None or key == "k"]
 
 
 def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:

@@ -1,26 +1,23 @@
 """Bootstrap intervals of figures over independent units: single samples, or whole blocks of samples that depend on each other.
 
-    bootstrap, block_bootstrap   (value, low, high) of any statistic of a list
-    summary                      mean, quantiles and the interval of the mean
-    contrast                     ratio or difference of paired values, with interval and paired t-test
+    summary    mean, quantiles, and the interval of the mean or the median
+    contrast   ratio or difference of paired values, with interval and paired t-test
 
-A draw is a vector of counts: how often each unit was drawn. All figures of the same number of units and seed share their draws.
+A draw is a vector of counts: how often each unit was drawn. All figures of the same number of units share their draws.
 scipy.stats.bootstrap has no blocks of unequal sizes, so only the t-test is scipy's. Pure functions, seeded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-T = TypeVar("T")
 Floats = NDArray[np.float64]
 Statistic = Literal["ratio of medians", "ratio of p90", "difference of means"]
 QUANTILES = {"ratio of medians": 0.5, "ratio of p90": 0.9}
@@ -30,52 +27,18 @@ BATCH = 2_000_000
 """Counts drawn at once: 16 MB."""
 
 
-def bootstrap(
-    samples: Sequence[T],
-    statistic: Callable[[Sequence[T]], float],
-    *,
-    draws: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float, float]:
-    """(value, low, high): percentile interval of `statistic` over resampled `samples`; keep pairs together as one sample."""
-    return block_bootstrap([[sample] for sample in samples], statistic, draws=draws, level=level, seed=seed)
-
-
-def block_bootstrap(
-    blocks: Sequence[Sequence[T]],
-    statistic: Callable[[Sequence[T]], float],
-    *,
-    draws: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float, float]:
-    """As `bootstrap`, drawing whole blocks: for samples that depend on their neighbours, such as requests sent together.
-
-    Args:
-        blocks: the samples, each in one block. `statistic` gets the samples of the drawn blocks in one list.
-    """
-    numbers = np.arange(len(blocks))
-    values = [
-        statistic([*chain.from_iterable(blocks[int(i)] for i in np.repeat(numbers, count.astype(int)))])
-        for counts in _draw(len(blocks), draws, seed, len(blocks))
-        for count in counts
-    ]
-    return statistic([*chain.from_iterable(blocks)]), *_ends(np.asarray(values), level)
-
-
 def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile, with linear interpolation."""
     return float(np.quantile(values, q))
 
 
 def summary(
-    values: Sequence[float], blocks: Sequence[Hashable] | None = None, *, draws: int = 2000
+    values: Sequence[float], blocks: Sequence[Hashable] | None = None, *, of_median: bool = False, draws: int = 2000
 ) -> dict[str, float]:
-    """Mean, p50, p90, p99, and the 95% interval of the mean (`low`, `high`): over whole blocks if there are at least 8.
+    """Mean, p50, p90, p99, and the 95% interval of the mean or the median (`low`, `high`).
 
     Args:
-        blocks: the block of each value.
+        blocks: the block of each value; whole blocks are resampled if there are at least 8.
     Raises:
         ValueError: no values.
     """
@@ -83,8 +46,12 @@ def summary(
         raise ValueError("no values")
     taken, units = np.asarray(values, dtype=float), _units(len(values), blocks)
     sums, sizes = np.bincount(units, weights=taken), np.bincount(units)
-    means = np.concatenate([(c @ sums) / (c @ sizes) for c in _draw(len(sums), draws, 0, len(sums))])
-    low, high = _ends(means, 0.95)
+    low, high = _ends(
+        [
+            _quantiles(taken, counts[:, units], 0.5) if of_median else (counts @ sums) / (counts @ sizes)
+            for counts in _draw(len(sums), draws, len(values) if of_median else len(sums))
+        ]
+    )
     p50, p90, p99 = map(float, np.quantile(taken, [0.5, 0.9, 0.99]))
     return {"mean": math.fsum(values) / len(values), "p50": p50, "p90": p90, "p99": p99, "low": low, "high": high}
 
@@ -96,8 +63,6 @@ def contrast(
     blocks: Sequence[Hashable] | None = None,
     statistic: Statistic | None = None,
     draws: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """The contrast of b against a: a / b of medians or p90, or b - a of means.
 
@@ -125,9 +90,9 @@ def contrast(
     units = _units(len(values), blocks)
     num_units = int(units.max()) + 1
     arms = _arms(values, units, np.ones((1, num_units)), chosen)
-    batches = _draw(num_units, draws, seed, len(values))
-    spread = np.concatenate([_distance(_arms(values, units, counts, chosen), chosen) for counts in batches])
-    found = [float(_distance(arms, chosen)[0]), *_ends(spread, level)]
+    batches = _draw(num_units, draws, len(values))
+    spread = [_distance(_arms(values, units, counts, chosen), chosen) for counts in batches]
+    found = [float(_distance(arms, chosen)[0]), *_ends(spread)]
     value, low, high = found if all(map(math.isfinite, found)) else (None, None, None)
     return {
         "statistic": chosen,
@@ -145,27 +110,27 @@ def contrast(
 # Private, in order of use
 
 
-def _draw(num_units: int, draws: int, seed: int, width: int) -> Iterator[Floats]:
+def _draw(num_units: int, draws: int, width: int) -> Iterator[Floats]:
     """[batch of draws, num_units] how often each unit was drawn, in batches that fit in memory with `width` numbers a draw."""
-    if draws * max(num_units, width) <= BATCH:
-        yield _counts(num_units, draws, seed)
+    rng, batch = np.random.default_rng(0), max(1, BATCH // max(num_units, width))
+    if draws <= batch:
+        yield _all_at_once(num_units, draws)
         return
-    rng, batch = np.random.default_rng(seed), max(1, BATCH // max(num_units, width))
     for start in range(0, draws, batch):
-        yield _multinomial(rng, num_units, min(batch, draws - start))
+        yield _counts(rng, num_units, min(batch, draws - start))
 
 
 @lru_cache(maxsize=8)
-def _counts(num_units: int, draws: int, seed: int) -> Floats:
-    return _multinomial(np.random.default_rng(seed), num_units, draws)
+def _all_at_once(num_units: int, draws: int) -> Floats:
+    return _counts(np.random.default_rng(0), num_units, draws)
 
 
-def _multinomial(rng: np.random.Generator, num_units: int, size: int) -> Floats:
-    return rng.multinomial(num_units, np.full(num_units, 1 / num_units), size=size).astype(np.float64)
+def _counts(rng: np.random.Generator, num_units: int, draws: int) -> Floats:
+    return rng.multinomial(num_units, np.full(num_units, 1 / num_units), size=draws).astype(np.float64)
 
 
-def _ends(values: Floats, level: float) -> tuple[float, float]:
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+def _ends(batches: Sequence[Floats]) -> tuple[float, float]:
+    low, high = np.quantile(np.concatenate(batches), [0.025, 0.975])
     return float(low), float(high)
 
 

@@ -56,11 +56,10 @@ class Answers(Mode):
         """Arms, the reference server, a judge."""
         add_arm_options(parser, default=DEFAULT_ARMS)
         parser.add_argument("--against", metavar="ARM", default=REFERENCE.name, help="arm to compare the others with")
-        parser.add_argument(
-            "--reference",
-            metavar="URL",
-            help="address of a server of ours (http://HOST:PORT) that computes full prefill, instead of one started for it",
+        text = (
+            "address of a server of ours (http://HOST:PORT) that computes full prefill, instead of one started for it"
         )
+        parser.add_argument("--reference", metavar="URL", help=text)
         group = parser.add_argument_group("faithfulness, by a judge model")
         group.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint")
         group.add_argument("--judge-model", metavar="NAME", help="the model to ask there")
@@ -80,10 +79,9 @@ class Answers(Mode):
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Cells, contrasts with one arm, and normalised F1 if full reuse and full prefill were measured."""
         results = summarize_arms(samples, against=self.args.against)
-        ends = {"full_reuse": "full-reuse", "full_prefill": REFERENCE.name}
         told = tokenised_otherwise(samples)
         return results | {
-            "normalized_f1": normalized_f1_of(results["cells"], **ends),
+            "normalized_f1": normalized_f1_of(results["cells"]),
             "tokenised_otherwise": told,
             "notes": [OTHERWISE.format(name=name, n=n) for name, n in told.items()],
         }
@@ -118,12 +116,8 @@ class Answers(Mode):
             yield key_of(arm, request), self.sample(arm.name, request, error)
             return
         metrics |= self.scorer.gold(answer.text, request) | self.scorer.faithfulness(answer.text, request)
-        more: dict[str, Any] = {
-            "order": [*answer.order],
-            "prompt_tokens": answer.num_prompt,
-            "cached_tokens": answer.num_cached,
-        }
-        yield key_of(arm, request), self.sample(arm.name, request, answer, metrics, **more)
+        counts: dict[str, Any] = {"prompt_tokens": answer.num_prompt, "cached_tokens": answer.num_cached}
+        yield key_of(arm, request), self.sample(arm.name, request, answer, metrics, order=[*answer.order], **counts)
 
 
 def reference_url(text: str) -> str:

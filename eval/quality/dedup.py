@@ -40,20 +40,15 @@ class Dedup(Mode):
         self.conversations = group(requests)
         if not self.conversations:
             raise CommandError(
-                f"--task {args.task} has no conversation of several turns; world, mtrag and sharegpt have"
+                f"--task {args.task}: no conversation of several turns; world, mtrag, sharegpt have them"
             )
         super().__init__(args, [policy_arm(policy) for policy in dict.fromkeys(args.policies)], requests)
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         """The policies."""
-        parser.add_argument(
-            "--policies",
-            nargs="+",
-            choices=POLICIES,
-            default=["off", "shown"],
-            help="policies to compare; the first one is the baseline",
-        )
+        text = "policies to compare; the first one is the baseline"
+        parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["off", "shown"], help=text)
         add_hop_option(parser)
 
     def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
@@ -74,7 +69,7 @@ class Dedup(Mode):
                 if isinstance(answer, Greedy):
                     metrics = self.scorer.gold(answer.text, request)
                     more = {"num_chunks": len(request.chunks), "num_dropped": len(answer.info.get("dropped") or ())}
-                    more |= {"prompt_tokens": answer.num_prompt}
+                    more["prompt_tokens"] = answer.num_prompt
                     if isinstance(first, Greedy) and first is not answer:
                         metrics |= self.scorer.agreement(answer, first, "policy")
                 row = self.sample(endpoint.arm.name, request, answer, metrics, **more)
@@ -120,9 +115,8 @@ def summarize(samples: Sequence[Sample], *, against: str) -> dict[str, Any]:
     """Cells and contrasts over all turns, and contrasts over the turns in which a chunk was left out."""
     touched = {row["request"] for row in samples if row.get("num_dropped")}
     repeated = [row for row in samples if row["request"] in touched]
-    counts = {"num_turns": len({row["request"] for row in samples}), "num_deduplicated": len(touched)}
-    return (
-        summarize_arms(samples, against=against)
-        | counts
-        | {"deduplicated_turns": summarize_arms(repeated, against=against)}
-    )
+    return summarize_arms(samples, against=against) | {
+        "num_turns": len({row["request"] for row in samples}),
+        "num_deduplicated": len(touched),
+        "deduplicated_turns": summarize_arms(repeated, against=against),
+    }

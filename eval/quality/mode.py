@@ -131,15 +131,12 @@ def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
             continue
         keys = {arm.name: Key(arm.name, ()) for arm in arms}
         servers.keep(list(keys.values()))
-        limits = mode.args.max_new_tokens, mode.args.top_logprobs
-        found = {}
+        limits, found = (mode.args.max_new_tokens, mode.args.top_logprobs), {}
         for arm in arms:
             url = servers.open(keys[arm.name], arm)
             found[arm.name] = Endpoint(url, servers.model(keys[arm.name]), arm, *limits)
-        with (
-            _workers(clients) as pool,
-            progress(f"{mode.name} {arms[-1].name}", len(jobs), initial=len(jobs) - len(missing)) as bar,
-        ):
+        name, done = f"{mode.name} {arms[-1].name}", len(jobs) - len(missing)
+        with _workers(clients) as pool, progress(name, len(jobs), initial=done) as bar:
             for rows in pool.map(lambda job, found=found: list(job.take(found)), missing):
                 if any(row.get("error") for _, row in rows):
                     for name, endpoint in found.items():
@@ -155,44 +152,32 @@ def show(folder: Path) -> None:
     run = read_recorded(folder)
     for table in tables_of(run):
         print(f"{table.title}\n\n{table.text()}\n")
-    notes = [*run.results.get("notes", []), *([run.results["note"]] if "note" in run.results else [])]
-    print(
-        *run.results["verdict"],
-        *(f"Note: {note}" for note in notes),
-        f"record: {folder}",
-        json.dumps(run.results),
-        sep="\n",
-    )
+    notes = [*run.results.get("notes", []), run.results.get("note")]
+    told = [*run.results["verdict"], *(f"Note: {note}" for note in notes if note)]
+    print(*told, f"record: {folder}", json.dumps(run.results), sep="\n")
 
 
 def add_quality_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every mode."""
     add_task_options(parser)
-    group = parser.add_argument_group("model and scores; flags for all servers come after --")
-    group.add_argument("--model-path", default="bundled", metavar="M", help="a model, random, or bundled (default)")
-    group.add_argument(
-        "--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters"
+    add = parser.add_argument_group("model and scores; flags for all servers come after --").add_argument
+    add("--model-path", default="bundled", metavar="M", help="a model, random, or bundled (default)")
+    add("--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters")
+    add("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; bundled: 100000)")
+    text = (
+        "real: score right answers; none: score agreement with full prefill only. auto: the bundled model is real for the "
+        "task world only, a --model-path is real, a running server is not unless it reports the bundled model"
     )
-    group.add_argument("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; bundled: 100000)")
-    group.add_argument(
-        "--weights",
-        choices=get_args(Weights),
-        default="auto",
-        help="real: score right answers; none: score agreement with full prefill only. auto: the bundled model is real for the "
-        "task world only, a --model-path is real, a running server is not unless it reports the bundled model",
-    )
-    group.add_argument("--bert-encoder", type=Path, metavar="DIR", help="BERTScore with the encoder in this folder")
-    group.add_argument("--bert-layer", type=int, metavar="N", help="layer of the encoder (default: the last one)")
-    group.add_argument("--max-new-tokens", type=int, default=40, help="maximum length of an answer (default: 40)")
-    group.add_argument(
-        "--top-logprobs", type=int, default=TOP_LOGPROBS, metavar="N", help="per token, for KL; 0: no KL (default: 100)"
-    )
-    group.add_argument("--clients", type=int, default=4, help="maximum number of requests in flight (default: 4)")
-    group.add_argument("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
-    group.add_argument(
-        "--out", type=Path, metavar="DIR", help="a new folder, or that of a run to continue (default: runs/<date>)"
-    )
-    group.add_argument("--baseline", metavar="RECORD", help="name of the record to compare this one with")
+    add("--weights", choices=get_args(Weights), default="auto", help=text)
+    add("--bert-encoder", type=Path, metavar="DIR", help="BERTScore with the encoder in this folder")
+    add("--bert-layer", type=int, metavar="N", help="layer of the encoder (default: the last one)")
+    add("--max-new-tokens", type=int, default=40, help="maximum length of an answer (default: 40)")
+    text = "per token, for KL; 0: no KL (default: 100)"
+    add("--top-logprobs", type=int, default=TOP_LOGPROBS, metavar="N", help=text)
+    add("--clients", type=int, default=4, help="maximum number of requests in flight (default: 4)")
+    add("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
+    add("--out", type=Path, metavar="DIR", help="a new folder, or that of a run to continue (default: runs/<date>)")
+    add("--baseline", metavar="RECORD", help="name of the record to compare this one with")
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -246,8 +231,8 @@ def spec_of(args: argparse.Namespace, arms: Sequence[Arm], requests: Sequence[Re
     """Everything that identifies a measurement: settings, requests, and the model if servers are started."""
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "clients")}
     starts = any(arm.url is None for arm in arms)
-    digests = {"model_sha256": model_sha256(args.model_path) if starts else None}
-    return settings | digests | {"requests_sha256": requests_sha256(requests)}
+    sha256 = model_sha256(args.model_path) if starts else None
+    return {**settings, "model_sha256": sha256, "requests_sha256": requests_sha256(requests)}
 
 
 # Private

@@ -55,9 +55,8 @@ class Permutation(Mode):
         """Number of orders, the arm."""
         parser.set_defaults(requests=20)
         add_hop_option(parser)
-        parser.add_argument(
-            "--orders", type=int, default=100, metavar="N", help="random orders of each request's chunks (default: 100)"
-        )
+        text = "random orders of each request's chunks (default: 100)"
+        parser.add_argument("--orders", type=int, default=100, metavar="N", help=text)
         parser.add_argument("--arm", default="ours", help="an arm, or NAME=URL[,chat|rag] for a running server")
 
     def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
@@ -65,13 +64,9 @@ class Permutation(Mode):
         drawn = [[in_turn(one), *draw_orders(one, self.args.orders, self.args.seed)] for one in self.requests]
         told = f"{sum(len(set(orders)) for orders in drawn)} requests to send"
         print(f"eval quality: {told}, for {len(self.requests)} questions in different orders", file=sys.stderr)
-        yield (
-            self.arms,
-            [
-                Job(self._key(request, self.args.orders), partial(self._one, request, orders))
-                for request, orders in zip(self.requests, drawn, strict=True)
-            ],
-        )
+        both = zip(self.requests, drawn, strict=True)
+        jobs = [Job(self._key(one, self.args.orders), partial(self._one, one, orders)) for one, orders in both]
+        yield self.arms, jobs
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """As `summarize`."""
@@ -125,51 +120,50 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     Cells and contrasts count each request once, with the mean over its orders: orders of one request are not independent
     samples, and neither are requests of one block. A cell's `errors` counts failed answers among its `num_answers`.
     """
-    pooled = [{**row, "cell": {}} for row in samples]
-    baseline, drawn = [row for row in pooled if not row["permutation"]], [row for row in pooled if row["permutation"]]
-    contrasts = contrast_arms(baseline, drawn, a="the retriever's order", b="a random order")
-    spread = {
-        request: _spread(*([row for row in rows if row["request"] == request] for rows in (baseline, drawn)))
-        for request in dict.fromkeys(row["request"] for row in samples)
+    rows = {order: [row for row in samples if row["cell"]["order"] == order] for order in (RETRIEVER, RANDOM)}
+    pooled = ([{**row, "cell": {}} for row in taken] for taken in rows.values())
+    contrasts = contrast_arms(*pooled, a="the retriever's order", b="a random order")
+    cells = [_one_a_request(taken) for taken in rows.values() if taken]
+    spread = {request: _spread(taken) for request, taken in _by_request(samples).items()}
+    # Tolerance for rounding: if all orders give the same value, the deviation is 0 and the value is the mean.
+    within = {
+        metric: [abs(found["baseline"] - found["mean"]) <= found["sd"] + 1e-9 for found in taken]
+        for metric in PER_REQUEST
+        if (taken := [one[metric] for one in spread.values() if one.get(metric, {}).get("baseline") is not None])
     }
-    within: dict[str, list[bool]] = defaultdict(list)
-    for metrics in spread.values():
-        for metric, found in metrics.items():
-            if found["baseline"] is not None:
-                # Tolerance for rounding: if all orders give the same value, the deviation is 0 and the value is the mean.
-                within[metric].append(abs(found["baseline"] - found["mean"]) <= found["sd"] + 1e-9)
-    cells = [
-        _one_a_request([row for row in samples if row["cell"]["order"] == order])
-        for order in dict.fromkeys(row["cell"]["order"] for row in samples)
-    ]
     return {
         "cells": cells,
         "contrasts": contrasts,
         "verdict": [*_told(cells, contrasts), *sentences(contrasts)],
         "requests": [{"request": request, "metrics": metrics} for request, metrics in spread.items()],
-        "within_sd": {metric: sum(each) / len(each) for metric, each in within.items()},
+        "within_sd": {metric: statistics.fmean(each) for metric, each in within.items()},
     }
 
 
 # Private, in order of use
 
 
-def _spread(baseline: Sequence[Sample], drawn: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+def _by_request(rows: Sequence[Sample]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = defaultdict(list)
+    for row in rows:
+        found[row["request"]].append(row)
+    return found
+
+
+def _spread(rows: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for metric in PER_REQUEST:
-        if values := [row["metrics"][metric] for row in drawn if metric in row["metrics"]]:
-            shown = next((row["metrics"].get(metric) for row in baseline), None)
+        measured = [row for row in rows if metric in row["metrics"]]
+        if values := [row["metrics"][metric] for row in measured if row["permutation"]]:
+            shown = next((row["metrics"][metric] for row in measured if not row["permutation"]), None)
             found[metric] = {"baseline": shown, "mean": statistics.fmean(values), "sd": statistics.pstdev(values)}
     return found
 
 
 def _one_a_request(rows: Sequence[Sample]) -> dict[str, Any]:
     """The cell of these orders of all requests."""
-    by_request: dict[str, list[Sample]] = defaultdict(list)
-    for row in rows:
-        if not row.get("error"):
-            by_request[row["request"]].append(row)
-    folded = [taken[0] | {"metrics": _means(taken)} for taken in by_request.values()]
+    good = _by_request([row for row in rows if not row.get("error")])
+    folded = [taken[0] | {"metrics": _means(taken)} for taken in good.values()]
     (whole,) = cells_of(rows)
     figures = cells_of(folded)[0] | {"fates": whole["fates"]} if folded else whole
     return figures | {"errors": whole["errors"], "num_answers": len(rows)}
@@ -186,14 +180,12 @@ def _told(cells: Sequence[Mapping[str, Any]], contrasts: Sequence[Mapping[str, A
     for one in (one for one in contrasts if one["metric"] in ("em", "f1")):
         change = f"{one['value']:+.3g} on average, 95% interval [{one['low']:+.3g}, {one['high']:+.3g}]"
         told = change if any((one["value"], one["low"], one["high"])) else "no difference"
-        said.append(
-            f"{METRICS[one['metric']].label}, random orders less the given one: {told}, over {one['n']} requests."
-        )
+        name = METRICS[one["metric"]].label
+        said.append(f"{name}, random orders less the given one: {told}, over {one['n']} requests.")
     for cell in (cell for cell in cells if "same_given" in cell["metrics"]):
         same = cell["metrics"]["same_given"]
-        share = f"{same['mean']:.1%} of answers are those to the given order"
-        told = (
-            f"{share}, 95% interval [{same['low']:.1%}, {same['high']:.1%}]" if same["mean"] < 1 else "nothing differs"
-        )
+        told = f"{same['mean']:.1%} of answers are those to the given order"
+        told += f", 95% interval [{same['low']:.1%}, {same['high']:.1%}]"
+        told = told if same["mean"] < 1 else "nothing differs"
         said.append(f"Answers to random orders: {told}, over {cell['n']} requests.")
     return said

@@ -33,18 +33,18 @@ from eval.http import post
 from eval.quality.greedy import Endpoint, FullPrefill, Greedy, ask
 from eval.quality.mode import Job, Mode, Servers
 from eval.quality.ratio_cases import KINDS, Case, data_cases, world_cases
-from eval.quality.scores import cells_of
+from eval.quality.scores import FULL_PREFILL, FULL_REUSE, cells_of
 from eval.quality.text_metrics import normalized_f1
 from eval.run import Sample
 from eval.serve.arms import ARMS, Arm
-from eval.task import Request, TextChunk
+from eval.task import TextChunk
 
 FLAGS = ("--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache-store-threshold", "1")
 """Every movable chunk is moved, and every chunk enters the store at once."""
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "context-all", "set")
 UNRATED = ("none", "set")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")
-FULL_REUSE, ALL, FULL_PREFILL = "full-reuse", "all", "full-prefill"
+ALL = "all"
 ALPHAS = (0.5, 1.0, 2.0, 3.0)
 """Cache-Craft fig. 26."""
 PAIRED_RATIO = 0.15
@@ -89,7 +89,7 @@ class RatioCurves(Mode):
         self.cells = make_cells(args.selectors, args.ratios, ablation=not args.no_ablation)
         self.captures = make_captures(args)
         arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
-        super().__init__(args, [arm], [request_of(case) for case in self.cases])
+        super().__init__(args, [arm], [case.request for case in self.cases])
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -97,13 +97,8 @@ class RatioCurves(Mode):
         parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS))
         parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
         parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="chunks in a prompt, instead of --k")
-        parser.add_argument(
-            "--kinds",
-            nargs="+",
-            choices=KINDS,
-            default=list(KINDS),
-            help="of question, task world: --requests of each kind and size",
-        )
+        text = "of question, task world: --requests of each kind and size"
+        parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help=text)
         parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
         parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
         parser.add_argument("--no-ablation", action="store_true", help="do not measure Cache-Craft's parts and alphas")
@@ -124,17 +119,17 @@ class RatioCurves(Mode):
     def take(self, case: Case, servers: Servers) -> Iterator[tuple[str, Sample]]:
         """The samples of one case: full prefill, then each capture's cells on fresh KV."""
         (endpoint,) = servers.values()
-        request = request_of(case)
-        more = {"block": case.block, "num_chunks": len(case.chunks)}
-        full = FullPrefill().ask(endpoint, request, [chunk.id for chunk in case.chunks])
+        request = case.request
+        more = {"block": case.block, "num_chunks": len(request.chunks)}
+        full = FullPrefill().ask(endpoint, request, [chunk.id for chunk in request.chunks])
         gold = self.scorer.gold(full.text, request)
         row = self.sample(FULL_PREFILL, request, full, gold, cell={"kind": case.kind}, **more)
-        yield f"ratio/{case.id}/{FULL_PREFILL}", row | {"fates": None}
+        yield f"ratio/{request.id}/{FULL_PREFILL}", row | {"fates": None}
         for capture in self.captures:
             salt = secrets.token_hex(16)
-            behind = bring_in(endpoint, capture, case, salt, random.Random(f"{self.args.seed} {case.id}"))
+            behind = bring_in(endpoint, capture, case, salt, random.Random(f"{self.args.seed} {request.id}"))
             for way in self.cells:
-                answer = ask(endpoint, request, case.chunks, reuse=way.reuse, order="retriever", cache_salt=salt)
+                answer = ask(endpoint, request, request.chunks, reuse=way.reuse, order="retriever", cache_salt=salt)
                 metrics = self.scorer.gold(answer.text, request) | self.scorer.agreement(answer, full, "full")
                 found = {"sources": sources_of(answer, behind), "fallbacks": answer.info["fallbacks"]}
                 cell = {"kind": case.kind, **capture.label, **way.label}
@@ -144,11 +139,7 @@ class RatioCurves(Mode):
 
 def make_captures(args: argparse.Namespace) -> list[Capture]:
     """One capture per name; for `preprocessed` one per top-n."""
-    return [
-        capture
-        for name in args.captures
-        for capture in ([Capture(name, n) for n in args.neighbors] if name == "preprocessed" else [Capture(name)])
-    ]
+    return [Capture(name, n) for name in args.captures for n in (args.neighbors if name == "preprocessed" else [None])]
 
 
 def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: bool) -> list[Cell]:
@@ -160,15 +151,13 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: b
         cells.append(Cell(ALL, {"ratio": 1.0}, _reuse("first", 1.0)))
     if ablation:
         parts: dict[str, dict[str, Any]] = {"no beta": {"without": ["beta"]}, "no cci": {"without": ["cci"]}}
-        at = {"ratio": PAIRED_RATIO}
-        context = _reuse("context", PAIRED_RATIO)
-        cells += [Cell(f"context, {name}", at, context | part) for name, part in parts.items()]
+        found: list[tuple[str, dict[str, float], dict[str, Any]]] = []
+        found += [(f"context, {name}", {}, part) for name, part in parts.items()]
         parts["no focus"] = {"focus": False}
-        cells += [
-            Cell(f"context, {name}", at | {"alpha": 1.0}, context | {"alpha": 1.0} | part)
-            for name, part in parts.items()
-        ]
-        cells += [Cell("context", at | {"alpha": alpha}, context | {"alpha": alpha}) for alpha in ALPHAS]
+        found += [(f"context, {name}", {"alpha": 1.0}, part) for name, part in parts.items()]
+        found += [("context", {"alpha": alpha}, {}) for alpha in ALPHAS]
+        at, context = {"ratio": PAIRED_RATIO}, _reuse("context", PAIRED_RATIO)
+        cells += [Cell(arm, at | label, context | label | part) for arm, label, part in found]
     if "set" in selectors:
         cells.append(Cell("set", {"ratio": 0.0}, _reuse("set", 0.0)))
     return cells
@@ -176,20 +165,21 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: b
 
 def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: random.Random) -> dict[str, int]:
     """Capture the case's chunks on the server under `salt`; chunk id -> number of chunks before it at the capture."""
+    chunks = case.request.chunks
     if capture.name == "live":
         behind: dict[str, int] = {}
         strangers = list(case.strangers)
-        shuffled = rng.sample(case.chunks, len(case.chunks))
-        request = replace(request_of(case), max_new_tokens=1)
+        shuffled = rng.sample(chunks, len(chunks))
+        request = replace(case.request, max_new_tokens=1)
         for half in (shuffled[::2], shuffled[1::2]):
             mixed = [each for chunk in half for each in (strangers.pop(), chunk)]
             ask(endpoint, request, mixed, reuse="exact", order="retriever", cache_salt=salt)
             behind |= {chunk.id: 2 * i + 1 for i, chunk in enumerate(half)}
         return behind
-    neighbors = {chunk.id: case.neighbors[chunk.id][: capture.neighbors or 0] for chunk in case.chunks}
+    neighbors = {chunk.id: case.neighbors[chunk.id][: capture.neighbors or 0] for chunk in chunks}
     for each in dict.fromkeys(near for found in neighbors.values() for near in found):
         _preprocess(endpoint.url, each, (), salt)  # in the store, so that it can be moved before a chunk
-    for chunk in case.chunks:
+    for chunk in chunks:
         _preprocess(endpoint.url, chunk, neighbors[chunk.id], salt)
     return {chunk_id: len(found) for chunk_id, found in neighbors.items()}
 
@@ -205,15 +195,10 @@ def sources_of(answer: Greedy, behind: Mapping[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-def request_of(case: Case) -> Request:
-    """The request of a client."""
-    return Request(case.id, case.question, case.chunks, case.gold)
-
-
 def key_of(case: Case, capture: Capture, cell: Cell) -> str:
     """The sample's key."""
     label = ",".join(f"{name}={value}" for name, value in (capture.label | cell.label).items())
-    return f"ratio/{case.id}/{cell.arm}/{label}"
+    return f"ratio/{case.request.id}/{cell.arm}/{label}"
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -223,36 +208,24 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """
     cells = cells_of(samples)
     add_normalized_f1(cells)
-    sources: dict[str, Counter[str]] = defaultdict(Counter)
-    fallbacks: dict[str, Counter[str]] = defaultdict(Counter)
+    for cell in cells:
+        cell |= shares(cell["fates"]) if cell["fates"] else {}
     by_arm: dict[str, list[Sample]] = defaultdict(list)
     for row in samples:
-        if "sources" in row:
-            sources[row["cell"]["capture"]].update(row["sources"])
-            fallbacks[row["cell"]["capture"]].update(row["fallbacks"])
         if row["cell"].get("ratio") == PAIRED_RATIO and "alpha" not in row["cell"]:
             by_arm[row["arm"]].append(row)
-    for cell in cells:
-        if cell["fates"]:
-            cell |= shares(cell["fates"])
-    names = {cell["arm"] for cell in cells}
     contrasts = [
-        each
-        for a, b in PAIRED
-        if a in by_arm and b in by_arm
-        for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
+        each for a, b in PAIRED for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
     ]
+    names = {cell["arm"] for cell in cells}
+    ends = [end for end in (FULL_REUSE, ALL) if end in names]
     return {
         "cells": cells,
         "contrasts": contrasts,
         "verdict": sentences(contrasts),
-        "ends": {
-            arm: [end for end in (FULL_REUSE, ALL) if end in names]
-            for arm in SELECTORS
-            if arm in names and arm not in UNRATED
-        },
-        "sources": {name: dict(found) for name, found in sources.items()},
-        "fallbacks": {name: dict(found) for name, found in fallbacks.items()},
+        "ends": {arm: ends for arm in SELECTORS if arm in names and arm not in UNRATED},
+        "sources": _counted(samples, "sources"),
+        "fallbacks": _counted(samples, "fallbacks"),
     }
 
 
@@ -284,6 +257,14 @@ def shares(fates: Mapping[str, int]) -> dict[str, float]:
 
 
 # Private, in order of use
+
+
+def _counted(samples: Sequence[Sample], name: str) -> dict[str, dict[str, int]]:
+    """Sums over the samples of each capture."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in (row for row in samples if name in row):
+        found[row["cell"]["capture"]].update(row[name])
+    return {capture: dict(counts) for capture, counts in found.items()}
 
 
 def _reuse(selector: str, ratio: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
+from eval.metrics import agreement
 from eval.quality.text_metrics import answer_kl, exact_match, f1, jaccard, kl_divergence, normalized_f1, rouge_l
 from eval.stats import summary
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from eval.task import Request
 
 Weights = Literal["auto", "real", "none"]
-Against = Literal["full", "retriever", "given", "policy"]
-"""The answer that another one is compared with: the suffixes above."""
+FULL_REUSE, FULL_PREFILL = "full-reuse", "full-prefill"
+"""Arms: the ends of normalised F1."""
 AGREEMENT_NOTE = (
     "these weights know nothing of this text: the figures measure how far answers agree, not whether they are right"
 )
@@ -79,28 +80,26 @@ class Scorer:
             "f1": f1(answer, right),
             "rouge_l": max(rouge_l(answer, text) for text in right),
             "jaccard": max(jaccard(answer, text) for text in right),
-        } | self._bert_score("bert_score", answer, right)
+        } | self._bert_score(answer, right)
 
-    def agreement(self, answer: Greedy, other: Greedy, against: Against) -> dict[str, float]:
-        """Scores of agreement with another answer; KL only if the server gave distributions."""
+    def agreement(self, answer: Greedy, other: Greedy, reference: str) -> dict[str, float]:
+        """Scores of agreement with the other answer, one of `eval.metrics.REFERENCES`; KL only if there are distributions."""
         values = {
             "same": float(answer.text == other.text),
-            "rouge_l_full": rouge_l(answer.text, other.text),
-            "jaccard_full": jaccard(answer.text, other.text),
-        } | self._bert_score("bert_score_full", answer.text, (other.text,))
+            "rouge_l": rouge_l(answer.text, other.text),
+            "jaccard": jaccard(answer.text, other.text),
+        } | self._bert_score(answer.text, (other.text,))
         if answer.steps and other.steps:
             values["kl"] = answer_kl(other.steps, other.tokens, answer.steps, answer.tokens)
             values["kl_first"] = kl_divergence(other.steps[0], answer.steps[0])
-        if against == "full":  # in eval.metrics these have no further suffix
-            return values
-        return {f"{name.removesuffix('_full')}_{against}": value for name, value in values.items()}
+        return {agreement(name, reference): value for name, value in values.items()}
 
     def faithfulness(self, answer: str, request: Request) -> dict[str, float]:
         """The judge's score, if there is a judge and it found claims."""
         if self._judge is None:
             return {}
-        found = self._judge.judge(request.question, answer, [chunk.text for chunk in request.chunks])
-        return {} if found is None or found.faithfulness is None else {"faithfulness": found.faithfulness}
+        share = self._judge.faithfulness(request.question, answer, [chunk.text for chunk in request.chunks])
+        return {} if share is None else {"faithfulness": share}
 
     def spec(self) -> dict[str, Any]:
         """Settings on which the figures depend, apart from the answers."""
@@ -111,8 +110,8 @@ class Scorer:
             found["judge"] = self._judge.spec()
         return found
 
-    def _bert_score(self, name: str, answer: str, references: Sequence[str]) -> dict[str, float]:
-        return {} if self._bert is None else {name: self._bert.score(answer, references)}
+    def _bert_score(self, answer: str, references: Sequence[str]) -> dict[str, float]:
+        return {} if self._bert is None else {"bert_score": self._bert.score(answer, references)}
 
 
 def rounded(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -125,17 +124,13 @@ def block_of(request: Request) -> str:
     return request.conversation or " ".join(request.gold_ids) or request.id
 
 
-def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str | None) -> dict[str, Any]:
+def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str) -> dict[str, Any]:
     """Cells, and contrasts with verdicts of every arm against the arm `against`."""
     arms: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
         arms.setdefault(sample["arm"], []).append(sample)
-    contrasts = [
-        each
-        for name, taken in arms.items()
-        if against in arms and name != against
-        for each in contrast_arms(arms[str(against)], taken, a=str(against), b=name)
-    ]
+    others = [name for name in arms if name != against] if against in arms else []
+    contrasts = [each for name in others for each in contrast_arms(arms[against], arms[name], a=against, b=name)]
     return {"cells": cells_of(samples), "contrasts": contrasts, "verdict": sentences(contrasts)}
 
 
@@ -147,12 +142,12 @@ def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_cell(taken) for taken in groups.values()]
 
 
-def normalized_f1_of(cells: Sequence[Mapping[str, Any]], *, full_reuse: str, full_prefill: str) -> dict[str, Any]:
-    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends were measured and differ."""
+def normalized_f1_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends were measured."""
     means = {cell["arm"]: cell["metrics"]["f1"]["mean"] for cell in cells if "f1" in cell["metrics"]}
-    if full_reuse not in means or full_prefill not in means:
+    if not {FULL_REUSE, FULL_PREFILL} <= means.keys():
         return {}
-    ends = {"full_reuse": means[full_reuse], "full_prefill": means[full_prefill]}
+    ends = {"full_reuse": means[FULL_REUSE], "full_prefill": means[FULL_PREFILL]}
     return {name: normalized_f1(value, **ends) for name, value in means.items()}
 
 

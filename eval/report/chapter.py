@@ -17,9 +17,11 @@ from eval.contrast import sentences, shortage, verdict
 from eval.metrics import is_time
 from eval.recorded import Cell, Recorded, cell_name, varied
 from eval.report import charts
-from eval.report.charts import KNOWN_ARMS, Arms
+from eval.report.charts import KNOWN_ARMS, Arms, grouped
 from eval.report.tables import metric_names, plain, servers_table, tables_of, words
 
+MAX_FIRST = 2
+"""Verdict sentences in the contents, those that begin with "Verdict" first; the chapter has all."""
 MAX_CURVES, MAX_PANELS = 6, 8
 """Maximum number of charts of one varied setting if other settings vary, too."""
 CURVES = (
@@ -27,6 +29,7 @@ CURVES = (
     *("saved_share", "token_saved_share", "em", "f1", "same", "kl"),
 )
 """Metrics of a sweep's charts; if a record has none of them, its first two."""
+PARTIAL = "The run was interrupted: these are the figures of the samples so far."
 BAND = "Times are medians, other metrics means; bands are 95% intervals."
 OF_STARTED_SERVERS = ("model_path", "params", "threads", "max_total_tokens", "max_servers", "server_flags")
 """Settings that do not apply to a server that already runs."""
@@ -44,13 +47,14 @@ class Picture:
 
 
 class Chapter:
-    """The content of one record. `name`: the folder's, made unique in the report; `kind`: with the bench's name."""
+    """The content of one record. `first`: the sentences for the contents; `kind`: with the bench's name."""
 
-    def __init__(self, run: Recorded, name: str) -> None:
-        self.name = name
+    def __init__(self, run: Recorded) -> None:
+        self.name = run.name
         self.kind = " ".join(filter(None, [run.kind, str(run.record["spec"].get("bench") or "")]))
         self.is_complete = run.record.get("complete") is True
         self.verdict = _verdict(run)
+        self.first = sorted(self.verdict, key=lambda text: not text.startswith("Verdict"))[:MAX_FIRST]
         self.facts = _facts(run)
         self.servers = servers_table(run)
         self.pictures = pictures_of(run)
@@ -84,16 +88,12 @@ def _swept(run: Recorded, arms: Arms) -> list[Picture]:
     pictures = []
     settings = varied(one["cell"] for one in run.cells)
     for setting in settings:
-        groups: dict[str, list[Cell]] = {}
-        for one in run.cells:
-            if one["cell"].get(setting) is not None:
-                groups.setdefault(json.dumps(_others(one, setting)), []).append(one)
-        found = [(json.loads(rest), cells) for rest, cells in groups.items()]
-        curves = [(rest, cells) for rest, cells in found if _is_curve(cells, setting, alone=len(settings) == 1)]
+        moving = [one for one in run.cells if one["cell"].get(setting) is not None]
+        still = [one for one in run.cells if setting not in one["cell"]]
+        groups = grouped(moving, lambda one, setting=setting: _others(one, setting))
+        curves = [group for group in groups if _is_curve(group[1], setting, alone=len(settings) == 1)]
         for rest, cells in curves[:MAX_CURVES]:
-            level = [
-                one for one in run.cells if setting not in one["cell"] and _others(one, setting).items() <= rest.items()
-            ]
+            level = [one for one in still if _others(one, setting).items() <= rest.items()]
             names = metric_names(cells)
             metrics = [metric for metric in CURVES if metric in names] or names[:2]
             title = f"{words(setting).capitalize()} varied" + (f": {cell_name(rest)}" if rest else "")
@@ -131,11 +131,9 @@ def _verdict(run: Recorded) -> list[str]:
 
 
 def _resumed(run: Recorded) -> list[str]:
-    resumed = run.results.get("resumed_at")
-    if not isinstance(resumed, list) or not resumed:
-        return []
-    dates = ", ".join(plain(one.get("date")) for one in resumed)
-    return [f"The run was interrupted and went on ({dates}); the machine and the caches may have been others."]
+    dates = ", ".join(plain(one.get("date")) for one in run.results.get("resumed_at") or [])
+    told = f"The run was interrupted and went on ({dates}); the machine and the caches may have been others."
+    return [told] if dates else []
 
 
 def _facts(run: Recorded) -> list[tuple[str, str]]:
@@ -165,24 +163,16 @@ def _facts(run: Recorded) -> list[tuple[str, str]]:
 
 
 def _caveats(run: Recorded) -> list[str]:
-    caveats = []
-    if run.record.get("complete") is not True:
-        caveats.append("The run was interrupted: these are the figures of the samples so far.")
+    """What a reader must know: of samples and comparisons, of conditions that changed or differed, and notes."""
+    caveats = [] if run.record.get("complete") is True else [PARTIAL]
     if errors := sum(bool(sample.get("error")) for sample in run.samples):
         caveats.append(f"{errors} requests failed; they are in no figure but the count of errors.")
     caveats += [text for text in shortage(run.contrasts) if text not in _verdict(run)]
     if len(run.contrasts) >= 20:
         chance = round(0.05 * len(run.contrasts))
         caveats.append(f"Of {len(run.contrasts)} comparisons about {chance} would be beyond their intervals by chance.")
-    skipped = run.results.get("skipped")
-    if isinstance(skipped, dict):
-        caveats += [f"Not run: {arm}: {plain(why)}" for arm, why in skipped.items()]
-    return [*caveats, *_conditions(run), *_notes(run.record)]
-
-
-def _conditions(run: Recorded) -> list[str]:
-    """Caveats on conditions that changed during the run or differed between arms, and on limits of the load."""
-    caveats = _resumed(run)
+    caveats += [f"Not run: {arm}: {plain(why)}" for arm, why in (run.results.get("skipped") or {}).items()]
+    caveats += _resumed(run)
     if others := (run.record.get("git") or {}).get("resumed_with"):
         caveats.append(f"It went on with other code: {', '.join(str(sha)[:12] for sha in others)}.")
     if kept := [arm for arm, one in run.servers.items() if one.get("flushed") is False]:
@@ -196,7 +186,7 @@ def _conditions(run: Recorded) -> list[str]:
         caveats.append(
             f"Load {load}: every block begins with an idle server, so queues are shorter than without blocks."
         )
-    return caveats
+    return [*caveats, *_notes(run.record)]
 
 
 def _notes(value: Any) -> list[str]:

@@ -32,6 +32,7 @@ DARK = ("#4fa8e0", "#ff8a4c", "#2fc79a", "#e79cc8", "#f2b632", "#8ccbf2", "#bbbb
 """The page's variables --c0, --c1, ... have these values."""
 INK, FAINT, PAPER = "#1b1f24", "#d5d9de", "#fefefe"
 VARIABLES = {INK: "ink", FAINT: "line", PAPER: "paper"} | {c: f"c{i}" for i, c in enumerate(LIGHT)}
+FLAT: Any = (0, (6, 2))
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 KNOWN_ARMS = ("ours", "stock-lpm", "no-cache", "craft", "fused", "stock-fcfs", "cacheblend", "contextpilot")
@@ -112,24 +113,23 @@ def svg(make: Callable[[], Figure], *, salt: str) -> str:
     return re.sub("|".join(VARIABLES), lambda found: f"var(--{VARIABLES[found[0]]}, {found[0]})", text)
 
 
-def ttft_cdf(samples: Rows, arms: Arms, *, metric: str = "ttft_s") -> Figure:
-    """Share of requests answered within a time: a panel per cell, a line per arm. samples: with `metric`, no warm-up."""
-    cells = _grouped(samples, lambda sample: sample["cell"])
+def ttft_cdf(samples: Rows, arms: Arms) -> Figure:
+    """Share of requests answered within a time: a panel per cell, a line per arm. samples: with times, no warm-up."""
+    cells = grouped(samples, lambda sample: sample["cell"])
     figure, panels = _panels(len(cells))
-    times = [sample["metrics"][metric] for sample in samples]
+    times = [sample["metrics"]["ttft_s"] for sample in samples]
     is_wide = min(times) > 0 and max(times) / min(times) > 30
     for ax, (cell, rows) in zip(panels, cells, strict=False):
         for arm in arms.of(rows):
-            values = sorted(sample["metrics"][metric] for sample in rows if sample["arm"] == arm)
+            values = sorted(sample["metrics"]["ttft_s"] for sample in rows if sample["arm"] == arm)
             shares = [(i + 1) / len(values) for i in range(len(values))]
-            line = arms.line(arm)
-            ax.step(values, shares, where="post", **(line if len(values) <= 20 else {**line, "marker": None}))
+            ax.step(values, shares, where="post", **arms.line(arm), markevery=max(1, len(values) // 20))
         ax.set_title(_short(cell_name(cell), 48))
         ax.set_ylim(0, 1.03)
         _scale(ax, is_wide)
         if not is_wide:
             ax.set_xlim(left=0)
-    _label(panels, _axis(metric), "share of requests")
+    _label(panels, _axis("ttft_s"), "share of requests")
     return _with_legend(figure, [(Line2D([], [], **arms.line(arm)), arm) for arm in arms.of(samples)])
 
 
@@ -160,28 +160,23 @@ def curves(cells: Rows, arms: Arms, *, setting: str, metrics: Sequence[str], lev
                 ax.vlines(xs, lows, highs, colors=arms.colour(name), linewidth=1.5)
         for one in level:
             if found := middle(metric, one["metrics"].get(metric)):
-                ax.axhline(found[0], color=arms.colour(one["arm"]), linewidth=1.4, linestyle=(0, (6, 2)))
+                ax.axhline(found[0], color=arms.colour(one["arm"]), linewidth=1.4, linestyle=FLAT)
         is_wide = is_scale and values[0] > 0 and values[-1] / values[0] >= 30
         _scale(ax, is_wide)
-        if not is_scale or len(values) <= 8:
-            shown = values if is_wide or not is_scale else _apart(values)
-            names = [_short(setting_name(setting, value), 16) for value in shown]
-            ax.set_xticks(shown if is_scale else range(len(shown)), names)
+        if not is_scale or (is_wide and len(values) <= 8):
+            names = [_short(setting_name(setting, value), 16) for value in values]
+            ax.set_xticks(values if is_scale else range(len(values)), names)
             ax.minorticks_off()
         _label([ax], UNITS.get(setting, _short(setting.replace("_", " "), 40)), _axis(metric))
         _limit(ax, metric)
-    names = arms.of([*cells, *level])
-    moving, flat = arms.of(cells), (0, (6, 2))
-    handles = [
-        Line2D([], [], **(arms.line(name) if name in moving else {"color": arms.colour(name), "linestyle": flat}))
-        for name in names
-    ]
-    return _with_legend(figure, list(zip(handles, names, strict=True)))
+    lines = {name: {"color": arms.colour(name), "linestyle": FLAT} for name in arms.of(level)}
+    lines |= {name: arms.line(name) for name in arms.of(cells)}
+    return _with_legend(figure, [(Line2D([], [], **lines[name]), name) for name in arms.of([*cells, *level])])
 
 
 def scores(cells: Rows, arms: Arms, *, metrics: Sequence[str]) -> Figure:
     """A dot with its interval per arm, a panel per metric and cell. For results without a varied setting."""
-    groups = [(cell, metric, rows) for metric in metrics for cell, rows in _grouped(cells, lambda one: one["cell"])]
+    groups = [(cell, metric, rows) for metric in metrics for cell, rows in grouped(cells, lambda one: one["cell"])]
     figure, panels = _panels(len(groups), height=max(1.3, 0.32 * len(arms.of(cells)) + 0.9))
     for ax, (cell, metric, rows) in zip(panels, groups, strict=False):
         found = {one["arm"]: middle(metric, one["metrics"].get(metric)) for one in rows}
@@ -210,14 +205,15 @@ def middle(metric: str, found: Mapping[str, Any] | None) -> tuple[float, ...]:
     return float(value), *ends
 
 
-# Private, in order of use
-
-
-def _grouped(rows: Rows, key: Callable[[Mapping[str, Any]], Any]) -> list[tuple[Any, list[Mapping[str, Any]]]]:
+def grouped(rows: Rows, key: Callable[[Mapping[str, Any]], Any]) -> list[tuple[Any, list[Mapping[str, Any]]]]:
+    """The rows by a JSON key, in order of appearance."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(json.dumps(key(row)), []).append(row)
     return [(json.loads(name), taken) for name, taken in groups.items()]
+
+
+# Private, in order of use
 
 
 def _panels(count: int, *, height: float = 2.7) -> tuple[Figure, list[Axes]]:
@@ -254,15 +250,6 @@ def _scale(ax: Axes, is_wide: bool) -> None:
         ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=8))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         ax.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _apart(values: Sequence[float]) -> list[float]:
-    """Those of the ordered values whose labels do not touch."""
-    shown: list[float] = []
-    for value in values:
-        if not shown or value - shown[-1] >= 0.09 * (values[-1] - values[0]):
-            shown.append(value)
-    return shown
 
 
 def _limit(ax: Axes, metric: str) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -22,8 +21,6 @@ from eval.recorded import KINDS, Recorded, read_recorded
 from eval.report.chapter import Chapter
 from eval.report.charts import DARK, LIGHT, svg
 
-MAX_FIRST = 2
-"""Verdict sentences per record in the contents, those that begin with "Verdict" first; the chapter has all."""
 MAX_OPEN = 4
 """With more records charts and tables are folded."""
 
@@ -50,31 +47,23 @@ def write_report(runs: Sequence[Recorded], out: Path) -> None:
     if out.exists() and not (out / "index.html").exists() and (not out.is_dir() or any(out.iterdir())):
         raise CommandError(f"{out} is not the folder of a report: name one that is new or empty")
     out.mkdir(parents=True, exist_ok=True)
-    names = _unique([run.name for run in runs])
-    chapters = [Chapter(run, name) for run, name in zip(runs, names, strict=True)]
-    (out / "index.html").write_text(render(chapters), encoding="utf-8")
+    (out / "index.html").write_text(render([Chapter(run) for run in runs]), encoding="utf-8")
 
 
 def render(chapters: Sequence[Chapter]) -> str:
     """The page."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    drawn: dict[str, list[Markup]] = {chapter.name: [] for chapter in chapters}
-    to_draw = [(chapter.name, picture) for chapter in chapters for picture in chapter.pictures]
-    for name, picture in tracked("charts", to_draw):
-        drawn[name].append(Markup(svg(picture.draw, salt=f"{name} {len(drawn[name])}")))
+    to_draw = [(chapter, picture) for chapter in chapters for picture in chapter.pictures]
+    drawn: dict[Chapter, list[Markup]] = {chapter: [] for chapter in chapters}
+    for number, (chapter, picture) in enumerate(tracked("charts", to_draw)):
+        drawn[chapter].append(Markup(svg(picture.draw, salt=str(number))))
     return environment.get_template("page.html.jinja").render(
         chapters=chapters,
         drawn=drawn,
         date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
         colours=list(zip(LIGHT, DARK, strict=True)),
-        first={chapter.name: first_of(chapter.verdict) for chapter in chapters},
         is_open=len(chapters) <= MAX_OPEN,
     )
-
-
-def first_of(verdict: Sequence[str]) -> list[str]:
-    """The sentences for the contents."""
-    return sorted(verdict, key=lambda text: not text.startswith("Verdict"))[:MAX_FIRST]
 
 
 # Private, in order of use
@@ -87,19 +76,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORD", help="a run's folder or its record.json")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: runs/<date>-report)")
     return parser
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    """Make names unique: equal names of different folders get a number."""
-    taken: list[str] = []
-    for name in names:
-        number, unique = 1, name
-        while _anchor(unique) in map(_anchor, taken):
-            number += 1
-            unique = f"{name} ({number})"
-        taken.append(unique)
-    return taken
-
-
-def _anchor(name: str) -> str:
-    return re.sub(r"\W+", "-", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,20 +18,8 @@ from eval.recorded import Recorded, setting_name, varied
 
 MAX_LIST = 12
 """Longer lists, and lists of objects within rows, are in the record only."""
-KNOWN = {
-    "cells",
-    "overlap",
-    "contrasts",
-    "verdict",
-    "tables",
-    "servers",
-    "ends",
-    "skipped",
-    "resumed_at",
-    "note",
-    "notes",
-    "caveats",
-}
+KNOWN = {"cells", "overlap", "contrasts", "verdict", "tables", "servers", "ends"}
+KNOWN |= {"skipped", "resumed_at", "note", "notes", "caveats"}
 """Results that are shown in a form of their own."""
 
 
@@ -59,7 +47,7 @@ def create_table(title: str, rows: Iterable[Mapping[str, Any]], note: str = "") 
 def tables_of(run: Recorded) -> list[Table]:
     """The record's own tables, its cells, quantiles and contrasts, and whatever else its results hold."""
     own = [create_table(one["title"], one["rows"], one.get("note", "")) for one in run.results.get("tables") or []]
-    found = [*own, cells_table(run), quantiles_table(run), contrast_table(run)]
+    found = [*own, cells_table(run), quantiles_table(run), contrast_table(run.contrasts)]
     return [table for table in [*found, *([] if own else other_tables(run.results))] if len(table.frame)]
 
 
@@ -90,32 +78,29 @@ def quantiles_table(run: Recorded) -> Table:
     return create_table("Times by quantile", rows)
 
 
-def contrast_table(run: Recorded) -> Table:
-    """The contrasts of the results."""
-    keys = [
-        key for key in varied(one.get("cell") or {} for one in run.contrasts) if (run.kind, key) != ("replay", "order")
-    ]
+def contrast_table(contrasts: Sequence[Mapping[str, Any]]) -> Table:
+    """Contrasts with both arms' own figures."""
+    keys = varied(one["cell"] for one in contrasts)
     rows = []
-    for one in run.contrasts:
+    for one in contrasts:
         judged = ("yes" if direction(one) else "no") if has_enough(one) else "too few"
         names = {"a": one["a"], "b": one["b"], "metric": label(one["metric"]), "statistic": one["statistic"]}
-        row = _settings(one.get("cell") or {}, keys) | names
-        row |= {"beyond chance": "failures" if fails_more(one) else judged}
-        rows.append(row | {key: one.get(key) for key in ("value", "low", "high", "n", "p")})
+        figures = {"of a": one.get("a_value"), "of b": one.get("b_value")}
+        figures |= {key: one.get(key) for key in ("value", "low", "high", "n", "p")}
+        found = {"beyond chance": "failures" if fails_more(one) else judged}
+        rows.append(_settings(one["cell"], keys) | names | found | figures)
     return create_table("Comparison of arms: ratios are a / b, differences b - a", rows)
 
 
 def other_tables(results: Mapping[str, Any]) -> list[Table]:
-    """Results that no other table shows: a table for each list or object of objects, one for all single values."""
+    """Results that no other table shows: a table for each list of objects, and one for all single values."""
     found, single = [], []
-    for key, value in _opened(results):
-        title = words(key).capitalize()
-        if _is_rows(value):
-            found.append(create_table(title, value))
-        elif isinstance(value, dict) and any(value.values()) and all(isinstance(one, dict) for one in value.values()):
-            found.append(create_table(title, [{"": words(name), **one} for name, one in value.items()]))
-        else:
-            single += [{"result": name, "value": one} for name, one in flat({key: value}).items()]
+    for key, value in results.items():
+        if key in KNOWN or value is None:
+            continue
+        parts = {f"{key} {name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
+        found += [create_table(words(name).capitalize(), one) for name, one in parts.items() if _is_rows(one)]
+        single += [{"result": name, "value": one} for name, one in flat({key: value}).items()]
     return [*found, create_table("Further results", single)]
 
 
@@ -188,18 +173,9 @@ def words(name: Any) -> str:
 # Private, in order of use
 
 
-def _settings(cell: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str | None]:
+def _settings(cell: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str | None]:
     applies = {key for key in keys if cell.get(key) is not None or key == "k"}
     return {words(key): setting_name(key, cell.get(key)) if key in applies else None for key in keys}
-
-
-def _opened(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The results without a form of their own; an object that holds lists of rows is taken apart."""
-    for key, value in results.items():
-        if isinstance(value, dict) and key not in KNOWN and any(map(_is_rows, value.values())):
-            yield from ((f"{key} {name}", one) for name, one in value.items())
-        elif key not in KNOWN and value is not None:
-            yield key, value
 
 
 def _is_rows(value: Any) -> bool:

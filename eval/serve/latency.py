@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -17,7 +16,7 @@ from tabulate import tabulate
 from eval.contrast import contrast_arms, has_enough, sentences
 from eval.metrics import METRICS
 from eval.serve.expected import hit_shares
-from eval.stats import MIN_BLOCKS, block_bootstrap, quantile
+from eval.stats import quantile, summary
 
 if TYPE_CHECKING:
     from eval.serve.arms import Arm
@@ -213,18 +212,12 @@ def _row(group: Sequence[Sample]) -> Row:
 
 
 def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
-    told = [sample for sample in samples if name in sample["metrics"]]
-    values = [sample["metrics"][name] for sample in told]
-    if not values:
+    taken = [(sample["metrics"][name], sample["block"]) for sample in samples if name in sample["metrics"]]
+    if not taken:
         return None
-    blocks = _grouped(told, lambda sample: sample["block"])
     # Requests of a block were sent together, so their times are correlated; with too few blocks single requests are resampled.
-    drawn = [[value] for value in values]
-    if len(blocks) >= MIN_BLOCKS:
-        drawn = [[sample["metrics"][name] for sample in block] for block in blocks.values()]
-    _, low, high = block_bootstrap(drawn, median if METRICS[name].unit == "s" else fmean, draws=DRAWS)
-    quantiles = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
-    return {"mean": fmean(values), **quantiles, "low": low, "high": high}
+    values, blocks = zip(*taken, strict=True)
+    return summary(values, blocks, of_median=METRICS[name].unit == "s", draws=DRAWS)
 
 
 def _figures_of(row: Row) -> Row:

@@ -33,7 +33,7 @@ from eval.recorded import Recorded
 from eval.report.chapter import Chapter
 from eval.run import Run
 from eval.serve.arms import ARMS
-from eval.task import TextChunk
+from eval.task import Request, TextChunk
 from tests.eval.fake_chat import Body, FakeChat, chatting
 
 ARM = ARMS["ours"]
@@ -48,7 +48,8 @@ def answer(body: Body) -> str:
 
 def make_test_case(num_chunks: int = 4, gold: tuple[str, ...] = ("Right.",), name: str = "t:1") -> Case:
     corpus = [TextChunk(f"p{i}", f"word{i} word{i // 4} common") for i in range(20)]
-    return make_case(name, "order", "p0", "Who?", gold, tuple(corpus[:num_chunks]), corpus, 3, random.Random(0))
+    request = Request(name, "Who?", tuple(corpus[:num_chunks]), gold)
+    return make_case(request, "order", "p0", corpus, 3, random.Random(0))
 
 
 def options(**changed: Any) -> Namespace:
@@ -108,7 +109,7 @@ def test_a_capture_for_each_number_of_neighbors() -> None:
 def test_strangers_and_neighbors_are_not_in_the_prompt() -> None:
     """Else a chunk would have two variants, or be an exact hit."""
     case = make_test_case()
-    shown = {chunk.id for chunk in case.chunks}
+    shown = {chunk.id for chunk in case.request.chunks}
     assert not shown & {c.id for c in case.strangers}
     assert not shown & {c.id for near in case.neighbors.values() for c in near}
     assert len({c.id for c in case.strangers}) == 4
@@ -135,7 +136,7 @@ def test_every_chunk_is_captured_once_where_the_capture_says(capture: Capture, e
     case = make_test_case()
     with chatting(FakeChat(answer)) as fake:
         behind = bring_in(endpoint_of(fake), capture, case, "salt", random.Random(0))
-    assert {c.id: fake.prefixes["salt"][c.id] for c in case.chunks} == {c: [n] for c, n in behind.items()}
+    assert {c.id: fake.prefixes["salt"][c.id] for c in case.request.chunks} == {c: [n] for c, n in behind.items()}
     assert set(behind.values()) == expected
 
 
@@ -241,7 +242,7 @@ def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
     ]
     results = ratio_curves.summarize(rows)
     record = {"kind": "quality", "results": results, "versions": {}, "machine": {}, "spec": {}}
-    chapter = Chapter(Recorded(Path("run"), record, rows, results["cells"]), "run")
+    chapter = Chapter(Recorded(Path("run"), record, rows, results["cells"]))
     pictures = [picture for picture in chapter.pictures if picture.title.startswith("Ratio")]
     assert len(pictures) == 2
     for picture, value in zip(pictures, (0.5, 0.75), strict=True):
@@ -266,24 +267,24 @@ def test_world_cases_are_what_was_asked_for() -> None:
     """As many questions a kind and size; a question about the order names a passage of its prompt."""
     args = options(kinds=["one-hop", "two-hop", "order"], chunks=[4, 6])
     cases = list(world_cases(args))
-    assert [(c.kind, len(c.chunks)) for c in cases] == [
+    assert [(c.kind, len(c.request.chunks)) for c in cases] == [
         (kind, n) for kind in ("one-hop", "two-hop", "order") for n in (4, 6) for _ in range(3)
     ]
     assert all(len(near) == 2 for case in cases for near in case.neighbors.values())
     for case in cases:
-        assert any(case.gold[1] in chunk.text for chunk in case.chunks)
+        assert any(case.request.answers[1] in chunk.text for chunk in case.request.chunks)
     assert cases == list(world_cases(args))
-    assert len({case.id for case in cases}) == len(cases)
+    assert len({case.request.id for case in cases}) == len(cases)
     assert all(case.block for case in cases)
 
 
 def test_linked_questions_come_from_a_world_with_links() -> None:
     """Each is about a passage that speaks of another one without naming it."""
     cases = list(world_cases(options(kinds=["linked"])))
-    assert [len(case.chunks) for case in cases] == [4, 4, 4]
+    assert [len(case.request.chunks) for case in cases] == [4, 4, 4]
     for case in cases:
-        _, kind, _, verb, *_ = case.gold[0].split()  # The company Lumex visited Kelton.
-        assert any(f" the {kind} {verb} " in chunk.text for chunk in case.chunks)
+        _, kind, _, verb, *_ = case.request.answers[0].split()  # The company Lumex visited Kelton.
+        assert any(f" the {kind} {verb} " in chunk.text for chunk in case.request.chunks)
 
 
 def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
@@ -300,10 +301,14 @@ def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
             out.writelines(json.dumps(row) + "\n" for row in rows)
     task = {"task": "hotpotqa", "data": tmp_path, "hub": None, "corpus": None, "retriever": "given", "scale": 1, "k": 1}
     cases = list(data_cases(options(**task)))
-    assert sorted((c.question, c.kind, len(c.chunks)) for c in cases) == [("q4", "hotpotqa", 4), ("q9", "hotpotqa", 4)]
+    assert {(c.request.question, c.kind, len(c.request.chunks)) for c in cases} == {
+        (q, "hotpotqa", 4) for q in ("q4", "q9")
+    }
     sizes = list(data_cases(options(**task, chunks=[3, 4])))
-    assert len({c.block for c in sizes if c.question == "q9"}) == 1  # the same question with 3 and with 4 passages
-    assert all(len(c.text) <= CLIP_CHARS for case in cases for c in (*case.chunks, *case.strangers))
+    assert (
+        len({c.block for c in sizes if c.request.question == "q9"}) == 1
+    )  # the same question with 3 and with 4 passages
+    assert all(len(c.text) <= CLIP_CHARS for case in cases for c in (*case.request.chunks, *case.strangers))
 
 
 @pytest.mark.parametrize(

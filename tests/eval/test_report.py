@@ -132,7 +132,7 @@ def test_every_kind_has_its_charts_and_tables(tmp_path: Path, kind: str) -> None
     else:
         run = write_run(tmp_path / "run", kind, [], told, spec={"bench": "tree"} if kind == "bench" else {})
         expected = []
-    chapter = Chapter(read_recorded(run), "run")
+    chapter = Chapter(read_recorded(run))
     assert [picture.title for picture in chapter.pictures] == expected
     assert chapter.tables
     page = write_report(run, out=tmp_path / "out")
@@ -172,7 +172,7 @@ def test_missing_and_infinite_figures_are_empty(tmp_path: Path) -> None:
     nan = {"mean": math.nan, "p50": math.nan, "p90": None, "p99": None, "low": None, "high": None}
     one = {"arm": "ours", "cell": {}, "n": 1, "errors": 0, "metrics": {"ttft_s": {**nan, "p50": 0.25}, "em": nan}}
     run = write_run(tmp_path / "run", "serve", samples, {"cells": [one], "contrasts": [], "verdict": []})
-    frame = Chapter(read_recorded(run), "run").tables[0].frame
+    frame = Chapter(read_recorded(run)).tables[0].frame
     assert frame.to_dict("records") == [{"arm": "ours", "n": "1", "time to first token (s)": "0.25", "exact match": ""}]
     assert ">nan<" not in write_report(run, out=tmp_path / "out")
 
@@ -208,7 +208,7 @@ def test_servers_facts_that_are_objects_stay_in_the_record(tmp_path: Path) -> No
     samples = make_served({"ours": 1.0, "stock-lpm": 1.0}, requests=3)
     facts = {"ours": {"device": "cpu", "gate": {"ulps": 1}}, "stock-lpm": {"device": "cpu", "gate": None}}
     run = write_served(tmp_path / "run", samples, against="stock-lpm", results={"servers": facts})
-    servers = Chapter(read_recorded(run), "run").servers
+    servers = Chapter(read_recorded(run)).servers
     assert servers.frame.to_dict("list") == {"server": ["device"], "ours": ["cpu"], "stock-lpm": ["cpu"]}
 
 
@@ -217,7 +217,7 @@ def test_results_without_a_table_of_their_own_are_shown(tmp_path: Path) -> None:
     figures = {"backtracking": {"storage_reduction": 0.665, "hit_rate": {"value": 0.758, "low": 0.7, "high": 0.8}}}
     storage = {"paper": {"storage_reduction": 0.71}, "runs": [{"key": "seed=0", "figures": figures}]}
     results = {"cells": [], "contrasts": [], "verdict": [], "storage": storage, "num_warm_up": 3}
-    tables = Chapter(read_recorded(write_run(tmp_path / "run", "replay", [], results)), "run").tables
+    tables = Chapter(read_recorded(write_run(tmp_path / "run", "replay", [], results))).tables
     shown = {table.title: table.frame.to_dict("records") for table in tables}
     way = "figures backtracking"
     assert shown == {
@@ -233,17 +233,19 @@ def test_verdict_begins_with_our_arm(tmp_path: Path) -> None:
     """Of forty sentences the first are read."""
     samples = make_served({"stock-lpm": 3.0, "no-cache": 4.0, "zeta": 9.0, "ours": 1.0}, requests=30)
     run = read_recorded(write_served(tmp_path / "run", samples, against="stock-lpm"))
-    assert Chapter(run, "run").verdict[0].startswith("ours reaches the first token")
-    assert sorted(Chapter(run, "run").verdict) == sorted(run.results["verdict"])
+    assert Chapter(run).verdict[0].startswith("ours reaches the first token")
+    assert sorted(Chapter(run).verdict) == sorted(run.results["verdict"])
 
 
 def test_folders_of_one_name_stay_apart(tmp_path: Path) -> None:
-    """Two `out` folders of different places must not overwrite each other's pictures."""
-    nothing: dict[str, list[str]] = {"cells": [], "contrasts": [], "verdict": []}
-    runs = [write_run(tmp_path / place / "run", "serve", [], nothing) for place in "ab"]
+    """Two `out` folders of different places each have their own chapter and charts."""
+    samples = make_served({"stock-lpm": 1.5, "ours": 1.0}, requests=9)
+    runs = [write_served(tmp_path / place / "run", samples, against="ours") for place in "ab"]
     page = write_report(*runs, out=tmp_path / "out")
-    assert "run (2)" in page
     assert len(set(re.findall('<a href="(#[^"]*)"', page))) == 2
+    ids = [attrs["id"] for _, attrs in Tags(page).tags if "id" in attrs]
+    assert page.count("<svg") == 2
+    assert len(set(ids)) == len(ids)
 
 
 def test_foreign_folder_is_not_written_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +268,7 @@ def test_conditions_that_changed_are_caveats(tmp_path: Path) -> None:
     git = {"sha": "0" * 40, "dirty": False, "resumed_with": ["f" * 40]}
     spec = {"load": "poisson"}
     run = write_served(tmp_path / "run", samples, against="stock-lpm", results=results, git=git, spec=spec)
-    caveats = Chapter(read_recorded(run), "run").caveats
+    caveats = Chapter(read_recorded(run)).caveats
     for expected in (
         "went on (2026-01-02T03:00:00)",
         "with other code: ffffffffffff.",
@@ -276,7 +278,7 @@ def test_conditions_that_changed_are_caveats(tmp_path: Path) -> None:
     ):
         assert any(expected in text for text in caveats), expected
     plain = write_served(tmp_path / "plain", samples, against="stock-lpm", spec={"load": "closed"})
-    assert Chapter(read_recorded(plain), "plain").caveats == ["Not run: lmcache: needs CUDA"]
+    assert Chapter(read_recorded(plain)).caveats == ["Not run: lmcache: needs CUDA"]
 
 
 def test_an_interruption_stands_beside_the_verdict(tmp_path: Path) -> None:
@@ -309,7 +311,7 @@ def test_settings_of_servers_that_nobody_started_are_left_out(
     """`model_path random` on a page of someone's own server would be read as that server's model."""
     spec = {**named, "model_path": "random", "params": 10, "threads": 2, "seed": 3}
     run = write_run(tmp_path / "run", "serve", [], {"cells": [], "contrasts": [], "verdict": []}, spec=spec)
-    settings = dict(Chapter(read_recorded(run), "run").facts)["settings"]
+    settings = dict(Chapter(read_recorded(run)).facts)["settings"]
     assert [text in settings for text in ("model_path random", "params 10", "threads 2")] == [applied] * 3
     assert "seed 3" in settings
 
@@ -327,7 +329,7 @@ def test_few_blocks_and_failures_are_no_verdict(tmp_path: Path) -> None:
     ):
         results = {**summarize(samples, against="stock-lpm"), "verdict": []}
         run = read_recorded(write_run(tmp_path / shown, "serve", samples, results))
-        chapter = Chapter(run, "run")
+        chapter = Chapter(run)
         assert said in chapter.verdict[0]
         assert "No difference" not in " ".join(chapter.verdict)
         frame = next(table.frame for table in chapter.tables if "beyond chance" in table.frame)

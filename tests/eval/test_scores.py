@@ -6,15 +6,14 @@ python -m pytest tests/eval/test_scores.py
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from eval.errors import CommandError
-from eval.metrics import METRICS
+from eval.metrics import METRICS, REFERENCES
 from eval.quality.greedy import Greedy
 from eval.quality.scores import (
-    Against,
     Scorer,
     block_of,
     cells_of,
@@ -86,7 +85,7 @@ def test_agreement_by_hand() -> None:
 def test_each_comparison_has_names_of_its_own() -> None:
     """An answer compared with another policy's is no agreement with full prefill, and every name has a label."""
     given, other = make_greedy("a b"), make_greedy("a c")
-    names = [Scorer(has_gold=False).agreement(given, other, against).keys() for against in get_args(Against)]
+    names = [Scorer(has_gold=False).agreement(given, other, against).keys() for against in REFERENCES]
     assert len(set().union(*names)) == sum(map(len, names))
     assert {"same_given", "kl_given", "kl_first_policy", "rouge_l_policy"} <= set().union(*names) <= METRICS.keys()
 
@@ -134,10 +133,10 @@ def test_equal_answers_have_no_p_value() -> None:
 
 
 def test_normalized_f1_needs_both_ends() -> None:
-    cells = cells_of([make_row("full", "1", 0.8), make_row("none", "1", 0.4), make_row("x", "1", 0.7)])
-    found = normalized_f1_of(cells, full_reuse="none", full_prefill="full")
-    assert found == {"full": 1.0, "none": 0.0, "x": pytest.approx(0.75)}
-    assert normalized_f1_of(cells, full_reuse="gone", full_prefill="full") == {}
+    f1s = {"full-prefill": 0.8, "full-reuse": 0.4, "x": 0.7}
+    cells = cells_of([make_row(arm, "1", f1) for arm, f1 in f1s.items()])
+    assert normalized_f1_of(cells) == {"full-prefill": 1.0, "full-reuse": 0.0, "x": pytest.approx(0.75)}
+    assert normalized_f1_of(cells[1:]) == {}
 
 
 def test_what_moves_together() -> None:

@@ -1,15 +1,16 @@
-"""Bootstrap intervals: against each other, against formulas, and what blocks are for. Contrasts: test_contrast.py."""
+"""Bootstrap intervals: against a plain bootstrap and formulas, and what blocks are for. Contrasts: test_contrast.py."""
 
 from __future__ import annotations
 
 import random
 from statistics import fmean
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.stats import block_bootstrap, bootstrap, quantile, summary
+from eval.stats import quantile, summary
 
 
 def make_samples(n: int, *, seed: int = 0) -> list[float]:
@@ -17,35 +18,38 @@ def make_samples(n: int, *, seed: int = 0) -> list[float]:
     return [rng.gauss(5, 2) for _ in range(n)]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_blocks_of_one_are_the_plain_bootstrap(seed: int) -> None:
-    """Same seed, same draws, same distribution."""
-    samples = make_samples(60, seed=seed)
-    plain = bootstrap(samples, fmean, draws=400, seed=seed)
-    assert block_bootstrap([[x] for x in samples], fmean, draws=400, seed=seed) == plain
-    one = summary(samples, draws=400)
-    if seed == 0:
-        assert (one["mean"], one["low"], one["high"]) == pytest.approx(plain)
+def make_blocks() -> tuple[list[float], list[int]]:
+    """Twenty values, each fifty times in a row: twenty samples and not a thousand."""
+    return [x for x in make_samples(20) for _ in range(50)], [i // 50 for i in range(1000)]
 
 
-def test_bootstrap_of_a_mean_agrees_with_its_formula() -> None:
+def test_intervals_agree_with_a_plain_bootstrap() -> None:
+    """Of the mean and of the median, of single values and of whole blocks, within the noise of other draws."""
+    rng, values, repeated = np.random.default_rng(1), np.array(make_samples(60)), make_blocks()
+    for of_median, statistic in ((False, np.mean), (True, np.median)):
+        for found, units in (
+            (summary([*values], of_median=of_median), values[:, None]),
+            (summary(*repeated, of_median=of_median), np.reshape(repeated[0], (20, 50))),
+        ):
+            slow = [statistic(units[rng.integers(0, len(units), len(units))]) for _ in range(2000)]
+            low, high = np.quantile(slow, [0.025, 0.975])
+            assert (found["low"], found["high"]) == pytest.approx((low, high), abs=0.15 * (high - low))
+
+
+def test_interval_of_a_mean_agrees_with_its_formula() -> None:
     """1.96 standard errors to both sides, within the noise of resampling."""
     samples = make_samples(400)
-    value, low, high = bootstrap(samples, fmean)
-    error = (fmean((x - value) ** 2 for x in samples) / 400) ** 0.5
-    assert value == fmean(samples)
-    assert (low, high) == pytest.approx((value - 1.96 * error, value + 1.96 * error), abs=0.2 * error)
+    found = summary(samples)
+    error = (fmean((x - found["mean"]) ** 2 for x in samples) / 400) ** 0.5
+    ends = found["mean"] - 1.96 * error, found["mean"] + 1.96 * error
+    assert (found["low"], found["high"]) == pytest.approx(ends, abs=0.2 * error)
 
 
 def test_blocks_widen_the_interval_where_neighbours_are_alike() -> None:
-    """Twenty values, each fifty times in a row, are twenty samples and not a thousand."""
-    values = [x for x in make_samples(20) for _ in range(50)]
-    _, low, high = bootstrap(values, fmean, draws=300)
-    _, block_low, block_high = block_bootstrap([values[i : i + 50] for i in range(0, 1000, 50)], fmean, draws=300)
-    assert block_high - block_low > 4 * (high - low)
-    single, whole = summary(values), summary(values, [i // 50 for i in range(1000)])
+    """Else a long conversation would count as independent evidence."""
+    values, blocks = make_blocks()
+    single, whole = summary(values), summary(values, blocks)
     assert whole["high"] - whole["low"] > 4 * (single["high"] - single["low"])
-    assert whole["high"] - whole["low"] == pytest.approx(block_high - block_low, rel=0.2)
 
 
 def test_fewer_than_eight_blocks_are_not_resampled() -> None:
