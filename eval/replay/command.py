@@ -13,7 +13,6 @@ Needs Python alone, no model and no server. The trace format is in eval/replay/t
 from __future__ import annotations
 
 import argparse
-import datetime
 import gzip
 import json
 import sys
@@ -26,14 +25,14 @@ from eval.errors import CommandError
 from eval.progress import progress
 from eval.replay import generated
 from eval.replay import trace as trace_format
-from eval.replay.cells import Measured, ReplayCell, TraceCell, measure
+from eval.replay.cells import ReplayCell, TraceCell, measure
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace
 from eval.replay.grid import AXES, DEFAULTS, Cell, comparison, derived_capacities, grid
 from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.text_table import text_table
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
-from eval.run import Run
+from eval.run import Run, new_folder
 from radix_ext import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
@@ -52,6 +51,7 @@ WORLD_REQUESTS = 1000
 """Default number of requests of the generated world, which is unlimited; of a data set all are used."""
 Trace = Iterable[TraceRequest]
 """Iterated several times: for the facts, and for each cell."""
+Create = Callable[[], TraceCell | ReplayCell]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -257,8 +257,7 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> tuple[list[Cell], 
 def _run_grid(
     options: argparse.Namespace, trace: Trace, facts: TraceFacts, cells: Sequence[Cell], left_out: str | None
 ) -> int:
-    now = datetime.datetime.now().strftime("%Y-%m-%dT%H%M%S")
-    folder = options.out or Path("runs") / f"{now}-replay"
+    folder = options.out or new_folder("replay")
     spec = {**vars(options), "json": None, "trace_sha256": facts.sha256, "left_out": left_out}
     with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec), baseline=options.baseline) as run:
         todo = {key: create for key, create in _measured(options, facts, cells).items() if key not in run}
@@ -273,22 +272,18 @@ def _run_grid(
     return 0
 
 
-def _measured(
-    options: argparse.Namespace, facts: TraceFacts, cells: Sequence[Cell]
-) -> dict[str, Callable[[], Measured]]:
+def _measured(options: argparse.Namespace, facts: TraceFacts, cells: Sequence[Cell]) -> dict[str, Create]:
     """Key of a sample -> what measures it: first the trace itself, once per k, then the cells."""
-    traces: dict[str, Callable[[], Measured]] = {
-        f"trace/k={k}": partial(TraceCell, k, facts, warm_up=options.warm_up)
-        for k in dict.fromkeys(cell.k for cell in cells)
+    warm_up, max_visits = options.warm_up, options.max_visits
+    found: dict[str, Create] = {
+        f"trace/k={cell.k}": partial(TraceCell, cell.k, facts, warm_up=warm_up) for cell in cells
     }
-    exact: dict[str, Callable[[], Measured]] = {
-        cell.key: partial(ReplayCell, cell, facts, warm_up=options.warm_up, max_visits=options.max_visits)
-        for cell in cells
-    }
-    if options.reuse == "exact":
-        return traces | exact
-    config = server_config(options)
-    return traces | exact | {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
+    for cell in cells:
+        found[cell.key] = partial(ReplayCell, cell, facts, warm_up=warm_up, max_visits=max_visits)
+    if options.reuse == "fused":
+        config = server_config(options)
+        found |= {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
+    return found
 
 
 def _print_one(options: argparse.Namespace, trace: Trace, facts: TraceFacts, cell: Cell) -> int:

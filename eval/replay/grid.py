@@ -12,36 +12,26 @@ from radix_ext import AdmissionPolicy, DedupPolicy, EvictionPolicy, OrderPolicy,
 
 Entry = Mapping[str, Any]
 """A sample, or an entry of the results, with a `cell`."""
-AXES = ("order", "tail", "capacity", "capacity_tokens", "eviction", "admission", "dedup", "window", "threshold", "k")
-DEFAULTS: dict[str, Any] = {
-    "order": "tree",
-    "tail": "rank",
-    "capacity": 0,
-    "capacity_tokens": 0,
-    "eviction": "lru",
-    "admission": "all",
-    "dedup": None,
-    "window": 1000,
-    "threshold": 2,
-    "k": None,
-}
-"""Values of axes that are not given. `dedup` None: off for the retriever's order, as in stock SGLang, else shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay's settings, named like the options. None: the setting does not apply; for `k`: all chunks of a request."""
+    """One replay's settings, named like the options, with their defaults.
 
-    order: OrderPolicy
-    tail: TailPolicy | None
-    capacity: int
-    capacity_tokens: int
-    eviction: EvictionPolicy | None
-    admission: AdmissionPolicy
-    dedup: DedupPolicy | None
-    window: int | None
-    threshold: int | None
-    k: int | None
+    None: the setting does not apply; for `k`: all chunks of a request; for a `dedup` that is not given: off for the
+    retriever's order, as in stock SGLang, else shown.
+    """
+
+    order: OrderPolicy = "tree"
+    tail: TailPolicy | None = "rank"
+    capacity: int = 0
+    capacity_tokens: int = 0
+    eviction: EvictionPolicy | None = "lru"
+    admission: AdmissionPolicy = "all"
+    dedup: DedupPolicy | None = None
+    window: int | None = 1000
+    threshold: int | None = 2
+    k: int | None = None
 
     @property
     def label(self) -> dict[str, Any]:
@@ -73,6 +63,10 @@ class Cell:
         )
 
 
+DEFAULTS = asdict(Cell())
+AXES = tuple(DEFAULTS)
+
+
 def grid(axes: Mapping[str, Sequence[Any] | None], *, has_conversations: bool) -> list[Cell]:
     """Every combination of the given values, in their order; other axes have their defaults."""
     values = [axes.get(name) or [DEFAULTS[name]] for name in AXES]
@@ -95,9 +89,8 @@ def comparison(capacities: Sequence[tuple[int, int]], *, has_conversations: bool
         ("frequency", "promoted", None),
         ("tree", "reused", None),
     ]
-    default = Cell(**DEFAULTS)
     cells = [
-        replace(default, order=order, eviction=eviction, dedup=dedup, capacity=chunks, capacity_tokens=tokens)
+        Cell(order, eviction=eviction, dedup=dedup, capacity=chunks, capacity_tokens=tokens)
         for chunks, tokens in capacities
         for order, eviction, dedup in policies
     ]

@@ -18,7 +18,6 @@ another replica is stored; the hit rate is the share of all retrieved chunks tha
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import random
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 from eval.errors import CommandError
 from eval.progress import tracked
 from eval.replay.text_table import text_table
-from eval.run import Run, Sample
+from eval.run import Run, Sample, new_folder
 
 PAPER = {"storage_reduction": 0.710, "recomputations": 4036, "eliminated": 0.823, "hit_rate": 0.779}
 """FusionRAG 5.3.3, "Storage Efficiency"."""
@@ -96,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     for values in itertools.product(*SWEEP.values()) if options.sweep else ():
         varied = dict(zip(SWEEP, values, strict=True))
         todo["/".join(f"{name}={value}" for name, value in varied.items())] = (Assumptions(**varied), 0, True)
-    folder = options.out or Path("runs") / f"{datetime.datetime.now():%Y-%m-%dT%H%M%S}-storage"
+    folder = options.out or new_folder("storage")
     with Run(folder, kind="replay", spec={**vars(options), "json": None}, summarize=summarize) as run:
         for key in tracked("storage", [key for key in todo if key not in run]):
             assumptions, seed, swept = todo[key]
