@@ -97,9 +97,9 @@ class TraceCell:
 class ReplayCell:
     """A replay of one cell of the grid."""
 
-    def __init__(self, cell: Cell, facts: TraceFacts, *, warm_up: int, max_visits: int) -> None:
+    def __init__(self, cell: Cell, facts: TraceFacts, *, warm_up: int) -> None:
         self._cell, self._facts = cell, facts
-        self._replay = Replay(cell.settings(max_visits=max_visits))
+        self._replay = Replay(cell.settings)
         self._turns_left = dict(facts.num_turns)
         self._bins = Bins((*CHUNK_COUNTS, *TOKEN_COUNTS), warm_up=warm_up)
 

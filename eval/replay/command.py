@@ -100,13 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--save-trace", metavar="FILE", type=Path, help="only write the requests in the trace format, .gz or not")
     _add_axes(parser)
     add_options(parser)
-    add("--max-visits", type=_at_least(1), default=64, help="bound of the search; default: %(default)s")
     add("--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them")
     text = f"in requests; default: {BLOCK}, at least a {MAX_BLOCKS}th and at most a {MIN_BLOCKS}th of those measured"
     add("--block", type=_at_least(1), help=f"block length of the bootstrap, {text}")
     add("--worth", type=_share, default=0.01, help="minimum gain, as a share, that is worth it; default: %(default)s")
     add("--out", type=Path, help="the run's folder; default for a grid: runs/<time>-replay")
-    add("--baseline", help="name of the record to compare this one with")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
@@ -236,7 +234,7 @@ def _run_grid(
 ) -> int:
     folder = options.out or new_folder("replay")
     spec = {**vars(options), "json": None, "trace_sha256": facts.sha256, "left_out": left_out}
-    with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec), baseline=options.baseline) as run:
+    with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec)) as run:
         todo = {key: create for key, create in _measured(options, facts, cells).items() if key not in run}
         with progress("replay", len(todo) * facts.num_requests) as bar:
             for key, create in todo.items():
@@ -251,12 +249,11 @@ def _run_grid(
 
 def _measured(options: argparse.Namespace, facts: TraceFacts, cells: Sequence[Cell]) -> dict[str, Create]:
     """Key of a sample -> what measures it: first the trace itself, once per k, then the cells."""
-    warm_up, max_visits = options.warm_up, options.max_visits
-    found: dict[str, Create] = {
-        f"trace/k={cell.k}": partial(TraceCell, cell.k, facts, warm_up=warm_up) for cell in cells
-    }
+    found: dict[str, Create] = {}
     for cell in cells:
-        found[cell.key] = partial(ReplayCell, cell, facts, warm_up=warm_up, max_visits=max_visits)
+        found[f"trace/k={cell.k}"] = partial(TraceCell, cell.k, facts, warm_up=options.warm_up)
+    for cell in cells:
+        found[cell.key] = partial(ReplayCell, cell, facts, warm_up=options.warm_up)
     if options.reuse == "fused":
         config = server_config(options)
         found |= {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
@@ -297,7 +294,7 @@ def _print_one(options: argparse.Namespace, trace: Trace, facts: TraceFacts, cel
 
 def _settings(options: argparse.Namespace, dedup: str | None) -> dict[str, Any]:
     """The options as given, or their defaults."""
-    output = ("json", "out", "baseline", "block", "worth", "save_trace")
+    output = ("json", "out", "block", "worth", "save_trace")
     named = {name: value for name, value in vars(options).items() if name not in output}
     axes = {name: (named[name] or [DEFAULTS[name]])[0] for name in AXES} | {"dedup": dedup}
     return {name: axes.get(name, str(value) if isinstance(value, Path) else value) for name, value in named.items()}

@@ -14,6 +14,10 @@ Entry = Mapping[str, Any]
 """A sample, or an entry of the results, with a `cell`."""
 
 
+MAX_VISITS = 64
+"""Bound of the search for an order, as the server's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One replay's settings, named like the options, with their defaults.
@@ -43,7 +47,8 @@ class Cell:
         """The key of the cell's sample in its run."""
         return "/".join(f"{name}={value}" for name, value in self.label.items() if value is not None)
 
-    def settings(self, *, max_visits: int) -> ReplaySettings:
+    @property
+    def settings(self) -> ReplaySettings:
         """The settings for `radix_ext`; those that do not apply get arbitrary values.
 
         Raises:
@@ -59,7 +64,7 @@ class Cell:
             capacity_tokens=self.capacity_tokens or None,
             window=self.window or 1,
             threshold=self.threshold or 1,
-            max_visits=max_visits,
+            max_visits=MAX_VISITS,
         )
 
 
