@@ -142,11 +142,12 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model-path", type=Path, default=model_dir())
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4, 6], help="passages in the context")
-    parser.add_argument("--questions", type=int, default=200, help="per kind and number of chunks")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--model-path", type=Path, default=model_dir())
+    add("--chunks", type=int, nargs="+", default=[2, 4, 6], help="passages in the context")
+    add("--questions", type=int, default=200, help="per kind and number of chunks")
+    add("--threads", type=int, default=1)
+    add("--seed", type=int, default=0)
     add_out_option(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

@@ -89,6 +89,8 @@ STAGES = (
     Stage("4 passages", 16, (2, 3, 4, 4), 8, 0.5),
     Stage("8 passages", 16, (2, 4, 4, 6, 6, 8), 8),
 )
+Keep = Callable[[], None]
+"""Saves the model."""
 PHASES = (Phase(STAGES, 1.0, muon_lr=0.02, adamw_lr=4e-3, warm_up=30, decay_share=0.4),)
 
 
@@ -149,13 +151,7 @@ def train(
 
 
 def _train_phase(
-    model: LlamaForCausalLM,
-    phase: Phase,
-    rows: Rows,
-    rng: random.Random,
-    start: float,
-    end: float,
-    save_all: Callable[[], None],
+    model: LlamaForCausalLM, phase: Phase, rows: Rows, rng: random.Random, start: float, end: float, keep: Keep
 ) -> dict[int, float]:
     """From `start` to `end`, by the monotonic clock in seconds."""
     optimizers = _create_optimizers(model, phase)
@@ -180,9 +176,9 @@ def _train_phase(
             right.clear()
             asked.clear()
         if time.monotonic() - saved > SAVE_EVERY_S:
-            save_all()
+            keep()
             saved = time.monotonic()
-    save_all()
+    keep()
     return by_hop
 
 
@@ -281,11 +277,10 @@ def _initialise(model: LlamaForCausalLM) -> None:
     embedding = model.model.embed_tokens.weight.normal_(0, spread)
     embedding[:, 0] = constant
     for layer in model.model.layers:
-        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
             linear.weight.normal_(0, HIDDEN_SIZE**-0.5)
-        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
-            linear.weight.normal_(0, HIDDEN_SIZE**-0.5)
-        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        for linear in (attention.o_proj, mlp.down_proj):
             linear.weight.normal_(0, 0.5 * linear.in_features**-0.5)
     embedding_norm = math.sqrt(spread**2 * (HIDDEN_SIZE - 1) + constant**2)
     frequencies = ROPE_THETA ** (-torch.arange(HEAD_DIM // 2) * 2 / HEAD_DIM)
