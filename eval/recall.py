@@ -19,12 +19,10 @@ are FusionRAG's figure 7a: how likely passages found together are each other's n
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -34,8 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from eval.data.question_set import read_conversations, read_questions
 from eval.data.retrieve import open_index, search
 from eval.errors import CommandError
-from eval.run import Run, Sample
-from eval.serve.options import default_folder
+from eval.run import Run, Sample, new_folder
 from eval.task import TaskData
 
 if TYPE_CHECKING:
@@ -61,42 +58,18 @@ def main(argv: Sequence[str]) -> int:
     for name in ("k", "nprobe", "limit", "dim"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise CommandError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    folder = args.out or default_folder("recall")
     try:
-        from tabulate import tabulate
-
+        from eval.bench.outcome import tell
         from retrieval import RetrievalError
 
-        with Run(folder, kind="recall", spec=vars(args), summarize=summarize) as taken:
-            measure(taken, args)
+        with Run(args.out or new_folder("recall"), kind="recall", spec=vars(args), summarize=summarize) as taken:
+            _measure(taken, args)
+        tell(taken)
     except ImportError as error:
         raise CommandError(f"recall needs the extras `retrieval` and `eval` ({error})") from None
     except RetrievalError as error:
         raise CommandError(str(error)) from None
-    results = taken.results()
-    for one in results["tables"]:
-        print(one["title"], tabulate(one["rows"], headers="keys", floatfmt=".3f"), "", sep="\n")
-    print(*results["verdict"], f"record: {folder}", json.dumps(results), sep="\n")
     return 0
-
-
-def measure(run: Run, args: argparse.Namespace) -> None:
-    """Take the samples that the run does not have, all of a set, query and mode at once."""
-    encoder = _encoder(args.encoder)
-    for name in args.sets:
-        asked = read_set(args.data, name, args.query, seed=args.seed, limit=args.limit)
-        keys = {(query, mode): f"{name} {query} {_arm(mode, encoder)}" for query in asked for mode in args.modes}
-        missing = [cell for cell, key in keys.items() if f"{key} {asked[cell[0]].requests[0].id}" not in run]
-        if not missing:
-            continue
-        ranked, nearest = _search(asked, missing, encoder, args)
-        for query, mode in missing:
-            found = [ranked[query, mode, request.id] for request in asked[query].requests]
-            wants = mode != "bm25" and query == "last"
-            rows = samples(asked[query], found, nearest if wants else {}, k=args.k)
-            place = {"arm": _arm(mode, encoder), "cell": {"data": name, "query": query}}
-            run.add_all((f"{keys[query, mode]} {row['request']}", place | row) for row in rows)
-            print(f"{keys[query, mode]}: {len(rows)} questions", file=sys.stderr)
 
 
 def read_set(data: Path, name: str, queries: Sequence[str], *, seed: int, limit: int | None) -> dict[str, TaskData]:
@@ -155,8 +128,8 @@ def samples(
         if gold := {kept[name] for name in request.gold_ids}:
             share = len(gold.intersection(ids)) / len(gold)
             metrics |= {f"recall@{k}": share, f"all_gold@{k}": float(share == 1)}
-        metrics = {name: round(value, 6) for name, value in metrics.items()}
-        row: Sample = {"request": request.id, "metrics": metrics, "found": len(ids)}
+        rounded = {name: round(value, 6) for name, value in metrics.items()}
+        row: Sample = {"request": request.id, "metrics": rounded, "found": len(ids)}
         together = dict.fromkeys(ids)
         if nearest and len(together) > 1:
             row["neighbors"] = [
@@ -273,6 +246,25 @@ def _query(word: str) -> str:
     return word
 
 
+def _measure(run: Run, args: argparse.Namespace) -> None:
+    """Take the samples that the run does not have, all of a set, query and mode at once."""
+    encoder = _encoder(args.encoder)
+    for name in args.sets:
+        asked = read_set(args.data, name, args.query, seed=args.seed, limit=args.limit)
+        keys = {(query, mode): f"{name} {query} {_arm(mode, encoder)}" for query in asked for mode in args.modes}
+        missing = [cell for cell, key in keys.items() if f"{key} {asked[cell[0]].requests[0].id}" not in run]
+        if not missing:
+            continue
+        ranked, nearest = _search(asked, missing, encoder, args)
+        for query, mode in missing:
+            found = [ranked[query, mode, request.id] for request in asked[query].requests]
+            wants = mode != "bm25" and query == "last"
+            rows = samples(asked[query], found, nearest if wants else {}, k=args.k)
+            place = {"arm": _arm(mode, encoder), "cell": {"data": name, "query": query}}
+            run.add_all((f"{keys[query, mode]} {row['request']}", place | row) for row in rows)
+            print(f"{keys[query, mode]}: {len(rows)} questions", file=sys.stderr)
+
+
 def _encoder(path: str | None) -> Encoder | None:
     if path is None:
         return None
@@ -314,18 +306,20 @@ def _search(
                 for request, hits in zip(chosen, found, strict=True):
                     ranked[query, mode, request.id] = [hit.passage.id for hit in hits]
             if any(query == "last" and mode != "bm25" for query, mode in cells):
-                neighbors.update(_nearest(retriever.index, nprobe=args.nprobe))
+                neighbors |= _nearest(retriever.index, nprobe=args.nprobe)
     return ranked, neighbors
 
 
-def _nearest(index: Index, *, nprobe: int) -> Iterator[tuple[str, list[str]]]:
+def _nearest(index: Index, *, nprobe: int) -> dict[str, list[str]]:
     from retrieval.neighbors import BATCH_ROWS, nearest
 
     names = index.store.ids(range(index.num_rows))
+    found: dict[str, list[str]] = {}
     for first in range(0, index.num_rows, BATCH_ROWS):
         last = min(first + BATCH_ROWS, index.num_rows)
-        for row, others in nearest(index, first, last, n=max(NEIGHBORS), nprobe=nprobe).items():
-            yield names[row], [names[other] for other in others]
+        near = nearest(index, first, last, n=max(NEIGHBORS), nprobe=nprobe)
+        found |= {names[row]: [names[other] for other in others] for row, others in near.items()}
+    return found
 
 
 def _last(turns: TaskData, query: str) -> TaskData:
@@ -340,23 +334,23 @@ def _last(turns: TaskData, query: str) -> TaskData:
 
 
 def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for (data, query), group in itertools.groupby(cells, lambda cell: tuple(cell["cell"].values())):
-        found = list(group)
-        for metric in dict.fromkeys(name for cell in found for name in cell["metrics"]):
-            values = {cell["arm"]: cell["metrics"][metric]["mean"] for cell in found if metric in cell["metrics"]}
-            rows[metric].append({"set": data if query == "last" else f"{data}, {query}"} | values)
+    """A table per metric, with a row per set and query and a column per arm, and one of the neighbours."""
+    rows: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    near: list[dict[str, Any]] = []
+    for cell in cells:
+        data, query = cell["cell"]["data"], cell["cell"]["query"]
+        name = data if query == "last" else f"{data}, {query}"
+        for metric, figures in cell["metrics"].items():
+            rows[metric].setdefault(name, {"set": name})[cell["arm"]] = figures["mean"]
+        for reading, shares in cell["neighbors"].items():
+            shown = {f"n = {n}": shares[str(n)] for n in SHOWN_NEIGHBORS}
+            near.append({"set": data, "arm": cell["arm"], "reading": reading} | shown)
     tables: list[dict[str, Any]] = []
     for metric in sorted(rows, key=lambda name: "@" not in name):
-        singles = [row for row in rows[metric] if ", " not in row["set"]]
+        found = [*rows[metric].values()]
         note = {"note": NOTES[metric]} if metric in NOTES else {}
-        tables.append({"title": metric, "rows": rows[metric] + _mean(singles), **note})
-    near = [
-        {"set": cell["cell"]["data"], "arm": cell["arm"], "reading": reading}
-        | {f"n = {n}": shares[str(n)] for n in SHOWN_NEIGHBORS}
-        for cell in cells
-        for reading, shares in cell["neighbors"].items()
-    ]
+        means = _mean([row for row in found if ", " not in row["set"]])
+        tables.append({"title": metric, "rows": found + means, **note})
     kinds = dict.fromkeys((row["arm"], row["reading"]) for row in near)
     near += [one for kind in kinds for one in _mean([row for row in near if (row["arm"], row["reading"]) == kind])]
     return tables + ([{"title": "passages found together that are neighbours", "rows": near}] if near else [])

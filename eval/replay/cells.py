@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import add
-from typing import Any, Protocol
+from typing import Any
 
 from eval.progress import Bar
 from eval.replay.grid import Cell
@@ -23,18 +23,7 @@ CHUNK_COUNTS = ("chunks", "hits", "dropped", "lost")
 TOKEN_COUNTS = ("tokens", "token_hits", "dropped_tokens", "lost_tokens")
 
 
-class Measured(Protocol):
-    """One cell of a replay."""
-
-    def step(self, request: TraceRequest) -> None:
-        """Serve the next request of the trace."""
-
-    @property
-    def sample(self) -> Sample:
-        """What was counted, as JSON."""
-
-
-def measure(cell: Measured, trace: Iterable[TraceRequest], bar: Bar) -> Sample:
+def measure(cell: TraceCell | ReplayCell, trace: Iterable[TraceRequest], bar: Bar) -> Sample:
     """The sample of one pass over the trace."""
     for number, request in enumerate(trace, start=1):
         cell.step(request)
@@ -99,9 +88,8 @@ class TraceCell:
     def sample(self) -> Sample:
         """`overlap` of the whole trace, and per bin the chunks that were retrieved before."""
         overlap = self._overlap
-        figures = {"prefix": overlap.prefix, "total": overlap.total, "estimated_from": None}
-        if overlap.is_estimate:
-            figures["estimated_from"] = overlap.num_measured
+        estimated_from = overlap.num_measured if overlap.is_estimate else None
+        figures = {"prefix": overlap.prefix, "total": overlap.total, "estimated_from": estimated_from}
         unknown = {} if self._facts.has_lengths else {"tokens": None, "seen_tokens": None}
         return {"k": self._k, "overlap": figures, **self._bins.sample, **unknown}
 
@@ -109,9 +97,9 @@ class TraceCell:
 class ReplayCell:
     """A replay of one cell of the grid."""
 
-    def __init__(self, cell: Cell, facts: TraceFacts, *, warm_up: int, max_visits: int) -> None:
+    def __init__(self, cell: Cell, facts: TraceFacts, *, warm_up: int) -> None:
         self._cell, self._facts = cell, facts
-        self._replay = Replay(cell.settings(max_visits=max_visits))
+        self._replay = Replay(cell.settings)
         self._turns_left = dict(facts.num_turns)
         self._bins = Bins((*CHUNK_COUNTS, *TOKEN_COUNTS), warm_up=warm_up)
 

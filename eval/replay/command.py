@@ -13,7 +13,6 @@ Needs Python alone, no model and no server. The trace format is in eval/replay/t
 from __future__ import annotations
 
 import argparse
-import datetime
 import gzip
 import json
 import sys
@@ -26,14 +25,14 @@ from eval.errors import CommandError
 from eval.progress import progress
 from eval.replay import generated
 from eval.replay import trace as trace_format
-from eval.replay.cells import Measured, ReplayCell, TraceCell, measure
+from eval.replay.cells import ReplayCell, TraceCell, measure
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace
 from eval.replay.grid import AXES, DEFAULTS, Cell, comparison, derived_capacities, grid
 from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.text_table import text_table
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
-from eval.run import Run
+from eval.run import Run, new_folder
 from radix_ext import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
@@ -52,6 +51,7 @@ WORLD_REQUESTS = 1000
 """Default number of requests of the generated world, which is unlimited; of a data set all are used."""
 Trace = Iterable[TraceRequest]
 """Iterated several times: for the facts, and for each cell."""
+Create = Callable[[], TraceCell | ReplayCell]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,68 +89,43 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="JSON Lines, plain or .gz; format below")
     source.add_argument("--generate", metavar="N", type=_at_least(1), help="N made requests; parameters below")
-    source.add_argument(
-        "--task",
-        help="use a task's requests, without lengths, instead of a trace; `python -m eval serve --help` lists tasks",
-    )
-    parser.add_argument("--data", type=Path, help="folder that holds the task's folder")
-    parser.add_argument("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
-    parser.add_argument(
-        "--max-requests",
-        type=_at_least(1),
-        help=f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of --generate; default: %(default)s")
-    parser.add_argument(
-        "--save-trace", metavar="FILE", type=Path, help="only write the requests in the trace format, .gz or not"
-    )
+    text = "use a task's requests, without lengths, instead of a trace; `python -m eval serve --help` lists tasks"
+    source.add_argument("--task", help=text)
+    add = parser.add_argument
+    add("--data", type=Path, help="folder that holds the task's folder")
+    add("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
+    text = f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}"
+    add("--max-requests", type=_at_least(1), help=text)
+    add("--seed", type=int, default=0, help="of --generate; default: %(default)s")
+    add("--save-trace", metavar="FILE", type=Path, help="only write the requests in the trace format, .gz or not")
     _add_axes(parser)
     add_options(parser)
-    parser.add_argument("--max-visits", type=_at_least(1), default=64, help="bound of the search; default: %(default)s")
-    parser.add_argument(
-        "--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them"
-    )
-    parser.add_argument(
-        "--block",
-        type=_at_least(1),
-        help=f"block length of the bootstrap, in requests; default: {BLOCK}, at least a {MAX_BLOCKS}th and at most a "
-        f"{MIN_BLOCKS}th of the measured requests",
-    )
-    parser.add_argument(
-        "--worth", type=_share, default=0.01, help="minimum gain, as a share, that is worth it; default: %(default)s"
-    )
-    parser.add_argument("--out", type=Path, help="the run's folder; default for a grid: runs/<time>-replay")
-    parser.add_argument("--baseline", help="name of the record to compare this one with")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add("--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them")
+    text = f"in requests; default: {BLOCK}, at least a {MAX_BLOCKS}th and at most a {MIN_BLOCKS}th of those measured"
+    add("--block", type=_at_least(1), help=f"block length of the bootstrap, {text}")
+    add("--worth", type=_share, default=0.01, help="minimum gain, as a share, that is worth it; default: %(default)s")
+    add("--out", type=Path, help="the run's folder; default for a grid: runs/<time>-replay")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
 
 def _add_axes(parser: argparse.ArgumentParser) -> None:
-    axes = parser.add_argument_group("the grid: each takes one value or several, all combinations are replayed")
-    axes.add_argument("--order", nargs="+", choices=ORDER_POLICIES, help="default: tree")
-    axes.add_argument(
-        "--tail", nargs="+", choices=TAIL_POLICIES, help="order of the remaining chunks under tree; default: rank"
-    )
-    axes.add_argument("--capacity", nargs="+", type=_at_least(0), help="chunks (nodes) in the cache, 0 for no limit")
-    axes.add_argument(
-        "--capacity-tokens",
-        nargs="+",
-        type=_at_least(0),
-        help="tokens of chunks in the cache, 0 for no limit; alone it sets the sizes of the comparison",
-    )
-    axes.add_argument("--eviction", nargs="+", choices=EVICTION_POLICIES, help="default: lru")
-    axes.add_argument("--admission", nargs="+", choices=ADMISSION_POLICIES, help="default: all")
-    axes.add_argument(
-        "--dedup",
-        nargs="+",
-        choices=DEDUP_POLICIES,
-        help="whether a conversation drops chunks already shown; default: off for the retriever's order, else shown",
-    )
-    axes.add_argument("--window", nargs="+", type=_at_least(1), help="requests counted; default: 1000")
-    axes.add_argument("--threshold", nargs="+", type=_at_least(1), help="promotion count; default: 2")
-    axes.add_argument(
-        "--k", nargs="+", type=_at_least(1), help="first K chunks of each request; default: all, generated: 10"
-    )
+    group = parser.add_argument_group("the grid: each takes one value or several, all combinations are replayed")
+    group.add_argument("--order", nargs="+", choices=ORDER_POLICIES, help="default: tree")
+    text = "order of the remaining chunks under tree; default: rank"
+    group.add_argument("--tail", nargs="+", choices=TAIL_POLICIES, help=text)
+    group.add_argument("--eviction", nargs="+", choices=EVICTION_POLICIES, help="default: lru")
+    group.add_argument("--admission", nargs="+", choices=ADMISSION_POLICIES, help="default: all")
+    text = "whether a conversation drops chunks already shown; default: off for the retriever's order, else shown"
+    group.add_argument("--dedup", nargs="+", choices=DEDUP_POLICIES, help=text)
+    for name, minimum, text in (
+        ("capacity", 0, "chunks (nodes) in the cache, 0 for no limit"),
+        ("capacity-tokens", 0, "tokens of chunks in the cache, 0 for no limit; alone it sets the comparison's sizes"),
+        ("window", 1, "requests counted; default: 1000"),
+        ("threshold", 1, "promotion count; default: 2"),
+        ("k", 1, "first K chunks of each request; default: all, generated: 10"),
+    ):
+        group.add_argument(f"--{name}", nargs="+", type=_at_least(minimum), help=text)
 
 
 def _at_least(minimum: int) -> type[int]:
@@ -257,10 +232,9 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> tuple[list[Cell], 
 def _run_grid(
     options: argparse.Namespace, trace: Trace, facts: TraceFacts, cells: Sequence[Cell], left_out: str | None
 ) -> int:
-    now = datetime.datetime.now().strftime("%Y-%m-%dT%H%M%S")
-    folder = options.out or Path("runs") / f"{now}-replay"
+    folder = options.out or new_folder("replay")
     spec = {**vars(options), "json": None, "trace_sha256": facts.sha256, "left_out": left_out}
-    with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec), baseline=options.baseline) as run:
+    with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec)) as run:
         todo = {key: create for key, create in _measured(options, facts, cells).items() if key not in run}
         with progress("replay", len(todo) * facts.num_requests) as bar:
             for key, create in todo.items():
@@ -273,22 +247,17 @@ def _run_grid(
     return 0
 
 
-def _measured(
-    options: argparse.Namespace, facts: TraceFacts, cells: Sequence[Cell]
-) -> dict[str, Callable[[], Measured]]:
+def _measured(options: argparse.Namespace, facts: TraceFacts, cells: Sequence[Cell]) -> dict[str, Create]:
     """Key of a sample -> what measures it: first the trace itself, once per k, then the cells."""
-    traces: dict[str, Callable[[], Measured]] = {
-        f"trace/k={k}": partial(TraceCell, k, facts, warm_up=options.warm_up)
-        for k in dict.fromkeys(cell.k for cell in cells)
-    }
-    exact: dict[str, Callable[[], Measured]] = {
-        cell.key: partial(ReplayCell, cell, facts, warm_up=options.warm_up, max_visits=options.max_visits)
-        for cell in cells
-    }
-    if options.reuse == "exact":
-        return traces | exact
-    config = server_config(options)
-    return traces | exact | {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
+    found: dict[str, Create] = {}
+    for cell in cells:
+        found[f"trace/k={cell.k}"] = partial(TraceCell, cell.k, facts, warm_up=options.warm_up)
+    for cell in cells:
+        found[cell.key] = partial(ReplayCell, cell, facts, warm_up=options.warm_up)
+    if options.reuse == "fused":
+        config = server_config(options)
+        found |= {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
+    return found
 
 
 def _print_one(options: argparse.Namespace, trace: Trace, facts: TraceFacts, cell: Cell) -> int:
@@ -325,7 +294,7 @@ def _print_one(options: argparse.Namespace, trace: Trace, facts: TraceFacts, cel
 
 def _settings(options: argparse.Namespace, dedup: str | None) -> dict[str, Any]:
     """The options as given, or their defaults."""
-    output = ("json", "out", "baseline", "block", "worth", "save_trace")
+    output = ("json", "out", "block", "worth", "save_trace")
     named = {name: value for name, value in vars(options).items() if name not in output}
     axes = {name: (named[name] or [DEFAULTS[name]])[0] for name in AXES} | {"dedup": dedup}
     return {name: axes.get(name, str(value) if isinstance(value, Path) else value) for name, value in named.items()}

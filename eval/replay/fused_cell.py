@@ -64,9 +64,9 @@ class FusedCell(ReplayCell):
     """A fused replay of one cell of the grid."""
 
     def __init__(self, cell: Cell, facts: TraceFacts, options: argparse.Namespace, config: ChunkCacheConfig) -> None:
-        super().__init__(cell, facts, warm_up=options.warm_up, max_visits=options.max_visits)
-        settings = cell.settings(max_visits=options.max_visits)
-        settings = replace(settings, window=cell.window or DEFAULTS["window"])  # the store's threshold counts in it
+        super().__init__(cell, facts, warm_up=options.warm_up)
+        # The store's threshold counts in the window.
+        settings = replace(cell.settings, window=cell.window or DEFAULTS["window"])
         self._chunk_tokens = None if facts.has_lengths else options.chunk_tokens
         self._replay = self._fused = FusedReplay(  # type: ignore[assignment]  # it has the same `step`
             settings, config, kv_bytes=options.kv_bytes_per_token, prefill_budget=options.prefill_budget

@@ -18,7 +18,6 @@ another replica is stored; the hit rate is the share of all retrieved chunks tha
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import random
@@ -29,10 +28,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from eval.errors import CommandError
 from eval.progress import tracked
 from eval.replay.text_table import text_table
-from eval.run import Run, Sample
+from eval.run import Run, Sample, new_folder
 
 PAPER = {"storage_reduction": 0.710, "recomputations": 4036, "eliminated": 0.823, "hit_rate": 0.779}
 """FusionRAG 5.3.3, "Storage Efficiency"."""
@@ -46,6 +44,7 @@ SWEEP: dict[str, Sequence[Any]] = {
     "order": ("shuffled", "popular"),
 }
 STORES = ("backtracking", "by chunk")
+NUM_SEEDS = 5
 NUM_NEAREST = 3
 KINDS = ("known", "shared", "unique")
 
@@ -85,18 +84,15 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seeds", type=int, default=5, help="simulations; default: %(default)s")
     parser.add_argument("--sweep", action="store_true", help="also vary everything that the paper leaves open")
     parser.add_argument("--out", type=Path, help="the run's folder; default: runs/<time>-storage")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(argv)
-    if options.seeds < 1:
-        raise CommandError(f"--seeds must be at least 1 but got {options.seeds}")
-    todo = {f"seed={seed}": (Assumptions(), seed, False) for seed in range(options.seeds)}
+    todo = {f"seed={seed}": (Assumptions(), seed, False) for seed in range(NUM_SEEDS)}
     for values in itertools.product(*SWEEP.values()) if options.sweep else ():
         varied = dict(zip(SWEEP, values, strict=True))
         todo["/".join(f"{name}={value}" for name, value in varied.items())] = (Assumptions(**varied), 0, True)
-    folder = options.out or Path("runs") / f"{datetime.datetime.now():%Y-%m-%dT%H%M%S}-storage"
+    folder = options.out or new_folder("storage")
     with Run(folder, kind="replay", spec={**vars(options), "json": None}, summarize=summarize) as run:
         for key in tracked("storage", [key for key in todo if key not in run]):
             assumptions, seed, swept = todo[key]
@@ -206,14 +202,14 @@ def _seeds_table(runs: Sequence[Sample]) -> dict[str, Any]:
 
 def _sweep_table(swept: Sequence[Sample], store: str) -> dict[str, Any]:
     """The range of each figure over all settings, and the settings that are nearest to the paper in their worst figure."""
-    rows = {}
+    rows = []
     for place, sample in enumerate(sorted(swept, key=lambda sample: _distance(sample, store))[:NUM_NEAREST], start=1):
         setting = ", ".join(f"{name} {sample['assumptions'][name]}" for name in SWEEP)
-        rows[f"nearest {place}: {setting}"] = sample["figures"][store]
+        rows.append({"": f"nearest {place}: {setting}"} | sample["figures"][store])
     for name, choose in (("least", min), ("most", max)):
-        rows[name] = {figure: choose(sample["figures"][store][figure] for sample in swept) for figure in PAPER}
-    named = [{"": name, **{figure: _show(value) for figure, value in row.items()}} for name, row in rows.items()]
-    return {"title": f"{store}, {len(swept)} settings", "rows": named}
+        rows.append({"": name} | {one: choose(sample["figures"][store][one] for sample in swept) for one in PAPER})
+    shown = [{name: value if name == "" else _show(value) for name, value in row.items()} for row in rows]
+    return {"title": f"{store}, {len(swept)} settings", "rows": shown}
 
 
 def _distance(sample: Mapping[str, Any], store: str) -> float:

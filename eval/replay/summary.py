@@ -7,10 +7,12 @@ replayed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from eval.replay.bootstrap import moving_block_share
+from eval.replay.cells import CHUNK_COUNTS, TOKEN_COUNTS
 from eval.replay.fused_cell import fused_entry, fused_table
 from eval.replay.grid import baseline_of, craft_of, policy_name
 from eval.replay.verdict import capacity_name, verdict
@@ -19,6 +21,10 @@ Sample = Mapping[str, Any]
 MIN_BLOCKS = 10
 """With fewer there is no interval."""
 METRICS = {"chunks": "saved_share", "tokens": "token_saved_share"}
+COUNTS = {"chunks": CHUNK_COUNTS[1:], "tokens": TOKEN_COUNTS[1:]}
+"""Found cached, left out as shown before, computed again in histories."""
+Share = Callable[..., dict[str, float]]
+"""(sample, counts, unit) -> the counts' share of the unit with its interval."""
 
 
 def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
@@ -29,21 +35,17 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
             were not replayed, or None.
         samples: one per cell, and one with `overlap` per k, as eval/replay/cells.py makes them.
     """
-    shares = _Shares(spec["block"])
+    share = partial(_share, spec["block"])
     cells = [sample for sample in samples if "cell" in sample]
-    contrasts = []
-    for find in (baseline_of, craft_of):
-        for sample in cells:
-            other = find(sample["cell"], cells)
-            contrasts += shares.contrasts(other, sample) if other is not None else []
-    overlap = [shares.overlap(sample) for sample in samples if "overlap" in sample]
+    pairs = [(find(one["cell"], cells), one) for find in (baseline_of, craft_of) for one in cells]
+    overlap = [_overlap(sample, share) for sample in samples if "overlap" in sample]
     results: dict[str, Any] = {
-        "cells": [shares.cell(sample) for sample in cells],
+        "cells": [_cell(sample, share) for sample in cells],
         "overlap": overlap[0] if overlap else None,
         "overlap_by_k": overlap,
-        "contrasts": contrasts,
+        "contrasts": [one for other, cell in pairs if other is not None for one in _contrasts(other, cell, share)],
     }
-    fused = [fused_entry(sample, results["cells"], shares._share) for sample in samples if "fused" in sample]
+    fused = [fused_entry(sample, results["cells"], share) for sample in samples if "fused" in sample]
     results["tables"] = [_table(results)] if cells else []
     if fused:
         results |= {"fused": fused, "tables": [*results["tables"], fused_table(fused)]}
@@ -78,67 +80,55 @@ def _overlap_note(overlap: Mapping[str, Any]) -> str:
     )
 
 
-class _Shares:
-    """Shares over the measured requests."""
-
-    def __init__(self, block: int) -> None:
-        self._block = block
-
-    def cell(self, sample: Sample) -> dict[str, Any]:
-        """An entry of `results["cells"]`."""
-        saved = {unit: _saved(sample, unit) for unit in METRICS if sample[unit]}
-        figures: dict[str, Any] = {
-            "cell": sample["cell"],
-            "chunk_hit_rate": self._share(sample, sample["hits"], "chunks"),
-            "token_hit_rate": self._share(sample, sample["token_hits"], "tokens") if sample["tokens"] else None,
-            "saved": {unit: self._share(sample, counts, unit) for unit, counts in saved.items()},
-            "saved_in_second_half": {unit: _second_half(counts, sample[unit]) for unit, counts in saved.items()},
+def _cell(sample: Sample, share: Share) -> dict[str, Any]:
+    """An entry of `results["cells"]`."""
+    saved = {unit: _saved(sample, unit) for unit in METRICS if sample[unit]}
+    figures: dict[str, Any] = {
+        "cell": sample["cell"],
+        "chunk_hit_rate": share(sample, sample["hits"], "chunks"),
+        "token_hit_rate": share(sample, sample["token_hits"], "tokens") if sample["tokens"] else None,
+        "saved": {unit: share(sample, counts, unit) for unit, counts in saved.items()},
+        "saved_in_second_half": {unit: _second_half(counts, sample[unit]) for unit, counts in saved.items()},
+    }
+    if (
+        sample["cell"]["dedup"] is not None
+    ):  # CRAFT fig. 12's two parts, and the chunks of histories that left the cache
+        names = ("general", "conversation_scoped", "history_lost")
+        figures["reduction"] = {
+            unit: {name: share(sample, sample[counts], unit) for name, counts in zip(names, COUNTS[unit], strict=True)}
+            for unit in saved
         }
-        if sample["cell"]["dedup"] is not None:
-            figures["reduction"] = {unit: self._reduction(sample, unit) for unit in saved}
-        kept = ("num_requests", "num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")
-        return figures | {"num_chunks": sum(sample["chunks"])} | {name: sample[name] for name in kept}
+    kept = ("num_requests", "num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")
+    return figures | {"num_chunks": sum(sample["chunks"])} | {name: sample[name] for name in kept}
 
-    def contrasts(self, baseline: Sample, other: Sample) -> list[dict[str, Any]]:
-        """The difference of saved shares, `other` less `baseline`, of chunks and, with lengths, of tokens."""
-        found = []
-        for unit, metric in METRICS.items():
-            if not other[unit]:
-                continue
+
+def _contrasts(baseline: Sample, other: Sample, share: Share) -> Iterator[dict[str, Any]]:
+    """The difference of saved shares, `other` less `baseline`, of chunks and, with lengths, of tokens."""
+    for unit, metric in METRICS.items():
+        if other[unit]:
             differences = [b - a for a, b in zip(_saved(baseline, unit), _saved(other, unit), strict=True)]
-            found.append(
-                {
-                    "cell": other["cell"],
-                    "metric": metric,
-                    "a": policy_name(baseline["cell"]),
-                    "b": policy_name(other["cell"]),
-                    "statistic": "difference of shares",
-                    **self._share(other, differences, unit),
-                    "n": other["num_requests"],
-                    "p": None,
-                }
-            )
-        return found
+            yield {
+                "cell": other["cell"],
+                "metric": metric,
+                "a": policy_name(baseline["cell"]),
+                "b": policy_name(other["cell"]),
+                "statistic": "difference of shares",
+                **share(other, differences, unit),
+                "n": other["num_requests"],
+                "p": None,
+            }
 
-    def overlap(self, sample: Sample) -> dict[str, Any]:
-        """CRAFT's prefix and total of the whole trace, and the share of chunks (tokens) retrieved before."""
-        seen = {unit: self._share(sample, sample[f"seen_{unit}"], unit) for unit in METRICS if sample[unit]}
-        return {
-            "k": sample["k"],
-            **sample["overlap"],
-            "seen_before": seen["chunks"],
-            "seen_before_tokens": seen.get("tokens"),
-        }
 
-    def _reduction(self, sample: Sample, unit: str) -> dict[str, Any]:
-        """CRAFT fig. 12's two parts of the saved chunks, and the chunks computed again because a history left the cache."""
-        parts = zip(("general", "conversation_scoped", "history_lost"), _parts(sample, unit), strict=True)
-        return {name: self._share(sample, counts, unit) for name, counts in parts}
+def _overlap(sample: Sample, share: Share) -> dict[str, Any]:
+    """CRAFT's prefix and total of the whole trace, and the share of chunks (tokens) retrieved before."""
+    seen = {unit: share(sample, sample[f"seen_{unit}"], unit) for unit in METRICS if sample[unit]}
+    figures = {"seen_before": seen["chunks"], "seen_before_tokens": seen.get("tokens")}
+    return {"k": sample["k"], **sample["overlap"], **figures}
 
-    def _share(self, sample: Sample, parts: Sequence[float], unit: str) -> dict[str, float]:
-        block = max(1, self._block // sample["bin"])
-        value, low, high = moving_block_share(parts, sample[unit], block=block)
-        return {"value": value, "low": low, "high": high}
+
+def _share(block: int, sample: Sample, parts: Sequence[float], unit: str) -> dict[str, float]:
+    value, low, high = moving_block_share(parts, sample[unit], block=max(1, block // sample["bin"]))
+    return {"value": value, "low": low, "high": high}
 
 
 def _second_half(parts: Sequence[float], wholes: Sequence[float]) -> float:
@@ -148,10 +138,5 @@ def _second_half(parts: Sequence[float], wholes: Sequence[float]) -> float:
 
 def _saved(sample: Sample, unit: str) -> list[int]:
     """Per bin: prefix hits and chunks left out as already shown, less chunks that are computed again."""
-    return [hits + dropped - lost for hits, dropped, lost in zip(*_parts(sample, unit), strict=True)]
-
-
-def _parts(sample: Sample, unit: str) -> tuple[list[int], list[int], list[int]]:
-    names = ("hits", "dropped", "lost") if unit == "chunks" else ("token_hits", "dropped_tokens", "lost_tokens")
-    hits, dropped, lost = (sample[name] for name in names)
-    return hits, dropped, lost
+    counts = zip(*(sample[name] for name in COUNTS[unit]), strict=True)
+    return [hits + dropped - lost for hits, dropped, lost in counts]

@@ -196,38 +196,34 @@ class TraceFile:
 
 def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(line number from 1, object) of all lines that are not blank."""
-    for number, line in _lines(path):
-        try:
-            record = json.loads(line, parse_constant=_refuse_constant)
-            if not isinstance(record, Mapping):
-                raise ValueError(f"must be a JSON object but is {_json_type(record)}")
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, json.JSONDecodeError):  # it counts the lines of the text that it was given: one
-                where, what = f"line {number}, column {error.colno}", error.msg
-            else:
-                where, what = f"line {number}", str(error)
-            raise CommandError(f"{path}, {where}: {what} (expected: one JSON object per line)") from None
-        yield number, record
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    number = 0
     if path.is_fifo():
         raise CommandError(f"{path} must be a file, since it is read several times, but is a pipe")
+    number = 0
     read = gzip.open if path.suffix == ".gz" else open
     try:
-        with read(
-            path, "rt", encoding="utf-8-sig"
-        ) as lines:  # `-sig`: some editors begin a file with a byte order mark
+        with read(path, "rt", encoding="utf-8-sig") as lines:  # editors may begin a file with a byte order mark
             for number, line in enumerate(lines, start=1):
                 if not line.isspace():
-                    yield number, line.rstrip("\r\n")
+                    yield number, _record(line, f"{path}, line {number}")
     except FileNotFoundError:
         raise CommandError(f"{path} does not exist") from None
     except IsADirectoryError:
         raise CommandError(f"{path} cannot be read: it is a directory, name a file") from None
     except (OSError, EOFError, UnicodeDecodeError, ZlibError) as error:
         raise CommandError(f"{path} cannot be read after line {number}: {error}") from None
+
+
+def _record(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line.rstrip("\r\n"), parse_constant=_refuse_constant)
+        if isinstance(record, Mapping):
+            return record
+        what = f": must be a JSON object but is {_json_type(record)}"
+    except json.JSONDecodeError as error:
+        what = f", column {error.colno}: {error.msg}"
+    except (ValueError, RecursionError) as error:
+        what = f": {error}"
+    raise CommandError(f"{where}{what} (expected: one JSON object per line)")
 
 
 def _read_components(path: Path) -> dict[str, int]:

@@ -11,6 +11,7 @@ questions after a right first hop.
 import argparse
 import random
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -44,19 +45,23 @@ class Asked(NamedTuple):
     def right(self) -> bool:
         return self.answer == self.question.answers[0]
 
-
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, passages: Sequence[str], question: str) -> list[int]:
-    """The first turn's token ids, each piece tokenised apart."""
-    head, pieces, tail = turn_pieces(passages, question, opens=True)
-    return [token for piece in (head, *pieces, tail) for token in tokenizer.encode(piece, add_special_tokens=False)]
+    @property
+    def sample(self) -> Sample:
+        """Exact match, and the wrong answer."""
+        wrong = {"question": self.question.question, "answer": self.answer, "right": self.question.answers[0]}
+        return {"metrics": {"em": float(self.right)}, "wrong": None if self.right else wrong}
 
 
 @torch.inference_mode()
 def ask(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, drawn: Sequence[tuple[Question, Sequence[Passage]]]
 ) -> list[Asked]:
-    """Answer one batch greedily, padded on the left."""
-    prompts = [prompt_ids(tokenizer, [p.text for p in passages], question.question) for question, passages in drawn]
+    """Answer one batch greedily, padded on the left; each piece of a prompt is tokenised apart."""
+    prompts = []
+    for question, passages in drawn:
+        head, pieces, tail = turn_pieces([passage.text for passage in passages], question.question, opens=True)
+        encoded = [tokenizer.encode(piece, add_special_tokens=False) for piece in (head, *pieces, tail)]
+        prompts.append([*chain.from_iterable(encoded)])
     longest = max(map(len, prompts))
     pad_id = tokenizer.pad_token_id
     ids = torch.tensor([[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -89,18 +94,20 @@ def _draw(
     world: World, hop: int, num_chunks: int, num_questions: int, rng: random.Random
 ) -> list[tuple[Question, Sequence[Passage]]]:
     if hop == -1:
-        return [_draw_linked(world.linked_context(num_chunks, rng), rng) for _ in range(num_questions)]
+        drawn = []
+        for _ in range(num_questions):
+            passages = world.linked_context(num_chunks, rng)
+            told = {passage.id for passage in passages[1::2]}
+            drawn.append(
+                (rng.choice([q for q in linked_questions(passages) if q.gold_passage_ids[1] in told]), passages)
+            )
+        return drawn
     questions = rng.sample([q for q in world.questions if q.hop == (hop or 1)], num_questions)
     contexts = [world.context(question, num_chunks, rng) for question in questions]
     if hop == 0:
         # First and last; "after" is beyond the model, see sglang_chunkcache/bundled_model/README.md.
         questions = [rng.choice(order_questions(passages)[:2]) for passages in contexts]
     return list(zip(questions, contexts, strict=True))
-
-
-def _draw_linked(passages: Sequence[Passage], rng: random.Random) -> tuple[Question, Sequence[Passage]]:
-    told = {passage.id for passage in passages[1::2]}
-    return rng.choice([q for q in linked_questions(passages) if q.gold_passage_ids[1] in told]), passages
 
 
 def load(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
@@ -135,11 +142,12 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model-path", type=Path, default=model_dir())
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4, 6], help="passages in the context")
-    parser.add_argument("--questions", type=int, default=200, help="per kind and number of chunks")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--model-path", type=Path, default=model_dir())
+    add("--chunks", type=int, nargs="+", default=[2, 4, 6], help="passages in the context")
+    add("--questions", type=int, default=200, help="per kind and number of chunks")
+    add("--threads", type=int, default=1)
+    add("--seed", type=int, default=0)
     add_out_option(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -151,16 +159,10 @@ def main(argv: Sequence[str]) -> int:
                     continue
                 sizes = {"num_chunks": num_chunks, "num_questions": args.questions, "seed": args.seed}
                 asked = evaluate(model, tokenizer, hop=hop, **sizes)
+                about = {"arm": "bundled-model", "cell": {"passages": num_chunks, "questions": kind}}
                 run.add_all(
-                    (f"{num_chunks}/{kind}/{i}", _sample(num_chunks, kind, i, one)) for i, one in enumerate(asked)
+                    (f"{num_chunks}/{kind}/{i}", about | {"request": str(i)} | one.sample)
+                    for i, one in enumerate(asked)
                 )
     tell(run)
     return 0
-
-
-def _sample(num_chunks: int, kind: str, number: int, asked: Asked) -> Sample:
-    cell = {"passages": num_chunks, "questions": kind}
-    wrong = {"question": asked.question.question, "answer": asked.answer, "right": asked.question.answers[0]}
-    metrics = {"em": float(asked.right)}
-    about = {"arm": "bundled-model", "cell": cell, "request": str(number), "metrics": metrics}
-    return {**about, "wrong": None if asked.right else wrong}

@@ -25,7 +25,7 @@ from radix_ext import Chunk, ChunkId
 def create_cell(trace: list[TraceRequest], **axes: Any) -> ReplayCell:
     facts = scan(trace)
     (cell,) = grid({name: [value] for name, value in axes.items()}, has_conversations=bool(facts.num_turns))
-    return ReplayCell(cell, facts, warm_up=0, max_visits=64)
+    return ReplayCell(cell, facts, warm_up=0)
 
 
 def test_bins_are_sums_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
