@@ -90,7 +90,7 @@ def _swept(run: Recorded, arms: Arms) -> list[Picture]:
     for setting in settings:
         moving = [one for one in run.cells if one["cell"].get(setting) is not None]
         still = [one for one in run.cells if setting not in one["cell"]]
-        groups = grouped(moving, lambda one, setting=setting: _others(one, setting))
+        groups = grouped(moving, partial(_others, setting=setting))
         curves = [group for group in groups if _is_curve(group[1], setting, alone=len(settings) == 1)]
         for rest, cells in curves[:MAX_CURVES]:
             level = [one for one in still if _others(one, setting).items() <= rest.items()]

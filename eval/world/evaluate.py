@@ -94,7 +94,7 @@ def _draw(
     world: World, hop: int, num_chunks: int, num_questions: int, rng: random.Random
 ) -> list[tuple[Question, Sequence[Passage]]]:
     if hop == -1:
-        drawn = []
+        drawn: list[tuple[Question, Sequence[Passage]]] = []
         for _ in range(num_questions):
             passages = world.linked_context(num_chunks, rng)
             told = {passage.id for passage in passages[1::2]}
