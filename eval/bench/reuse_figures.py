@@ -37,7 +37,8 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             note = "Interpolated; none: it pays at every measured ratio."
             tables.append(table(f"{tokens} tokens: ratio from which on moving does not pay", crossed, note))
         verdict += [
-            f"{tokens} tokens, {row['arm']}: {row['share of full']} of full prefill's time to first token."
+            f"{tokens} tokens, {row['arm']}: full prefill takes {row['full / arm']} times as long to the first token "
+            f"(share {row['share of full']})."
             for row in rows
             if row["arm"] not in ("full", "exact", "stock")
         ]
@@ -68,6 +69,7 @@ def _row(arm: str, rounds: Mapping[str, Sequence[Sample]]) -> Row:
         if base in rounds:
             pairs = list(zip(times, _times(rounds[base]), strict=True))
             row[f"share of {base}"] = interval(contrast(pairs, better="lower"))
+            row[f"{base} / arm"] = round(median(_times(rounds[base])) / median(times), 2)
     if "lookup_s" in samples[0]["metrics"]:
         full_s = median(_times(rounds["full"]))
         phases = {phase: [one["metrics"][f"{phase}_s"] for one in samples] for phase in PHASES}

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from eval.errors import CommandError
 from eval.http import post
-from eval.quality.scores import FULL_PREFILL
 from eval.serve.arms import ARMS, Arm
 from eval.serve.client import ROUTES, Message, request_json
 
 if TYPE_CHECKING:
     from eval.task import Request, TextChunk
 
+FULL_PREFILL = "full-prefill"
 REFERENCE = replace(ARMS["ours"], name=FULL_PREFILL, summary="every prompt in the retriever's order, nothing reused")
 
 

@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
 from eval.http import post
-from eval.quality.greedy import Endpoint, FullPrefill, Greedy, ask
+from eval.quality.greedy import FULL_PREFILL, Endpoint, FullPrefill, Greedy, ask
 from eval.quality.mode import Job, Mode, Servers
 from eval.quality.ratio_cases import KINDS, Case, data_cases, world_cases
-from eval.quality.scores import FULL_PREFILL, FULL_REUSE, cells_of
+from eval.quality.scores import FULL_REUSE, cells_of
 from eval.quality.text_metrics import normalized_f1
 from eval.run import Sample
 from eval.serve.arms import ARMS, Arm

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
 from eval.metrics import agreement
+from eval.quality.greedy import FULL_PREFILL, Greedy
 from eval.quality.text_metrics import answer_kl, exact_match, f1, jaccard, kl_divergence, normalized_f1, rouge_l
 from eval.stats import summary
 
 if TYPE_CHECKING:
     from eval.quality.bert_score import BertScore
-    from eval.quality.greedy import Greedy
     from eval.quality.judge import Judge
     from eval.task import Request
 
 Weights = Literal["auto", "real", "none"]
-FULL_REUSE, FULL_PREFILL = "full-reuse", "full-prefill"
+FULL_REUSE = "full-reuse"
 """Arms: the ends of normalised F1."""
 AGREEMENT_NOTE = (
     "these weights know nothing of this text: the figures measure how far answers agree, not whether they are right"

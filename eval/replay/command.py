@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
         return storage.main([option for option in argv if option != "--storage"])
     options = _parser().parse_args(argv)
+    server_config(options)
     try:
         trace = _trace(options)
         if options.save_trace is not None:
@@ -254,8 +255,7 @@ def _measured(options: argparse.Namespace, facts: TraceFacts, cells: Sequence[Ce
         found[f"trace/k={cell.k}"] = partial(TraceCell, cell.k, facts, warm_up=options.warm_up)
     for cell in cells:
         found[cell.key] = partial(ReplayCell, cell, facts, warm_up=options.warm_up)
-    if options.reuse == "fused":
-        config = server_config(options)
+    if (config := server_config(options)) is not None:
         found |= {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
     return found
 

@@ -111,11 +111,20 @@ class FusedReplay:
     Args:
         kv_bytes: of one token.
         prefill_budget: tokens of one pass, where the configuration names none.
+        chunk_tokens: length of a chunk, for the room of a cache whose capacity is in chunks.
     """
 
     def __init__(
-        self, settings: ReplaySettings, config: ChunkCacheConfig, *, kv_bytes: int, prefill_budget: int
+        self,
+        settings: ReplaySettings,
+        config: ChunkCacheConfig,
+        *,
+        kv_bytes: int,
+        prefill_budget: int,
+        chunk_tokens: float,
     ) -> None:
+        nodes = settings.capacity
+        self._room = settings.capacity_tokens or (None if nodes is None else int(nodes * chunk_tokens))
         self._settings, self._config, self._kv_bytes, self._budget = settings, config, kv_bytes, prefill_budget
         self._fusion = FusionRequest(config.selector, config.recompute_ratio, focus=config.selector == "context")
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens, config.min_saved_tokens)
@@ -212,8 +221,7 @@ class FusedReplay:
 
     def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:
         """Whether what is free or idle holds the promise and leaves room for an extend, as the server asks."""
-        room = self._settings.capacity_tokens
-        idle = sys.maxsize if room is None else room - sum(node.num_tokens for node in locked)
+        idle = sys.maxsize if self._room is None else self._room - sum(node.num_tokens for node in locked)
         return idle >= plan.end - plan.start + max(self._budget, after)
 
     def _make_room(self, chunks: Sequence[Chunk], locked: Collection[ChainNode]) -> None:

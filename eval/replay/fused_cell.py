@@ -52,12 +52,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default: %(default)s")
 
 
-def server_config(options: argparse.Namespace) -> ChunkCacheConfig:
-    """The server's. Raises CommandError naming its flag where an option is out of range."""
+def server_config(options: argparse.Namespace) -> ChunkCacheConfig | None:
+    """The server's; None without moved KV.
+
+    Raises:
+        CommandError: an option is out of range, or applies to moved KV only.
+    """
+    numbers = {name: getattr(options, name.replace("-", "_")) for name, _, _ in NUMBERS}
+    if options.reuse == "exact":
+        changed = [name for name, default, _ in NUMBERS if numbers[name] != default]
+        knobs = [knob for knob in fields(ChunkCacheConfig) if knob.name in KNOBS]
+        changed += [knob.name.replace("_", "-") for knob in knobs if getattr(options, knob.name) != knob.default]
+        if changed:
+            raise CommandError(f"--{changed[0]} needs --reuse fused")
+        return None
+    if too_small := [name for name, value in numbers.items() if value < 1]:
+        raise CommandError(f"--{too_small[0]} must be at least 1")
     try:
         return ChunkCacheConfig(reuse="fused", **{name: getattr(options, name) for name in KNOBS})
     except ValueError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(str(error).replace("--chunkcache-", "--")) from None
 
 
 class FusedCell(ReplayCell):
@@ -69,7 +83,11 @@ class FusedCell(ReplayCell):
         settings = replace(cell.settings, window=cell.window or DEFAULTS["window"])
         self._chunk_tokens = None if facts.has_lengths else options.chunk_tokens
         self._replay = self._fused = FusedReplay(  # type: ignore[assignment]  # it has the same `step`
-            settings, config, kv_bytes=options.kv_bytes_per_token, prefill_budget=options.prefill_budget
+            settings,
+            config,
+            kv_bytes=options.kv_bytes_per_token,
+            prefill_budget=options.prefill_budget,
+            chunk_tokens=self._chunk_tokens or facts.distinct_tokens / facts.distinct_chunks,
         )
         self._bins = Bins(FusedCount._fields, warm_up=options.warm_up)
 
@@ -141,6 +159,7 @@ def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows.append(row)
     note = (
         "Shares of the requests' chunk tokens; moved = relocated + recomputed. Exact chain ended: requests; no exact request "
-        "finds what is behind moved KV. Computed behind: tokens computed there all the same."
+        "finds what is behind moved KV. Computed behind: tokens computed there all the same. Evictions, store and "
+        "fallbacks: warm-up too."
     )
     return {"title": "All requests fused", "rows": rows, "note": note}

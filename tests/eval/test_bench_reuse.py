@@ -106,7 +106,10 @@ def test_summary_finds_what_the_rounds_were_made_of() -> None:
     crossed = rows_of(results, 1, "selector/source")
     assert list(crossed) == ["query/host", "query/device"]
     assert crossed["query/host"]["ratio"] == "0.50 [0.50, 0.50]"
-    assert any(said.startswith("400 tokens, query/host/0.5: 1.000") for said in results["verdict"])
+    assert arms["query/host/0.5"]["full / arm"] == 1.0
+    assert any(
+        said.startswith("400 tokens, query/host/0.5: full prefill takes 1.0 times") for said in results["verdict"]
+    )
 
 
 def test_summary_has_no_crossover_where_all_ratios_pay() -> None:
