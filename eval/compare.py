@@ -24,7 +24,7 @@ from eval.report.tables import contrast_table
 from eval.run import Sample
 
 BASELINES = ("stock-lpm", "stock-fcfs", "no-cache", "retriever shown", "retriever", "full-prefill")
-"""Default arm to compare against, if neither the run nor --against names one: the first of these that the run has."""
+"""Default arms to compare against, if neither the run nor --against names one: see `compare_arms`."""
 DIGESTS = ("requests_sha256", "trace_sha256")
 SOURCES = ("task", "data", "hub", "corpus", "retriever", "scale", "seed", "k", "trace")
 """Settings that determine the requests of a record that has no digest of them."""
@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     compare = compare_runs if len(runs) == 2 else compare_arms
     report = compare(*runs, against=options.against, metrics=options.metric)
     if not report["contrasts"]:
-        raise CommandError("no request was answered on both sides in the same cell")
+        arms = f"--against selects another arm of {runs[0].name}: {', '.join(map(repr, runs[0].arms))}"
+        raise CommandError(f"no request was answered on both sides in the same cell; {arms}")
     print(contrast_table(report["contrasts"]).text())
     print("\n".join(["", *_sentences(report), ""]))
     print(json.dumps(report))
@@ -82,18 +83,23 @@ def compare_runs(a: Recorded, b: Recorded, *, against: str | None, metrics: Sequ
 
 
 def compare_arms(run: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
-    """Compare every other arm with `against`; by default the run's own baseline, else the first of the usual ones.
+    """Compare every other arm with `against`; by default the run's own baseline, else the first of the usual ones, else the
+    run's first arm. A default arm that has nothing in common with any other, e.g. since it has cells of its own, is skipped.
 
     Raises:
         CommandError: the run has fewer than two arms, or none of that name.
     """
     if len(run.arms) < 2:
         raise CommandError(f"{run.folder} has {len(run.arms)} arm, so name a second record to compare it with")
-    usual = (run.record["spec"].get("against"), *BASELINES, run.arms[0])
-    base = against or next(name for name in usual if name in run.arms)
-    _has(run, base)
-    sides = [(_of(run, base), _of(run, arm), base, arm) for arm in run.arms if arm != base]
-    return {**_report(sides, metrics), "records": {"A": run.name}, "differs": []}
+    if against is not None:
+        _has(run, against)
+    usual = dict.fromkeys([run.record["spec"].get("against"), *BASELINES, *run.arms])
+    samples = {arm: _of(run, arm) for arm in run.arms}
+    for base in [name for name in usual if name in run.arms] if against is None else [against]:
+        report = _report([(samples[base], samples[arm], base, arm) for arm in run.arms if arm != base], metrics)
+        if report["contrasts"]:
+            break
+    return {**report, "records": {"A": run.name}, "differs": []}
 
 
 def other_requests(a: Recorded, b: Recorded) -> list[str]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, permutations
 from math import factorial
+from typing import Any
 
 from eval.data.hub import HubName, hub_rows, parse_hub
 from eval.data.question_set import distinct, text_chunk
@@ -50,10 +51,10 @@ def load(source: Source) -> TaskData:
 def _questions(source: Source) -> TaskData:
     rows = read_items(source.file()) if source.hub is None else hub_rows(parse_hub(source.hub, HUB))
     requests: dict[str, Request] = {}
-    for number, (_, row) in enumerate(rows):
+    for number, (where, row) in enumerate(rows):
         if not isinstance(row, dict):
             continue
-        texts = [(title, text) for title, text in _documents(row) if text.strip()]
+        texts = [(title, text) for title, text in _documents(row, where) if text.strip()]
         question = str(row.get("question") or row.get("query") or "").strip()
         answers = tuple(dict.fromkeys(_texts([row.get("answers") or row.get("answer"), row.get("answer_aliases")])))
         name = f"rag-qa-quality:{row.get('_id') or row.get('id') or number}"
@@ -66,17 +67,40 @@ def _questions(source: Source) -> TaskData:
     return TaskData(tuple(passages.values()), tuple(requests.values()))
 
 
-def _documents(row: Row) -> Iterator[tuple[str, str]]:
-    """(title, text) of each passage, in the row's order."""
-    for passage in row.get("paragraphs") or row.get("ctxs") or row.get("contexts") or ():
-        if isinstance(passage, dict):
-            yield str(passage.get("title") or ""), str(passage.get("text") or passage.get("paragraph_text") or "")
-        else:
-            yield "", str(passage)
-    context = row.get("context") or ()
-    pairs = zip(context["title"], context["sentences"], strict=False) if isinstance(context, dict) else context
-    for title, sentences in pairs:
-        yield str(title), sentences if isinstance(sentences, str) else "".join(sentences)
+def _documents(row: Row, where: str) -> Iterator[tuple[str, str]]:
+    """(title, text) of each passage, in the row's order. Raises CommandError."""
+    name = next((name for name in ("paragraphs", "ctxs", "contexts") if row.get(name)), None)
+    for passage in _list(row[name], f"{where}: {name}") if name else ():
+        fields = {"text": passage} if isinstance(passage, str) else passage
+        if not isinstance(fields, dict):
+            raise CommandError(f"{where}: {name} must be a list of objects or strings")
+        title, text = fields.get("title") or "", fields.get("text") or fields.get("paragraph_text") or ""
+        if not isinstance(title, str) or not isinstance(text, str):
+            raise CommandError(f"{where}: title and text in {name} must be strings")
+        yield title, text
+    context = row.get("context") or []
+    if isinstance(context, dict):
+        columns = [_list(context.get(name), f"{where}: {name} in context") for name in ("title", "sentences")]
+        if len(columns[0]) != len(columns[1]):
+            raise CommandError(
+                f"{where}: context has {len(columns[0])} titles but {len(columns[1])} lists of sentences"
+            )
+        context = list(map(list, zip(*columns, strict=True)))
+    for pair in _list(context, f"{where}: context"):
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise CommandError(f"{where}: context must be a list of a title and its sentences each")
+        title, sentences = pair
+        if not isinstance(sentences, str) and not all(
+            isinstance(one, str) for one in _list(sentences, f"{where}: sentences in context")
+        ):
+            raise CommandError(f"{where}: sentences in context must be strings")
+        yield title, "".join(sentences)
+
+
+def _list(value: object, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise CommandError(f"{what} must be a list")
+    return value
 
 
 def _texts(found: object) -> Iterator[str]:
@@ -109,11 +133,13 @@ def _configured(source: Source) -> dict[str, int]:
         return {}
     try:
         config = json.loads(source.data.read_text(encoding="utf-8"))
-        found = {name: config[name] for name in PERMUTATOR if name in config}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CommandError(f"{source.data} is not a configuration of lmcache bench engine: {error}") from None
+    found = {name: config[name] for name in PERMUTATOR if name in config} if isinstance(config, dict) else {}
+    if not found:
+        raise CommandError(f"{source.data} must be a JSON object with one or more of {', '.join(PERMUTATOR)}")
     for name, value in found.items():
-        if not isinstance(value, int) or value < (0 if name == "ldp_system_prompt_length" else 1):
+        if type(value) is not int or value < (0 if name == "ldp_system_prompt_length" else 1):
             raise CommandError(f"{source.data}: {name} must be a positive integer, got {value!r}")
     return found
 

@@ -72,6 +72,26 @@ def test_arms_of_one_run_beside_the_usual_baseline(tmp_path: Path, capsys: pytes
     assert {c["a"] for c in found["contrasts"]} == {"craft"}
 
 
+def test_default_arm_has_cells_in_common_with_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`quality` computes full prefill once, in a cell of its own; --metric counts, too."""
+    samples = make_served({"full-prefill": 1.0})
+    samples += make_served({"full-reuse": 1.0}, cells=[{"ratio": 0.0}])
+    samples += make_served({"first": 2.0, "context": 1.0}, cells=[{"ratio": 0.1}, {"ratio": 0.2}])
+    for sample in samples:
+        sample["metrics"] |= {"kl": 1.0} if sample["arm"] == "full-prefill" else {}
+    run = write_served(tmp_path / "a", samples, against="first")
+    found = compare(capsys, run, "--metric", "ttft_s")[2]
+    assert {(c["a"], c["b"], c["cell"]["ratio"]) for c in found["contrasts"]} == {
+        ("first", "context", 0.1),
+        ("first", "context", 0.2),
+    }
+    for args in (["--against", "full-prefill"], ["--metric", "kl"]):
+        assert main(["compare", str(run), *args]) == 2
+        error = capsys.readouterr().err
+        assert "--against selects another arm of a: 'full-prefill', 'full-reuse', 'first', 'context'" in error
+        assert error.count("\n") == 1
+
+
 def test_fail_if_worse_is_for_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1 needs a verdict that B is worse, not any difference."""
     slow = write_served(tmp_path / "slow", make_served({"ours": 2.0}), against="ours")

@@ -341,6 +341,44 @@ def test_rag_qa_quality_reads_the_four_kinds_of_rows(tmp_path: Path, suffix: str
     assert asked[1].chunks == asked[2].chunks
 
 
+@pytest.mark.parametrize(
+    ("passages", "said"),
+    [
+        ({"context": ["plain", "text"]}, "context must be a list of a title and its sentences each"),
+        ({"context": "plain"}, "context must be a list"),
+        ({"context": [["t", None]]}, "sentences in context must be a list"),
+        ({"context": [["t", ["a", 1]]]}, "sentences in context must be strings"),
+        ({"context": {"title": ["t"]}}, "sentences in context must be a list"),
+        ({"context": {"title": ["t"], "sentences": []}}, "context has 1 titles but 0 lists of sentences"),
+        ({"ctxs": 5}, "ctxs must be a list"),
+        ({"ctxs": "abc"}, "ctxs must be a list"),
+        ({"contexts": [5]}, "contexts must be a list of objects or strings"),
+        ({"paragraphs": [{"text": ["a"]}]}, "title and text in paragraphs must be strings"),
+    ],
+)
+def test_other_rows_than_rag_qa_qualitys_are_refused(tmp_path: Path, passages: dict[str, object], said: str) -> None:
+    rows = [RAG_QA_ROWS[0], {"question": "Which?", "answer": "x"} | passages]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(CommandError, match=rf"a\.jsonl, line 2: {said}$"):
+        requests("--task", "rag-qa-quality", "--data", tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"foo": 1}, "must be a JSON object with one or more of ldp_num_contexts"),
+        ([1], "must be a JSON object"),
+        (["ldp_num_contexts"], "must be a JSON object"),
+        ({"ldp_num_contexts": True}, "ldp_num_contexts must be a positive integer, got True"),
+        ({"ldp_context_length": 0}, "ldp_context_length must be a positive integer, got 0"),
+    ],
+)
+def test_other_configurations_than_lmcaches_are_refused(tmp_path: Path, config: object, said: str) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(config))
+    with pytest.raises(CommandError, match=rf"a\.json:? {said}"):
+        requests("--task", "long-doc-permutator", "--data", tmp_path / "a.json")
+
+
 def test_long_doc_permutator_sends_all_documents_in_other_orders(tmp_path: Path) -> None:
     """LMCache's defaults; lengths are those of a configuration it exports, divided by --scale."""
     asked = requests("--task", "long-doc-permutator", "--scale", "100")
