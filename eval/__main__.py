@@ -13,9 +13,13 @@ from eval.errors import CommandError
 
 COMMANDS = {
     "replay": ("eval.replay.command", "share of chunks that orders and evictions find cached on your trace; no server"),
-    "serve": ("eval.serve.command", "time to first token and throughput under load, ours against stock SGLang"),
+    "serve": (
+        "eval.serve.command",
+        "times and throughput under load, ours against stock SGLang; sweeps of one setting",
+    ),
     "quality": ("eval.quality.command", "the effect of reuse on the answers"),
-    "sensitivity": ("eval.serve.sensitivity", "`serve` with one setting varied"),
+    "recall": ("eval.recall", "recall of words, vectors and rank fusion, and overlap of their lists; no server"),
+    "bench": ("eval.bench.command", "one part: tree, reuse, relocate, attention, ann, bundled-model"),
     "compare": ("eval.compare", "two records, or two arms of one: which differences exceed chance"),
     "report": ("eval.report.command", "a page, charts and a summary of records"),
     "demo": ("eval.demo", "sends RAG traffic to a running server and shows how much was reused"),

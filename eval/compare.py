@@ -16,13 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.contrast import Contrast, contrast_arms, direction, has_enough, sentences, shown
+from eval.contrast import Contrast, contrast_arms, direction, sentences
 from eval.errors import CommandError
-from eval.recorded import Recorded, cell_name, read_recorded
+from eval.metrics import is_time
+from eval.recorded import Recorded, read_recorded
+from eval.report.tables import contrast_table
 from eval.run import Sample
 
 BASELINES = ("stock-lpm", "stock-fcfs", "no-cache", "retriever shown", "retriever", "full-prefill")
-"""Default arm to compare against, if neither the run nor --against names one: the first of these that the run has."""
+"""Default arms to compare against, if neither the run nor --against names one: see `compare_arms`."""
 DIGESTS = ("requests_sha256", "trace_sha256")
 SOURCES = ("task", "data", "hub", "corpus", "retriever", "scale", "seed", "k", "trace")
 """Settings that determine the requests of a record that has no digest of them."""
@@ -34,12 +36,23 @@ def main(argv: Sequence[str]) -> int:
     runs = [read_recorded(path) for path in options.records]
     if len(runs) > 2:
         raise CommandError(f"expected one or two records, got {len(runs)}")
-    if len(runs) == 2 and runs[0].kind != runs[1].kind:
-        raise CommandError(f"A is a {runs[0].kind} record and B a {runs[1].kind} record")
-    report = compare_runs(*runs, **_chosen(options)) if len(runs) == 2 else compare_arms(runs[0], **_chosen(options))
+    kinds = [" ".join(filter(None, [run.kind, run.record["spec"].get("bench")])) for run in runs]
+    if len(set(kinds)) > 1:
+        raise CommandError(f"A is a {kinds[0]} record and B a {kinds[1]} record")
+    measured = set.intersection(*map(_measured, runs))
+    if not measured:
+        names = ", ".join(run.name for run in runs)
+        raise CommandError(f"the samples of {names} have no metric in common: there is nothing to compare")
+    if options.metric and not set(options.metric) & measured:
+        raise CommandError(
+            f"--metric: {', '.join(options.metric)} was not measured; measured: {', '.join(sorted(measured))}"
+        )
+    compare = compare_runs if len(runs) == 2 else compare_arms
+    report = compare(*runs, against=options.against, metrics=options.metric)
     if not report["contrasts"]:
-        raise CommandError(_nothing(runs, options.metric))
-    print(_table(report["contrasts"]))
+        arms = f"--against selects another arm of {runs[0].name}: {', '.join(map(repr, runs[0].arms))}"
+        raise CommandError(f"no request was answered on both sides in the same cell; {arms}")
+    print(contrast_table(report["contrasts"]).text())
     print("\n".join(["", *_sentences(report), ""]))
     print(json.dumps(report))
     worse = any(direction(found) == "worse" for found in report["contrasts"])
@@ -60,33 +73,33 @@ def compare_runs(a: Recorded, b: Recorded, *, against: str | None, metrics: Sequ
     else:
         arms = [(arm, arm) for arm in a.arms if arm in b.arms]
     if not arms:
-        raise CommandError(
-            f"no arm is in both: A has {', '.join(a.arms)}, B {', '.join(b.arms)}; --against selects A's"
-        )
+        names = f"A has {', '.join(a.arms)}, B {', '.join(b.arms)}"
+        raise CommandError(f"no arm is in both: {names}; --against selects A's")
     sides = [(_of(a, left), _of(b, right), f"{left} in A", f"{right} in B") for left, right in arms]
     report = {**_report(sides, metrics), "records": {"A": a.name, "B": b.name}, "differs": differences(a, b)}
     if others := other_requests(a, b):
-        return {
-            **report,
-            "verdict": [],
-            "no_verdict": f"the runs are of different requests: {', '.join(others)} differ",
-        }
+        report |= {"verdict": [], "no_verdict": f"the runs are of different requests: {', '.join(others)} differ"}
     return report
 
 
 def compare_arms(run: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
-    """Compare every other arm with `against`; by default the run's own baseline, else the first of the usual ones.
+    """Compare every other arm with `against`; by default the run's own baseline, else the first of the usual ones, else the
+    run's first arm. A default arm that has nothing in common with any other, e.g. since it has cells of its own, is skipped.
 
     Raises:
         CommandError: the run has fewer than two arms, or none of that name.
     """
     if len(run.arms) < 2:
         raise CommandError(f"{run.folder} has {len(run.arms)} arm, so name a second record to compare it with")
-    usual = (run.record["spec"].get("against"), *BASELINES, run.arms[0])
-    base = against or next(name for name in usual if name in run.arms)
-    _has(run, base)
-    sides = [(_of(run, base), _of(run, arm), base, arm) for arm in run.arms if arm != base]
-    return {**_report(sides, metrics), "records": {"A": run.name}, "differs": []}
+    if against is not None:
+        _has(run, against)
+    usual = dict.fromkeys([run.record["spec"].get("against"), *BASELINES, *run.arms])
+    samples = {arm: _of(run, arm) for arm in run.arms}
+    for base in [name for name in usual if name in run.arms] if against is None else [against]:
+        report = _report([(samples[base], samples[arm], base, arm) for arm in run.arms if arm != base], metrics)
+        if report["contrasts"]:
+            break
+    return {**report, "records": {"A": run.name}, "differs": []}
 
 
 def other_requests(a: Recorded, b: Recorded) -> list[str]:
@@ -98,16 +111,7 @@ def other_requests(a: Recorded, b: Recorded) -> list[str]:
 
 def differences(a: Recorded, b: Recorded) -> list[str]:
     """What differs between two runs besides requests, e.g. "machine cores: 2, 16"."""
-    sides = []
-    for run in (a, b):
-        servers = run.results.get("servers")
-        flat = {"complete": run.record.get("complete"), "git": run.record.get("git")}
-        for name in ("versions", "machine", "spec"):
-            flat |= {f"{name} {key}": value for key, value in (run.record.get(name) or {}).items() if key != "baseline"}
-        for arm, facts in servers.items() if isinstance(servers, dict) else ():
-            flat |= {f"server {arm} {key}": value for key, value in facts.items()}
-        sides.append(flat)
-    left, right = sides
+    left, right = _facts(a), _facts(b)
     return [
         f"{key}: {_text(left.get(key))} in A, {_text(right.get(key))} in B"
         for key in sorted(left.keys() | right.keys())
@@ -129,11 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `compare_runs` and `compare_arms`."""
-    return {"against": options.against, "metrics": options.metric}
-
-
 def _has(run: Recorded, arm: str) -> None:
     if arm not in run.arms:
         raise CommandError(f"--against: {run.name} has no arm {arm!r}; it has {', '.join(run.arms)}")
@@ -141,6 +140,14 @@ def _has(run: Recorded, arm: str) -> None:
 
 def _of(run: Recorded, arm: str) -> list[Sample]:
     return [sample for sample in run.samples if sample["arm"] == arm]
+
+
+def _facts(run: Recorded) -> dict[str, Any]:
+    record = run.record
+    groups = {name: record[name] for name in ("versions", "machine", "spec")}
+    groups |= {f"server {arm}": facts for arm, facts in run.servers.items()}
+    flat = {f"{name} {key}": value for name, group in groups.items() for key, value in group.items()}
+    return flat | {"complete": record.get("complete"), "git": record.get("git")}
 
 
 def _report(
@@ -151,9 +158,9 @@ def _report(
     for left, right, a, b in sides:
         contrasts += contrast_arms(left, right, a=a, b=b, metrics=metrics)
         keys, others = _answered(left), _answered(right)
-        alone = {"only_a": len(keys - others), "only_b": len(others - keys)}
-        errors = {"errors_a": _errors(left), "errors_b": _errors(right)}
-        counts.append({"a": a, "b": b, "both": len(keys & others), **alone, **errors})
+        count = {"a": a, "b": b, "both": len(keys & others), "only_a": len(keys - others), "only_b": len(others - keys)}
+        errors = (sum(bool(sample.get("error")) for sample in side) for side in (left, right))
+        counts.append(count | dict(zip(("errors_a", "errors_b"), errors, strict=True)))
     return {"contrasts": contrasts, "verdict": sentences(contrasts), "no_verdict": None, "counts": counts}
 
 
@@ -162,73 +169,28 @@ def _answered(samples: Sequence[Sample]) -> set[tuple[str, str]]:
     return {(json.dumps(sample["cell"], sort_keys=True), str(sample["request"])) for sample in kept}
 
 
-def _errors(samples: Sequence[Sample]) -> int:
-    return sum(bool(sample.get("error")) for sample in samples)
-
-
-def _nothing(runs: Sequence[Recorded], metrics: Sequence[str] | None) -> str:
-    measured = sorted({name for run in runs for sample in run.samples for name in sample["metrics"]})
-    if metrics and not set(metrics) & set(measured):
-        return f"--metric: {', '.join(metrics)} was not measured; measured: {', '.join(measured) or 'none'}"
-    return "no request was answered on both sides in the same cell"
-
-
-def _table(contrasts: Sequence[Contrast]) -> str:
-    head = ["cell", "A", "B", "metric", "statistic", "value A", "value B", "B against A", "95% interval", "n", "p"]
-    rows = [
-        [
-            cell_name(found["cell"]),
-            found["a"],
-            found["b"],
-            found["metric"],
-            found["statistic"],
-            shown(found["metric"], found["a_value"]),
-            shown(found["metric"], found["b_value"]),
-            _number(found["value"]),
-            "too few" if not has_enough(found) else f"[{_number(found['low'])}, {_number(found['high'])}]",
-            str(found["n"]),
-            "" if found["p"] is None else f"{found['p']:.2g}",
-        ]
-        for found in contrasts
-    ]
-    kept = [i for i in range(len(head)) if i or any(row[0] for row in rows)]
-    widths = {i: max(len(row[i]) for row in [head, *rows]) for i in kept}
-    return "\n".join("  ".join(row[i].ljust(widths[i]) for i in kept).rstrip() for row in [head, *rows])
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3g}"
+def _measured(run: Recorded) -> set[str]:
+    return {name for sample in run.samples for name in sample["metrics"]}
 
 
 def _sentences(report: Mapping[str, Any]) -> list[str]:
     """Verdicts, then their limitations."""
     contrasts = report["contrasts"]
-    lines = [f"No verdict: {report['no_verdict']}."] if report["no_verdict"] else report["verdict"]
+    lines = [f"No verdict: {report['no_verdict']}."] if report["no_verdict"] else list(report["verdict"])
     if len(contrasts) >= 20 and not report["no_verdict"]:
         found, chance = sum(map(bool, map(direction, contrasts))), round(0.05 * len(contrasts))
-        lines = [
-            *lines,
-            f"{found} of {len(contrasts)} intervals exclude no difference; about {chance} would by chance.",
-        ]
+        lines.append(f"{found} of {len(contrasts)} intervals exclude no difference; about {chance} would by chance.")
     for side in report["counts"]:
+        a, b = side["a"], side["b"]
         if side["only_a"] or side["only_b"]:
-            lines = [
-                *lines,
-                f"{side['a']}, {side['b']}: {side['both']} requests in both; not used: {side['only_a']} "
-                f"only in the first, {side['only_b']} only in the second.",
-            ]
+            alone = f"{side['only_a']} only in the first, {side['only_b']} only in the second"
+            lines.append(f"{a}, {b}: {side['both']} requests in both; not used: {alone}.")
         if side["errors_a"] or side["errors_b"]:
-            lines = [
-                *lines,
-                f"Failed requests, not used: {side['a']} {side['errors_a']}, {side['b']} {side['errors_b']}.",
-            ]
+            lines.append(f"Failed requests, not used: {a} {side['errors_a']}, {b} {side['errors_b']}.")
     if report["differs"]:
-        lines = [*lines, "The runs differ in:", *(f"  {line}" for line in report["differs"])]
-    if "B" in report["records"] and any(found["metric"].endswith("_s") for found in contrasts):
-        lines = [
-            *lines,
-            "Times: the two runs were not interleaved, so a difference may come from the machine or the hour.",
-        ]
+        lines += ["The runs differ in:", *(f"  {line}" for line in report["differs"])]
+    if "B" in report["records"] and any(is_time(found["metric"]) for found in contrasts):
+        lines.append("Times: the two runs were not interleaved, so a difference may come from the machine or the hour.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""HTTP with JSON, standard library only."""
+"""HTTP with JSON, standard library only: the harness's one client for everything but streams (eval/serve/client.py)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 from eval.errors import CommandError
 
 
-def post(url: str, body: Any, *, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """POST JSON, get JSON. Raises CommandError with status and body for anything but 200."""
-    data = json.dumps(body).encode()
+def post(
+    url: str, body: Any = None, *, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """POST JSON, or nothing; get JSON. Raises CommandError with status and body if there is no answer or it is not OK."""
+    data = b"" if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     return _open(request, timeout_s)
 
@@ -30,10 +32,9 @@ def _open(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
             text = response.read()
     except urllib.error.HTTPError as error:
         raise CommandError(f"{request.full_url}: {error.code} {error.read().decode(errors='replace')[:500]}") from None
-    except urllib.error.URLError as error:
-        raise CommandError(f"{request.full_url}: {error.reason}") from None
-    except (OSError, http.client.HTTPException) as error:  # while reading the answer
-        raise CommandError(f"{request.full_url}: {error or type(error).__name__}") from None
+    except (OSError, http.client.HTTPException) as error:  # no connection, or it ends within the answer
+        reason = getattr(error, "reason", error)
+        raise CommandError(f"{request.full_url}: {reason or type(error).__name__}") from None
     try:
         parsed = json.loads(text)
     except ValueError:

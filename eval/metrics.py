@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,42 +16,69 @@ class Metric:
     better: Literal["lower", "higher"]
 
 
+AGREEMENT = {
+    "same": ("answers that equal that of {}", ""),
+    "kl": ("KL to {}, mean of the answer", "nats"),
+    "kl_first": ("KL to {}, first token", "nats"),
+    "rouge_l": ("ROUGE-L, against {}", ""),
+    "jaccard": ("Jaccard index, against {}", ""),
+    "bert_score": ("BERTScore F1, against {}", ""),
+}
+"""Score of agreement with another answer -> label and unit."""
+REFERENCES = {
+    "full": "full prefill",
+    "retriever": "full prefill in retriever order",
+    "given": "the chunks as given",
+    "policy": "the first policy",
+}
+"""The other answer: the suffix of a score of agreement."""
+
+
+def agreement(score: str, reference: str) -> str:
+    """The metric of this score. Against full prefill `same`, `kl` and `kl_first` have no suffix."""
+    return score if reference == "full" and score in ("same", "kl", "kl_first") else f"{score}_{reference}"
+
+
 METRICS = {
     "ttft_s": Metric("time to first token", "s", "lower"),
     "itl_s": Metric("time between output tokens, mean of an answer", "s", "lower"),
     "e2e_s": Metric("time to the whole answer", "s", "lower"),
+    "itl_bystander_p50_s": Metric("time between tokens of requests that only decode, median", "s", "lower"),
+    "itl_bystander_p99_s": Metric("time between tokens of requests that only decode, p99", "s", "lower"),
     "hit_share": Metric("chunks found cached", "", "higher"),
     "saved_share": Metric("chunks not computed", "", "higher"),
     "token_saved_share": Metric("chunk tokens not computed", "", "higher"),
     "cached_share": Metric("prompt tokens found cached", "", "higher"),
     "prefill_tokens": Metric("prompt tokens computed", "tokens", "lower"),
+    "recomputed_share": Metric("moved tokens that were recomputed", "", "lower"),
+    "planned_missed": Metric("planned hits that did not come true", "", "lower"),
     "em": Metric("exact match", "", "higher"),
     "f1": Metric("F1 of words", "", "higher"),
     "rouge_l": Metric("ROUGE-L", "", "higher"),
     "jaccard": Metric("Jaccard index of words", "", "higher"),
     "bert_score": Metric("BERTScore F1", "", "higher"),
-    "same": Metric("answers that equal full prefill's", "", "higher"),
-    "kl": Metric("KL to full prefill, mean of the answer", "nats", "lower"),
     "expected_hit_share": Metric("chunks that a replay finds cached", "", "higher"),
-    "same_retriever": Metric("answers that equal full prefill's in retriever order", "", "higher"),
-    "kl_retriever": Metric("KL to full prefill in retriever order", "nats", "lower"),
-    "kl_first_retriever": Metric("KL to full prefill in retriever order, first token", "nats", "lower"),
-    "kl_first": Metric("KL to full prefill, first token", "nats", "lower"),
+    "requests_per_s": Metric("requests per second", "1/s", "higher"),
+    "output_tokens_per_s": Metric("output tokens per second", "1/s", "higher"),
     **{
-        f"{score}_{reference}": Metric(f"{label}, against {text}", "", "higher")
-        for score, label in (("rouge_l", "ROUGE-L"), ("jaccard", "Jaccard index"), ("bert_score", "BERTScore F1"))
-        for reference, text in (
-            ("full", "full prefill's answer"),
-            ("retriever", "full prefill's answer in retriever order"),
-            ("given", "the answer to the chunks as given"),
-            ("policy", "the first policy's answer"),
-        )
+        agreement(score, reference): Metric(label.format(text), unit, "lower" if unit else "higher")
+        for reference, text in REFERENCES.items()
+        for score, (label, unit) in AGREEMENT.items()
     },
-    "same_given": Metric("answers that equal the one to the chunks as given", "", "higher"),
-    "kl_given": Metric("KL to the chunks as given", "nats", "lower"),
-    "kl_first_given": Metric("KL to the chunks as given, first token", "nats", "lower"),
-    "same_policy": Metric("answers that equal the first policy's", "", "higher"),
-    "kl_policy": Metric("KL to the first policy", "nats", "lower"),
-    "kl_first_policy": Metric("KL to the first policy, first token", "nats", "lower"),
     "faithfulness": Metric("faithfulness, by a judge", "", "higher"),
 }
+
+
+def label(metric: str) -> str:
+    """The metric's label, or its name."""
+    return METRICS[metric].label if metric in METRICS else metric.replace("_", " ")
+
+
+def is_time(metric: str) -> bool:
+    """Times are told by their median and compared by ratios, other metrics by the mean and by differences."""
+    return metric.endswith("_s") and not metric.endswith("_per_s")
+
+
+def ranked(metrics: Collection[str]) -> list[str]:
+    """Known metrics in the order above, then the others by name."""
+    return [*(name for name in METRICS if name in metrics), *sorted(set(metrics) - METRICS.keys())]

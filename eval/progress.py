@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 DELAY_S = 5.0
@@ -27,16 +27,8 @@ def progress(label: str, total: int | None, *, initial: int = 0) -> Iterator[Bar
     except ImportError:
         yield _Lines(label, total, initial)
         return
-    with tqdm(
-        desc=label,
-        total=total,
-        initial=initial,
-        unit="",
-        file=sys.stderr,
-        delay=DELAY_S,
-        mininterval=1.0,
-        dynamic_ncols=True,
-    ) as bar:
+    look: Any = {"unit": "", "delay": DELAY_S, "mininterval": 1.0, "dynamic_ncols": True, "file": sys.stderr}
+    with tqdm(desc=label, total=total, initial=initial, **look) as bar:
         yield bar
 
 
@@ -49,14 +41,12 @@ def tracked(label: str, items: Collection[T]) -> Iterator[T]:
 
 
 class _Lines:
-    """Prints the number of done items, at most one line in five seconds."""
-
     def __init__(self, label: str, total: int | None, initial: int) -> None:
-        self._label, self._total, self._done = label, total, initial
+        self._label, self._of, self._done = label, f" of {total}" if total else "", initial
         self._said = time.monotonic()
 
     def update(self, n: int = 1) -> None:
         self._done += n
         if time.monotonic() - self._said >= DELAY_S:
             self._said = time.monotonic()
-            print(f"{self._label}: {self._done}" + (f" of {self._total}" if self._total else ""), file=sys.stderr)
+            print(f"{self._label}: {self._done}{self._of}", file=sys.stderr)

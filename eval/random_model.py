@@ -1,17 +1,11 @@
-"""Writes a random Llama and a byte-level BPE tokenizer trained on given texts, to measure speed and accounting, never quality.
-
-python -m eval.random_model OUT_DIR --params 100 [--task NAME --data DIR]
-"""
+"""Writes a random Llama and a byte-level BPE tokenizer trained on given texts, to measure speed and accounting, never quality."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.task import add_task_options, load_texts
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
 CHAT_TEMPLATE = (
@@ -78,18 +72,3 @@ def write_random_model(out: Path, shape: Shape, texts: Iterable[str], *, seed: i
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
     return out
-
-
-def main(argv: Sequence[str]) -> int:
-    """Write one of the named shapes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--params", type=int, choices=sorted(SHAPES), default=1, help="millions of parameters")
-    add_task_options(parser)
-    args = parser.parse_args(argv)
-    print(write_random_model(args.out, SHAPES[args.params], load_texts(args), seed=args.seed))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A run's evidence: `eval/results/<date>-<name>/record.json`. Records are added, never edited."""
+"""What a record says about where its figures come from: command, commit, versions, machine; and settings without paths."""
 
 from __future__ import annotations
 
@@ -10,60 +10,39 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
-    "sglang-chunkcache",
-    "sglang",
-    "torch",
-    "transformers",
-    "flashinfer-python",
-    "numpy",
-    "faiss-cpu",
-    "tantivy",
-    "scikit-learn",
-    "sentence-transformers",
-    "matplotlib",
-    "contextpilot",
-    "lmcache",
+    *("sglang-chunkcache", "sglang", "torch", "transformers", "flashinfer-python", "numpy", "faiss-cpu", "tantivy"),
+    *("scikit-learn", "sentence-transformers", "matplotlib", "contextpilot", "lmcache"),
 )
 
 
-def make_record(
-    name: str, *, spec: Mapping[str, Any], results: Mapping[str, Any], git: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """A record: settings (`spec`), versions, machine and results. Of paths only the last part is kept.
-
-    Args:
-        git: `git_state()` when the run began; None: the state now.
-    """
+def origin() -> dict[str, Any]:
+    """`command`, `date`, `versions` and `machine` of this process."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    args = ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]] if spec else sys.argv
+    gpu = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     return {
-        "name": name,
-        "command": " ".join(["python", *map(_without_folder, _module_args())]),
+        "command": " ".join(["python", *map(_without_folder, args)]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git": dict(git or git_state()),
         "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
-        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": _gpu()},
-        "spec": portable(spec),
-        "results": dict(results),
+        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": gpu or None},
     }
 
 
 def portable(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as JSON that does not depend on the machine: only the last part of paths, and no output folder."""
-    kept = {key: value for key, value in spec.items() if key not in ("record", "logs", "out")}
+    kept = {key: value for key, value in spec.items() if key not in ("logs", "out")}
     return dict(json.loads(json.dumps({key: _without_folder(value) for key, value in kept.items()}, default=str)))
 
 
 def git_state() -> dict[str, Any]:
     """The commit that is checked out, and whether files other than records differ from it."""
-    return {
-        "sha": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--", ":/", ":(top,exclude)eval/results")),
-    }
+    changed = _output(["git", "status", "--porcelain", "--", ":/", ":(top,exclude)eval/results"])
+    return {"sha": _output(["git", "rev-parse", "HEAD"]), "dirty": bool(changed)}
 
 
 def model_sha256(model_path: str) -> str | None:
@@ -79,22 +58,13 @@ def model_sha256(model_path: str) -> str | None:
         return None
 
 
-def _gpu() -> str | None:
-    """Name and driver as nvidia-smi gives them; None without one."""
+def _output(command: Sequence[str]) -> str:
+    """What a command prints; empty if it fails or is not there."""
     try:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, cwd=Path(__file__).parent)
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def write_record(record: Mapping[str, Any], *, results_dir: Path = RESULTS) -> Path:
-    """Write a record to a new folder and return the folder. Raises FileExistsError if it exists."""
-    stamp = str(record["date"])[:16].replace(":", "")
-    folder = results_dir / f"{stamp}-{record['name']}"
-    folder.mkdir(parents=True)
-    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
-    return folder
+        return ""
+    return run.stdout.strip()
 
 
 def _without_folder(value: Any) -> Any:
@@ -102,17 +72,6 @@ def _without_folder(value: Any) -> Any:
         return [_without_folder(item) for item in value]
     is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "./", "../", "~")))
     return Path(value).name if is_path else value
-
-
-def _module_args() -> list[str]:
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]] if spec else sys.argv
-
-
-def _git(*args: str) -> str:
-    done = subprocess.run(["git", *args], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return done.stdout.strip()
 
 
 def _version(package: str) -> str | None:

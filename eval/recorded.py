@@ -1,8 +1,8 @@
 """Reads a run back: record, samples and cells in one format, whichever command wrote them.
 
-A replay stores one row per cell with the hits of all requests; this module converts it to one row per request, as the other
-commands have. The replay's policies (order, tail, eviction, ...) become the arm, its other settings the cell. Computes no
-figures and writes no pages.
+A replay stores one row per cell with the counts of each bin of requests; this module converts it to one row per bin, as the
+other commands have one per request. The replay's policies (order, tail, eviction, ...) become the arm, its other settings the
+cell. Computes no figures and writes no pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from eval.errors import CommandError
 from eval.run import Sample, read_record, read_samples
 
-KINDS = ("replay", "serve", "sensitivity", "quality")
+KINDS = ("replay", "serve", "quality", "recall", "bench")
 POLICIES = ("order", "tail", "eviction", "admission", "dedup")
 UNITS = {
     "saved_share": ("hits", "dropped", "lost", "chunks"),
@@ -32,7 +32,7 @@ Cell = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`record`: record.json. `samples`: one per request. `cells`: those of the results. Both have `arm`, `cell`, `metrics`."""
+    """`record`: record.json. `samples`: one per request. `cells`: of the results. Both have `arm`, `cell`, `metrics`."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Recorded:
 
     @property
     def kind(self) -> str:
-        """replay, serve, sensitivity or quality."""
+        """One of `KINDS`."""
         return str(self.record["kind"])
 
     @property
@@ -57,7 +57,12 @@ class Recorded:
     @property
     def contrasts(self) -> list[dict[str, Any]]:
         """The contrasts in the results."""
-        return [one for one in self.results.get("contrasts") or [] if isinstance(one, dict)]
+        return list(self.results.get("contrasts") or [])
+
+    @property
+    def servers(self) -> dict[str, dict[str, Any]]:
+        """The servers' descriptions of themselves, by arm."""
+        return dict(self.results.get("servers") or {})
 
     @property
     def arms(self) -> list[str]:
@@ -108,14 +113,15 @@ def setting_name(key: str, value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def varied(cells: Iterable[Cell]) -> list[str]:
-    """The settings that differ between cells. None means that a setting does not apply, except for `k`, where it means all."""
-    values: dict[str, set[str]] = {}
+def varied(cells: Iterable[Cell]) -> dict[str, list[Any]]:
+    """The settings that differ between cells, and their values. None: a setting does not apply, but for `k`: all chunks."""
     cells = list(cells)
-    for key in dict.fromkeys(key for cell in cells for key in cell):
-        found = (cell.get(key) for cell in cells)
-        values[key] = {json.dumps(value) for value in found if value is not None or key == "k"}
-    return [key for key, found in values.items() if len(found) > 1]
+    values = {key: [cell.get(key) for cell in cells] for key in dict.fromkeys(key for cell in cells for key in cell)}
+    found = {
+        key: {json.dumps(value): value for value in given if value is not None or key == "k"}
+        for key, given in values.items()
+    }
+    return {key: list(each.values()) for key, each in found.items() if len(each) > 1}
 
 
 # Private, in order of use
@@ -133,7 +139,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _cells(results: Mapping[str, Any]) -> list[Cell]:
-    cells: list[Cell] = [{"metrics": {}, "arm": "", **one} for one in results.get("cells") or []]
+    """The cells with their throughput, and a replay's shares, among the metrics."""
+    cells: list[Cell] = []
+    for one in results.get("cells") or []:
+        metrics = {name: {"mean": value} for name, value in (one.get("throughput") or {}).items()}
+        saved = one.get("saved") or {}
+        for name, (*_, unit) in UNITS.items():
+            metrics |= {name: {"mean": saved[unit]["value"], **saved[unit]}} if unit in saved else {}
+        cells.append({"arm": "", **one, "metrics": metrics | one.get("metrics", {})})
     for one in cells:
         if not isinstance(one["cell"], dict) or not isinstance(one["metrics"], dict):
             raise TypeError("metrics and cell must be objects")
@@ -150,12 +163,8 @@ def _telling(cells: Iterable[Cell]) -> list[str]:
 
 def _replayed(cells: Sequence[Cell]) -> list[Cell]:
     """Each with its arm, and with the differing settings as `cell`; if a setting does not apply, once for each value of it."""
-    keys = _telling(one["cell"] for one in cells)
-    free = {
-        key: values
-        for key in varied(one["cell"] for one in cells)
-        if key not in POLICIES and len(values := _values(cells, key)) > 1
-    }
+    settings = [one["cell"] for one in cells]
+    keys, free = _telling(settings), {key: of for key, of in varied(settings).items() if key not in POLICIES}
     return [
         {
             **one,
@@ -164,30 +173,21 @@ def _replayed(cells: Sequence[Cell]) -> list[Cell]:
             "settings": one["cell"],
         }
         for one in cells
-        for chosen in product(
-            *([one["cell"][key]] if one["cell"][key] in values else values for key, values in free.items())
-        )
+        for chosen in product(*([one["cell"][key]] if one["cell"][key] in of else of for key, of in free.items()))
     ]
 
 
-def _values(cells: Sequence[Cell], key: str) -> list[Any]:
-    found = dict.fromkeys(one["cell"][key] for one in cells)
-    return [value for value in found if value is not None or key == "k"]
-
-
 def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:
-    warm_up = spec.get("warm_up") or 0
     # Neighbours in a trace share chunks, so blocks are resampled, as long as replay's own.
-    length = max(1, min(spec["block"], (len(row["chunks"]) - warm_up) // 10))
-    # Divided by the mean number of chunks, so that the mean over requests is the share of all chunks, as replay reports it.
-    mean = {name: fmean(row[unit[-1]][warm_up:]) for name, unit in UNITS.items() if row.get(unit[-1])}
+    length = max(1, spec["block"] // row.get("bin", 1))
+    # Divided by the mean number of chunks, so that the mean over bins is the share of all chunks, as replay reports it.
+    mean = {name: fmean(row[unit[-1]]) for name, unit in UNITS.items() if row.get(unit[-1])}
     return [
         {
             "arm": row["arm"],
             "cell": row["cell"],
             "request": str(i),
-            "warm_up": i < warm_up,
-            "block": (i - warm_up) // length,
+            "block": i // length,
             "metrics": {
                 name: (row[hits][i] + row[dropped][i] - row[lost][i]) / mean[name]
                 for name, (hits, dropped, lost, _) in UNITS.items()

@@ -1,15 +1,16 @@
 """One run: a folder with its settings, the samples taken so far, and a record that is valid at every moment.
 
     <folder>/samples.jsonl   one JSON object per sample, appended when it is done; `key` identifies it
-    <folder>/record.json     `make_record`'s fields, `kind`, `complete`, `baseline`; `results` are computed from the samples alone
+    <folder>/record.json     kind, complete, baseline, name, command, date, git, versions, machine, spec, results
 
-The same command with the same folder continues an interrupted run; samples in the folder are not taken again. `git` names the
-commit with which the run began, `git.resumed_with` those with which it continued. Figures are a pure function of the samples,
-so other figures can be computed from a folder later.
+`results` are computed from the samples alone, so other figures can be computed from a folder later. The same command with the
+same folder continues an interrupted run; samples in the folder are not taken again. `git` names the commit with which the run
+began, `git.resumed_with` those with which it continued.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from eval.errors import CommandError
-from eval.record import git_state, make_record, portable
+from eval.record import git_state, origin, portable
 
 Sample = dict[str, Any]
 Summary = Callable[[Sequence[Sample]], dict[str, Any]]
@@ -29,7 +30,7 @@ class Run:
 
     Args:
         folder: new or empty, or the folder of an interrupted run of the same kind and spec, or of a run without samples.
-        kind: the command: replay, serve, quality, sensitivity.
+        kind: the command: replay, serve, quality, recall, bench.
         spec: every setting, JSON or paths; of paths the record keeps the last part only.
         summarize: samples -> `results`; also called with no samples and with some of them.
         baseline: name of the record to compare this one with, if any.
@@ -39,13 +40,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        kind: str,
-        spec: Mapping[str, Any],
-        summarize: Summary,
-        baseline: str | None = None,
+        self, folder: Path, *, kind: str, spec: Mapping[str, Any], summarize: Summary, baseline: str | None = None
     ) -> None:
         self.folder = folder
         self.samples: list[Sample] = []
@@ -75,10 +70,10 @@ class Run:
     ) -> None:
         self._write(complete=kind is None)
         if kind is not None and self.samples:
-            print(
-                f"{len(self.samples)} samples are in {self.folder}; the same command goes on from there",
-                file=sys.stderr,
+            told = (
+                f"{len(self.samples)} samples are in {self.folder}; the same command with --out {self.folder} goes on"
             )
+            print(told, file=sys.stderr)
 
     def __contains__(self, key: str) -> bool:
         return key in self._keys
@@ -118,8 +113,7 @@ class Run:
     # Private, in order of use
 
     def _resume(self) -> None:
-        path = self.folder / "record.json"
-        if not path.exists():
+        if not (self.folder / "record.json").exists():
             if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
                 raise CommandError(f"{self.folder} is not the folder of a run: name one that is new or empty")
             return
@@ -128,12 +122,9 @@ class Run:
             raise CommandError(f"{self.folder} holds a complete run: name another folder")
         self.samples = read_samples(self.folder)
         if self.samples and (record["kind"], record["spec"]) != (self._kind, self._spec):
-            changed = [
-                k for k in record["spec"].keys() | self._spec.keys() if record["spec"].get(k) != self._spec.get(k)
-            ]
-            raise CommandError(
-                f"{self.folder} was begun with other settings: {', '.join(sorted(changed)) or 'the command'}"
-            )
+            names = record["spec"].keys() | self._spec.keys()
+            changed = sorted(name for name in names if record["spec"].get(name) != self._spec.get(name))
+            raise CommandError(f"{self.folder} was begun with other settings: {', '.join(changed) or 'the command'}")
         self._keys = {sample["key"] for sample in self.samples}
         if self.samples:
             self._git = _resumed(record["git"], self._git)
@@ -144,14 +135,19 @@ class Run:
             _replace(path, text[: text.rfind("\n") + 1])
 
     def _write(self, *, complete: bool) -> None:
-        results = self._summarize(self.samples)
-        record = make_record(self.folder.name, spec=self._spec, results=results, git=self._git)
-        record = {"kind": self._kind, "complete": complete, "baseline": self._baseline, **record}
+        head = {"kind": self._kind, "complete": complete, "baseline": self._baseline, "name": self.folder.name}
+        figures = {"git": self._git, "spec": self._spec, "results": self._summarize(self.samples)}
+        record = head | origin() | figures
         _replace(self.folder / "record.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
+def new_folder(command: str) -> Path:
+    """The folder of a run without `--out`."""
+    return Path("runs") / f"{datetime.datetime.now():%Y-%m-%dT%H%M%S}-{command}"
+
+
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of a run's folder. Raises CommandError for a folder without one, or with one of an older format."""
+    """The record of a run's folder. Raises CommandError for a folder without one, or with one of another format."""
     path = folder / "record.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -166,12 +162,13 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def read_samples(folder: Path) -> list[Sample]:
     """All complete samples of a run's folder, in the order of the file; an incomplete last line is left out."""
+    path = folder / "samples.jsonl"
     try:
-        text = (folder / "samples.jsonl").read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{folder / 'samples.jsonl'}: {error}") from None
+        raise CommandError(f"{path}: {error}") from None
     samples = []
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if not line.endswith("\n"):
@@ -179,7 +176,7 @@ def read_samples(folder: Path) -> list[Sample]:
         try:
             samples.append(json.loads(line))
         except ValueError as error:
-            raise CommandError(f"{folder / 'samples.jsonl'}, line {number}: {error}") from None
+            raise CommandError(f"{path}, line {number}: {error}") from None
     return samples
 
 

@@ -8,13 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from eval.errors import CommandError
+from eval.http import get
 
 
 class Server:
@@ -41,8 +39,7 @@ class Server:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [sys.executable, *launcher]
-        self.command += ["--host", "127.0.0.1", "--port", str(self.port), *flags]
+        self._command = [sys.executable, *launcher, "--host", "127.0.0.1", "--port", str(self.port), *flags]
         self.log = log
         self._env = {**os.environ, **(env or {})}
         self._timeout_s = timeout_s
@@ -52,18 +49,20 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
-                self.command, stdout=out, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
+                self._command, stdout=out, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
             )
+        deadline = time.monotonic() + self._timeout_s
         try:
-            self._wait()
+            while not self.is_healthy():
+                if not self.is_running or time.monotonic() > deadline:
+                    raise CommandError(f"the server did not start; {self.log} ends with:\n{self.log_tail()}")
+                time.sleep(0.5)
         except BaseException:  # also on Ctrl-C, so that the process does not stay
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is None:
             return
         for sign, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
@@ -75,13 +74,6 @@ class Server:
             except subprocess.TimeoutExpired:
                 continue
         self._process.wait()
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while not self.is_healthy():
-            if not self.is_running or time.monotonic() > deadline:
-                raise CommandError(f"the server did not start; {self.log} ends with:\n{self.log_tail()}")
-            time.sleep(0.5)
 
     @property
     def pid(self) -> int:
@@ -97,10 +89,10 @@ class Server:
     def is_healthy(self) -> bool:
         """Whether it answers `/health`, which SGLang does once the scheduler has answered its first request."""
         try:
-            with urllib.request.urlopen(self.url + "/health", timeout=5) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
+            get(self.url + "/health", timeout_s=5)
+        except CommandError:
             return False
+        return True
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The last lines of its output."""

@@ -15,15 +15,17 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, get_args
 
 from eval.errors import CommandError
 
-Retriever = Literal["given", "bm25", "dense", "fusion"]
+Searched = Literal["bm25", "dense", "fusion"]
+Retriever = Literal["given"] | Searched
+RETRIEVERS = ("given", *get_args(Searched))
 SEARCHED_K = 5
 """Chunks of a request if they are searched or generated, unless `--k` is given."""
 
@@ -48,7 +50,7 @@ class Request:
         conversation: id of its conversation; the list has a conversation's turns in order.
         reply: the data set's own answer to this turn, shown in later turns.
         arrival_s: from a trace; the first request's is 0.
-        max_new_tokens: from a trace.
+        max_new_tokens: from a trace or a published workload.
     """
 
     id: str
@@ -77,6 +79,23 @@ class TaskData:
     requests: tuple[Request, ...]
     domains: Mapping[str, str] = field(default_factory=dict)
 
+    def by_domain(self) -> Iterator[tuple[dict[str, str], list[Request]]]:
+        """Each domain's passages (id -> text), and the requests that search them.
+
+        Raises:
+            CommandError: a domain without passages.
+        """
+        passages: dict[str, dict[str, str]] = {}
+        for passage in self.passages:
+            passages.setdefault(self.domains.get(passage.id, ""), {})[passage.id] = passage.text
+        asked: dict[str, list[Request]] = {}
+        for request in self.requests:
+            asked.setdefault(self.domains.get(request.id, ""), []).append(request)
+        for domain, requests in asked.items():
+            if domain not in passages:
+                raise CommandError(f"{requests[0].id} searches domain {domain!r}, which has no passages")
+            yield passages[domain], requests
+
 
 @dataclass(frozen=True)
 class Source:
@@ -94,20 +113,17 @@ class Source:
 
     def folder(self, name: str) -> Path:
         """`--data`'s folder of this data set. Raises CommandError without `--data`, or with `--hub`."""
-        if self.hub is not None:
-            raise CommandError(f"task {self.task} is not read from the hub: give --data DIR")
-        if self.data is None:
-            raise CommandError(f"task {self.task} needs --data DIR, the folder with {name}/")
-        if not (self.data / name).is_dir():
+        folder = self.file(f"--data DIR, the folder with {name}/") / name
+        if not folder.is_dir():
             raise CommandError(f"{self.data} has no folder {name}/, which task {self.task} needs")
-        return self.data / name
+        return folder
 
-    def file(self) -> Path:
-        """`--data`, a file. Raises CommandError without it."""
+    def file(self, option: str = "--data FILE") -> Path:
+        """`--data`. Raises CommandError, which names `option`, without it or with `--hub`."""
         if self.hub is not None:
-            raise CommandError(f"task {self.task} is not read from the hub: give --data FILE")
+            raise CommandError(f"task {self.task} is not read from the hub: give {option}")
         if self.data is None:
-            raise CommandError(f"task {self.task} needs --data FILE")
+            raise CommandError(f"task {self.task} needs {option}")
         return self.data
 
 
@@ -123,17 +139,22 @@ class Task:
 
 TASKS: Mapping[str, Task] = {
     "world": Task("eval.tasks.world", "the bundled model's generated world; needs no data", "given"),
-    "hotpotqa": Task("eval.tasks.hotpotqa", "questions over two Wikipedia paragraphs", "bm25"),
-    "2wikimqa": Task("eval.tasks.twowikimqa", "questions over two to four Wikipedia paragraphs", "bm25"),
-    "musique": Task("eval.tasks.musique", "questions of two to four hops over Wikipedia", "bm25"),
-    "squad": Task("eval.tasks.squad", "questions about one Wikipedia paragraph; many share it", "bm25"),
-    "triviaqa": Task("eval.tasks.triviaqa", "trivia questions over pieces of Wikipedia", "bm25"),
-    "nq": Task("eval.tasks.nq", "questions put to a search engine, over Wikipedia", "bm25"),
+    "hotpotqa": Task("eval.tasks.question_sets", "questions over two Wikipedia paragraphs", "bm25"),
+    "2wikimqa": Task("eval.tasks.question_sets", "questions over two to four Wikipedia paragraphs", "bm25"),
+    "musique": Task("eval.tasks.question_sets", "questions of two to four hops over Wikipedia", "bm25"),
+    "squad": Task("eval.tasks.question_sets", "questions about one Wikipedia paragraph; many share it", "bm25"),
+    "triviaqa": Task("eval.tasks.question_sets", "trivia questions over pieces of Wikipedia", "bm25"),
+    "nq": Task("eval.tasks.question_sets", "questions put to a search engine, over Wikipedia", "bm25"),
     "mtrag": Task("eval.tasks.mtrag", "conversations of people with a RAG system, with its passages", "given"),
     "mtrag-un": Task("eval.tasks.mtrag", "the same without lists; last questions are unanswerable or unclear", "bm25"),
     "ragpulse": Task(
         "eval.tasks.ragpulse", "a production trace: lengths and times, text of random words", "given", True
     ),
+    "qcfuse": Task("eval.tasks.qcfuse", "QCFuse's published questions, ten chunks each; --data FILE", "given"),
+    "rag-qa-quality": Task(
+        "eval.tasks.lmcache", "LMCache's workload: questions with their passages; --data FILE", "given"
+    ),
+    "long-doc-permutator": Task("eval.tasks.lmcache", "LMCache's workload: documents in many orders", "given", True),
     "sharegpt": Task("eval.tasks.sharegpt", "conversations in ShareGPT's format; --data FILE", "given"),
     "trace": Task(
         "eval.tasks.trace", "your own trace, in `replay`'s format; text of random words; --data FILE", "given", True
@@ -144,42 +165,28 @@ TASKS: Mapping[str, Task] = {
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `load_requests`."""
-    tasks = "\n".join(f"{name:<9} {task.summary}" for name, task in TASKS.items())
-    group = parser.add_argument_group("task", tasks)
-    group.add_argument("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
-    group.add_argument(
-        "--data", type=Path, metavar="PATH", help="folder that holds the data set's folder; sharegpt, trace: a file"
+    tasks = "\n".join(f"{name:<19} {task.summary}" for name, task in TASKS.items())
+    add = parser.add_argument_group("task", tasks).add_argument
+    add("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
+    add("--data", type=Path, metavar="PATH", help="folder that holds the data set's folder, or the task's file")
+    hub = "read the task from the Hugging Face hub, or a copy of it; without NAME: the published one"
+    add("--hub", nargs="?", const="", metavar="NAME[:CONFIG[:SPLIT]]", help=hub)
+    add("--corpus", type=Path, metavar="DIR", help="sharegpt: folder with passages.jsonl.gz, searched each turn")
+    add("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
+    k = f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated"
+    add("--k", type=int, help=k)
+    retriever = (
+        "given: the data set's lists; others search its passages. Default: bm25 for sets of questions, else given"
     )
-    group.add_argument(
-        "--hub",
-        nargs="?",
-        const="",
-        metavar="NAME[:CONFIG[:SPLIT]]",
-        help="read the task from the Hugging Face hub, or a copy of it; without NAME: the published one",
-    )
-    group.add_argument(
-        "--corpus", type=Path, metavar="DIR", help="sharegpt: folder with passages.jsonl.gz that is searched each turn"
-    )
-    group.add_argument("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
-    group.add_argument(
-        "--k",
-        type=int,
-        help=f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated",
-    )
-    group.add_argument(
-        "--retriever",
-        choices=get_args(Retriever),
-        help="given: the data set's own lists; others search its passages. Default: bm25 for sets of questions, else given",
-    )
-    group.add_argument(
-        "--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1"
-    )
-    group.add_argument("--seed", type=int, default=0, help="of the questions' order and of generated text")
+    add("--retriever", choices=RETRIEVERS, help=retriever)
+    add("--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1")
+    add("--seed", type=int, default=0, help="of the questions' order and of generated text")
 
 
 def load_requests(args: argparse.Namespace) -> list[Request]:
     """The requests that the options select. Raises CommandError for invalid options or data."""
-    return requests_of(*_load(args), retriever=args.retriever)
+    source = Source(**{field.name: getattr(args, field.name) for field in fields(Source)})
+    return requests_of(source, load_task(source), retriever=args.retriever)
 
 
 def requests_sha256(requests: Iterable[Request]) -> str:
@@ -188,12 +195,6 @@ def requests_sha256(requests: Iterable[Request]) -> str:
     for request in requests:
         digest.update(json.dumps(astuple(request)).encode())
     return digest.hexdigest()
-
-
-def load_texts(args: argparse.Namespace) -> list[str]:
-    """All passages of the task, or its questions if it has none, to train a random model's tokenizer on."""
-    _, data = _load(args)
-    return [passage.text for passage in data.passages] or [request.question for request in data.requests]
 
 
 def load_task(source: Source) -> TaskData:
@@ -225,17 +226,13 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
         if data.passages and not any(request.chunks for request in requests):
             raise CommandError(f"task {source.task} lists no chunks here: use --retriever bm25, dense or fusion")
         requests = [request for request in requests if request.chunks or request.conversation][: source.requests]
-        _warn_of_cuts(requests, source.k)
+        sizes = [len(request.chunks) for request in requests]
+        if num_cut := sum(size > (source.k or size) for size in sizes):  # `replay` counts the whole lists
+            print(f"eval: --k {source.k} takes chunks from {num_cut} of {len(sizes)} requests", file=sys.stderr)
     else:
-        from eval.data.retrieve import retrieve  # imported here: it needs FAISS or tantivy
-
         if not data.passages:
-            raise CommandError(
-                f"task {source.task} has no passages to search: use --retriever given, or name a --corpus"
-            )
-        requests = retrieve(
-            data, requests[: source.requests], k=source.k or SEARCHED_K, mode=retriever, seed=source.seed
-        )
+            raise CommandError(f"task {source.task} has no passages to search: use --retriever given, or --corpus")
+        requests = _searched(data, requests[: source.requests], source, retriever)
     scale = 1 if TASKS[source.task].is_scaled else source.scale
     return [_cut(request, source.k, scale) for request in requests]
 
@@ -243,18 +240,18 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
 # Private, in order of use
 
 
-def _load(args: argparse.Namespace) -> tuple[Source, TaskData]:
-    source = Source(
-        args.task, args.data, args.hub, args.corpus, requests=args.requests, k=args.k, scale=args.scale, seed=args.seed
-    )
-    return source, load_task(source)
+def _searched(data: TaskData, requests: Sequence[Request], source: Source, mode: Searched) -> list[Request]:
+    """The requests with the best passages of their domain, best first. Single questions without results are left out."""
+    from eval.data.retrieve import retrieve  # imported here: it needs FAISS or tantivy
 
-
-def _warn_of_cuts(requests: Iterable[Request], k: int | None) -> None:
-    """Warn if --k cuts given lists: `replay` counts the whole lists."""
-    sizes = [len(request.chunks) for request in requests]
-    if num_cut := sum(size > (k or size) for size in sizes):
-        print(f"eval: --k {k} takes chunks from {num_cut} of {len(sizes)} requests", file=sys.stderr)
+    found: dict[str, list[str]] = {}
+    for passages, asked in replace(data, requests=tuple(requests)).by_domain():
+        questions = [request.question for request in asked]
+        ids = retrieve(passages, questions, k=source.k or SEARCHED_K, mode=mode, seed=source.seed)
+        found |= zip((request.id for request in asked), ids, strict=True)
+    chunks = {passage.id: passage for passage in data.passages}
+    chosen = [replace(r, chunks=tuple(chunks[name] for name in found[r.id])) for r in requests]
+    return [request for request in chosen if request.chunks or request.conversation]
 
 
 def _cut(request: Request, k: int | None, scale: int) -> Request:

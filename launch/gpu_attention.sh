@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Purpose: attention of scattered tokens and moving of KV on a GPU: the tests that need one, then how fast ours are.
 #   tests      pytest -m gpu: every kernel against the reference, on the device
-#   bench      eval.bench.attention: ours (FA2, FA3, FA3 in two parts) next to dense FA2 and FA3, SDPA with a mask, virtual
+#   bench      eval bench attention: ours (FA2, FA3, FA3 in two parts) next to dense FA2 and FA3, SDPA with a mask, virtual
 #              sequences and FlashInfer's mask; ratios 0.02 to 1, 8k to 32k tokens, batches of 1 to 8, interleaved
-#   relocate   eval.bench.relocate: the fused copy of chunks against the device's copy rate
-#   launch/gpu_attention.sh OUT [--cpu-smoke] [options of python -m eval.bench.attention [-- options of pytest]]
+#   relocate   eval bench relocate: the fused copy of chunks against the device's copy rate
+#   launch/gpu_attention.sh OUT [--cpu-smoke] [options of python -m eval bench attention [-- options of pytest]]
 # OUT gets tests.txt, attention.txt and relocate.txt (the last lines of these two are JSON), a .log for each (a .part is the
-# text of a step that failed), the run's folder attention/, which the same command goes on with, and records as in eval/results/.
-# A step that fails is told, and the others go on. The bench is skipped once its run is complete: another OUT measures again.
+# text of a step that failed), and the runs' folders attention/ and relocate/, which the same command goes on with.
+# A step that fails is told, and the others go on. A bench is skipped once its run is complete: another OUT measures again.
 # Machine: one NVIDIA GPU of 80 GB, Hopper for FA3, nothing else on it; nvcc, since FlashInfer compiles.
 # Minutes (estimated): tests 20, most of it compiling, 6 with -- -k "bfloat16-128 or not float16" (one dtype and head size);
-#   bench 15 to 25; relocate 2. Where a command may run ten minutes only: STEPS=tests with -- -k "bfloat16-128 or not float16",
+#   bench 30 to 45; relocate 2. Where a command may run ten minutes only: STEPS=tests with -- -k "bfloat16-128 or not float16",
 #   then STEPS=bench with --limit-s 500 until attention/record.json says complete, then STEPS=relocate.
 #   --cpu-smoke: the same steps with tiny sizes on any CPU, 2; the tests are then all skipped.
 # Expected: at 15% and 32k at least 5x over FA3 dense and 70% of its rate per needed FLOP; copying at 80% of the device's
@@ -28,14 +28,14 @@ if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     exit
 fi
 . launch/gpu_common.sh
-device=cuda bench=() relocate=() failed=0
+device=cuda attention=() relocate=() failed=0
 tests=(
     tests/sglang_chunkcache/attention/test_flashinfer_gpu.py
     tests/sglang_chunkcache/fusion/test_relocate.py
     tests/sglang_chunkcache/fusion/test_relocate_kernel.py
 )
 if [[ -n $smoke ]]; then
-    device=cpu bench=(--quick --repetitions 2) relocate=(--quick)
+    device=cpu attention=(--quick --repetitions 2) relocate=(--quick)
 fi
 trap 'echo "gpu_attention: interrupted; the same command goes on" >&2; exit 130' INT
 
@@ -57,17 +57,20 @@ run() {
     echo "gpu_attention: $1 failed ($rc), see $said: $(tail -n 1 "$said")" >&2
 }
 
+# bench NAME OPTIONS: a run's folder OUT/NAME, once.
+bench() {
+    if grep -qs '^ "complete": true' "$out/$1/record.json"; then
+        echo "gpu_attention: $1 skipped: the run in $out/$1 is complete" >&2
+    else
+        run "$1" eval bench "$1" --device $device --out "$out/$1" "${@:2}"
+    fi
+}
+
 for step in ${STEPS:-tests bench relocate}; do
     case $step in
         tests) run tests pytest -m gpu -rs "${tests[@]}" "${flags[@]}" ;;
-        bench)
-            if grep -qs '^ "complete": true' "$out/attention/record.json"; then
-                echo "gpu_attention: attention skipped: the run in $out/attention is complete" >&2
-            else
-                run attention eval.bench.attention --device $device --out "$out/attention" --record "$out" "${bench[@]}" "${options[@]}"
-            fi
-            ;;
-        relocate) run relocate eval.bench.relocate --device $device --record "$out" "${relocate[@]}" ;;
+        bench) bench attention "${attention[@]}" "${options[@]}" ;;
+        relocate) bench relocate "${relocate[@]}" ;;
         *)
             echo "gpu_attention: STEPS: expected tests, bench or relocate, got '$step'" >&2
             exit 2

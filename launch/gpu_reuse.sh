@@ -3,8 +3,9 @@
 #   the start-up gate (everything recomputed must give full prefill's logits) on four layers with random weights, since under
 #   dummy weights all logits are alike; then, 32 layers with dummy weights, time to first token against recompute ratio at
 #   8k, 16k and 27k tokens, compared with stock SGLang. Interleaved; shares of full prefill with intervals.
-#   launch/gpu_reuse.sh OUT [--cpu-smoke] [options of python -m eval.bench.reuse [-- flags of both servers]]
-# OUT gets gate.txt, bench.txt (its last line is JSON), the servers' logs and, with --record, a copy of the record.
+#   launch/gpu_reuse.sh OUT [--cpu-smoke] [options of python -m eval bench reuse [-- flags of both servers]]
+# OUT gets gate.txt, bench.txt (its last line is JSON), the servers' logs, and the run's folder reuse/: what was interrupted goes on
+# with the same command.
 # Machine: one NVIDIA GPU of 140 GB, nothing else on it: two servers of 16 GB of weights, KV pools of 66 GB and 16 GB.
 # Minutes (estimated): 3 for the gate; 4 to start both servers, then 2, 4 and 8 for the lengths with 20 rounds each. Where a
 #   command may run ten minutes only: STEPS=gate, then one --tokens a command, with fewer --pairs for the longest.
@@ -36,7 +37,7 @@ PY
 
 if [[ -n $smoke ]]; then
     server=()
-    bench=(--tokens 300 --pairs 2 --preprocess 1 --chunk-tokens 64 --max-total-tokens 30000 --threads 1)
+    bench=(--tokens 300 --pairs 2 --chunk-tokens 64 --max-total-tokens 30000 --threads 1)
 else
     server=(--attention-backend flashinfer --disable-cuda-graph --mem-fraction-static 0.8)
     bench=(--tokens 8000 16000 27000 --chunk-tokens 500 --max-total-tokens "${POOL:-500000}" --store-mib 6144 --start-limit-s 560)
@@ -53,10 +54,10 @@ for step in ${STEPS:-gate bench}; do
             ;;
         bench)
             echo "gpu_reuse: time to first token" >&2
-            "$python" -m eval.bench.reuse --model-path "$work/model" --stock --logs "$out" "${bench[@]}" "${options[@]}" \
+            "$python" -m eval bench reuse --model-path "$work/model" --stock --logs "$out" --out "$out/reuse" \
+                "${bench[@]}" "${options[@]}" \
                 -- --load-format dummy "${server[@]}" 2>"$out/bench.log" | tee "$out/bench.part"
             mv "$out/bench.part" "$out/bench.txt"
-            sed -n 's/^record: //p' "$out/bench.txt" | while read -r record; do cp -r "$record" "$out/"; done
             ;;
         *)
             echo "gpu_reuse: STEPS: expected gate or bench, got '$step'" >&2

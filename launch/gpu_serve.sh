@@ -2,7 +2,7 @@
 # Purpose: time to first token on a GPU with FlashInfer, policy by policy, under a RAG service's load: the requests of the RAGPulse
 #   trace at their full length, at several Poisson rates, a model of Llama-3-8B's shape with dummy weights (times, not quality).
 #   Stock SGLang with lpm is an arm of every run, since only interleaved arms are compared. Dummy weights write no text, so there
-#   are no times between output tokens.
+#   are no times between output tokens of the measured requests; --bystanders 4 measures those of plain requests beside them.
 #   launch/gpu_serve.sh OUT [--cpu-smoke] --data DIR [options of python -m eval serve [-- flags of all servers]]
 # DIR has ragpulse/ (format: eval/tasks/ragpulse.py). OUT gets one run a step, step<n>/ with record.json, samples and the servers'
 # logs, and step<n>.txt, whose last line is JSON. The same command goes on with a step that was cut off.

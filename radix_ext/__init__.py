@@ -39,9 +39,9 @@ from radix_ext.eviction import (
     EVICTION_POLICIES,
     EvictionPolicy,
     EvictionQueue,
-    eviction_priority,
     reused_priority,
 )
+from radix_ext.moved_plan import FusionRequest
 from radix_ext.order import (
     ORDER_POLICIES,
     TAIL_POLICIES,
@@ -52,13 +52,14 @@ from radix_ext.order import (
     order_chunks,
     order_per_rank,
 )
-from radix_ext.overlap import overlap, seen_before
+from radix_ext.overlap import Overlap, Seen
 from radix_ext.prefix_tree import ChunkPrefixTree, HeldStats, Plan, TreeStats
 from radix_ext.replay import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
     AdmissionPolicy,
     DedupPolicy,
+    Replay,
     ReplayResult,
     ReplaySettings,
     RequestCount,
@@ -88,6 +89,7 @@ __all__ = [
     "DedupPolicy",
     "EvictionPolicy",
     "EvictionQueue",
+    "FusionRequest",
     "HeldStats",
     "IntegrityError",
     "KvAware",
@@ -95,13 +97,16 @@ __all__ = [
     "MessageError",
     "OrderPolicy",
     "Ordering",
+    "Overlap",
     "Plan",
     "PolicyError",
+    "Replay",
     "ReplayResult",
     "ReplaySettings",
     "RequestCount",
     "RoundRobin",
     "Router",
+    "Seen",
     "ShownPolicy",
     "Span",
     "SpanError",
@@ -112,18 +117,15 @@ __all__ = [
     "Turn",
     "check_spans",
     "chunk_id",
-    "eviction_priority",
     "extend_chain",
     "keep_recent",
     "leading_area",
     "longest_chain",
     "order_chunks",
     "order_per_rank",
-    "overlap",
     "replay_trace",
     "reused_priority",
     "root_chain",
     "running_hashes",
-    "seen_before",
     "shown",
 ]

@@ -52,6 +52,10 @@ class AccessTable:
             length += 1
         return length
 
+    def frequent(self, ids: Iterable[ChunkId], threshold: int) -> frozenset[int]:
+        """Indices of those that count `threshold` or more: they have earned a place in a store."""
+        return frozenset(index for index, chunk in enumerate(ids) if self.count(chunk) >= threshold)
+
     @property
     def num_requests(self) -> int:
         """Requests in the window, at most `window`."""

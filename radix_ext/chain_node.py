@@ -1,6 +1,6 @@
 """One node of the global tree: one chunk after one particular chain, and which ranks hold its KV in which tier.
 
-Any code may read a node, only `ChunkPrefixTree` writes it. Packed fields keep a node below 400 bytes.
+Any code may read a node, only `ChunkPrefixTree` writes it. Packed fields keep a node at 128 bytes.
 """
 
 from collections.abc import Iterator, Mapping

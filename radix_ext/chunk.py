@@ -17,10 +17,11 @@ ChunkId = NewType("ChunkId", str)
 """32 hex digits: blake2b-128 of the chunk's token ids, each as 4 little-endian bytes."""
 
 ChainId = NewType("ChainId", int)
-"""63-bit id of the path from a namespace's root to one node. Front and scheduler must agree on it; it need not be secret. A
-collision (2**31 chains for an even chance) makes a mirror wrong, which costs speed and never correctness."""
+"""60-bit id of the path from a namespace's root to one node. Front and scheduler must agree on it; it need not be secret. A
+collision (2**30 chains for an even chance) makes a mirror wrong, which costs speed and never correctness."""
 
-_MASK_63 = (1 << 63) - 1
+_MASK_60 = (1 << 60) - 1
+"""Up to here an integer takes 32 bytes, above 48."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +95,4 @@ def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
 
 
 def _chain(digest: blake2b) -> ChainId:
-    return ChainId(int.from_bytes(digest.digest(), "little") & _MASK_63)
+    return ChainId(int.from_bytes(digest.digest(), "little") & _MASK_60)

@@ -14,7 +14,8 @@ from radix_ext.prefix_tree import ChunkPrefixTree
 EvictionPolicy = Literal["lru", "promoted", "reused"]
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 
-_Entry = tuple[tuple[int, int], ChainId]
+_Entry = tuple[int, int, ChainId]
+"""The leaf's priority, two numbers, and its chain."""
 
 
 def reused_priority(*, hits: int, last_access: int, window: int) -> tuple[int, int]:
@@ -30,24 +31,14 @@ def reused_priority(*, hits: int, last_access: int, window: int) -> tuple[int, i
     return last_access + window * hits.bit_length(), last_access
 
 
-def eviction_priority(
-    policy: EvictionPolicy, *, promoted: bool, hits: int, last_access: int, window: int
-) -> tuple[int, int]:
-    """A node's priority in a replay: `reused` as above, `lru` by last access, `promoted` by (promoted, last access).
-
-    The live scheduler has its own forms of `lru` (SGLang's) and `promoted` (over SGLang's policies).
-    """
-    if policy == "reused":
-        return reused_priority(hits=hits, last_access=last_access, window=window)
-    return int(policy == "promoted" and promoted), last_access
-
-
 class EvictionQueue:
     """The leaves of a tree in the order of their eviction: a heap whose stale entries stay until `pop` meets them.
 
     An entry is stale once its node was used or marked, got children or left the tree; `pop` skips it. The caller that
-    changes a leaf pushes it again, so `push` and `pop` are O(log n) amortised. `policy` and `window` are those of
-    `eviction_priority`.
+    changes a leaf pushes it again, so `push` and `pop` are O(log n) amortised.
+
+    `reused` is the rule above with `window`, `lru` goes by last access, `promoted` by (promoted, last access). The live scheduler
+    has its own forms of `lru` (SGLang's) and `promoted` (over SGLang's policies).
     """
 
     def __init__(self, tree: ChunkPrefixTree, policy: EvictionPolicy, *, window: int) -> None:
@@ -56,14 +47,17 @@ class EvictionQueue:
         self._policy = policy
         self._window = window
         self._heap: list[_Entry] = []
+        self._max_len = 0
 
     def push(self, node: ChainNode) -> None:
         """A node was used or marked, or lost its last child. Inner nodes are ignored: only leaves are evicted."""
         if node.children is None:
             heappush(self._heap, self._entry(node))
-        if len(self._heap) > 4 * len(self._tree) + 64:
-            self._heap = [entry for entry in set(self._heap) if self._current(entry)]
-            heapify(self._heap)
+        if len(self._heap) > self._max_len:
+            self._max_len = 4 * len(self._tree) + 64
+            if len(self._heap) > self._max_len:
+                self._heap = [entry for entry in set(self._heap) if self._current(entry)]
+                heapify(self._heap)
 
     def pop(self) -> ChainNode | None:
         """The leaf to evict next, None if there is none. The caller evicts it and pushes its parent."""
@@ -74,16 +68,12 @@ class EvictionQueue:
         return None
 
     def _entry(self, node: ChainNode) -> _Entry:
-        priority = eviction_priority(
-            self._policy,
-            promoted=node.promoted,
-            hits=node.hits,
-            last_access=node.last_access,
-            window=self._window,
-        )
-        return priority, node.chain
+        last_access, window = node.last_access, self._window
+        if self._policy == "reused":
+            return *reused_priority(hits=node.hits, last_access=last_access, window=window), node.chain
+        return int(self._policy == "promoted" and node.promoted), last_access, node.chain
 
     def _current(self, entry: _Entry) -> ChainNode | None:
         """The leaf this entry was made for, None if the leaf has changed since."""
-        node = self._tree.find(entry[1])
+        node = self._tree.find(entry[2])
         return node if node is not None and node.children is None and self._entry(node) == entry else None

@@ -1,45 +1,117 @@
-"""Upper bounds of reuse: what the requests of a trace share, before any order, cache size or eviction."""
+"""Upper bounds of reuse: what the requests of a trace share, before any order, cache size or eviction.
 
-import sys
+A trace is streamed: each class takes one request after the other and keeps what later requests are compared with.
+"""
+
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
-from radix_ext.chain_node import Tier
 from radix_ext.chunk import Chunk, ChunkId
-from radix_ext.prefix_tree import ChunkPrefixTree
+from radix_ext.errors import check_at_least
+
+MAX_WINDOWS = 16
+MEASURED_STRIDE = 5
+"""Of an estimate's windows the second half is measured, every fifth request: neighbours share too much to tell more."""
+
+_Prefixes: TypeAlias = "dict[ChunkId, _Prefixes]"
 
 
-def overlap(requests: Iterable[Sequence[ChunkId]]) -> tuple[float, float]:
+class Overlap:
     """CRAFT 3.1's two measures of a trace as retrieved: how much prefixes share, and how much sets share.
 
-    Returns:
-        Prefix, the mean over all requests but the first of max_{j<i} LCP(R_i, R_j) / len(R_i), and
-        Total, that of max_{j<i} |R_i ∩ R_j| / len(R_i). Both 0 for fewer than two requests.
+    Each request is compared with all before it while the trace has at most `window` requests. That takes a bit for each pair of
+    chunk and request, so a longer trace is estimated: from up to 16 windows of `window` requests, evenly spread, every fifth
+    request of the second half is compared with those before it in its window. An estimate is too low by what only older
+    requests share.
+
+    Args:
+        num_requests: of the whole trace.
+    Raises:
+        LimitError: window < 1.
     """
-    tree = ChunkPrefixTree(max_nodes=sys.maxsize)
-    retrieved_by: dict[ChunkId, int] = {}  # bit j: request j has the chunk
-    prefix = total = 0.0
-    num_requests = 0
-    for index, ids in enumerate(requests):
-        if index and ids:
-            prefix += len(tree.match("", ids)) / len(ids)
-            total += _most_shared([retrieved_by.get(chunk, 0) for chunk in ids]) / len(ids)
-        chunks = [Chunk(chunk, 1) for chunk in ids]
-        tree.insert("", chunks, rank=0, tier=Tier.DEVICE, promoted_len=0)
+
+    def __init__(self, num_requests: int, *, window: int) -> None:
+        check_at_least("window", window, 1)
+        self.is_estimate = num_requests > window
+        self.num_measured = 0
+        self._window = min(window, num_requests)
+        num_windows = min(MAX_WINDOWS, num_requests // window) if self.is_estimate else 1
+        self._stratum = max(1, num_requests // num_windows)
+        self._end = num_windows * self._stratum
+        self._prefix = self._total = 0.0
+        self._index = 0
+        self._past = _Past()
+
+    def step(self, ids: Sequence[ChunkId]) -> None:
+        """The next request: its distinct chunks in retriever order."""
+        # A window is the end of its stratum, so that of one window the first requests are only compared with.
+        position = self._index % self._stratum - (self._stratum - self._window)
+        is_used = position >= 0 and self._index < self._end
+        self._index += 1
+        if not is_used:
+            return
+        if position == 0:
+            self._past = _Past()
+        if self._is_measured(position):
+            self.num_measured += 1
+            prefix, total = self._past.shared(ids)
+            self._prefix += prefix / max(1, len(ids))
+            self._total += total / max(1, len(ids))
+        self._past.add(ids)
+
+    @property
+    def prefix(self) -> float:
+        """The mean over all requests i but the first of max_{j<i} LCP(R_i, R_j) / len(R_i); 0 for fewer than two."""
+        return self._prefix / max(1, self.num_measured)
+
+    @property
+    def total(self) -> float:
+        """The same of max_{j<i} |R_i ∩ R_j| / len(R_i)."""
+        return self._total / max(1, self.num_measured)
+
+    def _is_measured(self, position: int) -> bool:
+        if not self.is_estimate:
+            return position > 0
+        return position >= self._window / 2 and position % MEASURED_STRIDE == 0
+
+
+class Seen:
+    """Chunks that an earlier request retrieved too: what reuse at any position could find."""
+
+    def __init__(self) -> None:
+        self._ids: set[ChunkId] = set()
+
+    def step(self, request: Sequence[Chunk]) -> tuple[int, int]:
+        """(chunks, tokens) of the next request that are not new."""
+        lengths = [chunk.num_tokens for chunk in request if chunk.id in self._ids]
+        self._ids.update(chunk.id for chunk in request)
+        return len(lengths), sum(lengths)
+
+
+class _Past:
+    """Earlier requests, numbered in their order."""
+
+    def __init__(self) -> None:
+        self._prefixes: _Prefixes = {}
+        self._retrieved_by: dict[ChunkId, int] = {}  # bit j: request j has the chunk
+        self._next_bit = 1
+
+    def add(self, ids: Iterable[ChunkId]) -> None:
+        node = self._prefixes
         for chunk in ids:
-            retrieved_by[chunk] = retrieved_by.get(chunk, 0) | 1 << index
-        num_requests += 1
-    return prefix / max(1, num_requests - 1), total / max(1, num_requests - 1)
+            node = node.setdefault(chunk, {})
+            self._retrieved_by[chunk] = self._retrieved_by.get(chunk, 0) | self._next_bit
+        self._next_bit <<= 1
 
-
-def seen_before(requests: Iterable[Sequence[Chunk]]) -> list[tuple[int, int]]:
-    """For each request (chunks, tokens) that an earlier request retrieved too: what reuse at any position could find."""
-    seen: set[ChunkId] = set()
-    counts = []
-    for request in requests:
-        lengths = [chunk.num_tokens for chunk in request if chunk.id in seen]
-        counts.append((len(lengths), sum(lengths)))
-        seen.update(chunk.id for chunk in request)
-    return counts
+    def shared(self, ids: Sequence[ChunkId]) -> tuple[int, int]:
+        """(longest common prefix, most common chunks) of these distinct chunks with an earlier request."""
+        node, length = self._prefixes, 0
+        while length < len(ids) and ids[length] in node:
+            node = node[ids[length]]
+            length += 1
+        return length, _most_shared([self._retrieved_by.get(chunk, 0) for chunk in ids])
 
 
 def _most_shared(bit_sets: Sequence[int]) -> int:

@@ -110,16 +110,23 @@ class ChunkPrefixTree:
         return tuple(nodes)
 
     def insert(
-        self, namespace: str, chunks: Sequence[Chunk], *, rank: int, tier: Tier, promoted_len: int
+        self,
+        namespace: str,
+        chunks: Sequence[Chunk],
+        *,
+        rank: int,
+        tier: Tier,
+        promoted_len: int,
+        hit_len: int | None = None,
     ) -> ChainNode | None:
         """`rank` now holds this whole chain in `tier`; the first `promoted_len` nodes are promoted, the others are not.
 
-        Nodes that the rank held before count a hit. Returns the chain's last node; None for an empty chain, or if
-        trimming already forgot it.
+        Nodes that the rank held before count a hit, if they are among the first `hit_len` (None: all). Returns the chain's
+        last node; None for an empty chain, or if trimming already forgot it.
         """
         self._check_rank(rank)
         path = self._reach(namespace, chunks)
-        self._hold(path, rank, tier, promoted_len)
+        self._hold(path, rank, tier, promoted_len, len(path) if hit_len is None else hit_len)
         self._trim()
         return self._nodes.get(path[-1].chain) if path else None
 
@@ -134,7 +141,7 @@ class ChunkPrefixTree:
         if base is None:
             return None
         path = self._descend(base, chunks)
-        self._hold(path, rank, tier, promoted_len)
+        self._hold(path, rank, tier, promoted_len, len(path))
         self._touch((*base.path(), *path))
         self._trim()
         return self._nodes.get((path[-1] if path else base).chain)
@@ -186,11 +193,10 @@ class ChunkPrefixTree:
         top = self._held_node(chain, rank)
         if top is None:
             return 0
-        lost, pending = [], [top]
-        while pending:
-            node = pending.pop()
-            lost.append(node)
-            pending.extend(child for child in node.child_nodes() if child.is_held(rank))
+        lost = [top]
+        for node in lost:  # grows meanwhile
+            if node.children is not None:
+                lost += [child for child in node.child_nodes() if child.is_held(rank)]
         for node in lost:
             self._set_tier(node, rank, 0)
         self._drop_unused(lost)
@@ -232,6 +238,11 @@ class ChunkPrefixTree:
             num_unknown_notices=self._num_unknown_notices,
             num_collisions=self._num_collisions,
         )
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens of the nodes that a rank holds, summed over ranks and tiers. O(ranks)."""
+        return sum(num_tokens for _, num_tokens in self._held.values())
 
     def digest(self, rank: int) -> tuple[int, int]:
         """(number of nodes this rank holds, exclusive or of their chain ids): equal digests, equal trees. O(1)."""
@@ -311,29 +322,39 @@ class ChunkPrefixTree:
             parent.children = {siblings.chunk_id: siblings, node.chunk_id: node}
         return node
 
-    def _hold(self, path: Sequence[ChainNode], rank: int, tier: Tier, promoted_len: int) -> None:
+    def _hold(self, path: Sequence[ChainNode], rank: int, tier: Tier, promoted_len: int, hit_len: int) -> None:
+        mask = held_mask(rank)
         for index, node in enumerate(path):
-            if node.is_held(rank):
+            if index < hit_len and node.tiers & mask:
                 node.hits += 1
                 self._num_hits += 1
             self._set_tier(node, rank, tier)
             self._mark(node, index < promoted_len)
 
     def _mark(self, node: ChainNode, promoted: bool) -> None:
-        self._num_promoted += promoted - node.promoted
-        node.promoted = promoted
+        if promoted is not node.promoted:
+            self._num_promoted += promoted - node.promoted
+            node.promoted = promoted
 
     def _set_tier(self, node: ChainNode, rank: int, tier: int) -> None:
         """The one place that writes `tiers`; 0 for not held."""
         old = node.tiers >> 2 * rank & 3
+        if tier == old:
+            return
         node.tiers += (tier - old) << 2 * rank
-        if bool(tier) != bool(old):
+        if not old or not tier:
             self._digests[rank] = self._digests.get(rank, 0) ^ node.chain
-        for changed, sign in ((old, -1), (tier, +1)):
-            if changed:
-                held = self._held.setdefault((rank, changed), [0, 0])
-                held[0] += sign
-                held[1] += sign * node.num_tokens
+        if old:
+            self._count_held((rank, old), -1, -node.num_tokens)
+        if tier:
+            self._count_held((rank, tier), 1, node.num_tokens)
+
+    def _count_held(self, key: tuple[int, int], num_nodes: int, num_tokens: int) -> None:
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = [0, 0]
+        held[0] += num_nodes
+        held[1] += num_tokens
 
     def _held_node(self, chain: ChainId, rank: int) -> ChainNode | None:
         self._check_rank(rank)
@@ -378,7 +399,7 @@ class ChunkPrefixTree:
         self._mark(node, False)
         del self._nodes[node.chain]
         node.older.newer, node.newer.older = node.newer, node.older
-        node.older = node.newer = node
+        node.older = node.newer = self._ends  # pointing at itself it would wait for the garbage collector
         parent = node.parent
         siblings = parent.children
         if isinstance(siblings, dict):

@@ -28,6 +28,8 @@ DEDUP_POLICIES: tuple[DedupPolicy, ...] = get_args(DedupPolicy)
 
 _NAMESPACE = "replay"
 _RANK = 0
+_MAX_TIMES = 16_384
+"""Order decisions whose times are kept: 163 of them are above the 99th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,16 @@ class ReplayResult:
         return total.num_token_hits / total.num_tokens if total.num_tokens else 0.0
 
 
-class _Conversation(NamedTuple):
-    """The chunks that precede the next turn, and all that the conversation has shown."""
+class _History(NamedTuple):
+    """The chunks of a conversation in the order of its prompt: all that it has shown. `num_first` are of its first turn."""
 
-    chain: tuple[Chunk, ...]
-    seen: frozenset[ChunkId]
+    chunks: tuple[Chunk, ...]
+    num_first: int
+
+    def chain(self, conversation: str) -> tuple[Chunk, ...]:
+        """As the tree knows it. Question and answer separate the turns, so later turns' ids are the conversation's own."""
+        first, later = self.chunks[: self.num_first], self.chunks[self.num_first :]
+        return first + tuple(Chunk(ChunkId(f"{conversation}\0{chunk.id}"), chunk.num_tokens) for chunk in later)
 
 
 def replay_trace(
@@ -114,117 +121,132 @@ def replay_trace(
     *,
     conversations: Iterable[str | None] | None = None,
 ) -> ReplayResult:
-    """Serve a trace: each request its distinct chunks in retriever order. Single-threaded, O(chunks log capacity).
+    """Serve a short trace and keep the counts of every request; a long one goes through `Replay`, a request at a time.
 
     `conversations` names the conversation of each request, None for a request without one.
     """
     replay = Replay(settings)
-    for request, conversation in zip(requests, conversations or repeat(None), strict=False):
-        replay.step(request, conversation)
-    return replay.result
+    counts = [replay.step(*turn) for turn in zip(requests, conversations or repeat(None), strict=False)]
+    return ReplayResult(
+        tuple(counts), replay.num_evicted, replay.peak_nodes, replay.order_us(0.5), replay.order_us(0.99)
+    )
 
 
 class Replay:
-    """One rank and its cache: `step` serves the next request, `result` is what the requests so far found."""
+    """One rank and its cache: `step` serves the next request in O(chunks log capacity). Single-threaded.
+
+    Its memory grows with the cache and with the conversations under way, not with the number of requests: per-request counts are
+    returned and not kept, and of order decisions 8,192 to 16,384 times, evenly spread, are.
+    """
 
     def __init__(self, settings: ReplaySettings) -> None:
+        self.num_evicted = self.peak_nodes = 0
         self._settings = settings
+        self._is_limited = settings.capacity is not None or settings.capacity_tokens is not None
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
         self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window)
-        self._conversations: dict[str, _Conversation] = {}
-        self._counts: list[RequestCount] = []
+        self._histories: dict[str, _History] = {}
         self._order_us: list[float] = []
-        self._num_evicted = self._peak_nodes = 0
+        self._num_orders, self._times_stride = 0, 1
 
-    def step(self, request: Sequence[Chunk], conversation: str | None = None) -> None:
-        """Serve one request: its distinct chunks in retriever order, and the name of its conversation, if any."""
-        history = self._conversations.get(conversation) if conversation is not None else None
-        chain = self._first_turn(request) if history is None else self._later_turn(request, history, conversation)
-        ids = [chunk.id for chunk in request]
-        if conversation is not None:
-            seen = history.seen if history else frozenset()
-            self._conversations[conversation] = _Conversation(chain, seen.union(ids))
-        self._table.observe(ids)
-        self._insert(chain, counts_hits=history is None)
-        while self._is_over() and (victim := self._queue.pop()) is not None:
-            self._evict(victim)
-        self._peak_nodes = max(self._peak_nodes, len(self._tree))
+    def step(
+        self, request: Sequence[Chunk], conversation: str | None = None, *, is_last_turn: bool = False
+    ) -> RequestCount:
+        """Serve one request: its distinct chunks in retriever order, and the name of its conversation, if any.
 
-    @property
-    def result(self) -> ReplayResult:
-        """Counts of all requests served, and times over all order decisions."""
+        `is_last_turn`: the conversation is forgotten afterwards; its chunks stay cached until they are evicted.
+        """
+        history = self._histories.pop(conversation, None) if conversation is not None else None
+        if conversation is None or history is None:
+            chain, count = self._first_turn(request)
+            history, is_first = _History(chain, len(chain)), True
+        else:
+            history, count = self._later_turn(request, history, conversation)
+            chain, is_first = history.chain(conversation), False
+        if conversation is not None and not is_last_turn:
+            self._histories[conversation] = history
+        self._table.observe([chunk.id for chunk in request])
+        leaf = self._insert(chain, counts_hits=is_first)
+        if self._is_limited:
+            self._make_room(leaf)
+        self.peak_nodes = max(self.peak_nodes, len(self._tree))
+        return count
+
+    def order_us(self, q: float) -> float:
+        """The q-quantile of the times of order decisions, in microseconds; 0 without any."""
         times = sorted(self._order_us)
-        return ReplayResult(
-            requests=tuple(self._counts),
-            num_evicted=self._num_evicted,
-            peak_nodes=self._peak_nodes,
-            order_us_p50=times[len(times) // 2] if times else 0.0,
-            order_us_p99=times[len(times) * 99 // 100] if times else 0.0,
-        )
+        return times[int(len(times) * q)] if times else 0.0
 
-    def _first_turn(self, request: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    def _first_turn(self, request: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], RequestCount]:
         """Order the chunks and count those held; returns the prompt's chain."""
+        settings = self._settings
         start = perf_counter()
         ordering = order_chunks(
-            self._settings.order,
-            self._settings.tail,
+            settings.order,
+            settings.tail,
             self._tree,
             self._table,
             _NAMESPACE,
             request,
             rank=_RANK,
-            max_visits=self._settings.max_visits,
+            max_visits=settings.max_visits,
         )
-        self._order_us.append((perf_counter() - start) * 1e6)
-        num_tokens = _tokens(request)
-        self._counts.append(RequestCount(len(request), ordering.held_len, 0, 0, num_tokens, ordering.held_tokens, 0, 0))
-        return ordering.chunks
+        self._note_time((perf_counter() - start) * 1e6)
+        held_len, held_tokens = ordering.held_len, ordering.held_tokens
+        return ordering.chunks, RequestCount(len(request), held_len, 0, 0, _tokens(request), held_tokens, 0, 0)
+
+    def _note_time(self, us: float) -> None:
+        if self._num_orders % self._times_stride == 0:
+            self._order_us.append(us)
+            if len(self._order_us) == _MAX_TIMES:
+                del self._order_us[1::2]
+                self._times_stride *= 2
+        self._num_orders += 1
 
     def _later_turn(
-        self, request: Sequence[Chunk], history: _Conversation, conversation: str | None
-    ) -> tuple[Chunk, ...]:
-        """Count what is dropped and what of the history is lost; returns the history's chain and the turn's own chunks."""
-        drops = self._settings.dedup == "shown"
-        fresh = [chunk for chunk in request if not (drops and chunk.id in history.seen)]
-        lost = history.chain[len(self._held(history.chain)) :]
+        self, request: Sequence[Chunk], history: _History, conversation: str
+    ) -> tuple[_History, RequestCount]:
+        """Count what is dropped and what of the history is lost; returns the history with the turn's own chunks."""
+        shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
+        fresh = [chunk for chunk in request if chunk.id not in shown]
+        lost = history.chunks[len(self._held(history.chain(conversation))) :]
         num_tokens, num_dropped = _tokens(request), len(request) - len(fresh)
         dropped_tokens = num_tokens - _tokens(fresh)
-        self._counts.append(
-            RequestCount(len(request), 0, num_dropped, len(lost), num_tokens, 0, dropped_tokens, _tokens(lost))
-        )
-        # Question and answer separate the turns, so no other chain continues here: the ids are the conversation's own.
-        return history.chain + tuple(Chunk(ChunkId(f"{conversation}\0{c.id}"), c.num_tokens) for c in fresh)
+        count = RequestCount(len(request), 0, num_dropped, len(lost), num_tokens, 0, dropped_tokens, _tokens(lost))
+        return _History((*history.chunks, *fresh), history.num_first), count
 
-    def _insert(self, chain: Sequence[Chunk], *, counts_hits: bool) -> None:
+    def _insert(self, chain: Sequence[Chunk], *, counts_hits: bool) -> ChainNode | None:
         """Cache the chain, or its promoted run. A later turn counts no hits on its own history, as in the server."""
         promoted_len = self._table.promoted_run((chunk.id for chunk in chain), self._settings.threshold)
         if self._settings.admission == "promoted":
             chain = chain[:promoted_len]
         held = [] if counts_hits else self._held(chain)
-        if held:
-            self._tree.mark_promoted(_NAMESPACE, (chunk.id for chunk in chain), promoted_len=promoted_len)
-            rest, rest_promoted_len = chain[len(held) :], max(0, promoted_len - len(held))
-            leaf = self._tree.extend(held[-1].chain, rest, rank=_RANK, tier=Tier.DEVICE, promoted_len=rest_promoted_len)
-        else:
-            leaf = self._tree.insert(_NAMESPACE, chain, rank=_RANK, tier=Tier.DEVICE, promoted_len=promoted_len)
+        if not held:
+            return self._tree.insert(_NAMESPACE, chain, rank=_RANK, tier=Tier.DEVICE, promoted_len=promoted_len)
+        self._tree.mark_promoted(_NAMESPACE, (chunk.id for chunk in chain), promoted_len=promoted_len)
+        rest, rest_promoted_len = chain[len(held) :], max(0, promoted_len - len(held))
+        return self._tree.extend(held[-1].chain, rest, rank=_RANK, tier=Tier.DEVICE, promoted_len=rest_promoted_len)
+
+    def _make_room(self, leaf: ChainNode | None) -> None:
+        """Evict until the cache has its size, after the insertion of a chain that ends in `leaf`."""
         if leaf is not None:
             self._queue.push(leaf)
+        tree, queue = self._tree, self._queue
+        while self._is_over() and (victim := queue.pop()) is not None:
+            parent = victim.parent
+            self.num_evicted += tree.evict(victim.chain, rank=_RANK)
+            if parent is not None and parent.parent is not None:
+                queue.push(parent)
 
-    def _held(self, chain: Sequence[Chunk]) -> Sequence[ChainNode]:
+    def _held(self, chain: Iterable[Chunk]) -> Sequence[ChainNode]:
         return self._tree.match(_NAMESPACE, (chunk.id for chunk in chain))
 
     def _is_over(self) -> bool:
         nodes, tokens = self._settings.capacity, self._settings.capacity_tokens
         if nodes is not None and len(self._tree) > nodes:
             return True
-        return tokens is not None and sum(held.num_tokens for held in self._tree.stats.held) > tokens
-
-    def _evict(self, victim: ChainNode) -> None:
-        parent = victim.parent
-        self._num_evicted += self._tree.evict(victim.chain, rank=_RANK)
-        if parent is not None and parent.parent is not None:
-            self._queue.push(parent)
+        return tokens is not None and self._tree.num_held_tokens > tokens
 
 
 def _tokens(chunks: Iterable[Chunk]) -> int:

@@ -1,4 +1,4 @@
-"""`python -m retrieval COMMAND`: build, search and inspect an index. Every default is in defaults.py.
+"""`python -m retrieval COMMAND`: build, search and inspect an index. Every default is in settings.py.
 
 Progress goes to stderr, results to stdout. A mistake gives exit code 2 and one line on stderr.
 """
@@ -9,17 +9,31 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from retrieval.build_flags import add_device_flags, add_index_flags, add_passage_flags, options, settings
-from retrieval.defaults import BM25_MEMORY_MIB, DEVICE_BATCH, FIT_PASSAGES, N_VALUES, NPROBE, SEED, TOP_N, K
 from retrieval.errors import RetrievalError
 from retrieval.passage import Passage
 from retrieval.progress import progress_bars
+from retrieval.settings import (
+    DEVICE_BATCH,
+    NPROBE,
+    SETTINGS,
+    TOP_N,
+    BuildOptions,
+    EncoderFlags,
+    IndexSettings,
+    K,
+    add_flags,
+    given,
+    read_settings,
+)
+
+if TYPE_CHECKING:
+    from retrieval.encoder import Encoder
 
 EPILOG = """from a folder of documents to an answered question in three commands:
   python -m retrieval build docs --out index
@@ -31,7 +45,18 @@ EPILOG = """from a folder of documents to an answered question in three commands
 
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m retrieval",
+        description="A retriever for RAG: cut documents into passages, index them with FAISS and BM25, search.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (summary, add_options, run) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=run.__doc__, allow_abbrev=False)
+        add_options(command)
+        command.set_defaults(run=run)
     args = parser.parse_args(argv)
     try:
         args.run(args)
@@ -52,124 +77,71 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m retrieval",
-        description="A retriever for RAG: cut documents into passages, index them with FAISS and BM25, search.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_build(
-        _command(
-            commands, "build", "make an index of documents, continue a build, or add documents to an index", _build
-        )
-    )
-    _add_search(_command(commands, "search", "find the best passages for a question", _search))
-    _add_neighbors(_command(commands, "neighbors", "write every passage's nearest passages to a file", _neighbors))
-    _add_inspect(_command(commands, "inspect", "show the contents of an index and check its files", _inspect))
-    _add_remove(
-        _command(
-            commands,
-            "remove",
-            "hide passages or documents of an index; a build that still finds them adds them again",
-            _remove,
-        )
-    )
-    _add_evaluate(_command(commands, "evaluate", "measure recall and overlap of retrieval on a data set", _evaluate))
-    return parser
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except None and False."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
-
-
-def _command(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-# build
+def _add_index(parser: argparse.ArgumentParser, *, searched: bool = False, loads: bool = False) -> None:
+    add = parser.add_argument
+    add("index", type=Path, metavar="DIR", help="the index's directory")
+    if searched:
+        text = f"lists visited in an IVF index; candidates in HNSW (default: {NPROBE})"
+        add("--nprobe", type=int, metavar="N", default=NPROBE, help=text)
+    if loads:
+        add("--encoder", metavar="PATH", help="path of the index's encoder, if it has moved")
+        add("--device", metavar="NAME", help="device of the encoder")
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Make an index of documents. Run it again to continue after an interruption, or to add more or changed documents; "
-        "a server that has the index open switches to the new generation by itself."
-    )
     add = parser.add_argument
     add("sources", nargs="*", metavar="SOURCE", help=".txt, .md, .jsonl or .jsonl.gz files, or folders of them")
     add("--out", type=Path, required=True, metavar="DIR", help="the index's directory")
-    dataset = parser.add_argument_group("a data set instead of files, or in addition to them")
-    dataset.add_argument("--dataset", metavar="NAME", help="for Hugging Face `datasets`: a hub name or a local path")
-    dataset.add_argument("--dataset-config", metavar="NAME", help="configuration of the data set")
-    dataset.add_argument("--split", default="train", help="split of the data set")
-    dataset.add_argument("--id-field", metavar="FIELD", help="field with the document's id; default: the row's number")
-    dataset.add_argument("--title-field", metavar="FIELD", help="field with the title")
-    dataset.add_argument(
-        "--text-field", metavar="FIELD", default="text", help="field with the text; .jsonl files use id, title and text"
-    )
-    kept = parser.add_argument_group(
-        "settings that the index keeps (given at the first build; later builds may leave them out)"
-    )
-    add_passage_flags(kept.add_argument)
-    add_index_flags(kept.add_argument, factory="auto", kept=True)
-    run = parser.add_argument_group("options of this run")
-    add_device_flags(run.add_argument)
-    run.add_argument(
-        "--fit-passages",
-        type=int,
-        metavar="N",
-        default=FIT_PASSAGES,
-        help="passages in the sample on which the default encoder is fitted",
-    )
-    run.add_argument(
-        "--bm25-memory-mib",
-        type=int,
-        metavar="N",
-        default=BM25_MEMORY_MIB,
-        help="buffer for writing the BM25 index",
-    )
-    run.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    add = parser.add_argument_group("a data set instead of files, or in addition to them").add_argument
+    add("--dataset", metavar="NAME", help="for Hugging Face `datasets`: a hub name or a local path")
+    add("--dataset-config", metavar="NAME", help="configuration of the data set")
+    add("--split", default="train", help="split of the data set (default: train)")
+    add("--id-field", metavar="FIELD", help="field with the document's id; default: the row's number")
+    add("--title-field", metavar="FIELD", help="field with the title")
+    text = "field with the text; .jsonl files use id, title and text (default: text)"
+    add("--text-field", metavar="FIELD", default="text", help=text)
+    kept = "settings that the index keeps (given at the first build; later builds may leave them out)"
+    add_flags(parser.add_argument_group(kept).add_argument, IndexSettings, EncoderFlags)
+    add = parser.add_argument_group("options of this run").add_argument
+    add("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
+    text = f"passages that a model encodes per batch (default: {DEVICE_BATCH})"
+    add("--batch-size", type=int, metavar="N", default=DEVICE_BATCH, help=text)
+    add_flags(add, BuildOptions)
+    add("--json", action="store_true", help="print the report as one JSON object")
 
 
 def _build(args: argparse.Namespace) -> None:
+    """Make an index of documents. Run it again to continue after an interruption, or to add more or changed documents; a server
+    that has the index open switches to the new generation by itself."""
     from retrieval.build import build_index
-    from retrieval.corpus import count_documents, read_documents
-    from retrieval.index import SETTINGS, read_settings
-    from retrieval.tokens import load_tokens
+    from retrieval.corpus import count_documents, read_dataset, read_documents
+    from retrieval.model_path import BUNDLED
+    from retrieval.tokens import WORDS, load_tokens
 
     if not args.sources and not args.dataset:
         raise RetrievalError("no documents given: name files or folders, or use --dataset")
+    options = BuildOptions(**given(args, BuildOptions))
     there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
-    chosen, encoder = settings(args, there)
+    settings = replace(there or IndexSettings(), **given(args, IndexSettings))
+    if settings.tokens not in (WORDS, BUNDLED) and Path(settings.tokens).exists():
+        settings = replace(settings, tokens=str(Path(settings.tokens).resolve()))  # later builds may run elsewhere
+    tokens = load_tokens(settings.tokens)
+    spec, encoder = _encoder(args, there)
+    settings = replace(settings, tokens_name=tokens.name, encoder=spec)
     parts = [read_documents(source) for source in args.sources]
     if args.dataset:
-        from retrieval.corpus import read_dataset
-
-        fields = {"id_field": args.id_field, "title_field": args.title_field, "text_field": args.text_field}
-        parts.append(read_dataset(args.dataset, split=args.split, config=args.dataset_config, **fields))
+        columns = {"id_field": args.id_field, "title_field": args.title_field, "text_field": args.text_field}
+        parts.append(read_dataset(args.dataset, split=args.split, config=args.dataset_config, **columns))
     counts = [None if args.dataset else 0, *map(count_documents, args.sources)]
     total = None if None in counts else sum(filter(None, counts))
     with progress_bars() as progress:
         report = build_index(
             chain.from_iterable(parts),
             args.out,
-            chosen,
-            tokens=load_tokens(chosen.tokens),
+            settings,
+            tokens=tokens,
             encoder=encoder,
-            options=options(args),
+            options=options,
             progress=lambda stage, done, of: progress(stage, done, total if stage == "read" else of),
         )
     if args.json:
@@ -180,26 +152,57 @@ def _build(args: argparse.Namespace) -> None:
     print(f"{args.out}: {report.passages} passages, generation {report.generation}")
 
 
-# search
+def _encoder(args: argparse.Namespace, there: IndexSettings | None) -> tuple[dict[str, Any], Encoder | None]:
+    """The encoder's spec, and the encoder; None for the embedded one. `there`: settings of the index in `args.out`."""
+    if args.batch_size < 1:
+        raise RetrievalError("--batch-size must be at least 1")
+    named = given(args, EncoderFlags)
+    wanted = EncoderFlags(**named)
+    is_embedded = wanted.encoder == EncoderFlags.encoder
+    if there:
+        named |= {"kind": "hashed"} if named.pop("encoder", None) == EncoderFlags.encoder else {}
+        spec = {**there.encoder, **named}  # what differs is refused by the build
+        if is_embedded and there.encoder["kind"] == "hashed":
+            return spec, None
+        moved = None if is_embedded else wanted.encoder
+        return spec, _load_encoder(args.out, there, moved, args.device, args.batch_size)
+    if is_embedded:
+        if wanted.dim < 2:
+            raise RetrievalError("--dim must be at least 2")
+        return {"kind": "hashed", "dim": wanted.dim}, None
+    from retrieval.sentence_encoder import SentenceEncoder
+
+    encoder = SentenceEncoder(
+        wanted.encoder,
+        device=args.device,
+        batch_size=args.batch_size,
+        query_prefix=wanted.query_prefix,
+        passage_prefix=wanted.passage_prefix,
+        normalize=wanted.normalize,
+    )
+    return encoder.spec(), encoder
+
+
+def _load_encoder(
+    folder: Path, settings: IndexSettings, moved: str | None, device: str | None, batch_size: int
+) -> Encoder:
+    from retrieval.encoder import load_encoder
+
+    return load_encoder(settings.encoder, folder=folder, override=moved, device=device, batch_size=batch_size)
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
+    _add_index(parser, searched=True, loads=True)
     add = parser.add_argument
-    add("index", type=Path, metavar="DIR", help="the index's directory")
     add("query", nargs="+", help="the question")
-    add("--k", type=int, metavar="N", default=K, help="number of passages")
-    add(
-        "--mode",
-        choices=("fusion", "dense", "bm25"),
-        help="default: bm25, or fusion if the index was built with --encoder",
-    )
-    add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
-    add("--encoder", metavar="PATH", help="path of the index's encoder, if it has moved")
-    add("--device", metavar="NAME", help="device of the encoder")
+    add("--k", type=int, metavar="N", default=K, help=f"number of passages (default: {K})")
+    text = "default: bm25, or fusion if the index was built with --encoder"
+    add("--mode", choices=("fusion", "dense", "bm25"), help=text)
     add("--json", action="store_true", help="print one JSON object")
 
 
 def _search(args: argparse.Namespace) -> None:
+    """Find the best passages for a question."""
     from retrieval.retriever import Retriever
 
     retriever = Retriever.open(args.index, encoder=args.encoder, device=args.device, verify=False, threads=None)
@@ -217,23 +220,17 @@ def _search(args: argparse.Namespace) -> None:
         print("nothing found")
 
 
-# neighbors
-
-
 def _add_neighbors(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Write every passage's most similar passages, nearest first, one JSON object per line. "
-        "`python -m sglang_chunkcache.preprocess` computes each chunk after these neighbours (FusionRAG 3.1)."
-    )
+    _add_index(parser, searched=True)
     add = parser.add_argument
-    add("index", type=Path, metavar="DIR", help="the index's directory")
     add("--out", type=Path, required=True, metavar="FILE", help="file for the neighbours")
     add("--corpus", type=Path, metavar="FILE", help="also write the passages' texts, for the same program")
-    add("--top-n", type=int, metavar="N", default=TOP_N, help="neighbours of each passage")
-    add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
+    add("--top-n", type=int, metavar="N", default=TOP_N, help=f"neighbours of each passage (default: {TOP_N})")
 
 
 def _neighbors(args: argparse.Namespace) -> None:
+    """Write every passage's most similar passages, nearest first, one JSON object per line. `python -m
+    sglang_chunkcache.preprocess` computes each chunk after these neighbours (FusionRAG 3.1)."""
     from retrieval.index import Index
     from retrieval.neighbors import write_corpus, write_neighbors
 
@@ -245,17 +242,15 @@ def _neighbors(args: argparse.Namespace) -> None:
     print(f"{args.out}: {lines} passages")
 
 
-# inspect, remove
-
-
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("index", type=Path, metavar="DIR", help="the index's directory")
+    _add_index(parser)
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     parser.add_argument("--passage", metavar="ID", help="show this passage, or a document's passages")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _inspect(args: argparse.Namespace) -> None:
+    """Show the contents of an index and check its files."""
     from retrieval.index import Index
 
     index = Index.open(args.index, verify=args.verify)
@@ -266,22 +261,35 @@ def _inspect(args: argparse.Namespace) -> None:
         for passage in index.store.get(rows):
             print(json.dumps(_row(passage), ensure_ascii=False))
         return
-    manifest, settings = index.manifest, index.settings
     facts = {
-        "generation": manifest.generation,
+        "generation": index.generation,
         "passages": index.num_live,
         "removed": len(index.removed),
-        "segments": [f"{part.factory}: {part.num_rows}" for part in manifest.segments],
+        "segments": [f"{part.factory}: {part.num_rows}" for part in index.manifest.segments],
         "dim": index.dim,
-        **asdict(settings),
+        **asdict(index.settings),
         "bytes": sum(path.stat().st_size for path in args.index.rglob("*") if path.is_file()),
         "verified": args.verify,
     }
-    if args.json:
-        print(json.dumps(facts))
-        return
-    for name, value in facts.items():
-        print(f"{name:15} {value}")
+    print(json.dumps(facts) if args.json else "\n".join(f"{name:15} {value}" for name, value in facts.items()))
+
+
+def _add_remove(parser: argparse.ArgumentParser) -> None:
+    _add_index(parser, loads=True)
+    parser.add_argument("ids", nargs="+", metavar="ID", help="id of a passage, or of a document with all its passages")
+
+
+def _remove(args: argparse.Namespace) -> None:
+    """Hide passages or documents of an index; a build that still finds them adds them again."""
+    from retrieval.build import remove_passages
+
+    def load() -> Encoder:
+        return _load_encoder(args.index, read_settings(args.index), args.encoder, args.device, DEVICE_BATCH)
+
+    with progress_bars() as progress:
+        ids = [_text(name) for name in args.ids]
+        removed = remove_passages(args.index, ids, load=load, options=BuildOptions(), progress=progress)
+    print(f"{args.index}: {removed} passages removed")
 
 
 def _row(passage: Passage) -> dict[str, Any]:
@@ -296,85 +304,15 @@ def _text(word: str) -> str:
     return word.encode("utf-8", "replace").decode()
 
 
-def _add_remove(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("index", type=Path, metavar="DIR", help="the index's directory")
-    parser.add_argument("ids", nargs="+", metavar="ID", help="id of a passage, or of a document with all its passages")
-    parser.add_argument("--encoder", metavar="PATH", help="path of the index's encoder, if it has moved")
-    parser.add_argument("--device", metavar="NAME", help="device of the encoder")
-
-
-def _remove(args: argparse.Namespace) -> None:
-    from retrieval.build import remove_passages
-    from retrieval.encoder import load_encoder
-    from retrieval.index import read_settings
-
-    def load() -> Any:
-        spec = read_settings(args.index).encoder
-        return load_encoder(spec, folder=args.index, override=args.encoder, device=args.device, batch_size=DEVICE_BATCH)
-
-    with progress_bars() as progress:
-        ids = [_text(name) for name in args.ids]
-        removed = remove_passages(args.index, ids, load=load, options=options(args), progress=progress)
-    print(f"{args.index}: {removed} passages removed")
-
-
-# evaluate
-
-
-def _add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Build a temporary index of a data set, search its questions, and report recall and the overlap of the results. The "
-        "last line of stdout is one JSON object."
-    )
-    add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="folder with passages.jsonl.gz and questions.jsonl.gz")
-    add(
-        "--file",
-        metavar="NAME",
-        help="file of questions or conversations in DIR; default: questions.jsonl.gz or conversations.jsonl.gz",
-    )
-    add(
-        "--retriever",
-        choices=("bm25", "default", "fusion"),
-        default="fusion",
-        help="bm25: words; default: vectors, of the default encoder or --encoder; fusion: both",
-    )
-    add("--k", type=int, metavar="N", default=K, help="passages per question")
-    add(
-        "--query",
-        default="last",
-        help="query of a conversation's turn: last (its question), rewrite, or turns:N (the last N questions)",
-    )
-    add("--limit", type=int, metavar="N", help="use N questions only")
-    add("--seed", type=int, metavar="N", default=SEED, help="of the order of questions; conversations keep theirs")
-    add("--neighbors", action="store_true", help="report how often passages found together are each other's neighbours")
-    add("--nprobe", type=int, metavar="N", default=NPROBE, help="lists visited in an IVF index; candidates in HNSW")
-    add_index_flags(add, factory="Flat", kept=False)
-    add_device_flags(add)
-    add("--json", action="store_true", help="print nothing but the JSON object")
-
-
-def _evaluate(args: argparse.Namespace) -> None:
-    from retrieval.evaluate import evaluate, table
-    from retrieval.questions import parse_query, read_questions
-
-    chosen, encoder = settings(args, None)
-    asked = read_questions(args.data, file=args.file, query=parse_query(args.query), seed=args.seed, limit=args.limit)
-    with progress_bars() as progress:
-        result = evaluate(
-            asked,
-            k=args.k,
-            retriever=args.retriever,
-            nprobe=args.nprobe,
-            n_values=N_VALUES if args.neighbors else (),
-            settings=chosen,
-            encoder=encoder,
-            options=options(args),
-            progress=progress,
-        )
-    if not args.json:
-        print(table(result))
-    print(json.dumps(result))
+Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
+COMMANDS: dict[str, Command] = {
+    "build": ("make an index of documents, continue a build, or add documents to an index", _add_build, _build),
+    "search": ("find the best passages for a question", _add_search, _search),
+    "neighbors": ("write every passage's nearest passages to a file", _add_neighbors, _neighbors),
+    "inspect": ("show the contents of an index and check its files", _add_inspect, _inspect),
+    "remove": ("hide passages or documents of an index", _add_remove, _remove),
+}
+"""Name -> (summary, adds its options, runs it); `run`'s docstring is the description."""
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ The served generation changes in the last step only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -24,26 +25,21 @@ from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.generation import num_live, publish, sample_rows
 from retrieval.hashed_encoder import STATE_FILE, fit_default
-from retrieval.index import (
+from retrieval.index import check_encoder, check_rows
+from retrieval.manifest import (
     MANIFEST,
     PASSAGES,
-    SETTINGS,
     VECTORS,
-    IndexSettings,
-    check_encoder,
     check_files,
-    check_num_vectors,
-    check_store,
     read_manifest,
-    read_settings,
     removed_rows,
-    settings_json,
     sync,
     write_atomically,
     writer_lock,
 )
 from retrieval.passage import Document, Passage
 from retrieval.progress import Progress
+from retrieval.settings import SETTINGS, BuildOptions, IndexSettings, read_settings
 from retrieval.splitter import Splitter
 from retrieval.store import PassageStore
 from retrieval.tokens import Tokens
@@ -55,23 +51,6 @@ READ_CHARS = 1 << 26
 """Characters per transaction, reached first if documents are long."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """Options of one run, which the index does not keep.
-
-    Attributes:
-        fit_passages: size of the sample on which the embedded encoder is fitted.
-        encode_batch: passages per call of the encoder.
-        bm25_memory_bytes: buffer of BM25's writer.
-        seed: of the samples and of the embedded encoder.
-    """
-
-    fit_passages: int
-    encode_batch: int
-    bm25_memory_bytes: int
-    seed: int
 
 
 @dataclass
@@ -108,7 +87,7 @@ def build_index(
         CorruptIndexError: the directory is damaged.
     """
     cut = _cutter(settings, tokens)  # refuse invalid settings before they are written to the directory
-    check_factory("Flat" if settings.factory == "auto" else settings.factory, int(settings.encoder["dim"]))
+    check_factory("Flat" if settings.factory == "auto" else settings.factory, settings.dim)
     if settings.bm25_language is not None:
         from retrieval.bm25 import check_language  # only here: an index without BM25 does not need tantivy
 
@@ -118,13 +97,9 @@ def build_index(
         if not (folder / SETTINGS).exists():
             if (folder / PASSAGES).exists() or (folder / MANIFEST).exists():
                 raise RetrievalError(f"{folder} holds files of an index but no {SETTINGS}; use another directory")
-            _settle_settings(
-                folder, settings, has_rows=False
-            )  # before all other files: a killed build continues from them
-        store = PassageStore(folder / PASSAGES, writable=True)
-        try:
+            write_atomically(folder / SETTINGS, settings.to_json())  # first: a killed build continues from the others
+        with _opened(folder, settings) as (store, vectors):
             _settle_settings(folder, settings, has_rows=store.num_rows > 0)
-            vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
             _check_served(folder, store, vectors)
             if vectors.num_rows > store.num_rows:
                 raise CorruptIndexError(f"{store.path}: holds {store.num_rows} of {vectors.num_rows} passages")
@@ -135,16 +110,7 @@ def build_index(
             if vectors.num_rows:
                 check_encoder(store, vectors, encoder)
             report.encoded = _encode(store, vectors, encoder, options, progress)
-            manifest = publish(
-                folder,
-                settings,
-                store,
-                seed=options.seed,
-                bm25_memory_bytes=options.bm25_memory_bytes,
-                progress=progress,
-            )
-        finally:
-            store.close(checkpoint=True)
+            manifest = publish(folder, settings, store, vectors, options=options, progress=progress)
     return replace(report, passages=num_live(folder, manifest), generation=manifest.generation)
 
 
@@ -166,38 +132,35 @@ def remove_passages(
         RetrievalError: an unknown id (nothing is removed then), or another process writes the directory.
     """
     settings = read_settings(folder)
-    with writer_lock(folder):
-        vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
-        store = PassageStore(folder / PASSAGES, writable=True)
-        try:
-            _check_served(folder, store, vectors)
-            rows: set[int] = set()
-            store.begin()
-            for name in ids:
-                found = store.rows_of(name) or _unserved(folder, store, name)
-                if not store.forget(name) and not found:
-                    raise RetrievalError(f"{folder}: no passage and no document has the id {name!r}")
-                rows.update(found)
-            store.remove(sorted(rows))
-            encoder = load() if store.num_rows > vectors.num_rows else None
-            store.commit()
-            if encoder:
-                check_encoder(store, vectors, encoder)
-                _encode(store, vectors, encoder, options, progress)
-            publish(
-                folder,
-                settings,
-                store,
-                seed=options.seed,
-                bm25_memory_bytes=options.bm25_memory_bytes,
-                progress=progress,
-            )
-        finally:
-            store.close(checkpoint=True)
+    with writer_lock(folder), _opened(folder, settings) as (store, vectors):
+        _check_served(folder, store, vectors)
+        rows: set[int] = set()
+        store.begin()
+        for name in ids:
+            found = store.rows_of(name) or _unserved(folder, store, name)
+            if not store.forget(name) and not found:
+                raise RetrievalError(f"{folder}: no passage and no document has the id {name!r}")
+            rows.update(found)
+        store.remove(sorted(rows))
+        encoder = load() if store.num_rows > vectors.num_rows else None
+        store.commit()
+        if encoder:
+            check_encoder(store, vectors, encoder)
+            _encode(store, vectors, encoder, options, progress)
+        publish(folder, settings, store, vectors, options=options, progress=progress)
     return len(rows)
 
 
 # Private, in order of use
+
+
+@contextmanager
+def _opened(folder: Path, settings: IndexSettings) -> Iterator[tuple[PassageStore, VectorFile]]:
+    store = PassageStore(folder / PASSAGES, writable=True)
+    try:
+        yield store, VectorFile(folder / VECTORS, dim=settings.dim)
+    finally:
+        store.close(checkpoint=True)
 
 
 def _unserved(folder: Path, store: PassageStore, name: str) -> list[int]:
@@ -212,19 +175,15 @@ def _check_served(folder: Path, store: PassageStore, vectors: VectorFile) -> Non
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         check_files(folder, manifest, {}, verify=False)
-        check_store(store, manifest)
-        check_num_vectors(vectors, manifest)
+        check_rows(store, vectors, manifest)
 
 
 def _settle_settings(folder: Path, settings: IndexSettings, *, has_rows: bool) -> None:
-    """Write the settings, or compare them with those in the directory. Those that no file depends on yet may still change."""
-    if not (folder / SETTINGS).exists() or not has_rows:
-        write_atomically(folder / SETTINGS, settings_json(settings))
-        return
-    there = read_settings(folder)
+    """Compare the settings with those in the directory. Those that no file depends on yet may still change."""
+    there = read_settings(folder) if has_rows else settings
     names = there.differences(settings)
-    if names and not (folder / MANIFEST).exists() and set(names) <= {"factory", "bm25_language"}:
-        write_atomically(folder / SETTINGS, settings_json(settings))
+    if not has_rows or (names and not (folder / MANIFEST).exists() and set(names) <= {"factory", "bm25_language"}):
+        write_atomically(folder / SETTINGS, settings.to_json())
     elif names:
         name = names[0]
         raise RetrievalError(
@@ -285,7 +244,7 @@ def _embedded(
         progress("fit", 0, None)
         rows = sample_rows(store.num_rows, options.fit_passages, options.seed)
         contents = [p.content for part in _batches(rows.tolist(), 1000) for p in store.get(part)]
-        encoder = fit_default(contents, dim=int(settings.encoder["dim"]), seed=options.seed)
+        encoder = fit_default(contents, dim=settings.dim, seed=options.seed)
         draft = path.with_name("draft-" + path.name)
         encoder.save(draft)
         sync(draft)

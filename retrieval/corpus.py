@@ -12,10 +12,9 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from retrieval.errors import RetrievalError
 from retrieval.passage import Document
@@ -52,7 +51,8 @@ def read_documents(source: str | Path) -> Iterator[Document]:
         raise RetrievalError(f"no such file or folder: {path}")
     if path.is_file() and not _is_corpus_file(path.name):
         raise RetrievalError(f"{path}: not one of {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}")
-    return _read_all(path)
+    suffixes = ", ".join(TEXT_SUFFIXES + ROW_SUFFIXES)
+    return _with_text(_read_all(path), f"no documents in {path}: looked for {suffixes} that contain text")
 
 
 def count_documents(source: str | Path) -> int | None:
@@ -84,7 +84,9 @@ def read_dataset(
     wanted = {"id": id_field, "title": title_field, "text": text_field}
     fields = {key: field for key, field in wanted.items() if field is not None}
     rows = _open_dataset(name, split, config, list(dict.fromkeys(fields.values())))
-    return _dataset_documents(rows, f"{Path(name).name}/{split}", fields)
+    label = f"{Path(name).name}/{split}"
+    found = _dataset_documents(rows, label, fields)
+    return _with_text(found, f"no documents in data set {label}: no row has text")
 
 
 def clean(text: str) -> str:
@@ -95,20 +97,23 @@ def clean(text: str) -> str:
     return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
-def _read_all(source: Path) -> Iterator[Document]:
+def _with_text(documents: Iterator[Document], if_none: str) -> Iterator[Document]:
     empty = True
+    for document in documents:
+        if document.text.strip():
+            empty = False
+            yield document
+    if empty:
+        raise RetrievalError(if_none)
+
+
+def _read_all(source: Path) -> Iterator[Document]:
     for path, name in _corpus_files(source):
         read = _read_rows if name.lower().endswith(ROW_SUFFIXES) else _read_text
         try:
-            for document in read(path, clean(name)):
-                empty = False
-                yield document
+            yield from read(path, clean(name))
         except OSError as error:
             raise RetrievalError(f"{path}: {error.strerror or error}") from error
-    if empty:
-        raise RetrievalError(
-            f"no documents in {source}: looked for {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)} that contain text"
-        )
 
 
 def _is_corpus_file(name: str) -> bool:
@@ -146,9 +151,7 @@ def _read_text(path: Path, name: str) -> Iterator[Document]:
             f"{path}: larger than {MAX_DOCUMENT_BYTES >> 20} MiB; give its parts as rows of JSON Lines"
         )
     text = clean(_decode(data.removeprefix(_BOM), path, 1))
-    if text.strip():
-        title = _markdown_title(text) if path.suffix.lower() == ".md" else ""
-        yield Document(id=name, title=title, text=text)
+    yield Document(id=name, title=_markdown_title(text) if path.suffix.lower() == ".md" else "", text=text)
 
 
 def _markdown_title(text: str) -> str:
@@ -162,7 +165,7 @@ def _markdown_title(text: str) -> str:
 
 
 def _read_rows(path: Path, name: str) -> Iterator[Document]:
-    with _open_rows(path) as file:
+    with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
         for number in count(1):
             place = f"{path}:{number}"
             try:
@@ -175,13 +178,7 @@ def _read_rows(path: Path, name: str) -> Iterator[Document]:
                 raise RetrievalError(f"{place}: a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB")
             if line.strip():
                 row = _parse(_decode(line.removeprefix(_BOM), path, number), place)
-                document = _document(row, place, f"{name}:{number}")
-                if document.text.strip():
-                    yield document
-
-
-def _open_rows(path: Path) -> BinaryIO | gzip.GzipFile:
-    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb")
+                yield _document(row, place, f"{name}:{number}")
 
 
 def _decode(data: bytes, path: Path, first_line: int) -> str:
@@ -226,15 +223,14 @@ def _open_dataset(name: str, split: str, config: str | None, fields: list[str]) 
     except ImportError as error:
         raise RetrievalError("reading a data set needs the package `datasets`: pip install datasets") from error
     try:
-        with _quiet(datasets):
-            rows = _load(datasets, name, split, config)
-            names = rows.column_names or list(next(iter(rows), {}))
-            missing = [field for field in fields if field not in names]
-            if missing:
-                raise RetrievalError(
-                    f"data set {name!r} has no field {missing[0]!r}; its fields: {', '.join(names) or 'none'}"
-                )
-            return rows.select_columns(fields)  # so that images and audio of a row are not decoded
+        datasets.disable_progress_bars()
+        rows = _load(datasets, name, split, config)
+        names = rows.column_names or list(next(iter(rows), {}))
+        if missing := [field for field in fields if field not in names]:
+            raise RetrievalError(
+                f"data set {name!r} has no field {missing[0]!r}; its fields: {', '.join(names) or 'none'}"
+            )
+        return rows.select_columns(fields)  # so that images and audio of a row are not decoded
     except RetrievalError:
         raise
     except Exception as error:  # of four libraries, without a common class
@@ -258,20 +254,7 @@ def _load(datasets: Any, name: str, split: str, config: str | None) -> Any:
     return datasets.load_dataset(loader, data_files=name, split=split, streaming=True)
 
 
-@contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """No progress bars of `datasets` inside."""
-    disabled = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not disabled:
-            datasets.enable_progress_bars()
-
-
 def _dataset_documents(rows: Any, label: str, fields: dict[str, str]) -> Iterator[Document]:
-    empty = True
     iterator = iter(rows)
     for number in count(1):
         place = f"{label}:{number}"
@@ -280,13 +263,8 @@ def _dataset_documents(rows: Any, label: str, fields: dict[str, str]) -> Iterato
         except Exception as error:  # readers and the network share no class of error
             raise RetrievalError(f"{place}: {_one_line(error)}") from error
         if row is None:
-            break
-        document = _document({key: row.get(field) for key, field in fields.items()}, place, place)
-        if document.text.strip():
-            empty = False
-            yield document
-    if empty:
-        raise RetrievalError(f"no documents in data set {label}: no row has text")
+            return
+        yield _document({key: row.get(field) for key, field in fields.items()}, place, place)
 
 
 def _one_line(error: Exception) -> str:

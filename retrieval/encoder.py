@@ -57,7 +57,8 @@ def load_encoder(
                 )
             encoder: Encoder = HashedEncoder.load(folder / STATE_FILE)
         elif spec["kind"] == "sentence":
-            encoder = SentenceEncoder.from_spec(spec, path_or_name=override, device=device, batch_size=batch_size)
+            kept = {name: spec[name] for name in ("query_prefix", "passage_prefix", "normalize")}
+            encoder = SentenceEncoder(override or spec["model"], device=device, batch_size=batch_size, **kept)
         else:
             raise CorruptIndexError(f"unknown kind of encoder {spec['kind']!r}")
         if encoder.dim != spec["dim"]:

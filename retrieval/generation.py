@@ -18,12 +18,9 @@ from numpy.typing import NDArray
 
 from retrieval.dense import ADD_ROWS, MAX_FLAT_ROWS, auto_factory, create_faiss, write_faiss
 from retrieval.hashed_encoder import STATE_FILE
-from retrieval.index import (
+from retrieval.manifest import (
     MANIFEST,
-    SETTINGS,
-    VECTORS,
     FileEntry,
-    IndexSettings,
     Manifest,
     SegmentEntry,
     entry_of,
@@ -33,6 +30,7 @@ from retrieval.index import (
     write_atomically,
 )
 from retrieval.progress import Progress
+from retrieval.settings import SETTINGS, BuildOptions, IndexSettings
 from retrieval.store import PassageStore
 from retrieval.vectors import VectorFile
 
@@ -49,20 +47,17 @@ class _Draft:
         old: the served generation; None: the draft is the directory's first.
         num_rows: rows with text and vector, removed ones among them.
         removed: rows that are hidden, ascending.
-        seed: of the sample that a segment is trained on.
-        bm25_memory_bytes: buffer of BM25's writer.
     """
 
     folder: Path
     settings: IndexSettings
     store: PassageStore
     vectors: VectorFile
+    options: BuildOptions
+    progress: Progress
     old: Manifest | None
     num_rows: int
     removed: NDArray[np.int64]
-    seed: int
-    bm25_memory_bytes: int
-    progress: Progress
 
     @property
     def number(self) -> int:
@@ -78,14 +73,13 @@ def publish(
     folder: Path,
     settings: IndexSettings,
     store: PassageStore,
+    vectors: VectorFile,
     *,
-    seed: int,
-    bm25_memory_bytes: int,
+    options: BuildOptions,
     progress: Progress,
 ) -> Manifest:
     """Index the rows of store and vectors, write the manifest, delete unnamed files. Returns the old manifest if unchanged."""
     old = read_manifest(folder) if (folder / MANIFEST).exists() else None
-    vectors = VectorFile(folder / VECTORS, dim=int(settings.encoder["dim"]))
     vectors.sync()
     num_rows = min(store.num_rows, vectors.num_rows)
     removed = store.removed_rows()
@@ -93,7 +87,7 @@ def publish(
     if old and old.num_rows == num_rows and num_live(folder, old) == num_rows - len(removed):
         _delete_unnamed(folder, old)  # left by a build that died after its manifest was written
         return old
-    draft = _Draft(folder, settings, store, vectors, old, num_rows, removed, seed, bm25_memory_bytes, progress)
+    draft = _Draft(folder, settings, store, vectors, options, progress, old, num_rows, removed)
     segments = _index_vectors(draft)
     bm25 = _index_texts(draft)
     removed_name = None
@@ -140,7 +134,7 @@ def _index_vectors(draft: _Draft) -> tuple[SegmentEntry, ...]:
             factory,
             vectors.dim,
             num_rows - first,
-            lambda n: vectors.read_rows(first + sample_rows(num_rows - first, n, draft.seed)),
+            lambda n: vectors.read_rows(first + sample_rows(num_rows - first, n, draft.options.seed)),
             (vectors.read(at, min(at + ADD_ROWS, num_rows)) for at in range(first, num_rows, ADD_ROWS)),
             lambda done: draft.progress("add", done, num_rows - first),
         )
@@ -185,7 +179,7 @@ def _index_texts(draft: _Draft) -> str | None:
             if row not in hidden:
                 yield row, passage.content
 
-    index.update(rows(), gone[gone < first].tolist(), memory_bytes=draft.bm25_memory_bytes)
+    index.update(rows(), gone[gone < first].tolist(), memory_bytes=draft.options.bm25_memory_bytes)
     for path in (folder / name).iterdir():
         path.chmod((folder / SETTINGS).stat().st_mode)  # tantivy creates some files readable by the owner only
     return name
@@ -193,22 +187,16 @@ def _index_texts(draft: _Draft) -> str | None:
 
 def _entries(draft: _Draft, segments: Sequence[str], removed: str | None, bm25: str | None) -> dict[str, FileEntry]:
     folder, old = draft.folder, draft.old
-    names = [
-        SETTINGS,
-        *segments,
-        *([removed] if removed else []),
-        *([STATE_FILE] if (folder / STATE_FILE).exists() else []),
-    ]
-    if bm25:
-        names += sorted(f"{bm25}/{path.name}" for path in (folder / bm25).iterdir() if not path.name.endswith(".lock"))
+    state = STATE_FILE if (folder / STATE_FILE).exists() else None
+    names = [SETTINGS, *segments, *filter(None, (removed, state))]
     known = dict(old.files) if old else {}
-    if old and old.bm25 and bm25:  # tantivy never rewrites a file: a linked one is unchanged
-        linked = {name: name.replace(bm25, old.bm25, 1) for name in names if name.startswith(f"{bm25}/")}
-        known |= {
-            name: known[before]
-            for name, before in linked.items()
-            if before in known and (folder / before).samefile(folder / name)
-        }
+    if bm25:
+        words = sorted(f"{bm25}/{path.name}" for path in (folder / bm25).iterdir() if not path.name.endswith(".lock"))
+        names += words
+        for name in words:  # tantivy never rewrites a file: a linked one is unchanged
+            before = f"{old.bm25 if old else None}{name.removeprefix(bm25)}"
+            if before in known and (folder / before).samefile(folder / name):
+                known[name] = known[before]
     for name in names:
         if name not in known:
             sync(folder / name)

@@ -15,7 +15,6 @@ Knows no language: a stem is a word's first letters. Scripts without spaces give
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,6 @@ BATCH = 4096
 """Passages counted and projected at a time, which bounds the memory."""
 
 
-_STATE = ("num_passages", "mean_len", "used", "num_with", "leading", "dim", "seed")
-"""What the state file holds, besides its version: the encoder's arguments."""
-
-
 class HashedEncoder:
     """See the module. Immutable, so threads may share it.
 
@@ -96,26 +91,24 @@ class HashedEncoder:
         dim: int,
         seed: int,
     ) -> None:
-        self._state: dict[str, Any] = dict(
-            zip(_STATE, (num_passages, mean_len, used, num_with, leading, dim, seed), strict=True)
-        )
-        self.mean_len = mean_len
-        self.rarity = inverse_document_frequency(used, num_with, num_passages)
+        self._state: dict[str, Any] = {
+            "num_passages": num_passages,
+            "mean_len": mean_len,
+            "used": used,
+            "num_with": num_with,
+        }
+        self._state |= {"leading": leading, "dim": dim, "seed": seed}
+        self.dim, self.mean_len = dim, mean_len
+        self.rarity = _rarity(used, num_with, num_passages)
         self.projection = _projection(used, leading.astype(np.float32), dim=dim, seed=seed)
-
-    @property
-    def dim(self) -> int:
-        """Columns of every vector."""
-        return int(self.projection.shape[1])
 
     def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """[n, dim] float32 of length 1, or 0 for a text without a word."""
-        weigh = partial(weigh_passages, rarity=self.rarity, mean_len=self.mean_len)
-        return self._project(texts, weigh)
+        return self._project(texts, lambda counts: _weigh_passages(counts, self.rarity, self.mean_len))
 
     def encode_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """[n, dim] float32 of length 1, or 0 for a text without a word."""
-        return self._project(texts, partial(weigh_queries, rarity=self.rarity))
+        """[n, dim] float32 of length 1, or 0 for a text without a word. How often a query repeats a word does not matter."""
+        return self._project(texts, lambda counts: _with_data(counts, self.rarity[counts.indices] ** QUERY_RARITY))
 
     def spec(self) -> dict[str, Any]:
         """The settings that the index records; the state itself is in `STATE_FILE`."""
@@ -135,23 +128,23 @@ class HashedEncoder:
         """
         try:
             with np.load(path, allow_pickle=False) as file:
-                version = int(file["version"])
-                state = {name: file[name] for name in _STATE} if version == STATE_VERSION else {}
+                state = {name: file[name] for name in file.files}
+            version = int(state.pop("version"))
+            if version == STATE_VERSION:
+                used, num_with, leading = state["used"], state["num_with"], state["leading"]
+                if leading.ndim != 2 or not used.shape == num_with.shape == leading.shape[:1]:
+                    raise ValueError(f"of shapes {used.shape}, {num_with.shape}, {leading.shape}")
+                return cls(**{name: value if value.ndim else value.item() for name, value in state.items()})
         except Exception as err:  # numpy raises a different class for each kind of damage
             raise CorruptIndexError(f"{path}: not an encoder's state: {err!r}") from err
-        if version != STATE_VERSION:
-            raise CorruptIndexError(
-                f"{path}: encoder state of version {version}, this release reads {STATE_VERSION}; build the index anew"
-            )
-        used, num_with, leading = state["used"], state["num_with"], state["leading"]
-        if leading.ndim != 2 or not used.shape == num_with.shape == leading.shape[:1]:
-            raise CorruptIndexError(f"{path}: encoder state of shapes {used.shape}, {num_with.shape}, {leading.shape}")
-        return cls(**{name: value if value.ndim else value.item() for name, value in state.items()})
+        raise CorruptIndexError(
+            f"{path}: encoder state of version {version}, this release reads {STATE_VERSION}; build the index anew"
+        )
 
     def _project(self, texts: Sequence[str], weigh: Callable[[Any], Any]) -> NDArray[np.float32]:
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for first in range(0, len(texts), BATCH):
-            vectors[first : first + BATCH] = weigh(count_stems(texts[first : first + BATCH])) @ self.projection
+            vectors[first : first + BATCH] = weigh(_count(texts[first : first + BATCH])) @ self.projection
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         np.divide(vectors, lengths, out=vectors, where=lengths > 0)
         return vectors
@@ -168,88 +161,68 @@ def fit_default(sample: Sequence[str], *, dim: int, seed: int) -> HashedEncoder:
         RetrievalError: `sample` has no word, or `dim` is too small.
     """
     from scipy.sparse import diags_array
+    from sklearn.utils.extmath import randomized_svd
 
     if dim < 2:
         raise RetrievalError(f"an encoder needs at least 2 dimensions but got {dim}")
-    counts = count_stems(sample)
-    counts = counts[np.diff(counts.indptr) > 0]
-    num_passages = counts.shape[0]
-    if num_passages == 0:
+    counts = _count(sample) if sample else None
+    counts = None if counts is None else counts[np.diff(counts.indptr) > 0]
+    if counts is None or not counts.shape[0]:
         raise RetrievalError("cannot fit the default encoder: no passage of the sample has a word")
+    num_passages = counts.shape[0]
     used, num_with = np.unique(counts.indices, return_counts=True)
     mean_len = float(counts.sum() / num_passages)
-    rarity = inverse_document_frequency(used, num_with, num_passages)
-    passages = weigh_passages(counts, rarity=rarity, mean_len=mean_len)
+    passages = _weigh_passages(counts, _rarity(used, num_with, num_passages), mean_len)
     passages = diags_array(1 / np.sqrt(passages.multiply(passages).sum(axis=1)).astype(np.float32)) @ passages
-    leading = singular_vectors(passages[:, used], num_vectors=max(1, int(dim * SINGULAR_SHARE)), seed=seed)
+    passages, wanted = passages[:, used], max(1, int(dim * SINGULAR_SHARE))
+    _, values, leading = randomized_svd(
+        passages, n_components=min(wanted, *passages.shape), n_iter=SVD_ITERATIONS, random_state=seed
+    )
+    rank = int((values > RANK_TOLERANCE * values[0]).sum())  # a repetitive sample has fewer directions
     return HashedEncoder(
         num_passages=num_passages,
         mean_len=mean_len,
         used=used.astype(np.int64),
         num_with=num_with,
-        leading=leading.astype(np.float16),
+        leading=np.asarray(leading[:rank].T, np.float32).astype(np.float16),
         dim=dim,
         seed=seed,
     )
 
 
-def singular_vectors(matrix: Any, *, num_vectors: int, seed: int) -> NDArray[np.float32]:
-    """Leading right singular vectors of a sparse [n, m] matrix.
-
-    Returns:
-        [m, num_vectors] float32, orthonormal columns; fewer where the rank is lower.
-    """
-    from sklearn.utils.extmath import randomized_svd
-
-    _, values, rows = randomized_svd(
-        matrix, n_components=min(num_vectors, *matrix.shape), n_iter=SVD_ITERATIONS, random_state=seed
-    )
-    rank = int((values > RANK_TOLERANCE * values[0]).sum())
-    return np.asarray(rows[:rank].T, dtype=np.float32)
+# Private, in order of use
 
 
-def count_stems(texts: Sequence[str]) -> Any:
-    """Occurrences of each bucket: scipy csr_array [n, NUM_BUCKETS] float32."""
+def _count(texts: Sequence[str]) -> Any:
+    """Occurrences of each bucket: scipy csr_array [n, NUM_BUCKETS] float32, n > 0."""
     from scipy.sparse import csr_array
     from sklearn.feature_extraction.text import HashingVectorizer
 
     vectorizer = HashingVectorizer(
         token_pattern=STEM_PATTERN, n_features=NUM_BUCKETS, alternate_sign=False, norm=None, dtype=np.float32
     )
-    return csr_array(vectorizer.transform(texts)) if texts else csr_array((0, NUM_BUCKETS), dtype=np.float32)
+    return csr_array(vectorizer.transform(texts))
 
 
-def inverse_document_frequency(
-    used: NDArray[np.int64], num_with: NDArray[np.int64], num_passages: int
-) -> NDArray[np.float32]:
-    """[NUM_BUCKETS] float32, BM25's formula: positive, and largest for a bucket that is in no passage.
-
-    Args:
-        used, num_with: [u], the buckets that occur and the number of passages that have each.
-    """
+def _rarity(used: NDArray[np.int64], num_with: NDArray[np.int64], num_passages: int) -> NDArray[np.float32]:
+    """[NUM_BUCKETS] float32, BM25's formula: positive, and largest for a bucket that is in no passage."""
     counts = np.zeros(NUM_BUCKETS, dtype=np.int64)
     counts[used] = num_with
     rarity: NDArray[np.float64] = np.log1p((num_passages - counts + 0.5) / (counts + 0.5))
     return rarity.astype(np.float32)
 
 
-def weigh_passages(counts: Any, *, rarity: NDArray[np.float32], mean_len: float) -> Any:
+def _weigh_passages(counts: Any, rarity: NDArray[np.float32], mean_len: float) -> Any:
     """BM25's saturated counts, times rarity ** PASSAGE_RARITY."""
     relative_len = counts.sum(axis=1) / mean_len
     offsets = np.repeat(BM25_K1 * (1 - BM25_B + BM25_B * relative_len), np.diff(counts.indptr))
+    return _with_data(counts, counts.data / (counts.data + offsets) * rarity[counts.indices] ** PASSAGE_RARITY)
+
+
+def _with_data(counts: Any, data: NDArray[np.float32]) -> Any:
     weighted = counts.copy()
-    weighted.data = counts.data / (counts.data + offsets) * rarity[counts.indices] ** PASSAGE_RARITY
+    weighted.data = data
     return weighted
-
-
-def weigh_queries(counts: Any, *, rarity: NDArray[np.float32]) -> Any:
-    """rarity ** QUERY_RARITY, regardless of how often the query repeats the word."""
-    weighted = counts.copy()
-    weighted.data = rarity[counts.indices] ** QUERY_RARITY
-    return weighted
-
-
-# Private, in order of use
 
 
 def _projection(used: NDArray[np.int64], leading: NDArray[np.float32], *, dim: int, seed: int) -> NDArray[np.float32]:

@@ -1,8 +1,7 @@
-"""Nearest passages: writes the top n of every passage to a file, and measures how often retrieval returns neighbours together.
+"""Writes the nearest passages of every passage to a file.
 
 Knows an open index, not the model that reads the files later. FusionRAG (3.1) computes a passage's KV after its neighbours,
-because passages that are retrieved for one question tend to be each other's neighbours; `co_retrieval` measures whether this
-holds for real retrieval.
+because passages that are retrieved for one question tend to be each other's neighbours (`python -m eval recall` measures it).
 
     neighbors file    {"id": "d1#0", "neighbors": ["d7#0", "d3#812", ...]}    one line for every passage, nearest first
     corpus file       {"id": "d1#0", "text": "..."}                           the same passages, as the served model reads them
@@ -13,16 +12,15 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 
 from retrieval.errors import RetrievalError
 from retrieval.index import Index
+from retrieval.manifest import sync
 from retrieval.progress import Progress
 
 BATCH_ROWS = 1024
@@ -68,11 +66,10 @@ def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: 
     Raises:
         RetrievalError: see `nearest`, or the file cannot be written.
     """
-    _check_name(path)
     served = hashlib.blake2b(index.manifest.to_json().encode(), digest_size=8).hexdigest()
     partial = path.with_name(f".{path.name}.{served}-{n}-{nprobe}.partial")
     num_lines = 0
-    try:
+    with _completed(path, partial):
         for stale in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
             if stale != partial:
                 stale.unlink()
@@ -85,10 +82,6 @@ def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: 
                     num_lines += 1
                 file.flush()
                 progress("neighbors", last, index.num_rows)
-            _sync(file)
-        partial.replace(path)
-    except OSError as error:
-        raise RetrievalError(f"{path}: {error.strerror}") from None
     return num_lines
 
 
@@ -98,74 +91,32 @@ def write_corpus(index: Index, path: Path, *, progress: Progress) -> int:
     Raises:
         RetrievalError: the file cannot be written.
     """
-    _check_name(path)
     partial = path.with_name(f".{path.name}.partial")
     is_live = index.is_live(np.arange(index.num_rows))
     num_lines = 0
-    try:
-        with partial.open("w", encoding="ascii") as file:
-            for row, passage in index.store.iterate(0, index.num_rows):
-                if is_live[row]:
-                    file.write(json.dumps({"id": passage.id, "text": passage.content}) + "\n")
-                    num_lines += 1
-                    progress("corpus", row + 1, index.num_rows)
-            _sync(file)
-        partial.replace(path)
-    except OSError as error:
-        raise RetrievalError(f"{path}: {error.strerror}") from None
+    with _completed(path, partial), partial.open("w", encoding="ascii") as file:
+        for row, passage in index.store.iterate(0, index.num_rows):
+            if is_live[row]:
+                file.write(json.dumps({"id": passage.id, "text": passage.content}) + "\n")
+                num_lines += 1
+                progress("corpus", row + 1, index.num_rows)
     return num_lines
-
-
-def co_retrieval(
-    ranked: Sequence[Sequence[str]], neighbors: Mapping[str, Sequence[str]], *, n_values: Sequence[int]
-) -> dict[str, dict[int, float]]:
-    """FusionRAG fig. 7a: how likely passages that were retrieved together are each other's top-n neighbours.
-
-    The paper gives a chance that related chunks are retrieved, over 50% at n = 2 and above 80% at n = 10, but does not define
-    it. Three readings are returned, each by n:
-
-        questions    share of questions with at least one pair (a, b) in their list, b among the top n of a
-        any          share of retrieved passages with at least one other passage of the same list among their top n
-        pairs        share of ordered pairs (a, b), a != b, of the same list with b among the top n of a
-
-    Args:
-        ranked: the retrieved ids of each question; lists of fewer than two passages are not counted.
-        neighbors: id -> ids, nearest first, at least max(n_values) if there are as many; missing ids have none.
-
-    Returns:
-        {"questions": {n: share}, "any": ..., "pairs": ...}, each 0 where there is nothing to count.
-    """
-    first = Counter[int]()  # per question: the smallest position counted in `paired`
-    closest = Counter[int]()  # per passage: position of its nearest neighbour that was retrieved with it
-    paired = Counter[int]()  # per passage: positions of all neighbours that were
-    num_questions = num_passages = num_pairs = 0
-    for ids in ranked:
-        together = set(ids)
-        if len(together) < 2:
-            continue
-        num_questions += 1
-        num_passages += len(together)
-        num_pairs += len(together) * (len(together) - 1)
-        found = [[i for i, other in enumerate(neighbors.get(passage, ())) if other in together] for passage in together]
-        paired.update(rank for ranks in found for rank in ranks)
-        closest.update(ranks[0] for ranks in found if ranks)
-        first.update(sorted(rank for ranks in found for rank in ranks)[:1])
-    return {
-        name: {n: sum(ranks[rank] for rank in range(n)) / max(1, count) for n in n_values}
-        for name, ranks, count in (
-            ("questions", first, num_questions),
-            ("any", closest, num_passages),
-            ("pairs", paired, num_pairs),
-        )
-    }
 
 
 # Private, in order of use
 
 
-def _check_name(path: Path) -> None:
+@contextmanager
+def _completed(path: Path, partial: Path) -> Iterator[None]:
+    """Rename the partial file when its content is on disk."""
     if path.suffix == ".gz":
         raise RetrievalError(f"{path}: this command writes plain text; leave out .gz, or compress the file afterwards")
+    try:
+        yield
+        sync(partial)
+        partial.replace(path)
+    except OSError as error:
+        raise RetrievalError(f"{path}: {error.strerror}") from None
 
 
 def _resume(index: Index, partial: Path) -> int:
@@ -198,8 +149,3 @@ def _lines(index: Index, neighbors: Mapping[int, Sequence[int]]) -> Iterator[str
     names = index.store.ids(rows)
     for row, others in neighbors.items():
         yield json.dumps({"id": names[row], "neighbors": [names[other] for other in others]}) + "\n"
-
-
-def _sync(file: TextIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -23,10 +23,10 @@ import faiss
 from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
-from retrieval.index import MANIFEST, VECTORS, FileState, Index, check_encoder, state_of
+from retrieval.index import Index
+from retrieval.manifest import MANIFEST, FileState, state_of
 from retrieval.passage import Passage
 from retrieval.rank_fusion import reciprocal_rank_fusion
-from retrieval.vectors import VectorFile
 
 Mode = Literal["fusion", "dense", "bm25"]
 
@@ -106,7 +106,7 @@ class Retriever:
         load = partial(load_encoder, folder=folder, override=encoder, device=device, batch_size=QUERY_BATCH)
         index = Index.open(folder, verify=verify)
         loaded = load(index.settings.encoder)
-        _check_encoder(index, loaded)
+        index.check_encoder(loaded)
         return cls(index, loaded, verify=verify, threads=threads, load=load)
 
     @property
@@ -216,7 +216,7 @@ class Retriever:
             is_same = is_same and index.state.get(STATE_FILE) == was.state.get(STATE_FILE)
             if self._load and not is_same:
                 encoder = self._load(index.settings.encoder)
-            _check_encoder(index, encoder)
+            index.check_encoder(encoder)
         return _Serving(index, encoder)
 
     def _search_dense(self, index: Index, vectors: Any, *, k: int, nprobe: int) -> list[list[tuple[int, float]]]:
@@ -229,10 +229,6 @@ class Retriever:
             [(row, score) for row, score in zip(*pair, strict=True) if row >= 0]
             for pair in zip(rows.tolist(), scores.tolist(), strict=True)
         ]
-
-
-def _check_encoder(index: Index, encoder: Encoder) -> None:
-    check_encoder(index.store, VectorFile(index.folder / VECTORS, dim=index.dim), encoder)
 
 
 def _is_written_over(served: Mapping[str, FileState], now: Mapping[str, FileState]) -> bool:

@@ -68,25 +68,6 @@ class SentenceEncoder:
         self.query_prefix = own_query if query_prefix is None else query_prefix
         self.passage_prefix = own_passage if passage_prefix is None else passage_prefix
 
-    @classmethod
-    def from_spec(
-        cls, spec: Mapping[str, Any], *, path_or_name: str | None, device: str | None, batch_size: int
-    ) -> SentenceEncoder:
-        """The encoder that wrote `spec`, loaded from `path_or_name` if that is given.
-
-        Raises:
-            RetrievalError: as the class.
-            KeyError: `spec` is incomplete.
-        """
-        return cls(
-            path_or_name or spec["model"],
-            device=device,
-            batch_size=batch_size,
-            query_prefix=spec["query_prefix"],
-            passage_prefix=spec["passage_prefix"],
-            normalize=spec["normalize"],
-        )
-
     @property
     def dim(self) -> int:
         """Columns of every vector."""

@@ -60,7 +60,7 @@ def find_borders(text: str) -> list[Border]:
             if paragraph or _LIST_ITEM.match(text, following):
                 if borders and borders[-1].start == following:
                     borders.pop()
-                borders.append(Border(_end_before(text, breaks.start()), following, paragraph))
+                borders.append(Border(end_before(text, breaks.start()), following, paragraph))
         line = following
     if not _HEADING.match(text, line):
         borders.extend(stops[taken:])
@@ -112,7 +112,8 @@ def _line_start(text: str, position: int) -> int:
     return start if blank == 0 or text[blank - 1] == "\n" else position
 
 
-def _end_before(text: str, position: int) -> int:
+def end_before(text: str, position: int) -> int:
+    """Where the last character that is not whitespace ends, at or before `position`."""
     while position > 0 and text[position - 1].isspace():
         position -= 1
     return position

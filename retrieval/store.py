@@ -87,17 +87,10 @@ class PassageStore:
 
     def get(self, rows: Sequence[int]) -> list[Passage]:
         """The passages of `rows`, in their order. Raises CorruptIndexError for a missing or damaged row."""
-        wanted = [int(row) for row in rows]
-        found: dict[int, Passage] = {}
-        distinct = sorted(set(wanted))
-        for first in range(0, len(distinct), _MAX_VARIABLES):
-            part = distinct[first : first + _MAX_VARIABLES]
-            marks = ",".join("?" * len(part))
-            query = f"SELECT {_COLUMNS} FROM passages WHERE row IN ({marks})"
-            found.update(self._passage(record) for record in self._all(query, part))
-        if missing := [row for row in distinct if row not in found]:
+        found = dict(map(self._passage, self._select(_COLUMNS, rows)))
+        if missing := sorted(set(rows) - found.keys()):
             raise CorruptIndexError(f"{self.path}: row {missing[0]} is missing")
-        return [found[row] for row in wanted]
+        return [found[row] for row in rows]
 
     def iterate(self, first: int, last: int) -> Iterator[tuple[int, Passage]]:
         """(row, passage) of rows `[first, last)`, removed ones included."""
@@ -121,11 +114,7 @@ class PassageStore:
 
     def ids(self, rows: Sequence[int]) -> dict[int, str]:
         """Passages' ids by row."""
-        found: dict[int, str] = {}
-        for first in range(0, len(rows), _MAX_VARIABLES):
-            part = [int(row) for row in rows[first : first + _MAX_VARIABLES]]
-            found.update(self._all(f"SELECT row, id FROM passages WHERE row IN ({','.join('?' * len(part))})", part))
-        return found
+        return dict(self._select("row, id", rows))
 
     def removed_rows(self) -> NDArray[np.int64]:
         """Rows marked as removed, ascending."""
@@ -195,12 +184,12 @@ class PassageStore:
         self._remove(old.values())
         num_duplicates = 0
         for passage, content_hash in fresh:
-            if self._all("SELECT 1 FROM passages WHERE hash = ? AND is_removed = 0", (content_hash,)):
-                num_duplicates += 1
-                values = (*_FIELDS(passage), content_hash)
-                self._all("INSERT OR REPLACE INTO duplicates VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+            if not self._all("SELECT 1 FROM passages WHERE hash = ? AND is_removed = 0", (content_hash,)):
+                self._insert(passage, content_hash)
                 continue
-            self._insert(passage, content_hash)
+            num_duplicates += 1
+            values = (*_FIELDS(passage), content_hash)
+            self._all("INSERT OR REPLACE INTO duplicates VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
         self._all("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (document.id, _document_hash(document), run))
         return self._next_row - first_row, num_duplicates
 
@@ -229,6 +218,12 @@ class PassageStore:
         self._all("COMMIT", ())
 
     # Private, in order of use
+
+    def _select(self, columns: str, rows: Iterable[int]) -> Iterator[tuple[Any, ...]]:
+        distinct = sorted({int(row) for row in rows})
+        for first in range(0, len(distinct), _MAX_VARIABLES):
+            part = distinct[first : first + _MAX_VARIABLES]
+            yield from self._all(f"SELECT {columns} FROM passages WHERE row IN ({','.join('?' * len(part))})", part)
 
     def _count(self, query: str) -> int:
         return int(self._all(query, ())[0][0])

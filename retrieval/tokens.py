@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from retrieval.errors import RetrievalError
 from retrieval.model_path import find_model
@@ -58,8 +58,15 @@ class FileTokens:
     """The tokens of a `tokenizer.json`, cut by the library `tokenizers`."""
 
     def __init__(self, path: Path, *, name: str) -> None:
+        from tokenizers import Tokenizer
+
         self.name = name
-        self._tokenizer = _read_tokenizer(path)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise RetrievalError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # the file may enable truncation and padding, and each would falsify counts
+        self._tokenizer.no_padding()
 
     def offsets(self, text: str) -> Sequence[tuple[int, int]]:
         """See `Tokens`."""
@@ -91,23 +98,8 @@ def load_tokens(name: str) -> Tokens:
         raise RetrievalError(f"tokenizer {name!r}: no {TOKENIZER_FILE} there; AutoTokenizer.save_pretrained writes one")
     label = Path(found).resolve()
     base = label.parent.name if label.name == TOKENIZER_FILE else label.name
-    return FileTokens(path, name=f"{base}@{_fingerprint(path)}")
-
-
-def _read_tokenizer(path: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise RetrievalError(f"{path} is not a tokenizer: {error}") from error
-    tokenizer.no_truncation()  # the file may enable truncation and padding, and each would falsify counts
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _fingerprint(path: Path) -> str:
-    return hashlib.blake2b(path.read_bytes(), digest_size=FINGERPRINT_BYTES).hexdigest()
+    fingerprint = hashlib.blake2b(path.read_bytes(), digest_size=FINGERPRINT_BYTES).hexdigest()
+    return FileTokens(path, name=f"{base}@{fingerprint}")
 
 
 def _download(name: str) -> Path:

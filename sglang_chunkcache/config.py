@@ -28,6 +28,15 @@ SHORT_FLAGS = {
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
 """Names of the selectors; tests check that each has its file in `fusion/selectors/`."""
 
+MAX_COPIES = 8
+"""Device copies of one chunk that a plan looks at, latest first: a popular chunk is cached in hundreds of chains."""
+
+MAX_WAITING_CAPTURES = 256
+"""Chunks that wait to enter the store. More are dropped."""
+
+MAX_CAPTURED_TOKENS = 512
+"""Of chunks scored and stored after one forward: the answers under way wait for them."""
+
 
 def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
     """A dataclass field that carries its help text (with the unit), its range and its choices."""

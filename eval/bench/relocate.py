@@ -1,7 +1,7 @@
 """How near does moving KV come to the rate at which the device copies?
 
-    python -m eval.bench.relocate [--device cuda | cpu] [--quick] [--shapes llama3-8b small] [--tokens 256 1024 4096 16384]
-                                  [--rounds 30] [--tune] [--record [DIR]]
+    python -m eval bench relocate [--device cuda | cpu] [--quick] [--shapes llama3-8b small] [--tokens 256 1024 4096 16384]
+                                  [--rounds 30]
 
 Moves random KV, in a pool with SGLang's layout (SGLang need not be installed), to other slots and positions. Slots are in order
 (`contiguous`) or random (`scattered`):
@@ -12,43 +12,34 @@ Moves random KV, in a pool with SGLang's layout (SGLang need not be installed), 
 
 each by the kernel and by torch, layer by layer; on the CPU by torch alone. A rate is the number of bytes read and written, each
 counted once, over the time; the share is that rate over the rate of a plain copy of as many bytes (`load`: to the device) in the
-same round. Every round measures all arms in a rotating order; medians with 95% bootstrap intervals over rounds.
+same round. Every round measures all arms in a rotating order; shares are of medians, with 95% bootstrap intervals over rounds.
 
-On CUDA times are the device's, by events: the device is kept busy until the host has queued everything, and its L2 cache is
-overwritten first. On the CPU they are wall times. If both run, kernel and torch must give the same bits, or the command fails.
-`--tune` adds `move` at other block sizes and numbers of warps than the kernel's own. Prints a table, then JSON.
+If both run, kernel and torch must give the same bits, or the command fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eval.errors import CommandError
-from eval.intervals import bootstrap
-from eval.record import RESULTS, make_record, write_record
+from eval.bench.outcome import add_out_option, interval, open_run, table, tell
+from eval.bench.timing import Timer, create_timer
+from eval.run import Sample
+from eval.stats import contrast
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 
 SEED = 0
 ROPE_BASE = 500_000.0
 SLOTS = ("contiguous", "scattered")
-BUSY_CYCLES = 20_000_000
-"""About 10 ms, longer than the host takes to queue the slowest arm."""
-L2_BYTES = 256 << 20
-"""Several times any L2 cache."""
-TUNED = [(tile_bytes, warps) for tile_bytes in (4096, 8192, 16384, 32768) for warps in (4, 8)]
 
 
 @dataclass(frozen=True)
@@ -98,44 +89,27 @@ class Bench:
         self.pool = Pool(sides[0], sides[1])
         self.buffers = [*sides[0], *sides[1]]
         self.table = _table(shape.head_dim, 2 * num_tokens, device)
-        order = 1 + (
-            torch.randperm(2 * num_tokens, generator=generator)
-            if slots == "scattered"
-            else torch.arange(2 * num_tokens)
-        )
+        order = 1 + torch.arange(2 * num_tokens)
+        if slots == "scattered":
+            order = 1 + torch.randperm(2 * num_tokens, generator=generator)
         self.source, self.target = (part.to(device) for part in order.chunk(2))
-        self.old, self.new = (part.to(device) for part in torch.arange(2 * num_tokens).chunk(2))
+        old, new = (part.to(device) for part in torch.arange(2 * num_tokens).chunk(2))
+        self._from = {"source_slots": self.source, "source_positions": old}
+        self._to = {"target_slots": self.target, "target_positions": new}
         self.blob = self.read(use_kernel=False)
         plain = torch.stack(self.blob)
         self.plain = torch.empty_like(plain), plain
 
     def move(self, *, use_kernel: bool) -> None:
-        copy_moved(
-            self.pool,
-            self.table,
-            source_slots=self.source,
-            source_positions=self.old,
-            target_slots=self.target,
-            target_positions=self.new,
-            use_kernel=use_kernel,
-        )
+        copy_moved(self.pool, self.table, **self._from, **self._to, use_kernel=use_kernel)
 
     def read(self, *, use_kernel: bool) -> tuple[Tensor, Tensor]:
-        return read_blob(self.pool, self.table, self.source, self.old, use_kernel=use_kernel)
+        return read_blob(self.pool, self.table, *self._from.values(), use_kernel=use_kernel)
 
     def write(self, blob: tuple[Tensor, Tensor], *, use_kernel: bool) -> None:
-        keys, values = blob
-        write_blob(
-            self.pool,
-            self.table,
-            keys,
-            values,
-            target_slots=self.target,
-            target_positions=self.new,
-            use_kernel=use_kernel,
-        )
+        write_blob(self.pool, self.table, *blob, **self._to, use_kernel=use_kernel)
 
-    def arms(self, *, tune: bool) -> dict[str, Arm]:
+    def arms(self) -> dict[str, Arm]:
         """The arms by name; without CUDA those of torch only."""
         arms = {"copy": Arm(partial(self.plain[0].copy_, self.plain[1]), None)}
         is_cuda = self.source.is_cuda
@@ -149,8 +123,6 @@ class Bench:
         for memory, blob in (("pageable", pageable), ("pinned", (pageable[0].pin_memory(), pageable[1].pin_memory()))):
             arms[f"upload/{memory}"] = Arm(partial(self._upload, blob), None)
             arms[f"load/{memory}"] = Arm(partial(self.write, blob, use_kernel=True), f"upload/{memory}")
-        for tile_bytes, warps in TUNED if tune else ():
-            arms[f"move/{tile_bytes}x{warps}"] = Arm(partial(self._move_tuned, tile_bytes, warps), "copy")
         return arms
 
     def check(self) -> dict[str, bool]:
@@ -175,64 +147,60 @@ class Bench:
         for part, host in zip(self.plain[0], blob, strict=True):
             part.copy_(host, non_blocking=True)
 
-    def _move_tuned(self, tile_bytes: int, warps: int) -> None:
-        from sglang_chunkcache.fusion import relocate_kernel
 
-        with _set(relocate_kernel, TILE_BYTES=tile_bytes, OPTIONS=relocate_kernel.OPTIONS | {"num_warps": warps}):
-            self.move(use_kernel=True)
-
-
-def measure(
-    arms: Mapping[str, Arm], rounds: int, timed: Callable[[Callable[[], object]], float]
-) -> list[dict[str, float]]:
-    """Seconds of every arm, by name, for each round; an additional first round is warm-up."""
+def measure(arms: Mapping[str, Arm], number: int, timed: Timer) -> dict[str, float]:
+    """Seconds of every arm, by name, in round `number`; each arm is first in turn."""
     names = list(arms)
-    done = []
-    for number in range(rounds + 1):
-        first = number % len(names)
-        done.append({name: timed(arms[name].work) for name in names[first:] + names[:first]})
-    return done[1:]
+    first = number % len(names)
+    return {name: timed(arms[name].work) for name in names[first:] + names[:first]}
 
 
-def summarize(done: Sequence[Mapping[str, float]], arms: Mapping[str, Arm], num_bytes: int) -> dict[str, Any]:
-    """GB/s and share of the plain copy's rate, each (median, low, high)."""
-    report: dict[str, Any] = {}
-    for name, arm in arms.items():
-        row: dict[str, Any] = {"gb_per_s": _interval([num_bytes / seconds[name] / 1e9 for seconds in done])}
-        if arm.against is not None:
-            row["share"] = _interval([seconds[arm.against] / seconds[name] for seconds in done])
-        report[name] = row
-    return report
+def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
+    """GB/s of each arm and its share of the plain copy's rate; `wrong`: where kernel and torch give other bits."""
+    rows, groups = [], dict[tuple[Any, ...], dict[str, list[Sample]]]()
+    for one in samples:
+        groups.setdefault(tuple(one["cell"].items()), {}).setdefault(one["arm"], []).append(one)
+    for cell, arms in groups.items():
+        times = {arm: [one["metrics"]["moved_s"] for one in taken] for arm, taken in arms.items()}
+        for arm, taken in arms.items():
+            row = {**dict(cell), "arm": arm, "GB/s": float(f"{taken[0]['bytes'] / median(times[arm]) / 1e9:.3g}")}
+            if (against := taken[0]["against"]) is not None:
+                pairs = list(zip(times[against], times[arm], strict=True))
+                row["share of a plain copy"] = interval(contrast(pairs, better="lower"))
+            rows.append(row)
+    wrong = sorted({f"{dict(one['cell'])}: {name}" for one in samples for name in one["wrong"]})
+    on_cpu = any(one["device"] == "cpu" for one in samples)
+    verdict = [f"{where}: kernel and torch give other bits" for where in wrong]
+    verdict += ["Measured on the CPU, torch alone: the GPU figures are missing."] if on_cpu else []
+    return {"verdict": verdict, "tables": [table("Rates of moving KV", rows)] if rows else [], "wrong": wrong}
 
 
-def _interval(samples: Sequence[float]) -> tuple[float, float, float]:
-    value, low, high = (round(x, 4) for x in bootstrap(samples, median))
-    return value, low, high
-
-
-def clock_of(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """A function that runs work and returns its seconds."""
-    if device.type == "cpu":
-
-        def by_wall(work: Callable[[], object]) -> float:
-            start = time.perf_counter()
-            work()
-            return time.perf_counter() - start
-
-        return by_wall
-    l2 = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
-
-    def by_events(work: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        l2.zero_()
-        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
-
-    return by_events
+def main(argv: Sequence[str]) -> int:
+    """Measure what is missing and print; returns 1 if kernel and torch disagree."""
+    args = _parse(argv)
+    device = torch.device(args.device)
+    timed = create_timer(device)
+    with open_run("relocate", args, summarize) as run:
+        for shape, num_tokens, slots in product(args.shapes, args.tokens, SLOTS):
+            name = f"{shape}/{num_tokens}/{slots}"
+            missing = [number for number in range(args.rounds) if f"{name}/{number}/copy" not in run]
+            if not missing:
+                continue
+            bench = Bench(SHAPES[shape], num_tokens, slots, device)
+            arms = bench.arms()
+            wrong = [name for name, same in bench.check().items() if not same] if device.type == "cuda" else []
+            about: Sample = {"cell": {"shape": shape, "tokens": num_tokens, "slots": slots}, "wrong": wrong}
+            about |= {"bytes": bench.num_bytes, "device": args.device}
+            measure(arms, 0, timed)  # warm-up
+            for number in missing:
+                taken = measure(arms, number, timed).items()
+                rows = (
+                    {"arm": arm, **about, "against": arms[arm].against, "metrics": {"moved_s": s}} for arm, s in taken
+                )
+                run.add_all((f"{name}/{number}/{one['arm']}", {**one, "request": str(number)}) for one in rows)
+            print(f"{name}: done", file=sys.stderr, flush=True)
+            del bench, arms
+    return 1 if tell(run)["wrong"] else 0
 
 
 def _table(head_dim: int, num_positions: int, device: torch.device) -> RotaryTable:
@@ -241,91 +209,17 @@ def _table(head_dim: int, num_positions: int, device: torch.device) -> RotaryTab
     return RotaryTable(angles.cos().to(device), angles.sin().to(device), is_neox=True)
 
 
-@contextmanager
-def _set(module: Any, **names: object) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in names}
-    vars(module).update(names)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
-
-
-def table(results: Mapping[str, Any]) -> str:
-    """One line for each arm of each configuration."""
-    lines = ["| shape, tokens, slots | arm | GB/s | share of a plain copy |", "|---|---|---|---|"]
-    for name, result in results.items():
-        for arm, row in result["arms"].items():
-            cells = [
-                f"{v:.{d}f} [{lo:.{d}f}, {hi:.{d}f}]" for d, (v, lo, hi) in zip((1, 3), row.values(), strict=False)
-            ]
-            lines.append(f"| {name} | {arm} | {' | '.join([*cells, ''][:2])} |")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measure and print; returns 1 if kernel and torch disagree, 2 for invalid options, 130 if interrupted."""
-    try:
-        return _run(_parse(argv))
-    except (CommandError, FileExistsError) as error:  # FileExistsError: two records within a minute
-        print(f"relocate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("relocate: interrupted", file=sys.stderr)
-        return 130
-
-
-def _run(args: argparse.Namespace) -> int:
-    device = torch.device(args.device)
-    timed = clock_of(device)
-    results: dict[str, Any] = {}
-    samples = []
-    for name in args.shapes:
-        for num_tokens in args.tokens:
-            for slots in SLOTS:
-                bench = Bench(SHAPES[name], num_tokens, slots, device)
-                arms = bench.arms(tune=args.tune)
-                same = bench.check() if device.type == "cuda" else {}
-                done = measure(arms, args.rounds, timed)
-                key = f"{name}, {num_tokens}, {slots}"
-                results[key] = {"same_bits": same, "arms": summarize(done, arms, bench.num_bytes)}
-                samples += [{"of": key, "seconds": seconds} for seconds in done]
-                print(f"{key}: done", file=sys.stderr, flush=True)
-                del bench, arms
-    print(table(results))
-    missing = None if device.type == "cuda" else "measured on the CPU, torch alone: the GPU figures are missing"
-    if missing:
-        print(missing)
-    report = {"missing": missing, "configurations": results}
-    if args.record:
-        folder = write_record(make_record("relocate", spec=vars(args), results=report), results_dir=args.record)
-        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
-        print("record:", folder)
-    print(json.dumps(report))
-    wrong = [
-        f"{key}, {name}" for key, result in results.items() for name, same in result["same_bits"].items() if not same
-    ]
-    for where in wrong:
-        print(f"relocate: {where}: kernel and torch give other bits", file=sys.stderr)
-    return 1 if wrong else 0
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m eval.bench.relocate", description="Rate of moving KV.")
+    parser = argparse.ArgumentParser(prog="python -m eval bench relocate", description="Rate of moving KV.")
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
     add("--quick", action="store_true", help="256 tokens, 3 rounds: does it run?")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     add("--tokens", nargs="+", type=int, help="default: 256 1024 4096 16384; on the CPU 256 1024")
     add("--rounds", type=int)
-    add("--tune", action="store_true", help="CUDA: other block sizes and numbers of warps as well")
-    add("--record", type=Path, nargs="?", const=RESULTS, metavar="DIR", help="write a record; default: eval/results/")
+    add_out_option(parser)
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not cuda:
-        raise CommandError("--device cuda: there is no CUDA device")
-    if args.tune and args.device == "cpu":
-        raise CommandError("--tune: only the kernel has block sizes and warps, and it runs on CUDA")
     many = [256, 1024, 4096, 16384] if args.device == "cuda" else [256, 1024]
     args.tokens = args.tokens or ([256] if args.quick else many)
     if args.rounds is None:
@@ -333,7 +227,3 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if min(args.tokens) < 1 or args.rounds < 1:
         parser.error("--tokens and --rounds must be at least 1")
     return args
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,29 +1,29 @@
 """Costs of the chunk-prefix tree: time of an order decision, bytes per node, bytes of the access table.
 
-    python -m eval.bench.tree
+    python -m eval bench tree [--nodes 100000] [--decisions 3000]
 
-Needs Python alone. Trees hold `--nodes` nodes. `topics` resembles retrieval: zipf-distributed topics of 20 chunks, some noise.
-`permutations` is the worst case for the search: random orders of the same 10 chunks, so that it can exclude nothing. `wide` has
-random orders of the same 100 chunks. Memory is counted by tracemalloc while the tree is built, chunk ids included; requests are
-not kept. The last line is one JSON object.
+`topics` resembles retrieval: zipf-distributed topics of 20 chunks, some noise. `permutations` is the worst case for the search:
+random orders of the same k chunks, so that it can exclude nothing. `chains` share nothing. Memory is counted by tracemalloc
+while the tree is built, chunk ids included; requests are not kept.
 """
 
 import argparse
 import gc
-import json
 import random
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from time import thread_time
+from typing import Any
 
-from eval.record import make_record, write_record
+from eval.bench.outcome import add_out_option, open_run, table, tell
+from eval.run import Sample
 from radix_ext import AccessTable, Chunk, ChunkId, ChunkPrefixTree, Tier, order_chunks
 
 _NAMESPACE = "bench"
 _WINDOW = 1000
 Requests = Iterator[list[Chunk]]
+Grown = tuple[ChunkPrefixTree, AccessTable]
 
 
 def topics(seed: int, k: int) -> Requests:
@@ -52,48 +52,43 @@ def chains(seed: int, k: int) -> Requests:
         start += k
 
 
-def grow(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTable]:
+def grow(requests: Requests, num_nodes: int) -> Grown:
     """Serve requests as the front would, until the tree has `num_nodes` nodes."""
-    tree, table = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
+    tree, accesses = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
     while len(tree) < num_nodes:
         request = next(requests)
-        ordered = order_chunks("tree", "rank", tree, table, _NAMESPACE, request, rank=0, max_visits=8).chunks
+        ordered = order_chunks("tree", "rank", tree, accesses, _NAMESPACE, request, rank=0, max_visits=8).chunks
         ids = [chunk.id for chunk in ordered]
-        table.observe(ids)
-        tree.insert(_NAMESPACE, ordered, rank=0, tier=Tier.DEVICE, promoted_len=table.promoted_run(ids, 2))
-    return tree, table
+        accesses.observe(ids)
+        tree.insert(_NAMESPACE, ordered, rank=0, tier=Tier.DEVICE, promoted_len=accesses.promoted_run(ids, 2))
+    return tree, accesses
 
 
-def scatter(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTable]:
+def scatter(requests: Requests, num_nodes: int) -> Grown:
     """Insert requests in the given order, so that an adversary's orders are all in the tree."""
-    tree, table = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
+    tree, accesses = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
     for number, request in enumerate(requests):
-        table.observe(chunk.id for chunk in request)
+        accesses.observe(chunk.id for chunk in request)
         # Truncated to alternating lengths: chains of all chunks would let the search stop early.
         cut = request[: 3 + number % (len(request) - 3)]
         tree.insert(_NAMESPACE, cut, rank=0, tier=Tier.DEVICE, promoted_len=0)
         if len(tree) >= num_nodes:
             break
-    return tree, table
+    return tree, accesses
 
 
-def decision_us(
-    tree: ChunkPrefixTree, table: AccessTable, requests: Requests, *, num_decisions: int, max_visits: int
-) -> dict[str, float]:
+def decision_us(grown: Grown, requests: Requests, *, num_decisions: int, max_visits: int) -> dict[str, float]:
     """CPU time of `num_decisions` order decisions, microseconds, and the mean chain found, in chunks."""
     times, found = [], 0
     for _ in range(num_decisions):
         request = next(requests)
         start = thread_time()
-        ordering = order_chunks("tree", "rank", tree, table, _NAMESPACE, request, rank=0, max_visits=max_visits)
+        ordering = order_chunks("tree", "rank", *grown, _NAMESPACE, request, rank=0, max_visits=max_visits)
         times.append((thread_time() - start) * 1e6)
         found += ordering.held_len
     times.sort()
-    return {
-        "p50_us": round(times[len(times) // 2], 1),
-        "p99_us": round(times[len(times) * 99 // 100], 1),
-        "mean_held_len": round(found / num_decisions, 2),
-    }
+    p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
+    return {"p50_us": round(p50, 1), "p99_us": round(p99, 1), "held_len": round(found / num_decisions, 2)}
 
 
 def traced_bytes(build: Callable[[], object]) -> int:
@@ -108,54 +103,68 @@ def traced_bytes(build: Callable[[], object]) -> int:
     return size
 
 
-def table_bytes(requests: Requests, *, num_requests: int) -> int:
-    """Bytes of an access table after `num_requests` requests."""
-    next(requests)  # so that the generator's own tables are not counted
+def observed(requests: Requests, num_requests: int) -> AccessTable:
+    """An access table after `num_requests` requests."""
+    accesses = AccessTable(_WINDOW)
+    for _ in range(num_requests):
+        accesses.observe(chunk.id for chunk in next(requests))
+    return accesses
 
-    def build() -> AccessTable:
-        table = AccessTable(_WINDOW)
-        for _ in range(num_requests):
-            table.observe(chunk.id for chunk in next(requests))
-        return table
 
-    return traced_bytes(build)
+def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Tables of times and of bytes."""
+    times = [{**one["cell"], **one["metrics"]} for one in samples if one["arm"] == "decision"]
+    sizes = [{"of": one["arm"], **one["cell"], **one["metrics"]} for one in samples if one["arm"] != "decision"]
+    verdict = [
+        f"{one['requests']}, {one['k']} chunks: {one['p50_us']:.0f} us a decision at the median, {one['p99_us']:.0f} at p99."
+        for one in times
+    ]
+    tables = [table("CPU time of an order decision", times), table("Memory", sizes)]
+    return {"verdict": verdict, "tables": [one for one in tables if one["rows"]]}
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m eval.bench.tree", description="Cost of tree, order and table.")
+    parser = argparse.ArgumentParser(prog="python -m eval bench tree", description="Cost of tree, order and table.")
     parser.add_argument("--nodes", type=int, default=100_000)
     parser.add_argument("--decisions", type=int, default=3_000)
     parser.add_argument("--table-requests", type=int, default=3_000)
     parser.add_argument("--max-visits", type=int, default=64)
-    parser.add_argument("--record", action="store_true", help="write eval/results/")
+    add_out_option(parser)
     options = parser.parse_args(argv)
-    timing = {"num_decisions": options.decisions, "max_visits": options.max_visits}
-    report: dict[str, object] = {"nodes": options.nodes, **timing, "python": sys.version.split()[0]}
-    tree, table = grow(topics(0, 10), options.nodes)
-    report["topics_k10"] = decision_us(tree, table, topics(1, 10), **timing)
-    for name, k in (("permutations_k10", 10), ("wide_k100", 100)):
-        tree, table = scatter(permutations(0, k), options.nodes)
-        report[name] = decision_us(tree, table, permutations(1, k), **timing)
-    report["topics_bytes_per_node"] = round(traced_bytes(lambda: grow(topics(0, 10), options.nodes)[0]) / options.nodes)
-    report["permutations_bytes_per_node"] = round(
-        traced_bytes(lambda: scatter(permutations(0, 10), options.nodes)[0]) / options.nodes
-    )
-    report["chains_bytes_per_node"] = round(traced_bytes(lambda: grow(chains(0, 10), options.nodes)[0]) / options.nodes)
-    report["topics_table_bytes"] = table_bytes(topics(0, 10), num_requests=options.table_requests)
-    report["distinct_table_bytes"] = table_bytes(chains(0, 10), num_requests=options.table_requests)
-    for name, value in report.items():
-        print(f"{name:<28} {value}")
-    if options.record:
-        print("record:", write_record(make_record("tree", spec=vars(options), results=report)))
-    print(json.dumps(report))
+
+    def decide(
+        build: Callable[[Requests, int], Grown], load: Callable[[int, int], Requests], k: int
+    ) -> dict[str, float]:
+        grown = build(load(0, k), options.nodes)
+        return decision_us(grown, load(1, k), num_decisions=options.decisions, max_visits=options.max_visits)
+
+    def node_bytes(build: Callable[[Requests, int], Grown], load: Callable[[int, int], Requests]) -> dict[str, float]:
+        return {"bytes": round(traced_bytes(lambda: build(load(0, 10), options.nodes)[0]) / options.nodes)}
+
+    def table_bytes(requests: Requests) -> dict[str, float]:
+        next(requests)  # so that the generator's own tables are not counted
+        return {"bytes": traced_bytes(lambda: observed(requests, options.table_requests))}
+
+    measures: list[tuple[str, dict[str, Any], Callable[[], dict[str, float]]]] = [
+        ("decision", {"requests": "topics", "k": 10}, lambda: decide(grow, topics, 10)),
+        ("decision", {"requests": "permutations", "k": 10}, lambda: decide(scatter, permutations, 10)),
+        ("decision", {"requests": "permutations", "k": 100}, lambda: decide(scatter, permutations, 100)),
+        ("node", {"requests": "topics", "k": 10}, lambda: node_bytes(grow, topics)),
+        ("node", {"requests": "permutations", "k": 10}, lambda: node_bytes(scatter, permutations)),
+        ("node", {"requests": "chains", "k": 10}, lambda: node_bytes(grow, chains)),
+        ("access table", {"requests": "topics", "k": 10}, lambda: table_bytes(topics(0, 10))),
+        ("access table", {"requests": "chains", "k": 10}, lambda: table_bytes(chains(0, 10))),
+    ]
+    with open_run("tree", options, summarize) as run:
+        for arm, cell, measure in measures:
+            key = f"{arm}/{cell['requests']}/{cell['k']}"
+            if key not in run:
+                run.add(key, {"arm": arm, "cell": cell, "request": "all", "metrics": measure()})
+    tell(run)
     return 0
 
 
 def _chunk(number: int) -> Chunk:
     """A chunk with an id string of its own, as if a tokenizer had hashed it for a new request."""
     return Chunk(ChunkId(f"{number:032x}"), 128 + number * 7919 % 385)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,8 @@
-"""Question sets: single questions over passages, from a folder or from the hub.
+"""Question sets: single questions or conversations over passages, from a folder; single questions also from the hub.
 
-    passages.jsonl.gz     {"id", "title", "text"}, title and "domain" optional
-    questions.jsonl.gz    {"id", "question", "answers", "gold_passage_ids", "context_passage_ids"}, the last three optional
+    passages.jsonl.gz         {"id", "title", "text"}, title and "domain" optional
+    questions.jsonl.gz        {"id", "question", "answers", "gold_passage_ids", "context_passage_ids"}, the last three optional
+    conversations.jsonl.gz    {"id", "domain", "turns": [{"question", "answer", "gold_passage_ids", "retrieved_passage_ids"}]}
 
 `context_passage_ids` is the list that the data set itself gives for a question. On the hub the row of a question contains its
 passages; equal ones become one passage. The model reads a passage as its title, a line break and its text.
@@ -12,17 +13,16 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from eval.data.hub import HubName, hub_rows, parse_hub
-from eval.data.rows import Row, name_of, names_of, read_rows, text_of
+from eval.data.rows import Row, names_of, new_name, read_rows, text_of
 from eval.errors import CommandError
 from eval.task import Request, Source, TaskData, TextChunk
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A passage in a row of the hub."""
 
     title: str
@@ -30,8 +30,7 @@ class Found:
     is_gold: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
+class Example(NamedTuple):
     """A row of the hub in our format; `is_list`: its passages are the data set's own list for the question."""
 
     id: str
@@ -62,17 +61,42 @@ def read_questions(folder: Path, task: str) -> TaskData:
     passages, _ = read_passages(folder)
     requests: dict[str, Request] = {}
     for where, row in read_rows(folder / "questions.jsonl.gz"):
-        name = f"{task}:{name_of(row, 'id', where)}"
-        if name in requests:
-            raise CommandError(f"{where}: id {row['id']!r} occurs twice")
-        requests[name] = Request(
-            name,
-            text_of(row, "question", where),
-            chunks_of(row, "context_passage_ids", where, passages),
-            names_of(row, "answers", where),
-            tuple(chunk.id for chunk in chunks_of(row, "gold_passage_ids", where, passages)),
-        )
+        name = new_name(row, where, requests, f"{task}:")
+        chunks = chunks_of(row, "context_passage_ids", where, passages)
+        gold = tuple(chunk.id for chunk in chunks_of(row, "gold_passage_ids", where, passages))
+        question, answers = text_of(row, "question", where), names_of(row, "answers", where)
+        requests[name] = Request(name, question, chunks, answers, gold)
     return TaskData(tuple(passages.values()), tuple(requests.values()))
+
+
+def read_conversations(path: Path, task: str, *, field: str = "question") -> TaskData:
+    """Read conversations turn by turn, in the file's order, with the passages of its folder.
+
+    Args:
+        field: holds a turn's question; turns without another field than `question` are left out.
+    Raises:
+        CommandError: a file cannot be read, or a line is not of the format.
+    """
+    passages, domains = read_passages(path.parent)
+    conversations: set[str] = set()
+    requests: list[Request] = []
+    for where, row in read_rows(path):
+        conversation, turns = new_name(row, where, conversations, f"{task}:"), row.get("turns")
+        conversations.add(conversation)
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise CommandError(f"{where}: turns must be a list of objects")
+        for number, turn in enumerate(turns, 1):
+            inside, name = f"{where}, turn {number}", f"{conversation}:{number}"
+            if field != "question" and turn.get(field) is None:
+                continue
+            reply, question = turn.get("answer") or None, text_of(turn, field, inside)
+            chunks = chunks_of(turn, "retrieved_passage_ids", inside, passages)
+            gold = tuple(chunk.id for chunk in chunks_of(turn, "gold_passage_ids", inside, passages))
+            answers = (reply,) if reply else ()
+            requests.append(Request(name, question, chunks, answers, gold, conversation, reply))
+            if row.get("domain"):
+                domains[name] = str(row["domain"])
+    return TaskData(tuple(passages.values()), tuple(requests), domains)
 
 
 def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
@@ -81,9 +105,7 @@ def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
     domains: dict[str, str] = {}
     path = folder / "passages.jsonl.gz"
     for where, row in read_rows(path):
-        name = name_of(row, "id", where)
-        if name in passages:
-            raise CommandError(f"{where}: id {name!r} occurs twice")
+        name = new_name(row, where, passages)
         passages[name] = TextChunk(name, content(str(row.get("title") or ""), text_of(row, "text", where)))
         if row.get("domain"):
             domains[name] = str(row["domain"])
@@ -106,6 +128,17 @@ def content(title: str, text: str) -> str:
     return text if title in ("", first_line) else f"{title}\n{text}"
 
 
+def text_chunk(task: str, title: str, text: str) -> TextChunk:
+    """A passage whose id is made of its text, so that equal ones are one chunk."""
+    content_text = content(title.strip(), text.strip())
+    return TextChunk(f"{task}-{hashlib.sha1(content_text.encode()).hexdigest()[:12]}", content_text)
+
+
+def distinct(chunks: Iterable[TextChunk]) -> tuple[TextChunk, ...]:
+    """The chunks without repetitions, in their order."""
+    return tuple({chunk.id: chunk for chunk in chunks}.values())
+
+
 # Private, in order of use
 
 
@@ -116,32 +149,15 @@ def _examples(task: str, hub: HubName, example: Callable[[Row], Example | None])
         try:
             found = example(row)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CommandError(
-                f"{where} does not have the format of task {task}: {type(error).__name__} {error}"
-            ) from None
+            told = f"{type(error).__name__} {error}"
+            raise CommandError(f"{where} does not have the format of task {task}: {told}") from None
         if found is None:
             continue
-        chunks = [_chunk(task, passage) for passage in found.passages]
+        chunks = [text_chunk(task, passage.title, passage.text) for passage in found.passages]
         passages.update((chunk.id, chunk) for chunk in chunks)
         gold = (chunk.id for chunk, passage in zip(chunks, found.passages, strict=True) if passage.is_gold)
         name = f"{task}:{found.id}"
-        requests.setdefault(
-            name,
-            Request(
-                name,
-                found.question,
-                _distinct(chunks) if found.is_list else (),
-                found.answers,
-                tuple(dict.fromkeys(gold)),
-            ),
-        )
+        listed = distinct(chunks) if found.is_list else ()
+        asked = Request(name, found.question, listed, found.answers, tuple(dict.fromkeys(gold)))
+        requests.setdefault(name, asked)
     return TaskData(tuple(passages.values()), tuple(requests.values()))
-
-
-def _chunk(task: str, passage: Found) -> TextChunk:
-    text = content(passage.title.strip(), passage.text.strip())
-    return TextChunk(f"{task}-{hashlib.sha1(text.encode()).hexdigest()[:12]}", text)
-
-
-def _distinct(chunks: Iterable[TextChunk]) -> tuple[TextChunk, ...]:
-    return tuple({chunk.id: chunk for chunk in chunks}.values())

@@ -19,13 +19,12 @@ from eval.errors import CommandError
 if TYPE_CHECKING:
     from torch import Tensor
 
-BATCH = 32
 MAX_TOKENS = 512
 """Texts are truncated to this many tokens, as by all BERT-like encoders."""
 
 
 class BertScore:
-    """F1 of greedy matching between texts. Caches embeddings while it scores one list.
+    """F1 of greedy matching between two texts; each text is encoded once.
 
     Args:
         folder: a transformers encoder with its tokenizer; nothing is downloaded.
@@ -53,44 +52,28 @@ class BertScore:
             raise CommandError(f"--bert-layer must be in 1..{config.num_hidden_layers} for {folder.name}, got {layer}")
         self.name = folder.name
         self._max_tokens = min(MAX_TOKENS, config.max_position_embeddings)
+        self._embedded: dict[str, Tensor] = {}
 
     def spec(self) -> dict[str, Any]:
         """Encoder and layer, on which the values depend, for the record."""
         return {"encoder": self.name, "layer": self.layer, "idf": False, "rescaled": False}
 
-    def score(self, answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
-        """For each answer the best F1 over its references, -1 to 1; a text without tokens: 0, two of them: 1.
+    def score(self, answer: str, references: Sequence[str]) -> float:
+        """The best F1 over the references, at least one, -1 to 1; a text without tokens: 0, two of them: 1."""
+        return max(match(self._embed(answer), self._embed(text)) for text in references)
 
-        Raises:
-            ValueError: the numbers of reference lists and answers differ, or a list is empty.
-        """
-        pairs = list(zip(answers, references, strict=True))
-        if any(not wanted for _, wanted in pairs):
-            raise ValueError("an answer has no reference")
-        embedded = self._embed(list(dict.fromkeys([*answers, *(text for wanted in references for text in wanted)])))
-        return [max(match(embedded[answer], embedded[text]) for text in wanted) for answer, wanted in pairs]
-
-    def _embed(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Text -> [num_tokens, dim] float32 of length 1 each, without special tokens."""
+    def _embed(self, text: str) -> Tensor:
+        """[num_tokens, dim] float32 of length 1 each, without special tokens."""
         import torch
 
-        found: dict[str, Tensor] = {}
-        for start in range(0, len(texts), BATCH):
-            batch = list(texts[start : start + BATCH])
-            inputs = self._tokenizer(
-                batch,
-                padding=True,
-                truncation=True,
-                max_length=self._max_tokens,
-                return_special_tokens_mask=True,
-                return_tensors="pt",
-            )
-            counts = ~inputs.pop("special_tokens_mask").bool()
+        if text not in self._embedded:
+            limits = {"truncation": True, "max_length": self._max_tokens}
+            inputs = self._tokenizer(text, return_special_tokens_mask=True, return_tensors="pt", **limits)
+            kept = ~inputs.pop("special_tokens_mask")[0].bool()
             with torch.inference_mode():
-                states = self._model(**inputs, output_hidden_states=True).hidden_states[self.layer].float()
-            for text, row, mask in zip(batch, torch.nn.functional.normalize(states, dim=-1), counts, strict=True):
-                found[text] = row[mask]
-        return found
+                states = self._model(**inputs, output_hidden_states=True).hidden_states[self.layer][0, kept]
+            self._embedded[text] = torch.nn.functional.normalize(states.float(), dim=-1)
+        return self._embedded[text]
 
 
 def match(answer: Tensor, reference: Tensor) -> float:

@@ -19,7 +19,8 @@ from eval.serve.client import ROUTES, Message, request_json
 if TYPE_CHECKING:
     from eval.task import Request, TextChunk
 
-REFERENCE = replace(ARMS["ours"], name="full-prefill", summary="every prompt in the retriever's order, nothing reused")
+FULL_PREFILL = "full-prefill"
+REFERENCE = replace(ARMS["ours"], name=FULL_PREFILL, summary="every prompt in the retriever's order, nothing reused")
 
 
 @dataclass(frozen=True)
@@ -94,25 +95,25 @@ def ask(
 
 
 class FullPrefill:
-    """Answers to prompts without any cached KV: each prompt is sent once, with a unique `cache_salt`."""
+    """Answers to prompts without any cached KV: each prompt is sent once to a server, with a unique `cache_salt`."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._found: dict[tuple[str, tuple[str, ...]], Greedy] = {}
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, tuple[str, ...]], Greedy] = {}
 
-    def ask(self, request: Request, order: Sequence[str], history: Sequence[Message] = ()) -> Greedy:
+    def ask(
+        self, endpoint: Endpoint, request: Request, order: Sequence[str], history: Sequence[Message] = ()
+    ) -> Greedy:
         """Full prefill of the request with its chunks in this order.
 
         Raises:
             CommandError: as `ask`, or cached KV was found: the server ignores `cache_salt`.
         """
-        key = request.id, tuple(order)
+        key = f"{endpoint.arm.route} {endpoint.url}", request.id, tuple(order)
         if key not in self._found:
             by_id = {chunk.id: chunk for chunk in request.chunks}
-            chunks = [by_id[chunk_id] for chunk_id in order]
-            salt = secrets.token_hex(16)
-            order_kept = {"order": "retriever", "reuse": "exact"} if self._endpoint.arm.route == "rag" else {}
-            answer = ask(self._endpoint, request, chunks, history, **order_kept, cache_salt=salt)
+            order_kept = {"order": "retriever", "reuse": "exact"} if endpoint.arm.route == "rag" else {}
+            chunks, salt = [by_id[chunk_id] for chunk_id in order], secrets.token_hex(16)
+            answer = ask(endpoint, request, chunks, history, **order_kept, cache_salt=salt)
             if answer.num_cached or (answer.fates or {}).get("exact"):
                 raise CommandError(f"{request.id}: full prefill found cached KV under a unique cache_salt")
             self._found[key] = answer

@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from eval.errors import CommandError
@@ -37,19 +36,6 @@ WAIT_S = 1.0
 MAX_TOKENS = 2000
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Numbers of claims in an answer, and of those that the passages support."""
-
-    num_claims: int
-    num_supported: int
-
-    @property
-    def faithfulness(self) -> float | None:
-        """Share of supported claims; None for an answer without claims."""
-        return self.num_supported / self.num_claims if self.num_claims else None
-
-
 class Judge:
     """Asks one endpoint, and counts answers that could not be judged.
 
@@ -70,23 +56,18 @@ class Judge:
             self._headers["Authorization"] = f"Bearer {os.environ[key_env]}"
         self.num_failures = 0
 
-    def judge(self, question: str, answer: str, passages: Sequence[str]) -> Verdict | None:
-        """The verdict, or None after three attempts that failed or gave invalid JSON."""
+    def faithfulness(self, question: str, answer: str, passages: Sequence[str]) -> float | None:
+        """Share of the answer's claims that the passages support; None without claims, and after three failed attempts."""
         numbered = "\n".join(f"[{number}] {text}" for number, text in enumerate(passages, 1))
-        body = {
-            "model": self._model,
-            "messages": [
-                {"role": "user", "content": PROMPT.format(passages=numbered, question=question, answer=answer)}
-            ],
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
-        }
+        asked = PROMPT.format(passages=numbered, question=question, answer=answer)
+        body = {"model": self._model, "messages": [{"role": "user", "content": asked}], "temperature": 0}
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(self._wait_s * 2 ** (attempt - 1))
             try:
-                return parse_verdict(_content(post(self._url, body, headers=self._headers)))
-            except (CommandError, OSError, ValueError):
+                reply = post(self._url, body | {"max_tokens": MAX_TOKENS}, headers=self._headers)
+                return supported_share(str(reply["choices"][0]["message"]["content"]))
+            except (CommandError, OSError, ValueError, KeyError, IndexError, TypeError):
                 continue
         self.num_failures += 1
         return None
@@ -96,21 +77,14 @@ class Judge:
         return {"model": self._model, "failures": self.num_failures}
 
 
-def parse_verdict(text: str) -> Verdict:
-    """Count the claims of a reply. A fence around the JSON is removed; anything else unexpected raises ValueError."""
+def supported_share(text: str) -> float | None:
+    """Of a reply's claims; None if it has none. A fence around the JSON is removed. Anything else unexpected: ValueError."""
     fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", text, re.DOTALL)
     parsed = json.loads(fenced[1] if fenced else text)
-    claims = parsed.get("claims") if isinstance(parsed, dict) else None
-    if not isinstance(claims, list):
-        raise ValueError("no list of claims")
-    for each in claims:
-        if not isinstance(each, dict) or not isinstance(each.get("supported"), bool):
-            raise ValueError("a claim without true or false")
-    return Verdict(len(claims), sum(each["supported"] for each in claims))
-
-
-def _content(reply: dict[str, Any]) -> str:
     try:
-        return str(reply["choices"][0]["message"]["content"])
-    except (KeyError, IndexError, TypeError):
-        raise ValueError("no answer in the reply") from None
+        supported = [claim["supported"] for claim in parsed["claims"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no list of claims: {error!r}") from None
+    if not all(isinstance(each, bool) for each in supported):
+        raise ValueError("a claim without true or false")
+    return sum(supported) / len(supported) if supported else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from eval.errors import CommandError
 from eval.quality.scores import block_of
-from eval.task import TextChunk, load_requests
+from eval.task import Request, TextChunk, load_requests
 
 KINDS = ("one-hop", "two-hop", "order", "linked")
 UNSEEN = 1 << 60  # first seed of worlds that training never draws
@@ -27,13 +27,10 @@ SPARE = 4  # ratio of retrieved passages to passages in the prompt
 class Case:
     """One question with its chunks in prompt order, and the chunks after which they are captured."""
 
-    id: str
+    request: Request
     kind: str
     block: str
     """The case's block of the bootstrap; see `block_of`."""
-    question: str
-    gold: tuple[str, ...]
-    chunks: tuple[TextChunk, ...]
     strangers: tuple[TextChunk, ...]
     """As many as chunks, none of them in the prompt."""
     neighbors: dict[str, tuple[TextChunk, ...]]
@@ -60,9 +57,9 @@ def world_cases(args: argparse.Namespace) -> Iterator[Case]:
                 if kind == "order":
                     question = rng.choice(order_questions(passages)[:2])  # the model never learned "after"
                 chunks = tuple(TextChunk(p.id, p.text) for p in passages)
-                name, block = f"{kind}:{num_chunks}:{number}", " ".join(question.gold_passage_ids)
-                asked_for = question.question, question.answers
-                yield make_case(name, kind, block, *asked_for, chunks, corpus, max(args.neighbors), rng)
+                request = Request(f"{kind}:{num_chunks}:{number}", question.question, chunks, question.answers)
+                block = " ".join(question.gold_passage_ids)
+                yield make_case(request, kind, block, corpus, max(args.neighbors), rng)
 
 
 def data_cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -78,30 +75,22 @@ def data_cases(args: argparse.Namespace) -> Iterator[Case]:
         rng = random.Random(f"{args.seed} {args.task} {num_chunks}")
         for request in (request for request in requests if len(request.chunks) >= num_chunks):
             chunks = tuple(clipped[c.id] for c in request.chunks[:num_chunks])
-            name = f"{request.id}:{num_chunks}"
-            asked_for = block_of(request), request.question, request.answers
-            yield make_case(name, args.task, *asked_for, chunks, corpus, max(args.neighbors), rng)
+            alone = Request(f"{request.id}:{num_chunks}", request.question, chunks, request.answers)
+            yield make_case(alone, args.task, block_of(request), corpus, max(args.neighbors), rng)
 
 
 def make_case(
-    name: str,
-    kind: str,
-    block: str,
-    question: str,
-    gold: tuple[str, ...],
-    chunks: tuple[TextChunk, ...],
-    corpus: Sequence[TextChunk],
-    num_neighbors: int,
-    rng: random.Random,
+    request: Request, kind: str, block: str, corpus: Sequence[TextChunk], num_neighbors: int, rng: random.Random
 ) -> Case:
     """The case with strangers and neighbours from `corpus`. Raises CommandError if the corpus has too few."""
+    chunks = request.chunks
     shown = {chunk.text for chunk in chunks}
     others = [chunk for chunk in corpus if chunk.text not in shown]
     if len(others) < max(len(chunks), num_neighbors):
         raise CommandError(f"{kind}: {len(others)} passages besides the prompt's are too few")
     rank = ranker(others)
     neighbors = {chunk.id: tuple(rank(chunk.text, num_neighbors)) for chunk in chunks}
-    return Case(name, kind, block, question, gold, chunks, tuple(rng.sample(others, len(chunks))), neighbors)
+    return Case(request, kind, block, tuple(rng.sample(others, len(chunks))), neighbors)
 
 
 def ranker(corpus: Sequence[TextChunk]) -> Callable[[str, int], list[TextChunk]]:

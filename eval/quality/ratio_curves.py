@@ -19,7 +19,6 @@ shares are reported as well. Normalised F1 is 0 at full reuse of chunks captured
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import secrets
 from collections import Counter, defaultdict
@@ -31,32 +30,21 @@ from typing import Any, NamedTuple
 from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
 from eval.http import post
-from eval.progress import progress
-from eval.quality.greedy import Endpoint, FullPrefill, Greedy, ask
-from eval.quality.options import (
-    add_quality_options,
-    check_options,
-    finish,
-    make_scorer,
-    open_endpoints,
-    spec_of,
-)
+from eval.quality.greedy import FULL_PREFILL, Endpoint, FullPrefill, Greedy, ask
+from eval.quality.mode import Job, Mode, Servers
 from eval.quality.ratio_cases import KINDS, Case, data_cases, world_cases
-from eval.quality.scores import Scorer, cells_of, rounded
+from eval.quality.scores import FULL_REUSE, cells_of
 from eval.quality.text_metrics import normalized_f1
-from eval.quality.workers import workers
-from eval.run import Run, Sample
-from eval.serve.arms import ARMS
-from eval.serve.options import default_folder
-from eval.serve.runner import load_facts
-from eval.task import Request, TextChunk, add_task_options
+from eval.run import Sample
+from eval.serve.arms import ARMS, Arm
+from eval.task import TextChunk
 
 FLAGS = ("--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache-store-threshold", "1")
 """Every movable chunk is moved, and every chunk enters the store at once."""
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "context-all", "set")
 UNRATED = ("none", "set")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")
-FULL_REUSE, ALL, FULL_PREFILL = "full-reuse", "all", "full-prefill"
+ALL = "all"
 ALPHAS = (0.5, 1.0, 2.0, 3.0)
 """Cache-Craft fig. 26."""
 PAIRED_RATIO = 0.15
@@ -85,66 +73,73 @@ class Capture:
         return {"capture": self.name} | ({} if self.neighbors is None else {"neighbors": self.neighbors})
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this mode."""
-    add_task_options(parser)
-    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS))
-    parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
-    parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="chunks in a prompt, instead of --k")
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        default=list(KINDS),
-        help="of question, task world: --requests of each kind and size",
-    )
-    parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
-    parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
-    parser.add_argument("--no-ablation", action="store_true", help="do not measure Cache-Craft's parts and alphas")
-    add_quality_options(parser)
+class RatioCurves(Mode):
+    """Every case with full prefill, and in every cell over every capture."""
 
+    name, summary = "ratio", "recompute ratios per selector"
 
-def measure(args: argparse.Namespace) -> int:
-    """Send all requests and record; returns 1 if a moved chunk had another source than its capture."""
-    check_ranges(args)
-    cases = list(world_cases(args) if args.task == "world" else data_cases(args))
-    if not cases:
-        raise CommandError(f"--task {args.task}: no request has {min(args.chunks)} chunks")
-    cells = make_cells(args.selectors, args.ratios, ablation=not args.no_ablation)
-    requests = [request_of(case) for case in cases]
-    arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
-    scorer, folder = make_scorer(args, []), args.out or default_folder(f"quality-{args.mode}")
-    facts = load_facts(folder)
-    with Run(
-        folder,
-        kind="quality",
-        spec=spec_of(args, [arm], requests),
-        summarize=partial(summarize, scorer=scorer, facts=facts),
-        baseline=args.baseline,
-    ) as run:
-        with open_endpoints(args, requests, facts, folder) as endpoints:
-            answer_all(run, endpoints.open(arm), cases, cells, make_captures(args), scorer, args)
-        results = run.results()
-        status = finish(run, report(results))
-    return status or int(any("foreign" in where for found in results["sources"].values() for where in found))
+    def __init__(self, args: argparse.Namespace) -> None:
+        if not all(0 <= ratio <= 1 for ratio in args.ratios):
+            raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
+        if min(args.chunks) < 2 or min(args.neighbors) < 1:
+            raise CommandError("--chunks must be at least 2 and --neighbors at least 1")
+        self.cases = list(world_cases(args) if args.task == "world" else data_cases(args))
+        if not self.cases:
+            raise CommandError(f"--task {args.task}: no request has {min(args.chunks)} chunks")
+        self.cells = make_cells(args.selectors, args.ratios, ablation=not args.no_ablation)
+        self.captures = make_captures(args)
+        arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
+        super().__init__(args, [arm], [case.request for case in self.cases])
 
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """Selectors, ratios, questions, captures."""
+        parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS))
+        parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
+        parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="chunks in a prompt, instead of --k")
+        text = "of question, task world: --requests of each kind and size"
+        parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help=text)
+        parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
+        parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
+        parser.add_argument("--no-ablation", action="store_true", help="do not measure Cache-Craft's parts and alphas")
 
-def check_ranges(args: argparse.Namespace) -> None:
-    """Raise CommandError for values out of range."""
-    check_options(args)
-    if not all(0 <= ratio <= 1 for ratio in args.ratios):
-        raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
-    if min(args.chunks) < 2 or min(args.neighbors) < 1:
-        raise CommandError("--chunks must be at least 2 and --neighbors at least 1")
+    def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
+        """A job per case."""
+        last = self.captures[-1], self.cells[-1]
+        yield self.arms, [Job(key_of(case, *last), partial(self.take, case)) for case in self.cases]
+
+    def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """As `summarize`."""
+        return summarize(samples)
+
+    def status(self, results: Mapping[str, Any]) -> int:
+        """1 if a moved chunk had another source than its capture."""
+        return int(any("foreign" in where for found in results["sources"].values() for where in found))
+
+    def take(self, case: Case, servers: Servers) -> Iterator[tuple[str, Sample]]:
+        """The samples of one case: full prefill, then each capture's cells on fresh KV."""
+        (endpoint,) = servers.values()
+        request = case.request
+        more = {"block": case.block, "num_chunks": len(request.chunks)}
+        full = FullPrefill().ask(endpoint, request, [chunk.id for chunk in request.chunks])
+        gold = self.scorer.gold(full.text, request)
+        row = self.sample(FULL_PREFILL, request, full, gold, cell={"kind": case.kind}, **more)
+        yield f"ratio/{request.id}/{FULL_PREFILL}", row | {"fates": None}
+        for capture in self.captures:
+            salt = secrets.token_hex(16)
+            behind = bring_in(endpoint, capture, case, salt, random.Random(f"{self.args.seed} {request.id}"))
+            for way in self.cells:
+                answer = ask(endpoint, request, request.chunks, reuse=way.reuse, order="retriever", cache_salt=salt)
+                metrics = self.scorer.gold(answer.text, request) | self.scorer.agreement(answer, full, "full")
+                found = {"sources": sources_of(answer, behind), "fallbacks": answer.info["fallbacks"]}
+                cell = {"kind": case.kind, **capture.label, **way.label}
+                row = self.sample(way.arm, request, answer, metrics, cell=cell, **more, **found)
+                yield key_of(case, capture, way), row
 
 
 def make_captures(args: argparse.Namespace) -> list[Capture]:
     """One capture per name; for `preprocessed` one per top-n."""
-    return [
-        capture
-        for name in args.captures
-        for capture in ([Capture(name, n) for n in args.neighbors] if name == "preprocessed" else [Capture(name)])
-    ]
+    return [Capture(name, n) for name in args.captures for n in (args.neighbors if name == "preprocessed" else [None])]
 
 
 def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: bool) -> list[Cell]:
@@ -156,108 +151,35 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: b
         cells.append(Cell(ALL, {"ratio": 1.0}, _reuse("first", 1.0)))
     if ablation:
         parts: dict[str, dict[str, Any]] = {"no beta": {"without": ["beta"]}, "no cci": {"without": ["cci"]}}
-        at = {"ratio": PAIRED_RATIO}
-        context = _reuse("context", PAIRED_RATIO)
-        cells += [Cell(f"context, {name}", at, context | part) for name, part in parts.items()]
+        found: list[tuple[str, dict[str, float], dict[str, Any]]] = []
+        found += [(f"context, {name}", {}, part) for name, part in parts.items()]
         parts["no focus"] = {"focus": False}
-        cells += [
-            Cell(f"context, {name}", at | {"alpha": 1.0}, context | {"alpha": 1.0} | part)
-            for name, part in parts.items()
-        ]
-        cells += [Cell("context", at | {"alpha": alpha}, context | {"alpha": alpha}) for alpha in ALPHAS]
+        found += [(f"context, {name}", {"alpha": 1.0}, part) for name, part in parts.items()]
+        found += [("context", {"alpha": alpha}, {}) for alpha in ALPHAS]
+        at, context = {"ratio": PAIRED_RATIO}, _reuse("context", PAIRED_RATIO)
+        cells += [Cell(arm, at | label, context | label | part) for arm, label, part in found]
     if "set" in selectors:
         cells.append(Cell("set", {"ratio": 0.0}, _reuse("set", 0.0)))
     return cells
 
 
-def answer_all(
-    run: Run,
-    endpoint: Endpoint,
-    cases: Sequence[Case],
-    cells: Sequence[Cell],
-    captures: Sequence[Capture],
-    scorer: Scorer,
-    args: argparse.Namespace,
-) -> None:
-    """Take every sample that `run` does not hold yet, several cases at a time."""
-
-    def one(case: Case) -> list[tuple[str, Sample]]:
-        return list(samples_of(endpoint, case, cells, captures, scorer, run, args.seed))
-
-    missing = [
-        case
-        for case in cases
-        if full_key(case) not in run
-        or any(key_of(case, capture, cell) not in run for capture in captures for cell in cells)
-    ]
-    with (
-        workers(args.clients) as pool,
-        progress("questions", len(cases), initial=len(cases) - len(missing)) as bar,
-    ):
-        for rows in pool.map(one, missing):
-            for key, row in rows:
-                run.add(key, row)
-            bar.update()
-
-
-def samples_of(
-    endpoint: Endpoint,
-    case: Case,
-    cells: Sequence[Cell],
-    captures: Sequence[Capture],
-    scorer: Scorer,
-    run: Run,
-    seed: int,
-) -> Iterator[tuple[str, Sample]]:
-    """Take the samples of one case that `run` lacks: full prefill, then each capture's cells on fresh KV."""
-    request = request_of(case)
-    full = FullPrefill(endpoint).ask(request, [chunk.id for chunk in case.chunks])
-    row = {"mode": "ratio", "request": case.id, "block": case.block, "warm_up": False, "num_chunks": len(case.chunks)}
-    if full_key(case) not in run:
-        metrics = rounded(scorer.gold(full.text, request))
-        yield (
-            full_key(case),
-            {"arm": FULL_PREFILL, "cell": {"kind": case.kind}, **row, "metrics": metrics, "fates": None},
-        )
-    for capture in captures:
-        missing = [cell for cell in cells if key_of(case, capture, cell) not in run]
-        if not missing:
-            continue
-        salt = secrets.token_hex(16)
-        behind = bring_in(endpoint, capture, case, salt, random.Random(f"{seed} {case.id}"))
-        for cell in missing:
-            answer = ask(endpoint, request, case.chunks, reuse=cell.reuse, order="retriever", cache_salt=salt)
-            metrics = scorer.gold(answer.text, request) | scorer.agreement(answer, full, "full")
-            yield (
-                key_of(case, capture, cell),
-                {
-                    "arm": cell.arm,
-                    "cell": {"kind": case.kind, **capture.label, **cell.label},
-                    **row,
-                    "metrics": rounded(metrics),
-                    "fates": answer.fates,
-                    "sources": sources_of(answer, behind),
-                    "fallbacks": answer.info["fallbacks"],
-                },
-            )
-
-
 def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: random.Random) -> dict[str, int]:
     """Capture the case's chunks on the server under `salt`; chunk id -> number of chunks before it at the capture."""
+    chunks = case.request.chunks
     if capture.name == "live":
         behind: dict[str, int] = {}
         strangers = list(case.strangers)
-        shuffled = rng.sample(case.chunks, len(case.chunks))
-        request = replace(request_of(case), max_new_tokens=1)
+        shuffled = rng.sample(chunks, len(chunks))
+        request = replace(case.request, max_new_tokens=1)
         for half in (shuffled[::2], shuffled[1::2]):
             mixed = [each for chunk in half for each in (strangers.pop(), chunk)]
             ask(endpoint, request, mixed, reuse="exact", order="retriever", cache_salt=salt)
             behind |= {chunk.id: 2 * i + 1 for i, chunk in enumerate(half)}
         return behind
-    neighbors = {chunk.id: case.neighbors[chunk.id][: capture.neighbors or 0] for chunk in case.chunks}
+    neighbors = {chunk.id: case.neighbors[chunk.id][: capture.neighbors or 0] for chunk in chunks}
     for each in dict.fromkeys(near for found in neighbors.values() for near in found):
         _preprocess(endpoint.url, each, (), salt)  # in the store, so that it can be moved before a chunk
-    for chunk in case.chunks:
+    for chunk in chunks:
         _preprocess(endpoint.url, chunk, neighbors[chunk.id], salt)
     return {chunk_id: len(found) for chunk_id, found in neighbors.items()}
 
@@ -273,59 +195,37 @@ def sources_of(answer: Greedy, behind: Mapping[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-def request_of(case: Case) -> Request:
-    """The request of a client."""
-    return Request(case.id, case.question, case.chunks, case.gold)
-
-
 def key_of(case: Case, capture: Capture, cell: Cell) -> str:
     """The sample's key."""
     label = ",".join(f"{name}={value}" for name, value in (capture.label | cell.label).items())
-    return f"ratio/{case.id}/{cell.arm}/{label}"
+    return f"ratio/{case.request.id}/{cell.arm}/{label}"
 
 
-def full_key(case: Case) -> str:
-    """The key of the case's full prefill."""
-    return f"ratio/{case.id}/{FULL_PREFILL}"
-
-
-def summarize(samples: Sequence[Sample], *, scorer: Scorer, facts: dict[str, Any]) -> dict[str, Any]:
+def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """Cells with normalised F1 and measured shares, paired differences between selectors, and sources of moved chunks.
 
     `ends`: selector -> arms whose cells are also points of its curve: ratios 0 and 1, which run once for all selectors.
     """
     cells = cells_of(samples)
     add_normalized_f1(cells)
-    sources: dict[str, Counter[str]] = defaultdict(Counter)
-    fallbacks: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in samples:
-        if "sources" in row:
-            sources[row["cell"]["capture"]].update(row["sources"])
-            fallbacks[row["cell"]["capture"]].update(row["fallbacks"])
     for cell in cells:
-        if cell["fates"]:
-            cell |= shares(cell["fates"])
-    at = [row for row in samples if row["cell"].get("ratio") == PAIRED_RATIO and "alpha" not in row["cell"]]
+        cell |= shares(cell["fates"]) if cell["fates"] else {}
     by_arm: dict[str, list[Sample]] = defaultdict(list)
-    for row in at:
-        by_arm[row["arm"]].append(row)
-    ends = [arm for arm in (FULL_REUSE, ALL) if any(cell["arm"] == arm for cell in cells)]
-    rated = [arm for arm in SELECTORS if arm not in UNRATED and any(cell["arm"] == arm for cell in cells)]
+    for row in samples:
+        if row["cell"].get("ratio") == PAIRED_RATIO and "alpha" not in row["cell"]:
+            by_arm[row["arm"]].append(row)
     contrasts = [
-        each
-        for a, b in PAIRED
-        if a in by_arm and b in by_arm
-        for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
+        each for a, b in PAIRED for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
     ]
+    names = {cell["arm"] for cell in cells}
+    ends = [end for end in (FULL_REUSE, ALL) if end in names]
     return {
         "cells": cells,
         "contrasts": contrasts,
         "verdict": sentences(contrasts),
-        "ends": dict.fromkeys(rated, ends),
-        "sources": {name: dict(found) for name, found in sources.items()},
-        "fallbacks": {name: dict(found) for name, found in fallbacks.items()},
-        **scorer.spec(),
-        **facts,
+        "ends": {arm: ends for arm in SELECTORS if arm in names and arm not in UNRATED},
+        "sources": _counted(samples, "sources"),
+        "fallbacks": _counted(samples, "fallbacks"),
     }
 
 
@@ -356,33 +256,15 @@ def shares(fates: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def report(results: Mapping[str, Any]) -> str:
-    """A table for each kind and capture: a line per arm, a column per ratio."""
-    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for cell in results["cells"]:
-        if cell["arm"] != FULL_PREFILL:
-            named = {name: cell["cell"][name] for name in ("kind", "capture", "neighbors") if name in cell["cell"]}
-            groups[", ".join(f"{name} {value}" for name, value in named.items())].append(cell)
-    lines: list[str] = []
-    for title, cells in groups.items():
-        has_gold = "em" in cells[0]["metrics"]
-        shown = "EM  ROUGE-L  same  KL  recomputed" if has_gold else "same  KL  recomputed"
-        lines += ["", f"{title}: {cells[0]['n']} questions; {shown}"]
-        for cell in cells:
-            swept = " ".join(f"{name} {cell['cell'][name]:g}" for name in ("ratio", "alpha") if name in cell["cell"])
-            values = {name: found["mean"] for name, found in cell["metrics"].items()}
-            gold = f"{values['em']:.2f}  {values['rouge_l']:.2f}  " if has_gold else ""
-            kl = f"{values['kl']:.1e}" if "kl" in values else "-"
-            normalized = cell.get("normalized_f1")
-            tail = "" if normalized is None else f"  normalised F1 {normalized:.0%}"
-            lines.append(
-                f"    {cell['arm']:24}{swept:22}{gold}{values['same']:.2f}  {kl}  {cell['recomputed_share']:4.0%}{tail}"
-            )
-    lines.append(f"moved chunks: {json.dumps(results['sources'])}; fallbacks: {json.dumps(results['fallbacks'])}")
-    return "\n".join(lines)
-
-
 # Private, in order of use
+
+
+def _counted(samples: Sequence[Sample], name: str) -> dict[str, dict[str, int]]:
+    """Sums over the samples of each capture."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in (row for row in samples if name in row):
+        found[row["cell"]["capture"]].update(row[name])
+    return {capture: dict(counts) for capture, counts in found.items()}
 
 
 def _reuse(selector: str, ratio: float) -> dict[str, Any]:

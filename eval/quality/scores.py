@@ -14,27 +14,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from eval.contrast import MIN_BLOCKS, contrast_arms, sentences
+from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
+from eval.metrics import agreement
+from eval.quality.greedy import FULL_PREFILL, Greedy
 from eval.quality.text_metrics import answer_kl, exact_match, f1, jaccard, kl_divergence, normalized_f1, rouge_l
+from eval.stats import summary
 
 if TYPE_CHECKING:
     from eval.quality.bert_score import BertScore
-    from eval.quality.greedy import Greedy
     from eval.quality.judge import Judge
     from eval.task import Request
 
 Weights = Literal["auto", "real", "none"]
-Against = Literal["full", "retriever", "given", "policy"]
-"""The answer that another one is compared with: the suffixes above."""
-GOLD_METRICS = ("em", "f1", "rouge_l", "jaccard", "bert_score")
+FULL_REUSE = "full-reuse"
+"""Arms: the ends of normalised F1."""
 AGREEMENT_NOTE = (
     "these weights know nothing of this text: the figures measure how far answers agree, not whether they are right"
 )
@@ -42,7 +39,6 @@ UNKNOWN_NOTE = (
     "the harness cannot know whether these weights read such text: --weights real scores right answers; measured is how far "
     "answers agree"
 )
-DRAWS = 2000
 
 
 def knows_answers(model: str | None, task: str, weights: Weights) -> bool:
@@ -73,7 +69,6 @@ class Scorer:
         note: str = AGREEMENT_NOTE,
     ) -> None:
         self.has_gold, self._bert, self._judge, self._note = has_gold, bert, judge, note
-        self._bert_scores: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def gold(self, answer: str, request: Request) -> dict[str, float]:
         """Scores against the request's right answers; {} if there are none or the model cannot know them."""
@@ -85,28 +80,26 @@ class Scorer:
             "f1": f1(answer, right),
             "rouge_l": max(rouge_l(answer, text) for text in right),
             "jaccard": max(jaccard(answer, text) for text in right),
-        } | self._bert_score("bert_score", answer, right)
+        } | self._bert_score(answer, right)
 
-    def agreement(self, answer: Greedy, other: Greedy, against: Against) -> dict[str, float]:
-        """Scores of agreement with another answer; KL only if the server gave distributions."""
+    def agreement(self, answer: Greedy, other: Greedy, reference: str) -> dict[str, float]:
+        """Scores of agreement with the other answer, one of `eval.metrics.REFERENCES`; KL only if there are distributions."""
         values = {
             "same": float(answer.text == other.text),
-            "rouge_l_full": rouge_l(answer.text, other.text),
-            "jaccard_full": jaccard(answer.text, other.text),
-        } | self._bert_score("bert_score_full", answer.text, (other.text,))
+            "rouge_l": rouge_l(answer.text, other.text),
+            "jaccard": jaccard(answer.text, other.text),
+        } | self._bert_score(answer.text, (other.text,))
         if answer.steps and other.steps:
             values["kl"] = answer_kl(other.steps, other.tokens, answer.steps, answer.tokens)
             values["kl_first"] = kl_divergence(other.steps[0], answer.steps[0])
-        if against == "full":  # in eval.metrics these have no further suffix
-            return values
-        return {f"{name.removesuffix('_full')}_{against}": value for name, value in values.items()}
+        return {agreement(name, reference): value for name, value in values.items()}
 
     def faithfulness(self, answer: str, request: Request) -> dict[str, float]:
         """The judge's score, if there is a judge and it found claims."""
         if self._judge is None:
             return {}
-        found = self._judge.judge(request.question, answer, [chunk.text for chunk in request.chunks])
-        return {} if found is None or found.faithfulness is None else {"faithfulness": found.faithfulness}
+        share = self._judge.faithfulness(request.question, answer, [chunk.text for chunk in request.chunks])
+        return {} if share is None else {"faithfulness": share}
 
     def spec(self) -> dict[str, Any]:
         """Settings on which the figures depend, apart from the answers."""
@@ -117,13 +110,8 @@ class Scorer:
             found["judge"] = self._judge.spec()
         return found
 
-    def _bert_score(self, name: str, answer: str, references: tuple[str, ...]) -> dict[str, float]:
-        if self._bert is None:
-            return {}
-        key = answer, references
-        if key not in self._bert_scores:
-            self._bert_scores[key] = self._bert.score([answer], [references])[0]
-        return {name: self._bert_scores[key]}
+    def _bert_score(self, answer: str, references: Sequence[str]) -> dict[str, float]:
+        return {} if self._bert is None else {"bert_score": self._bert.score(answer, references)}
 
 
 def rounded(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -136,17 +124,13 @@ def block_of(request: Request) -> str:
     return request.conversation or " ".join(request.gold_ids) or request.id
 
 
-def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str | None) -> dict[str, Any]:
+def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str) -> dict[str, Any]:
     """Cells, and contrasts with verdicts of every arm against the arm `against`."""
     arms: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
         arms.setdefault(sample["arm"], []).append(sample)
-    contrasts = [
-        each
-        for name, taken in arms.items()
-        if against in arms and name != against
-        for each in contrast_arms(arms[str(against)], taken, a=str(against), b=name)
-    ]
+    others = [name for name in arms if name != against] if against in arms else []
+    contrasts = [each for name in others for each in contrast_arms(arms[against], arms[name], a=against, b=name)]
     return {"cells": cells_of(samples), "contrasts": contrasts, "verdict": sentences(contrasts)}
 
 
@@ -158,66 +142,13 @@ def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_cell(taken) for taken in groups.values()]
 
 
-def normalized_f1_of(cells: Sequence[Mapping[str, Any]], *, full_reuse: str, full_prefill: str) -> dict[str, Any]:
-    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends were measured and differ."""
+def normalized_f1_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends were measured."""
     means = {cell["arm"]: cell["metrics"]["f1"]["mean"] for cell in cells if "f1" in cell["metrics"]}
-    if full_reuse not in means or full_prefill not in means:
+    if not {FULL_REUSE, FULL_PREFILL} <= means.keys():
         return {}
-    ends = {"full_reuse": means[full_reuse], "full_prefill": means[full_prefill]}
+    ends = {"full_reuse": means[FULL_REUSE], "full_prefill": means[FULL_PREFILL]}
     return {name: normalized_f1(value, **ends) for name, value in means.items()}
-
-
-def interval(
-    values: Sequence[float], blocks: Sequence[Hashable] | None = None, *, draws: int = DRAWS
-) -> dict[str, float]:
-    """Mean, quantiles, and the 95% bootstrap interval of the mean: over whole blocks if there are at least 8.
-
-    The draws are cached, since a record of the mode `ratio` has thousands of intervals over the same number of blocks.
-
-    Args:
-        blocks: the block of each value.
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("no values")
-    taken = np.asarray(values, dtype=float)
-    if blocks is None or len(set(blocks)) < MIN_BLOCKS:
-        blocks = range(len(values))
-    place = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
-    units = [place[block] for _, block in zip(values, blocks, strict=True)]
-    drawn = _drawn(len(place), draws)
-    means = (drawn @ np.bincount(units, weights=taken)) / (drawn @ np.bincount(units))
-    low, high = np.quantile(means, [0.025, 0.975])
-    p50, p90, p99 = np.quantile(taken, [0.5, 0.9, 0.99])
-    found = {"mean": math.fsum(values) / len(values), "p50": p50, "p90": p90, "p99": p99, "low": low, "high": high}
-    return rounded({name: float(value) for name, value in found.items()})
-
-
-def table(cells: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
-    """One line per arm: mean and interval of each metric that any arm has."""
-    shown = [name for name in metrics if any(name in cell["metrics"] for cell in cells)]
-    rows = [["", "n", *shown]]
-    for cell in cells:
-        label = " ".join([cell["arm"], *(f"{key}={value}" for key, value in cell["cell"].items())])
-        rows.append([label, str(cell["n"]), *(_shown(cell["metrics"].get(name)) for name in shown)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    )
-
-
-def differences(contrasts: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
-    """One line for each contrast of these metrics: difference, interval and the paired t-test's p."""
-    lines = []
-    for each in (each for each in contrasts if each["metric"] in metrics):
-        p = "all differences are equal" if each["p"] is None else f"p = {each['p']:.2g}"
-        change = f"{each['value']:+.3g} [{each['low']:+.3g}, {each['high']:+.3g}]"
-        lines.append(f"{each['b']} - {each['a']}, {each['metric']}: {change}, {p}, n = {each['n']}")
-    return "\n".join(lines)
 
 
 # Private, in order of use
@@ -240,15 +171,4 @@ def _cell(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _interval_of(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
     taken = [sample for sample in samples if metric in sample["metrics"]]
     blocks = [sample.get("block") for sample in taken]
-    return interval([sample["metrics"][metric] for sample in taken], None if None in blocks else blocks)
-
-
-@lru_cache(maxsize=8)
-def _drawn(num_units: int, draws: int) -> NDArray[np.float64]:
-    """[draws, num_units] how often each block, or single value, was drawn."""
-    shares = np.full(num_units, 1 / num_units)
-    return np.random.default_rng(0).multinomial(num_units, shares, size=draws).astype(np.float64)
-
-
-def _shown(found: Mapping[str, float] | None) -> str:
-    return "-" if found is None else f"{found['mean']:.3g} [{found['low']:.3g}, {found['high']:.3g}]"
+    return rounded(summary([sample["metrics"][metric] for sample in taken], None if None in blocks else blocks))

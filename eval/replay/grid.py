@@ -7,41 +7,35 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from eval.replay.trace import Trace
+from eval.replay.trace import TraceFacts
 from radix_ext import AdmissionPolicy, DedupPolicy, EvictionPolicy, OrderPolicy, ReplaySettings, TailPolicy
 
 Entry = Mapping[str, Any]
 """A sample, or an entry of the results, with a `cell`."""
-AXES = ("order", "tail", "capacity", "capacity_tokens", "eviction", "admission", "dedup", "window", "threshold", "k")
-DEFAULTS: dict[str, Any] = {
-    "order": "tree",
-    "tail": "rank",
-    "capacity": 0,
-    "capacity_tokens": 0,
-    "eviction": "lru",
-    "admission": "all",
-    "dedup": None,
-    "window": 1000,
-    "threshold": 2,
-    "k": None,
-}
-"""Values of axes that are not given. `dedup` None: off for the retriever's order, as in stock SGLang, else shown."""
+
+
+MAX_VISITS = 64
+"""Bound of the search for an order, as the server's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay's settings, named like the options. None: the setting does not apply; for `k`: all chunks of a request."""
+    """One replay's settings, named like the options, with their defaults.
 
-    order: OrderPolicy
-    tail: TailPolicy | None
-    capacity: int
-    capacity_tokens: int
-    eviction: EvictionPolicy | None
-    admission: AdmissionPolicy
-    dedup: DedupPolicy | None
-    window: int | None
-    threshold: int | None
-    k: int | None
+    None: the setting does not apply; for `k`: all chunks of a request; for a `dedup` that is not given: off for the
+    retriever's order, as in stock SGLang, else shown.
+    """
+
+    order: OrderPolicy = "tree"
+    tail: TailPolicy | None = "rank"
+    capacity: int = 0
+    capacity_tokens: int = 0
+    eviction: EvictionPolicy | None = "lru"
+    admission: AdmissionPolicy = "all"
+    dedup: DedupPolicy | None = None
+    window: int | None = 1000
+    threshold: int | None = 2
+    k: int | None = None
 
     @property
     def label(self) -> dict[str, Any]:
@@ -53,7 +47,8 @@ class Cell:
         """The key of the cell's sample in its run."""
         return "/".join(f"{name}={value}" for name, value in self.label.items() if value is not None)
 
-    def settings(self, *, max_visits: int) -> ReplaySettings:
+    @property
+    def settings(self) -> ReplaySettings:
         """The settings for `radix_ext`; those that do not apply get arbitrary values.
 
         Raises:
@@ -69,8 +64,12 @@ class Cell:
             capacity_tokens=self.capacity_tokens or None,
             window=self.window or 1,
             threshold=self.threshold or 1,
-            max_visits=max_visits,
+            max_visits=MAX_VISITS,
         )
+
+
+DEFAULTS = asdict(Cell())
+AXES = tuple(DEFAULTS)
 
 
 def grid(axes: Mapping[str, Sequence[Any] | None], *, has_conversations: bool) -> list[Cell]:
@@ -95,32 +94,26 @@ def comparison(capacities: Sequence[tuple[int, int]], *, has_conversations: bool
         ("frequency", "promoted", None),
         ("tree", "reused", None),
     ]
-    default = Cell(**DEFAULTS)
     cells = [
-        replace(default, order=order, eviction=eviction, dedup=dedup, capacity=chunks, capacity_tokens=tokens)
+        Cell(order, eviction=eviction, dedup=dedup, capacity=chunks, capacity_tokens=tokens)
         for chunks, tokens in capacities
         for order, eviction, dedup in policies
     ]
     return _distinct(cells, has_conversations=has_conversations)
 
 
-def derived_capacities(trace: Trace) -> tuple[list[tuple[int, int]], str | None]:
+def derived_capacities(facts: TraceFacts) -> tuple[list[tuple[int, int]], str | None]:
     """No limit, a quarter and an eighth of the trace's distinct chunks; in tokens if the trace has lengths.
 
     Sizes that cannot hold the trace's largest request are unrealistic and left out; the returned sentence names them.
     """
-    distinct = {chunk.id: chunk.num_tokens for request in trace.requests for chunk in request.chunks}
-    unit = "tokens" if trace.has_lengths else "chunks"
-    total = sum(distinct.values()) if trace.has_lengths else len(distinct)
-    largest = max(
-        sum(chunk.num_tokens for chunk in request.chunks) if trace.has_lengths else len(request.chunks)
-        for request in trace.counted
-    )
+    unit = "tokens" if facts.has_lengths else "chunks"
+    total = facts.distinct_tokens if facts.has_lengths else facts.distinct_chunks
+    largest = facts.largest_tokens if facts.has_lengths else facts.largest_chunks
     sizes = [total // part for part in (4, 8)]
     small = [f"{size:,}" for size in sizes if size < largest]
     left_out = f"Left out: capacity for {' and '.join(small)} {unit}, since the largest request has {largest:,}."
-    kept = [size for size in sizes if size >= largest]
-    capacities = [(0, size) if trace.has_lengths else (size, 0) for size in kept]
+    capacities = [(0, size) if facts.has_lengths else (size, 0) for size in sizes if size >= largest]
     return [(0, 0), *capacities], left_out if small else None
 
 

@@ -1,124 +1,142 @@
 """Samples of a replay -> shares with intervals and contrasts with the retriever's order: a pure function.
 
-Shares are sums over requests, without the warm-up. Intervals come from a moving-block bootstrap over consecutive requests: they
+Shares are sums over the measured requests. Intervals come from a moving-block bootstrap over consecutive requests: they
 show how much a figure depends on the choice of requests. They do not include other histories of the cache, since every cell is
 replayed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from eval.intervals import moving_block_share
+from eval.replay.bootstrap import moving_block_share
+from eval.replay.cells import CHUNK_COUNTS, TOKEN_COUNTS
+from eval.replay.fused_cell import fused_entry, fused_table
 from eval.replay.grid import baseline_of, craft_of, policy_name
-from eval.replay.verdict import verdict
+from eval.replay.verdict import capacity_name, verdict
 
 Sample = Mapping[str, Any]
 MIN_BLOCKS = 10
 """With fewer there is no interval."""
 METRICS = {"chunks": "saved_share", "tokens": "token_saved_share"}
+COUNTS = {"chunks": CHUNK_COUNTS[1:], "tokens": TOKEN_COUNTS[1:]}
+"""Found cached, left out as shown before, computed again in histories."""
+Share = Callable[..., dict[str, float]]
+"""(sample, counts, unit) -> the counts' share of the unit with its interval."""
 
 
 def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
     """`results` of a replay's record, from the samples taken so far.
 
     Args:
-        spec: `warm_up` requests are not measured; `block` requests form a block of the bootstrap; `worth` is for the verdict;
-            `left_out`: a sentence on sizes that were not replayed, or None.
-        samples: one per cell, and one with `overlap` per k.
+        spec: `block` requests form a block of the bootstrap; `worth` is for the verdict; `left_out`: a sentence on sizes that
+            were not replayed, or None.
+        samples: one per cell, and one with `overlap` per k, as eval/replay/cells.py makes them.
     """
-    shares = _Shares(spec["warm_up"], spec["block"])
+    share = partial(_share, spec["block"])
     cells = [sample for sample in samples if "cell" in sample]
-    contrasts = []
-    for find in (baseline_of, craft_of):
-        for sample in cells:
-            other = find(sample["cell"], cells)
-            contrasts += shares.contrasts(other, sample) if other is not None else []
-    overlap = [shares.overlap(sample) for sample in samples if "overlap" in sample]
+    pairs = [(find(one["cell"], cells), one) for find in (baseline_of, craft_of) for one in cells]
+    overlap = [_overlap(sample, share) for sample in samples if "overlap" in sample]
     results: dict[str, Any] = {
-        "cells": [shares.cell(sample) for sample in cells],
+        "cells": [_cell(sample, share) for sample in cells],
         "overlap": overlap[0] if overlap else None,
         "overlap_by_k": overlap,
-        "contrasts": contrasts,
+        "contrasts": [one for other, cell in pairs if other is not None for one in _contrasts(other, cell, share)],
     }
+    fused = [fused_entry(sample, results["cells"], share) for sample in samples if "fused" in sample]
+    results["tables"] = [_table(results)] if cells else []
+    if fused:
+        results |= {"fused": fused, "tables": [*results["tables"], fused_table(fused)]}
     return results | {"verdict": verdict(results, worth=spec["worth"], left_out=spec.get("left_out"))}
 
 
-class _Shares:
-    """Shares over the requests after the warm-up."""
+def _table(results: Mapping[str, Any]) -> dict[str, Any]:
+    """One row per cell: the settings that differ between cells, then the shares in percent."""
+    cells = results["cells"]
+    differs = [name for name in cells[0]["cell"] if len({cell["cell"][name] for cell in cells} - {None}) > 1]
+    rows = []
+    for one in cells:
+        cell = one["cell"]
+        row = {"capacity": capacity_name(cell)}
+        row |= {name: str(cell[name] or "-") for name in differs if not name.startswith("capacity")}
+        for unit in ("chunk", "token"):
+            if share := one[f"{unit}_hit_rate"]:
+                row[f"{unit}s found"] = f"{share['value']:.1%}"
+                row["95%" if unit == "chunk" else "95% "] = f"{100 * share['low']:.1f}-{100 * share['high']:.1f}"
+        for part in ("conversation_scoped", "history_lost") if "reduction" in one else ():
+            row[part.replace("_", " ")] = f"{one['reduction']['chunks'][part]['value']:.1%}"
+        rows.append(row)
+    notes = [_overlap_note(overlap) for overlap in results["overlap_by_k"] if overlap["estimated_from"]]
+    return {"title": "Shares found cached", "rows": rows, "note": " ".join(notes)}
 
-    def __init__(self, warm_up: int, block: int) -> None:
-        self._warm_up, self._block = warm_up, block
 
-    def cell(self, sample: Sample) -> dict[str, Any]:
-        """An entry of `results["cells"]`."""
-        saved = {unit: (_saved(sample, unit), sample[unit]) for unit in METRICS if sample[unit]}
-        figures: dict[str, Any] = {
-            "cell": sample["cell"],
-            "chunk_hit_rate": self._share(sample["hits"], sample["chunks"]),
-            "token_hit_rate": self._share(sample["token_hits"], sample["tokens"]) if sample["tokens"] else None,
-            "saved": {unit: self._share(*both) for unit, both in saved.items()},
-            "saved_in_second_half": {unit: self._second_half(*both) for unit, both in saved.items()},
+def _overlap_note(overlap: Mapping[str, Any]) -> str:
+    of_first = f" of the first {overlap['k']} chunks" if overlap["k"] else ""
+    return (
+        f"Overlap{of_first}: prefix {overlap['prefix']:.3f}, total {overlap['total']:.3f}, estimated from "
+        f"{overlap['estimated_from']:,} requests, each compared with some 10,000 to 20,000 before it."
+    )
+
+
+def _cell(sample: Sample, share: Share) -> dict[str, Any]:
+    """An entry of `results["cells"]`."""
+    saved = {unit: _saved(sample, unit) for unit in METRICS if sample[unit]}
+    figures: dict[str, Any] = {
+        "cell": sample["cell"],
+        "chunk_hit_rate": share(sample, sample["hits"], "chunks"),
+        "token_hit_rate": share(sample, sample["token_hits"], "tokens") if sample["tokens"] else None,
+        "saved": {unit: share(sample, counts, unit) for unit, counts in saved.items()},
+        "saved_in_second_half": {unit: _second_half(counts, sample[unit]) for unit, counts in saved.items()},
+    }
+    if (
+        sample["cell"]["dedup"] is not None
+    ):  # CRAFT fig. 12's two parts, and the chunks of histories that left the cache
+        names = ("general", "conversation_scoped", "history_lost")
+        figures["reduction"] = {
+            unit: {name: share(sample, sample[counts], unit) for name, counts in zip(names, COUNTS[unit], strict=True)}
+            for unit in saved
         }
-        if sample["cell"]["dedup"] is not None:
-            figures["reduction"] = {unit: self._reduction(sample, unit) for unit in saved}
-        measured = sample["chunks"][self._warm_up :]
-        kept = {name: sample[name] for name in ("num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")}
-        return figures | {"num_requests": len(measured), "num_chunks": sum(measured)} | kept
+    kept = ("num_requests", "num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")
+    return figures | {"num_chunks": sum(sample["chunks"])} | {name: sample[name] for name in kept}
 
-    def contrasts(self, baseline: Sample, other: Sample) -> list[dict[str, Any]]:
-        """The difference of saved shares, `other` less `baseline`, of chunks and, with lengths, of tokens."""
-        found = []
-        for unit, metric in METRICS.items():
-            if not other[unit]:
-                continue
+
+def _contrasts(baseline: Sample, other: Sample, share: Share) -> Iterator[dict[str, Any]]:
+    """The difference of saved shares, `other` less `baseline`, of chunks and, with lengths, of tokens."""
+    for unit, metric in METRICS.items():
+        if other[unit]:
             differences = [b - a for a, b in zip(_saved(baseline, unit), _saved(other, unit), strict=True)]
-            found.append(
-                {
-                    "cell": other["cell"],
-                    "metric": metric,
-                    "a": policy_name(baseline["cell"]),
-                    "b": policy_name(other["cell"]),
-                    "statistic": "difference of shares",
-                    **self._share(differences, other[unit]),
-                    "n": len(other[unit][self._warm_up :]),
-                    "p": None,
-                }
-            )
-        return found
+            yield {
+                "cell": other["cell"],
+                "metric": metric,
+                "a": policy_name(baseline["cell"]),
+                "b": policy_name(other["cell"]),
+                "statistic": "difference of shares",
+                **share(other, differences, unit),
+                "n": other["num_requests"],
+                "p": None,
+            }
 
-    def overlap(self, sample: Sample) -> dict[str, Any]:
-        """CRAFT's prefix and total of the whole trace, and the share of chunks (tokens) retrieved before."""
-        seen = {unit: self._share(sample[f"seen_{unit}"], sample[unit]) for unit in METRICS if sample[unit]}
-        return {
-            "k": sample["k"],
-            **sample["overlap"],
-            "seen_before": seen["chunks"],
-            "seen_before_tokens": seen.get("tokens"),
-        }
 
-    def _reduction(self, sample: Sample, unit: str) -> dict[str, Any]:
-        """CRAFT fig. 12's two parts of the saved chunks, and the chunks computed again because a history left the cache."""
-        parts = zip(("general", "conversation_scoped", "history_lost"), _parts(sample, unit), strict=True)
-        return {name: self._share(counts, sample[unit]) for name, counts in parts}
+def _overlap(sample: Sample, share: Share) -> dict[str, Any]:
+    """CRAFT's prefix and total of the whole trace, and the share of chunks (tokens) retrieved before."""
+    seen = {unit: share(sample, sample[f"seen_{unit}"], unit) for unit in METRICS if sample[unit]}
+    figures = {"seen_before": seen["chunks"], "seen_before_tokens": seen.get("tokens")}
+    return {"k": sample["k"], **sample["overlap"], **figures}
 
-    def _share(self, parts: Sequence[float], wholes: Sequence[float]) -> dict[str, float]:
-        wholes = wholes[self._warm_up :]
-        value, low, high = moving_block_share(parts[self._warm_up :], wholes, block=self._block)
-        return {"value": value, "low": low, "high": high}
 
-    def _second_half(self, parts: Sequence[float], wholes: Sequence[float]) -> float:
-        middle = (self._warm_up + len(wholes)) // 2
-        return sum(parts[middle:]) / max(1, sum(wholes[middle:]))
+def _share(block: int, sample: Sample, parts: Sequence[float], unit: str) -> dict[str, float]:
+    value, low, high = moving_block_share(parts, sample[unit], block=max(1, block // sample["bin"]))
+    return {"value": value, "low": low, "high": high}
+
+
+def _second_half(parts: Sequence[float], wholes: Sequence[float]) -> float:
+    middle = len(wholes) // 2
+    return sum(parts[middle:]) / max(1, sum(wholes[middle:]))
 
 
 def _saved(sample: Sample, unit: str) -> list[int]:
-    """Per request: prefix hits and chunks left out as already shown, less chunks that are computed again."""
-    return [hits + dropped - lost for hits, dropped, lost in zip(*_parts(sample, unit), strict=True)]
-
-
-def _parts(sample: Sample, unit: str) -> tuple[list[int], list[int], list[int]]:
-    names = ("hits", "dropped", "lost") if unit == "chunks" else ("token_hits", "dropped_tokens", "lost_tokens")
-    hits, dropped, lost = (sample[name] for name in names)
-    return hits, dropped, lost
+    """Per bin: prefix hits and chunks left out as already shown, less chunks that are computed again."""
+    counts = zip(*(sample[name] for name in COUNTS[unit]), strict=True)
+    return [hits + dropped - lost for hits, dropped, lost in counts]

@@ -46,27 +46,7 @@ def verdict(results: Results, *, worth: float, left_out: str | None = None) -> l
 
     `left_out`: a sentence on sizes that were not replayed.
     """
-    unit = "tokens" if any("tokens" in cell["saved"] for cell in results["cells"]) else "chunks"
-    metric = "token_saved_share" if unit == "tokens" else "saved_share"
-    contrasts = [contrast for contrast in results["contrasts"] if contrast["metric"] == metric]
-    ours = [c for c in contrasts if c["cell"]["order"] == "tree" and not _is_against_craft(c)]
-    against_craft = [contrast for contrast in contrasts if _is_against_craft(contrast)]
-    if not ours:
-        return []
-    varied = [name for name in _POLICIES if len({contrast["cell"][name] for contrast in ours} - {None}) > 1]
-    judged = [contrast for contrast in ours if _is_like_with_like(contrast["cell"], results["cells"])]
-    is_settled = bool(judged) and all(answer(contrast, worth=worth) == "not worth it" for contrast in judged)
-    is_hopeless = is_settled and _repeats_less_than(worth, results["overlap_by_k"], unit)
-    return [
-        *(_dropped(c, results["cells"], unit, varied) for c in contrasts if c["cell"]["order"] == "retriever"),
-        *(_found(contrast, against_craft, results["cells"], unit, varied) for contrast in ours),
-        *([left_out] if left_out else []),
-        *(_at_most(overlap, unit) for overlap in results["overlap_by_k"]),
-        *([_CONVERSATIONS] if "reduction" in results["cells"][0] else []),
-        *_warnings(ours[0]["n"], results["cells"]),
-        *(_answers(judged, worth, varied) if judged else [_NO_VERDICT]),
-        *([_NOTHING_TWICE] if is_hopeless else _LIMITS),
-    ]
+    return _Verdict(results, worth).sentences(left_out)
 
 
 def answer(contrast: Mapping[str, Any], *, worth: float) -> str:
@@ -86,58 +66,111 @@ def capacity_name(cell: Mapping[str, Any]) -> str:
     return f"capacity for {cell['capacity']:,} chunks" if cell["capacity"] else "unlimited capacity"
 
 
-def _is_like_with_like(cell: Mapping[str, Any], cells: Sequence[Results]) -> bool:
-    baseline = baseline_of(cell, cells)
-    return baseline is not None and baseline["cell"]["dedup"] == cell["dedup"]
+class _Verdict:
+    def __init__(self, results: Results, worth: float) -> None:
+        self._cells: Sequence[Results] = results["cells"]
+        self._overlaps: Sequence[Results] = results["overlap_by_k"]
+        self._worth = worth
+        self._unit = "tokens" if any("tokens" in cell["saved"] for cell in self._cells) else "chunks"
+        metric = "token_saved_share" if self._unit == "tokens" else "saved_share"
+        contrasts = [one for one in results["contrasts"] if one["metric"] == metric]
+        self._to_craft = [one for one in contrasts if one["a"].split()[0] == "frequency"]
+        self._ours = [one for one in contrasts if one["cell"]["order"] == "tree" and one not in self._to_craft]
+        self._dropping = [one for one in contrasts if one["cell"]["order"] == "retriever"]
+        self._varied = [name for name in _POLICIES if len({one["cell"][name] for one in self._ours} - {None}) > 1]
 
+    def sentences(self, left_out: str | None) -> list[str]:
+        if not self._ours:
+            return []
+        judged = [one for one in self._ours if self._stock(one["cell"])["cell"]["dedup"] == one["cell"]["dedup"]]
+        is_settled = bool(judged) and all(answer(one, worth=self._worth) == "not worth it" for one in judged)
+        highs = [self._seen(overlap)["high"] for overlap in self._overlaps]
+        is_hopeless = is_settled and all(high < self._worth or high == 0 for high in highs)
+        return [
+            *map(self._dropped, self._dropping),
+            *map(self._found, self._ours),
+            *([left_out] if left_out else []),
+            *map(self._at_most, self._overlaps),
+            *([_CONVERSATIONS] if "reduction" in self._cells[0] else []),
+            *_warnings(self._ours[0]["n"], self._cells),
+            *(self._answers(judged) if judged else [_NO_VERDICT]),
+            *([_NOTHING_TWICE] if is_hopeless else _LIMITS),
+        ]
 
-def _is_against_craft(contrast: Mapping[str, Any]) -> bool:
-    return bool(contrast["a"].split()[0] == "frequency")
+    def _dropped(self, contrast: Results) -> str:
+        """A sentence on the gain of deduplication by the application, which does not need our plugin."""
+        cell = contrast["cell"]
+        return (
+            f"{self._start(cell)}: {_name(cell)} saves {self._value(self._of(cell))} of {_WHAT[self._unit]}, "
+            f"{self._value(self._stock(cell))} without that: deduplication alone gains {_points(contrast)}."
+        )
 
+    def _found(self, contrast: Results) -> str:
+        cell = contrast["cell"]
+        stock, ours, craft = self._stock(cell), self._of(cell), craft_of(cell, self._cells)
+        also = f", CRAFT's order {self._value(craft)}" if craft else ""
+        to_craft = "".join(f"; to CRAFT's order {_points(one)}" for one in self._to_craft if one["cell"] == cell)
+        halves = [f"{other['saved_in_second_half'][self._unit]:.1%}" for other in (stock, ours)]
+        verb = "saves" if "reduction" in ours else "finds"
+        return (
+            f"{self._start(cell)}: {_name(stock['cell'])} {verb} {self._value(stock)} of {_WHAT[self._unit]}{also}, "
+            f"ours {self._value(ours)}{self._parts(ours)}; difference {_points(contrast)}{to_craft}. "
+            f"Second half alone: {halves[0]} and {halves[1]}."
+        )
 
-def _repeats_less_than(worth: float, overlap_by_k: Sequence[Mapping[str, Any]], unit: str) -> bool:
-    highs = [_seen_before(overlap, unit)["high"] for overlap in overlap_by_k]
-    return all(high < worth or high == 0 for high in highs)
+    def _parts(self, cell: Results) -> str:
+        """With conversations: the shares found by the order, saved by deduplication, and lost with histories."""
+        if "reduction" not in cell:
+            return ""
+        found = {name: f"{share['value']:.1%}" for name, share in cell["reduction"][self._unit].items()}
+        return (
+            f" ({found['general']} as prefixes, {found['conversation_scoped']} left out as shown before, "
+            f"{found['history_lost']} computed again in histories that left the cache)"
+        )
 
+    def _at_most(self, overlap: Results) -> str:
+        first = f" of the first {overlap['k']} of each request" if overlap["k"] else ""
+        seen = self._seen(overlap)["value"]
+        return f"Reuse at any position, with unlimited capacity, could find at most {seen:.1%}{first}."
 
-def _seen_before(overlap: Mapping[str, Any], unit: str) -> Mapping[str, float]:
-    found: Mapping[str, float] = overlap["seen_before_tokens" if unit == "tokens" else "seen_before"]
-    return found
+    def _answers(self, judged: Sequence[Results]) -> list[str]:
+        """The verdict, grouping replays with the same one."""
+        replays: dict[str, list[str]] = {}
+        for one in judged:
+            replays.setdefault(answer(one, worth=self._worth), []).append(self._where(one["cell"]))
+        said = [f"{text.upper()} with {'; with '.join(where)}" for text, where in replays.items()]
+        num_requests, bound = judged[0]["n"], f"{100 * self._worth:.1f} points"
+        few = f" on only {num_requests} requests" if num_requests < SHORT_TRACE else ""
+        stock = "stock with the same deduplication" if judged[0]["cell"]["dedup"] else "stock"
+        return [
+            f"Verdict{few}: {'. '.join(said)}.",
+            f"Worth it: the whole interval is at least {bound} above {stock}; "
+            f"not worth it: all of it is below {bound} (--worth).",
+        ]
 
+    def _of(self, cell: Results) -> Results:
+        return next(other for other in self._cells if other["cell"] == cell)
 
-def _dropped(contrast: Mapping[str, Any], cells: Sequence[Results], unit: str, varied: Sequence[str]) -> str:
-    """A sentence on the gain of deduplication by the application, which does not need our plugin."""
-    cell = contrast["cell"]
-    without = baseline_of(cell, cells)
-    shown = next(other for other in cells if other["cell"] == cell)
-    assert without is not None
-    return (
-        f"{_sentence_start(cell, varied)}: {_name(cell)} saves {_value(shown, unit)} of {_WHAT[unit]}, "
-        f"{_value(without, unit)} without that: deduplication alone gains {_points(contrast)}."
-    )
+    def _stock(self, cell: Results) -> Results:
+        stock = baseline_of(cell, self._cells)
+        assert stock is not None
+        return stock
 
+    def _value(self, cell: Results) -> str:
+        return f"{cell['saved'][self._unit]['value']:.1%}"
 
-def _found(
-    contrast: Mapping[str, Any],
-    against_craft: Sequence[Mapping[str, Any]],
-    cells: Sequence[Results],
-    unit: str,
-    varied: Sequence[str],
-) -> str:
-    cell = contrast["cell"]
-    stock = baseline_of(cell, cells)
-    ours = next(other for other in cells if other["cell"] == cell)
-    craft = craft_of(cell, cells)
-    assert stock is not None
-    also = f", CRAFT's order {_value(craft, unit)}" if craft else ""
-    to_craft = "".join(f"; to CRAFT's order {_points(one)}" for one in against_craft if one["cell"] == cell)
-    halves = [f"{other['saved_in_second_half'][unit]:.1%}" for other in (stock, ours)]
-    name, verb = _name(stock["cell"]), "saves" if "reduction" in ours else "finds"
-    return (
-        f"{_sentence_start(cell, varied)}: {name} {verb} {_value(stock, unit)} of {_WHAT[unit]}{also}, "
-        f"ours {_value(ours, unit)}{_of_conversations(ours, unit)}; difference {_points(contrast)}{to_craft}. "
-        f"Second half alone: {halves[0]} and {halves[1]}."
-    )
+    def _seen(self, overlap: Results) -> Results:
+        found: Results = overlap["seen_before_tokens" if self._unit == "tokens" else "seen_before"]
+        return found
+
+    def _where(self, cell: Results) -> str:
+        """The capacity, and the policies in which the replays differ."""
+        policies = [f"{name} {cell[name]}" for name in self._varied if cell[name] is not None]
+        return ", ".join([capacity_name(cell), *policies])
+
+    def _start(self, cell: Results) -> str:
+        where = self._where(cell)
+        return where[0].upper() + where[1:]
 
 
 def _name(cell: Mapping[str, Any]) -> str:
@@ -148,53 +181,6 @@ def _name(cell: Mapping[str, Any]) -> str:
 def _points(contrast: Mapping[str, Any]) -> str:
     low, value, high = (f"{100 * contrast[side]:+.1f}" for side in ("low", "value", "high"))
     return f"{value} points, 95% interval [{low}, {high}]"
-
-
-def _value(cell: Results, unit: str) -> str:
-    return f"{cell['saved'][unit]['value']:.1%}"
-
-
-def _of_conversations(cell: Results, unit: str) -> str:
-    """With conversations: the shares found by the order, saved by deduplication, and lost with histories."""
-    if "reduction" not in cell:
-        return ""
-    found = {name: f"{share['value']:.1%}" for name, share in cell["reduction"][unit].items()}
-    return (
-        f" ({found['general']} as prefixes, {found['conversation_scoped']} left out as shown before, "
-        f"{found['history_lost']} computed again in histories that left the cache)"
-    )
-
-
-def _at_most(overlap: Mapping[str, Any], unit: str) -> str:
-    seen = _seen_before(overlap, unit)["value"]
-    first = f" of the first {overlap['k']} of each request" if overlap["k"] else ""
-    return f"Reuse at any position, with unlimited capacity, could find at most {seen:.1%}{first}."
-
-
-def _where(cell: Mapping[str, Any], varied: Sequence[str]) -> str:
-    """The capacity, and the policies in which the replays differ."""
-    return ", ".join([capacity_name(cell), *(f"{name} {cell[name]}" for name in varied if cell[name] is not None)])
-
-
-def _sentence_start(cell: Mapping[str, Any], varied: Sequence[str]) -> str:
-    where = _where(cell, varied)
-    return where[0].upper() + where[1:]
-
-
-def _answers(judged: Sequence[Mapping[str, Any]], worth: float, varied: Sequence[str]) -> list[str]:
-    """The verdict, grouping replays with the same one."""
-    replays: dict[str, list[str]] = {}
-    for contrast in judged:
-        replays.setdefault(answer(contrast, worth=worth), []).append(_where(contrast["cell"], varied))
-    said = [f"{text.upper()} with {'; with '.join(where)}" for text, where in replays.items()]
-    num_requests = judged[0]["n"]
-    few = f" on only {num_requests} requests" if num_requests < SHORT_TRACE else ""
-    bound = f"{100 * worth:.1f} points"
-    stock = "stock with the same deduplication" if judged[0]["cell"]["dedup"] else "stock"
-    return [
-        f"Verdict{few}: {'. '.join(said)}.",
-        f"Worth it: the whole interval is at least {bound} above {stock}; not worth it: all of it is below {bound} (--worth).",
-    ]
 
 
 def _warnings(num_requests: int, cells: Sequence[Results]) -> list[str]:

@@ -1,1 +1,1 @@
-"""Measures servers under load, interleaved on one machine: `python -m eval serve` and `sensitivity`."""
+"""Measures servers under load, interleaved on one machine: `python -m eval serve`."""

@@ -16,16 +16,14 @@ import re
 import subprocess
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
 
 from eval.errors import CommandError
 from eval.serve.contextpilot_adapter import ContextPilotReorderer, contextpilot_missing
-
-if TYPE_CHECKING:
-    from eval.task import Request, TextChunk
 
 Route = Literal["rag", "chat"]
 EVERY_SERVER = ("--enable-cache-report", "--sleep-on-idle")
@@ -58,32 +56,18 @@ class Arm:
         return "reuse" in self.body
 
 
-class Reorderer(Protocol):
-    """Orders a request's chunks before they are sent. One instance serves all requests of one arm, in their order."""
-
-    def order(self, request: Request) -> Sequence[TextChunk]:
-        """A permutation of the request's chunks, repeated ones included. Blocks for milliseconds."""
-
-    def counts(self) -> dict[str, int]:
-        """Counts so far, for the record."""
-
-    def close(self) -> None:
-        """Stop the processes that it started."""
-
-
 def _ours(name: str, summary: str, *flags: str, policy: str = "lpm") -> Arm:
     return Arm(name, summary, ("--schedule-policy", policy, *flags))
 
 
-def _stock(name: str, summary: str, *flags: str, adapter: str | None = None) -> Arm:
-    return Arm(name, summary, ("--stock", *flags), route="chat", adapter=adapter)
+def _stock(name: str, summary: str, *flags: str, policy: str = "lpm", adapter: str | None = None) -> Arm:
+    return Arm(name, summary, ("--stock", "--schedule-policy", policy, *flags), route="chat", adapter=adapter)
 
 
-def _fused(name: str, summary: str, selector: str, ratio: float, *, order: str = "retriever") -> Arm:
-    # Only `context` and `h2o` read the scores that a chunk gets when it enters the store, and scoring costs a prefill.
-    scoring = () if selector in ("context", "h2o") else ("--chunkcache-scoring", "off")
-    body = {"reuse": {"mode": "fused", "selector": selector, "ratio": ratio}, "order": order}
-    return Arm(name, summary, ("--schedule-policy", "lpm", "--reuse", "fused", *scoring), body=body)
+def _fused(name: str, summary: str, *flags: str, order: str | None = None, **reuse: Any) -> Arm:
+    """A server with `--reuse fused`. What `flags` and the request's `reuse` leave out is the server's default."""
+    body = {"reuse": {"mode": "fused", **reuse}} | ({} if order is None else {"order": order})
+    return Arm(name, summary, ("--schedule-policy", "lpm", "--reuse", "fused", *flags), body=body)
 
 
 CRAFT = (
@@ -96,51 +80,50 @@ CRAFT = (
     *("--chunkcache-routing", "round_robin"),
 )
 """CRAFT sections 4 and 5. Values equal to our defaults are listed too, since the paper's do not change with ours."""
+NO_PASS_LIMIT = ("--chunkcache-max-pass-tokens", "10000000")
+"""More tokens than any context: KV deviation is measured over the whole moved region, which the default budget would cut."""
+CACHEBLEND = {"selector": "deviation", "ratio": 0.15}
+CACHE_CRAFT = {"selector": "context", "ratio": 0.15}
+
+PYTHON_TREE = ("--radix-cache-backend", "python_radix")
 
 ARMS = {
     arm.name: arm
     for arm in (
-        _stock("no-cache", "stock SGLang without prefix caching", "--disable-radix-cache"),
-        _stock("stock-fcfs", "stock SGLang, radix cache, first come first served", "--schedule-policy", "fcfs"),
-        _stock("stock-lpm", "stock SGLang, radix cache, longest prefix first", "--schedule-policy", "lpm"),
+        _stock("no-cache", "stock SGLang without prefix caching", "--disable-radix-cache", policy="fcfs"),
+        _stock("stock-fcfs", "stock SGLang, radix cache, first come first served", policy="fcfs"),
+        _stock("stock-lpm", "stock SGLang, radix cache, longest prefix first"),
+        _stock("stock-python-tree", "stock SGLang, its Python radix tree, from which ours derives", *PYTHON_TREE),
+        _stock("stock-hicache", "stock SGLang with HiCache, a tier in host memory", "--enable-hierarchical-cache"),
+        _stock("lmcache", "stock SGLang with LMCache's prefix tier", "--enable-lmcache"),
+        _stock("contextpilot", "ContextPilot reorders in the client, stock SGLang serves", adapter="contextpilot"),
         _ours("craft", "CRAFT to the letter: frequency order, promoted admission and eviction", *CRAFT, policy="fcfs"),
         _ours("ours", "our defaults, longest prefix first"),
         _ours("ours-fcfs", "our defaults, first come first served", policy="fcfs"),
-        _fused("fused", "ours, and moved chunks with 15% recomputed by the question", "query", 0.15, order="tree"),
-        _fused("cacheblend", "CacheBlend: moved chunks, 15% recomputed by KV deviation", "deviation", 0.15),
-        _fused("craft+cacheblend", "CacheBlend in CRAFT's order (CRAFT fig. 16)", "deviation", 0.15, order="frequency"),
-        _fused("cache-craft", "Cache-Craft: moved chunks, 15% recomputed by context scores", "context", 0.15),
-        _fused("epic", "EPIC: moved chunks, the first 15% of each recomputed", "first", 0.15),
-        _fused("full-reuse", "moved chunks, nothing recomputed", "none", 0.0),
-        _stock(
-            "contextpilot",
-            "ContextPilot reorders in the client, stock SGLang serves",
-            *("--schedule-policy", "lpm"),
-            adapter="contextpilot",
+        _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
+        _fused("fused-unscored", "the same without scores", "--chunkcache-scoring", "off"),
+        _fused("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, order="retriever", **CACHEBLEND),
+        _fused("craft+cacheblend", "in CRAFT's order (fig. 16)", *NO_PASS_LIMIT, order="frequency", **CACHEBLEND),
+        _fused(
+            "cache-craft", "Cache-Craft without focus: 15% by context", order="retriever", focus=False, **CACHE_CRAFT
         ),
-        _stock("lmcache", "stock SGLang with LMCache's prefix tier", "--schedule-policy", "lpm", "--enable-lmcache"),
+        _fused("cache-craft-focus", "with focus, so less: see recomputed_share", order="retriever", **CACHE_CRAFT),
+        _fused("epic", "EPIC: the first 15% of each", order="retriever", selector="first", ratio=0.15),
+        _fused("full-reuse", "moved chunks, nothing recomputed", order="retriever", selector="none", ratio=0.0),
     )
 }
-"""Name -> arm, stock SGLang first."""
+"""Name -> arm, stock SGLang first. Arms of ours run the shipped defaults; the name says what differs. Percentages are shares of
+moved tokens that are recomputed."""
 
 
 def add_arm_options(parser: ArgumentParser, *, default: Sequence[str]) -> None:
     """Add `--arms` and the options of adapters."""
     known = "\n".join(f"{name}: {arm.summary};" for name, arm in ARMS.items())
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        default=list(default),
-        metavar="ARM",
-        help=f"what is compared (default: {' '.join(default)}). {known} or NAME=URL[,chat|rag] for a server that "
-        "already runs".replace("%", "%%"),
-    )
-    parser.add_argument(
-        "--contextpilot-python",
-        type=Path,
-        metavar="PATH",
-        help="a Python in which contextpilot is installed, if it is not in this one",
-    )
+    arms = f"what is compared (default: {' '.join(default)}). {known} or NAME=URL[,chat|rag] for a server that already runs"
+    python = "a Python in which contextpilot is installed, if it is not in this one"
+    add = parser.add_argument
+    add("--arms", nargs="+", default=list(default), metavar="ARM", help=arms.replace("%", "%%"))
+    add("--contextpilot-python", type=Path, metavar="PATH", help=python)
 
 
 def parse_arms(texts: Sequence[str]) -> list[Arm]:
@@ -178,35 +161,25 @@ def server_flags(arm: Arm, common: Sequence[str]) -> list[str]:
     return [*arm.flags, *(flag for flag in EVERY_SERVER if flag not in common), *common]
 
 
-def request_body(arm: Arm, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The fields added to each request: the arm's body, and those of `extra` that apply to the arm.
-
-    `extra["reuse"]` overrides single fields, and only of arms that move KV: a swept ratio does not apply to the others.
-    """
-    body = dict(arm.body)
-    for key, value in (extra or {}).items():
-        if key != "reuse":
-            body[key] = value
-        elif arm.is_fused:
-            body["reuse"] = {**body["reuse"], **value}
-    return body
+def request_body(arm: Arm, extra: Mapping[str, Any], reuse: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields added to each request: the arm's body and `extra`; `reuse` changes that of arms that move KV only."""
+    body = {**arm.body, **extra}
+    return body | {"reuse": {**body["reuse"], **reuse}} if arm.is_fused else body
 
 
 def skip_reason(arm: Arm, *, contextpilot_python: Path | None = None) -> str | None:
     """Why this arm cannot run here, or None. Looks for packages and a GPU; starts no server."""
     if arm.adapter == "contextpilot":
         return contextpilot_missing(contextpilot_python)
-    if arm.name == "lmcache" and arm.url is None:
+    if arm.url is None and arm.name == "stock-hicache" and not _has_gpu():
+        return "HiCache copies KV with CUDA kernels, and nvidia-smi finds no GPU here"
+    if arm.url is None and arm.name == "lmcache":
         return _lmcache_missing()
     return None
 
 
-def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> Reorderer | None:
-    """A fresh reorderer for one pass over the requests; None for an arm without adapter.
-
-    Raises:
-        CommandError: `skip_reason`'s.
-    """
+def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> ContextPilotReorderer | None:
+    """A fresh reorderer for one pass over the requests; None for an arm without adapter. Raises CommandError: `skip_reason`'s."""
     if arm.adapter is None:
         return None
     if reason := skip_reason(arm, contextpilot_python=contextpilot_python):
@@ -218,10 +191,14 @@ def _lmcache_missing() -> str | None:
     """LMCache needs CUDA for its kernels, must be importable by SGLang, and stores KV in a process that the user starts."""
     if importlib.util.find_spec("lmcache") is None:
         return "lmcache is not installed: pip install lmcache into SGLang's environment, on a machine with CUDA"
-    try:
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
+    if not _has_gpu():
         return "lmcache needs CUDA, and nvidia-smi finds no GPU here"
     if not {"LMCACHE_MP_HOST", "LMCACHE_CONFIG_FILE"} & os.environ.keys():
         return "lmcache needs a running `lmcache server`, and its address in LMCACHE_MP_HOST and LMCACHE_MP_PORT (5555)"
     return None
+
+
+def _has_gpu() -> bool:
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False, timeout=20).returncode == 0
+    return False

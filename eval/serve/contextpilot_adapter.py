@@ -26,7 +26,7 @@ IMPORT = "from contextpilot.server.live_index import ContextPilot"
 
 
 class ContextPilotReorderer:
-    """The online use of ContextPilot: each request is reordered by the index of earlier requests.
+    """The online use of ContextPilot: each request is reordered by the index of earlier requests. One instance serves one arm.
 
     Args:
         python: a Python in which contextpilot is installed; None: this one.
@@ -35,7 +35,8 @@ class ContextPilotReorderer:
     def __init__(self, python: Path | None = None) -> None:
         self._command = [str(python or sys.executable), str(WORKER)]
         self._child: subprocess.Popen[str] | None = None
-        self._counts = {"reordered": 0, "errors": 0}
+        self.counts = {"reordered": 0, "errors": 0}
+        """Requests sent in another order than the retriever's, and requests on which it failed."""
         self.errors: dict[str, int] = {}
         """Error -> its count."""
 
@@ -50,16 +51,12 @@ class ContextPilotReorderer:
         if "error" not in answer and sorted(ordered) != sorted(ids):
             answer = {"error": "other chunks came back than were sent"}
         if "error" in answer:
-            self._counts["errors"] += 1
+            self.counts["errors"] += 1
             self.errors[answer["error"]] = self.errors.get(answer["error"], 0) + 1
             return request.chunks
-        self._counts["reordered"] += ordered != ids
+        self.counts["reordered"] += ordered != ids
         # It treats a request as a set: repeated chunks are put after the others.
         return [*(first[i] for i in ordered), *(chunk for chunk in request.chunks if first[chunk.id] is not chunk)]
-
-    def counts(self) -> dict[str, int]:
-        """`reordered`: requests sent in another order than the retriever's; `errors`: requests on which it failed."""
-        return dict(self._counts)
 
     def close(self) -> None:
         """End the child."""

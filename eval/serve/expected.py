@@ -1,16 +1,20 @@
-"""The hit share that a replay expects of an arm in a cell, computed by the server's own parts without a server.
+"""The chunks that an arm's server found cached, and those that a replay of the same requests expects, without a server.
 
-Only for arms whose server runs our cache with exact reuse. Two simplifications: requests are replayed one after the other in
-their order, while a server has several in flight; and the pool is taken to hold a number of chunks, while it also holds questions
-and answers. The figure is reported with the measured one to show how close a replay comes to a server.
+A replay is computed by the server's own parts, for arms whose server runs our cache with exact reuse. Two simplifications:
+requests are replayed one after the other in their order, while a server has several in flight; and the pool is taken to hold a
+number of chunks, while it also holds questions and answers. Both figures together show how close a replay comes to a server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress, pairwise
-from typing import TYPE_CHECKING
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any
 
+from eval.serve.server_pool import key_of
+from eval.serve.workload import predecessors
 from radix_ext import Chunk, ChunkId, ReplaySettings, replay_trace
 from sglang_chunkcache import ChunkCacheConfig
 
@@ -18,6 +22,33 @@ if TYPE_CHECKING:
     from eval.serve.arms import Arm
     from eval.serve.plan import Cell
     from eval.task import Request, TextChunk
+
+Sample = Mapping[str, Any]
+
+
+def hit_shares(
+    samples: Sequence[Sample], arm: Arm, cell: Cell, servers: Mapping[str, Mapping[str, Any]]
+) -> dict[str, float | None]:
+    """`hit_share`, `expected_hit_share` and `pool_chunks` of the arm's answered requests in the cell; None if unknown.
+
+    Args:
+        samples: of answered requests, in the order of sending.
+        servers: the servers' descriptions of themselves, with `flags` and `max_total_num_tokens`.
+    """
+    by_id = {request.id: request for request in cell.requests}
+    sent = replace(cell, requests=[by_id[sample["request"]] for sample in samples])
+    firsts = compress(zip(samples, sent.requests, strict=True), _first_turns(sent.requests))
+    server = servers.get(str(key_of(arm, cell)), {})
+    pool_chunks = _pool_chunks(samples, server)
+    expected = expected_hit_share(
+        arm,
+        sent,
+        flags=server.get("flags", ()),
+        warm_up=sum(sample["warm_up"] for sample in samples),
+        capacity=pool_chunks,
+    )
+    measured = _hit_share([(sample, request) for sample, request in firsts if not sample["warm_up"]])
+    return {"hit_share": measured, "expected_hit_share": expected, "pool_chunks": pool_chunks}
 
 
 def expected_hit_share(
@@ -41,50 +72,50 @@ def expected_hit_share(
     conversations = [request.conversation for request in cell.requests]
     settings = replay_settings(flags, capacity=capacity)
     replayed = replay_trace(requests, settings, conversations=conversations).requests
-    counts = list(compress(replayed[warm_up:], first_turns(cell.requests)[warm_up:]))
+    counts = list(compress(replayed[warm_up:], _first_turns(cell.requests)[warm_up:]))
     num_chunks = sum(count.num_chunks for count in counts)
     return sum(count.num_hits for count in counts) / num_chunks if num_chunks else None
 
 
-def first_turns(requests: Sequence[Request]) -> list[bool]:
-    """For each request whether it is a single request or the first turn of its conversation here.
-
-    A later turn's chunks come after a history, where no other request matches them; the server then counts the first turn's.
-    """
-    begun: set[str] = set()
-    firsts = []
-    for request in requests:
-        firsts.append(request.conversation not in begun)
-        if request.conversation is not None:
-            begun.add(request.conversation)
-    return firsts
-
-
 def replay_settings(flags: Sequence[str], *, capacity: int | None) -> ReplaySettings:
-    """The launcher's flags, `--flag value` or `--flag=value`, as a replay's settings. The last of a repeated flag counts."""
-    default = ChunkCacheConfig()
-    given = {}
-    for flag, following in pairwise([*flags, ""]):
-        name, equals, text = flag.partition("=")
-        given[name] = text if equals else following
-
-    def value(name: str) -> str:
-        return given.get("--chunkcache-" + name.replace("_", "-"), str(getattr(default, name)))
-
+    """The launcher's flags as a replay's settings."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for field in fields(ChunkCacheConfig):
+        parser.add_argument("--chunkcache-" + field.name.replace("_", "-"), dest=field.name, default=field.default)
+    settings = parser.parse_known_args(flags)[0]
     return ReplaySettings(
-        order=value("order"),  # type: ignore[arg-type]
-        tail=value("tail"),  # type: ignore[arg-type]
-        eviction=value("eviction"),  # type: ignore[arg-type]
-        admission=value("admission"),  # type: ignore[arg-type]
-        dedup="off" if value("dedup") == "off" else "shown",  # in a replay turns never leave the prompt
+        order=settings.order,
+        tail=settings.tail,
+        eviction=settings.eviction,
+        admission=settings.admission,
+        dedup="off" if settings.dedup == "off" else "shown",  # in a replay turns never leave the prompt
         capacity=capacity,
         capacity_tokens=None,
-        window=int(value("window_requests")),
-        threshold=int(value("promotion_threshold")),
-        max_visits=int(value("max_search_visits")),
+        window=int(settings.window_requests),
+        threshold=int(settings.promotion_threshold),
+        max_visits=int(settings.max_search_visits),
     )
+
+
+def _first_turns(requests: Sequence[Request]) -> list[bool]:
+    """A later turn's chunks come after a history, where no request matches them; the server then counts the first turn's."""
+    return [before < 0 for before in predecessors(requests)]
 
 
 def _chunk(system: int, chunk: TextChunk) -> Chunk:
     """Words are used as tokens: an order that weighs chains only needs their proportion."""
     return Chunk(ChunkId(f"{system}\0{chunk.id}"), max(1, len(chunk.text.split())))
+
+
+def _hit_share(taken: Sequence[tuple[Sample, Request]]) -> float | None:
+    """Chunks that the server found cached over distinct chunks; None if the server does not report them."""
+    told = [(s, request) for s, request in taken if (s.get("chunkcache") or {}).get("chunks_hit") is not None]
+    num_chunks = sum(len({chunk.id for chunk in request.chunks}) for _, request in told)
+    return sum(sample["chunkcache"]["chunks_hit"] for sample, _ in told) / num_chunks if num_chunks else None
+
+
+def _pool_chunks(samples: Sequence[Sample], server: Mapping[str, Any]) -> int | None:
+    """Capacity of the server's pool in chunks, each with its share of its request's other tokens; None if unknown."""
+    pool, counted = server.get("max_total_num_tokens"), [s for s in samples if s["prompt_tokens"] and s["num_chunks"]]
+    tokens = sum(sample["prompt_tokens"] + (sample["completion_tokens"] or 0) for sample in counted)
+    return max(1, int(pool * sum(sample["num_chunks"] for sample in counted) / tokens)) if pool and tokens else None

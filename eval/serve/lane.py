@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eval.serve.arms import Arm, create_reorderer, request_body
-from eval.serve.client import Answer, Message, open_session, send
-from eval.serve.latency import cached_tokens
+from eval.serve.arms import ARMS, Arm, create_reorderer, request_body
+from eval.serve.bystanders import bystanders
+from eval.serve.client import Answer, Message, open_session, send, user_message
+from eval.serve.latency import cached_tokens, lane_name, moved_tokens
 from eval.serve.plan import Cell, Plan
-from eval.serve.workload import Load, arrivals
-
-if TYPE_CHECKING:
-    from eval.task import Request
+from eval.serve.server_pool import ServerPool, key_of
+from eval.serve.workload import Load, arrivals, predecessors
+from eval.stats import quantile
 
 Sample = dict[str, Any]
 MAX_NEW_TOKENS = 8
@@ -32,40 +33,52 @@ class Lane:
 
     Args:
         arm, cell, plan: what is measured.
-        url: the server's root.
-        model: the model's name in requests.
-        reports_cache: whether a missing count of cached tokens means zero.
-        session: part of the conversations' ids, so that no other cell or run continues them.
+        servers: starts the arm's server if it does not run.
     """
 
-    def __init__(
-        self, arm: Arm, cell: Cell, plan: Plan, *, url: str, model: str, reports_cache: bool, session: str
-    ) -> None:
-        self.arm, self.cell, self.url = arm, cell, url
-        self._plan, self._session, self._reports_cache = plan, session, reports_cache
-        self._body = {"model": model} | request_body(arm, {**plan.body, **cell.body})
+    def __init__(self, arm: Arm, cell: Cell, plan: Plan, servers: ServerPool) -> None:
+        self.arm, self.cell, self._plan = arm, cell, plan
+        self.name, self.server = lane_name(cell.label, arm.name), key_of(arm, cell)
+        self.url = servers.open(self.server, arm)
+        self._reports_cache = servers.reports_cache(self.server)
+        self._session = uuid.uuid4().hex[:8]
+        """Part of the conversations' ids, so that no other cell or run continues them."""
+        self._body = {"model": servers.model(self.server)} | request_body(arm, plan.body, cell.reuse)
         self._reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
         self._offsets = arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
-        self._before = _predecessors(cell.requests)
+        self._before = predecessors(cell.requests)
         self._histories: dict[str, list[Message]] = {}
         self.clock_s = 0.0
         """Seconds that this lane has been under load."""
+        self.num_answers, self.ttft_s = 0, 0.0
+        """Answers of this process, warm-up included, and the sum of their times to first token."""
 
     async def run(self, numbers: Sequence[int]) -> list[Sample]:
-        """Send these requests of the cell, each turn after its predecessor; returns their samples in order."""
-        start = time.perf_counter()
-        taken = await self._send_all(numbers, self.cell.load, self._offsets)
+        """Send these requests of the cell, each turn after its predecessor; returns their samples in order.
+
+        With bystanders one more sample follows, of their block. Raises CommandError if a bystander fails.
+        """
+        async with bystanders(self._plan.bystanders, self.url, timeout_s=self._plan.timeout_s) as gaps:
+            start = time.perf_counter()
+            taken = await self._send_all(numbers, self.cell.load, self._offsets)
+            loaded_s = time.perf_counter() - start
         samples = [self._sample(number, *taken[number], start) for number in numbers]
-        self.clock_s += time.perf_counter() - start
+        if gaps:
+            samples.append(self._bystander_sample(numbers[0], gaps, loaded_s))
+        self.clock_s += loaded_s
         return samples
 
     async def replay(self, numbers: Sequence[int]) -> None:
         """Send earlier requests again, several at a time, to restore the server's cache and the histories."""
         await self._send_all(numbers, Load(clients=max(self.cell.load.clients, 4)), None)
 
-    def counts(self) -> dict[str, int] | None:
-        """Counts of the client-side adapter."""
-        return self._reorderer.counts() if self._reorderer else None
+    def counts(self) -> dict[str, int]:
+        """Counts of the client-side adapter; {} without one."""
+        return self._reorderer.counts if self._reorderer else {}
+
+    def key(self, number: int) -> str:
+        """The key in the run of a request's sample."""
+        return f"{self.name}/{self.cell.requests[number].id}"
 
     def close(self) -> None:
         """Stop the adapter."""
@@ -120,19 +133,22 @@ class Lane:
     async def _send(self, session: Any, number: int) -> Answer:
         request = self.cell.requests[number]
         body, history = dict(self._body), self._history(number)
+        limits = [limit for limit in (request.max_new_tokens, self._plan.max_new_tokens) if limit]
         # Our server recognises a conversation by its own answers, which a reference history does not contain.
         if request.conversation is not None and self.arm.route == "rag" and self._plan.history == "own":
-            body["conversation_id"] = f"{self._session}/{self.cell.name}/{request.conversation}"
+            body["conversation_id"] = f"{self._session}/{self.name}/{request.conversation}"
         answer = await send(
             session,
             self.url,
             self.arm,
             request,
             history,
-            max_new_tokens=_answer_limit(request.max_new_tokens, self._plan.max_new_tokens),
+            max_new_tokens=min(limits, default=MAX_NEW_TOKENS),
             reorderer=self._reorderer,
             body=body,
         )
+        if answer.ttft_s is not None:
+            self.num_answers, self.ttft_s = self.num_answers + 1, self.ttft_s + answer.ttft_s
         if self._reports_cache and answer.prompt_tokens is not None:
             answer.cached_tokens = answer.cached_tokens or 0
         if request.conversation is not None and answer.error is None:
@@ -149,17 +165,13 @@ class Lane:
         messages: list[Message] = []
         while (number := self._before[number]) >= 0:
             turn = self.cell.requests[number]
-            text = "".join(chunk.text + "\n\n" for chunk in turn.chunks) + turn.question
-            messages[:0] = [{"role": "user", "content": text}, {"role": "assistant", "content": turn.reply or ""}]
+            asked = user_message(ARMS["stock-lpm"], turn, turn.chunks)
+            messages[:0] = [asked, {"role": "assistant", "content": turn.reply or ""}]
         return messages
 
     def _sample(self, number: int, planned: float, due: float, sent: float, answer: Answer, start: float) -> Sample:
         request = self.cell.requests[number]
-        sample: Sample = {
-            "arm": self.arm.name,
-            "cell": dict(self.cell.label),
-            "request": request.id,
-            "warm_up": number < self._plan.warm_up,
+        sample = self._row(request.id, number) | {
             "sent_s": self.clock_s + sent - start,
             "due_s": self.clock_s + due - start,
             "late_s": due - planned,
@@ -173,45 +185,56 @@ class Lane:
         }
         if answer.error is not None:
             return sample | {"error": answer.error}
-        sample["metrics"] = _metrics(answer, sent - due)
+        sample["metrics"] = _times(answer, sent - due) | _shares(answer, is_alone=request.conversation is None)
         sample["ttft_sent_s"], sample["first_text_s"] = answer.ttft_s, answer.first_text_s
         if answer.reorder_s is not None:
             sample["reorder_s"] = answer.reorder_s
-        if answer.chunkcache is not None:
-            hit, order = answer.chunkcache.get("chunks_hit"), answer.chunkcache.get("order")
-            # In a conversation the server counts the first turn's chunks, in every turn.
-            if request.conversation is None and order and hit is not None:
-                sample["metrics"]["hit_share"] = hit / len(order)
+        if (cache := answer.chunkcache) is not None:
             kept = ("chunks_hit", "chunks_planned", "predicted_exact", "turns_reused", "fallbacks")
-            sample["chunkcache"] = {name: answer.chunkcache.get(name) for name in kept}
-            sample["chunkcache"]["num_dropped"] = len(answer.chunkcache.get("dropped") or ())
+            sample["chunkcache"] = {name: cache.get(name) for name in kept}
+            sample["chunkcache"]["num_dropped"] = len(cache.get("dropped") or ())
+            sample["chunkcache"]["fused_hit"] = (cache.get("reuse") or {}).get("fused_hit") or 0
         return sample
 
+    def _row(self, request: str, number: int) -> Sample:
+        is_warm_up = number < self._plan.warm_up
+        return {"arm": self.arm.name, "cell": dict(self.cell.label), "request": request, "warm_up": is_warm_up}
 
-def _answer_limit(asked: int | None, at_most: int | None) -> int:
-    return min(asked or at_most or MAX_NEW_TOKENS, at_most or asked or MAX_NEW_TOKENS)
-
-
-def _predecessors(requests: Sequence[Request]) -> list[int]:
-    """For each request the number of the turn before it, -1 if there is none."""
-    last: dict[str, int] = {}
-    before = []
-    for number, request in enumerate(requests):
-        before.append(-1 if request.conversation is None else last.get(request.conversation, -1))
-        if request.conversation is not None:
-            last[request.conversation] = number
-    return before
+    def _bystander_sample(self, first: int, gaps: Sequence[float], loaded_s: float) -> Sample:
+        p50, p99 = (quantile(gaps, q) for q in (0.5, 0.99))
+        return self._row(f"bystanders:{first}", first) | {
+            "due_s": self.clock_s,
+            "done_s": self.clock_s + loaded_s,
+            "gaps_s": [round(gap, 6) for gap in gaps],
+            "metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99},
+        }
 
 
-def _metrics(answer: Answer, wait: float) -> dict[str, float]:
-    """An answer's figures under the names of eval/metrics.py. Tokens of one event are counted separately."""
+def _times(answer: Answer, wait: float) -> dict[str, float]:
+    """Seconds under the names of eval/metrics.py. Tokens of one event are counted separately."""
     assert answer.ttft_s is not None
-    metrics = {"ttft_s": wait + answer.ttft_s, "e2e_s": wait + answer.e2e_s}
+    times = {"ttft_s": wait + answer.ttft_s, "e2e_s": wait + answer.e2e_s}
     streaming = (answer.first_text_s or answer.ttft_s) + sum(answer.itl_s) - answer.ttft_s
     if answer.completion_tokens and answer.completion_tokens > 1:
-        metrics["itl_s"] = streaming / (answer.completion_tokens - 1)
+        times["itl_s"] = streaming / (answer.completion_tokens - 1)
+    return times
+
+
+def _shares(answer: Answer, *, is_alone: bool) -> dict[str, float]:
+    """What was reused, as far as the server says. `is_alone`: the request is no turn of a conversation."""
+    shares: dict[str, float] = {}
     cached = cached_tokens(answer.fates, answer.cached_tokens)
     if answer.prompt_tokens and cached is not None:
-        metrics["cached_share"] = cached / answer.prompt_tokens
-        metrics["prefill_tokens"] = answer.prompt_tokens - cached
-    return metrics
+        shares["cached_share"] = cached / answer.prompt_tokens
+        shares["prefill_tokens"] = answer.prompt_tokens - cached
+    cache = answer.chunkcache or {}
+    hit, planned, order = (cache.get(name) for name in ("chunks_hit", "chunks_planned", "order"))
+    # In a conversation the server counts the first turn's chunks, in every turn.
+    if is_alone and order and hit is not None:
+        shares["hit_share"] = hit / len(order)
+    if planned and hit is not None:
+        shares["planned_missed"] = max(0, planned - hit) / planned
+    if moved := moved_tokens(answer.fates, (cache.get("reuse") or {}).get("fused_hit")):
+        assert answer.fates is not None
+        shares["recomputed_share"] = answer.fates["recomputed"] / moved
+    return shares

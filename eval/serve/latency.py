@@ -1,97 +1,109 @@
-"""Results of a load's samples: times, throughput, fates and errors of each arm in each cell. Pure functions of the samples.
+"""Results of a load's samples: times, throughput, reuse and errors of each arm in each cell. Pure functions of the samples.
 
 Throughput is over the time under load: of each block, from its first request's due time to its last answer. Warm-up is left
-out; failed requests are counted as errors and have no times.
+out; failed requests are counted as errors and have no times. A block's bystanders are one sample, with `gaps_s`.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from eval.contrast import MIN_BLOCKS, contrast_arms, has_enough, sentences
-from eval.intervals import block_bootstrap, quantile
+from tabulate import tabulate
+
+from eval.contrast import contrast_arms, has_enough, sentences
 from eval.metrics import METRICS
+from eval.serve.expected import hit_shares
+from eval.stats import quantile, summary
+
+if TYPE_CHECKING:
+    from eval.serve.arms import Arm
+    from eval.serve.plan import Cell
 
 Sample = Mapping[str, Any]
+Row = dict[str, Any]
+FATES = ("exact", "relocated", "recomputed", "computed")
 TIMES = ("ttft_s", "e2e_s")
 CONTRASTED = (*TIMES, "cached_share", "prefill_tokens")
+BYSTANDERS = ("itl_bystander_p50_s", "itl_bystander_p99_s")
 DRAWS = 1000
 
 
-def summarize(samples: Sequence[Sample], *, facts: Mapping[str, Any], against: str) -> dict[str, Any]:
+def summarize(
+    samples: Sequence[Sample],
+    *,
+    facts: Mapping[str, Any],
+    against: str,
+    arms: Sequence[Arm] = (),
+    cells: Sequence[Cell] = (),
+) -> dict[str, Any]:
     """`results` of a serve run.
 
     Args:
         samples: of `eval.serve.runner.measure`.
-        facts: `servers`, `skipped`, `adapters`, `resumed_at`, of `measure`.
+        facts: `servers`, `skipped`, `adapters`, `overhead`, `resumed_at`, of `measure`.
         against: the arm to compare all others with, cell by cell.
+        arms, cells: what is measured, for the hit shares; the cells' requests in any order.
     """
-    arms = list(dict.fromkeys(sample["arm"] for sample in samples))
-    by_arm = {arm: [sample for sample in samples if sample["arm"] == arm] for arm in arms}
+    by_arm = _grouped(samples, lambda sample: sample["arm"])
+    rows = cell_rows(samples)
+    known = {arm.name: arm for arm in arms}
+    for row in rows:
+        row["overhead_share"] = (facts.get("overhead") or {}).get(lane_name(row["cell"], row["arm"]), {}).get("share")
+        if (cell := next((cell for cell in cells if cell.label == row["cell"]), None)) and row["arm"] in known:
+            asked = [s for s in _requests(by_arm[row["arm"]]) if s["cell"] == row["cell"] and "error" not in s]
+            found = hit_shares(asked, known[row["arm"]], cell, facts.get("servers", {}))
+            row |= found
+            shares = {name: {"mean": share} for name, share in found.items() if name in METRICS and share is not None}
+            row["metrics"] = shares | row["metrics"]
     contrasts = [
-        row
-        for arm in arms
-        if arm != against and against in by_arm
-        for row in contrast_arms(by_arm[against], by_arm[arm], a=against, b=arm, metrics=CONTRASTED)
+        contrast
+        for arm in by_arm
+        for other in _references(by_arm, arm, against)
+        for contrast in _contrasts(by_arm[other], by_arm[arm], a=other, b=arm, full=other == against)
     ]
     return {
-        "cells": cells(samples),
+        "cells": rows,
         "contrasts": contrasts,
         "verdict": sentences(contrasts),
-        "num_warm_up": sum(bool(sample["warm_up"]) for sample in samples),
+        "tables": tables(rows, contrasts),
+        "num_warm_up": sum(bool(sample["warm_up"]) for sample in _requests(samples)),
         **facts,
     }
 
 
-def cells(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def lane_name(cell: Mapping[str, Any], arm: str) -> str:
+    """An arm in a cell as one word: "rate=2,k=5/ours", or the arm alone without a sweep."""
+    return "/".join(filter(None, (",".join(f"{key}={value}" for key, value in cell.items()), arm)))
+
+
+def cell_rows(samples: Sequence[Sample]) -> list[Row]:
     """One row for each arm in each cell, in the order of their first samples."""
-    groups: dict[tuple[str, str], list[Sample]] = {}
-    for sample in samples:
-        group = groups.setdefault((json.dumps(sample["cell"]), sample["arm"]), [])
-        if not sample["warm_up"]:
-            group.append(sample)
-    return [
-        {
-            "arm": group[0]["arm"],
-            "cell": group[0]["cell"],
-            "n": len(group) - (errors := sum("error" in sample for sample in group)),
-            "errors": errors,
-            "metrics": {name: figures for name in METRICS if (figures := _figures(name, group))},
-            "fates": _fates(group),
-            "cached_share": _share(group),
-            "throughput": throughput(group),
-        }
-        for group in groups.values()
-        if group
-    ]
+    groups = _grouped(samples, lambda sample: (json.dumps(sample["cell"]), sample["arm"])).values()
+    measured = ([sample for sample in group if not sample["warm_up"]] for group in groups)
+    return [_row(group) for group in measured if group]
 
 
 def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
     """Throughput of one arm in one cell per second of load; None if the server does not count tokens, or without answers."""
     loaded = loaded_s(samples)
     answered = [sample for sample in samples if "error" not in sample]
-
-    def rate(amounts: Sequence[float | None]) -> float | None:
-        known = [amount for amount in amounts if amount is not None]
-        return sum(known) / loaded if known and len(known) == len(amounts) and loaded > 0 else None
-
-    return {
-        "requests_per_s": rate([1.0 for _ in answered]),
-        "output_tokens_per_s": rate([sample["completion_tokens"] for sample in answered]),
-        "prompt_tokens_per_s": rate([sample["prompt_tokens"] for sample in answered]),
+    amounts = {
+        "requests_per_s": [1 for _ in answered],
+        "output_tokens_per_s": [sample["completion_tokens"] for sample in answered],
+        "prompt_tokens_per_s": [sample["prompt_tokens"] for sample in answered],
     }
+    is_known = {name: bool(each) and None not in each and loaded > 0 for name, each in amounts.items()}
+    return {name: sum(each) / loaded if is_known[name] else None for name, each in amounts.items()}
 
 
 def loaded_s(samples: Sequence[Sample]) -> float:
     """Seconds under load: over the arm's blocks, first due to last done."""
-    spans: dict[int, tuple[float, float]] = {}
-    for sample in samples:
-        first, last = spans.get(sample["block"], (sample["due_s"], sample["done_s"]))
-        spans[sample["block"]] = min(first, sample["due_s"]), max(last, sample["done_s"])
-    return sum(last - first for first, last in spans.values())
+    blocks = _grouped(samples, lambda sample: sample["block"])
+    spans = (max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks.values())
+    return float(sum(spans))
 
 
 def cached_tokens(fates: Mapping[str, int] | None, reported: int | None) -> int | None:
@@ -99,90 +111,138 @@ def cached_tokens(fates: Mapping[str, int] | None, reported: int | None) -> int 
     return fates["exact"] + fates["relocated"] if fates else reported
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """The results of `summarize` as text: times in seconds, and contrasts of times only; the verdict has the others."""
-    header = ("arm", "cell", "n", "errors", "ttft p50", "p90", "p99", "itl", "e2e p50", "req/s", "out tok/s", "cached")
-    rows = [header, *(_row(cell) for cell in results["cells"])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            text.ljust(width) if i < 2 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
+def moved_tokens(fates: Mapping[str, int] | None, fused_hit: int | None) -> int:
+    """Tokens that this request moved, recomputed ones included. `fused_hit`: those of earlier requests' moves."""
+    return fates["relocated"] + fates["recomputed"] - (fused_hit or 0) if fates else 0
+
+
+def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
+    """The figures as tables, times in seconds; columns without any figure are left out."""
+    figures = [_figures_of(row) for row in rows]
+    kept = [name for name in (figures[0] if figures else ()) if any(row[name] not in (None, "") for row in figures)]
+    ratios = [
+        {
+            "metric": METRICS[row["metric"]].label,
+            "ratio": f"{row['a']} / {row['b']}",
+            "cell": _cell_text(row["cell"]),
+            "of": row["statistic"].removeprefix("ratio of "),
+            "value": round(row["value"], 3),
+            "interval": f"[{row['low']:.2f}, {row['high']:.2f}]" if has_enough(row) else "too few",
+            "n": row["n"],
+        }
+        for row in contrasts
+        if row["metric"] in (*TIMES, *BYSTANDERS) and row["value"] is not None
     ]
-    for row in results["contrasts"]:
-        if row["metric"] in TIMES and row["value"] is not None:
-            where = " ".join(f"{name}={value}" for name, value in row["cell"].items())
-            interval = f"[{row['low']:.2f}, {row['high']:.2f}]" if has_enough(row) else "too few"
-            lines.append(
-                f"{row['metric']} {row['a']} / {row['b']}, {row['statistic']}: {row['value']:.2f} "
-                f"{interval} n={row['n']} {where}".rstrip()
-            )
-    return "\n".join(lines)
+    note = (
+        "seconds; others' itl: between tokens of requests that only decode; missed: planned hits that did not come true"
+    )
+    return [
+        {"title": "Arms under load", "rows": [{name: row[name] for name in kept} for row in figures], "note": note},
+        *([{"title": "Ratios of times (above 1, the second is faster)", "rows": ratios}] if ratios else []),
+    ]
+
+
+def text(results: Mapping[str, Any]) -> str:
+    """The tables of `summarize` for a terminal."""
+    return "\n\n".join(
+        tabulate(table["rows"], headers="keys", floatfmt=".3f", missingval="-") for table in results["tables"]
+    )
 
 
 # Private, in order of use
 
 
-def _row(cell: Mapping[str, Any]) -> tuple[str, ...]:
-    metrics, rates = cell["metrics"], cell["throughput"]
+def _requests(samples: Iterable[Sample]) -> list[Sample]:
+    """The samples without those of bystanders."""
+    return [sample for sample in samples if "gaps_s" not in sample]
 
-    def time(name: str, figure: str) -> str:
-        return f"{metrics[name][figure]:.3f}" if name in metrics else "-"
 
-    def number(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
+def _grouped(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> dict[Any, list[Sample]]:
+    groups: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(key(sample), []).append(sample)
+    return groups
 
-    return (
-        cell["arm"],
-        " ".join(f"{name}={value}" for name, value in cell["cell"].items()),
-        str(cell["n"]),
-        str(cell["errors"]),
-        *(time("ttft_s", figure) for figure in ("p50", "p90", "p99")),
-        time("itl_s", "mean"),
-        time("e2e_s", "p50"),
-        number(rates["requests_per_s"], 2),
-        number(rates["output_tokens_per_s"], 1),
-        number(cell["cached_share"], 3),
-    )
+
+def _references(by_arm: Mapping[str, Sequence[Sample]], arm: str, against: str) -> list[str]:
+    """The arms to compare one with: `against`, and for one that moves KV also our first one that does not."""
+    moving = {name for name, samples in by_arm.items() if any(moved_tokens(s.get("fates"), 0) for s in samples)}
+    still = [name for name, samples in by_arm.items() if name not in moving and any(s.get("fates") for s in samples)]
+    names = dict.fromkeys([against, *(still[:1] if arm in moving else ())])
+    return [name for name in names if name != arm and name in by_arm]
+
+
+def _contrasts(left: Sequence[Sample], right: Sequence[Sample], *, a: str, b: str, full: bool) -> list[dict[str, Any]]:
+    """Of the requests if `full`, and of the bystanders."""
+    of_requests = contrast_arms(_requests(left), _requests(right), a=a, b=b, metrics=CONTRASTED) if full else []
+    blocks = ([sample for sample in side if "gaps_s" in sample] for side in (left, right))
+    of_bystanders = contrast_arms(*blocks, a=a, b=b, metrics=BYSTANDERS)
+    return of_requests + [row for row in of_bystanders if row["statistic"] == "ratio of medians"]
+
+
+def _row(group: Sequence[Sample]) -> Row:
+    asked = _requests(group)
+    errors = sum("error" in sample for sample in asked)
+    told = [sample["chunkcache"] for sample in asked if sample.get("chunkcache")]
+    hits = [
+        (c["chunks_planned"], c["chunks_hit"]) for c in told if c.get("chunks_planned") and c["chunks_hit"] is not None
+    ]
+    moved = sum(moved_tokens(s["fates"], (s.get("chunkcache") or {}).get("fused_hit")) for s in asked)
+    pairs = [(cached_tokens(s["fates"], s["cached_tokens"]), s["prompt_tokens"]) for s in asked]
+    known = [(cached, tokens) for cached, tokens in pairs if cached is not None and tokens]
+    gaps = [gap for sample in group for gap in sample.get("gaps_s", ())]
+    fated = [sample["fates"] for sample in asked if sample["fates"]]
+    fates = {fate: sum(found[fate] for found in fated) for fate in FATES} if fated else None
+    return {
+        "arm": group[0]["arm"],
+        "cell": group[0]["cell"],
+        "n": len(asked) - errors,
+        "errors": errors,
+        "metrics": {name: figures for name in METRICS if (figures := _figures(name, group))},
+        "fates": fates,
+        "cached_share": sum(cached for cached, _ in known) / sum(tokens for _, tokens in known) if known else None,
+        "recomputed_share": fates["recomputed"] / moved if fates and moved else None,
+        "planned_missed": sum(max(0, p - hit) for p, hit in hits) / sum(p for p, _ in hits) if hits else None,
+        "fallbacks": dict(Counter(reason for cache in told for reason in cache.get("fallbacks") or ())),
+        "throughput": throughput(asked),
+        "bystanders": {"n": len(gaps), "p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "max_s": max(gaps)}
+        if gaps
+        else None,
+    }
 
 
 def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
-    blocks: dict[int, list[float]] = {}
-    for sample in samples:
-        if name in sample["metrics"]:
-            blocks.setdefault(sample["block"], []).append(sample["metrics"][name])
-    values = [value for block in blocks.values() for value in block]
-    if not values:
+    taken = [(sample["metrics"][name], sample["block"]) for sample in samples if name in sample["metrics"]]
+    if not taken:
         return None
     # Requests of a block were sent together, so their times are correlated; with too few blocks single requests are resampled.
-    drawn = list(blocks.values()) if len(blocks) >= MIN_BLOCKS else [[value] for value in values]
-    _, low, high = block_bootstrap(drawn, _median if METRICS[name].unit == "s" else _mean, draws=DRAWS)
-    quantiles = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
-    return {"mean": _mean(values), **quantiles, "low": low, "high": high}
+    values, blocks = zip(*taken, strict=True)
+    return summary(values, blocks, of_median=METRICS[name].unit == "s", draws=DRAWS)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _figures_of(row: Row) -> Row:
+    """A row of the first table."""
+    metrics, rates, others = defaultdict(dict, row["metrics"]), row["throughput"], row["bystanders"] or {}
+    return {
+        "arm": row["arm"],
+        "cell": _cell_text(row["cell"]),
+        "n": row["n"],
+        "errors": row["errors"] or None,
+        **{f"ttft {of}": metrics["ttft_s"].get(of) for of in ("p50", "p90", "p99")},
+        "itl": metrics["itl_s"].get("mean"),
+        "e2e p50": metrics["e2e_s"].get("p50"),
+        "req/s": rates["requests_per_s"],
+        "out tok/s": rates["output_tokens_per_s"],
+        "cached": row["cached_share"],
+        "recomputed of moved": row["recomputed_share"],
+        "missed": row["planned_missed"],
+        "found": metrics["hit_share"].get("mean"),
+        "expected": metrics["expected_hit_share"].get("mean"),
+        "others' itl p50": others.get("p50_s"),
+        "others' itl p99": others.get("p99_s"),
+        "overhead": row.get("overhead_share"),
+    }
 
 
-def _median(values: Sequence[float]) -> float:
-    return quantile(values, 0.5)
-
-
-def _fates(samples: Sequence[Sample]) -> dict[str, int] | None:
-    total: Counter[str] = Counter()
-    for sample in samples:
-        total.update(sample["fates"] or {})
-    return dict(total) or None
-
-
-def _share(samples: Sequence[Sample]) -> float | None:
-    """Share of all prompt tokens that the server took from its cache."""
-    told = [
-        (cached, s["prompt_tokens"])
-        for s in samples
-        if s["prompt_tokens"] and (cached := cached_tokens(s["fates"], s["cached_tokens"])) is not None
-    ]
-    return sum(cached for cached, _ in told) / sum(tokens for _, tokens in told) if told else None
+def _cell_text(cell: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in cell.items())

@@ -26,13 +26,8 @@ class Cell:
     load: Load = field(default_factory=Load)
     flags: tuple[str, ...] = ()
     """Added to the flags of servers that run our cache. Cells with different flags use different servers."""
-    body: Mapping[str, Any] = field(default_factory=dict)
-    """Added to requests by `eval.serve.arms.request_body`: `{"reuse": {"ratio": 0.3}}` changes that of arms that move KV only."""
-
-    @property
-    def name(self) -> str:
-        """The label as one word, "" without a sweep."""
-        return ",".join(f"{key}={value}" for key, value in self.label.items())
+    reuse: Mapping[str, Any] = field(default_factory=dict)
+    """Changes the `reuse` of requests of arms that move KV: `{"ratio": 0.3}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +45,8 @@ class Plan:
     max_new_tokens: int | None = None
     """Maximum length of an answer; None: the request's own."""
     history: History = "own"
+    bystanders: int = 0
+    """Streams that decode while a block is measured (bystanders.py)."""
     body: Mapping[str, Any] = field(default_factory=dict)
     """Added to the requests of all arms."""
     contextpilot_python: Path | None = None
@@ -63,4 +60,5 @@ class Plan:
     timeout_s: float = 600.0
     """Seconds without data from the server."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why), `resumed_at` (dates)."""
+    """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why), `resumed_at` (dates),
+    `overhead` (cell and arm -> seconds of our cache and of all times to first token)."""

@@ -15,9 +15,9 @@ import asyncio
 import datetime
 import json
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +26,7 @@ from eval.progress import Bar, progress
 from eval.run import Run, read_samples
 from eval.serve.arms import Arm, skip_reason
 from eval.serve.lane import Lane
+from eval.serve.latency import lane_name
 from eval.serve.plan import Cell, Plan
 from eval.serve.server_pool import Key, ServerPool, key_of
 from eval.serve.workload import arrivals, cut
@@ -41,10 +42,7 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
     """Take every sample of `cells` x `plan.arms` that `run` does not hold yet; starts and stops the servers it needs.
 
     A sample is `{"key", "arm", "cell", "request", "warm_up", "metrics", "fates", "error"?, "block", "sent_s", ...}`.
-    Cells whose servers can run at the same time (at most `plan.max_servers`) are interleaved block by block; the others are
-    measured one after the other, with the caches flushed in between. `plan.facts` is filled and stored in
-    `<run.folder>/facts.json`; `load_facts(folder)` reads it, for a `summarize` that puts `servers`, `skipped` and `resumed_at`
-    into the results.
+    `plan.facts` is filled and stored in `<run.folder>/facts.json`, which `load_facts` reads.
 
     Raises:
         CommandError: a server does not start, is not reachable or dies; an arm's server lacks our cache; the plan's arms or
@@ -55,23 +53,20 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
         raise CommandError(f"{count} arms need {count} servers at once, more than --max-servers {plan.max_servers}")
     check(plan, cells)
     if len(cells) > 1 and not plan.flush and (there := [arm.name for arm in arms if arm.url is not None]):
-        print(
-            f"eval: {', '.join(there)}: later cells reuse the cache of earlier ones; --flush empties it",
-            file=sys.stderr,
-        )
+        told = "later cells reuse the cache of earlier ones; --flush empties it"
+        print(f"eval: {', '.join(there)}: {told}", file=sys.stderr)
     _drop_incomplete(run, plan, arms, cells)
     if run.samples:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         plan.facts.setdefault("resumed_at", []).append({"date": now, "samples": len(run.samples)})
-    lists = [len(cell.requests) * len(arms) for cell in cells]
     with (
-        progress("requests", sum(lists), initial=len(run.samples)) as bar,
+        progress("requests", sum(len(cell.requests) * len(arms) for cell in cells), initial=len(run.samples)) as bar,
         asyncio.Runner() as loop,
         ServerPool(plan, run.folder / "logs") as servers,
     ):
         try:
             for together in side_by_side(cells, arms, max_servers=plan.max_servers):
-                _measure_together(run, plan, arms, together, servers, loop, bar)
+                _Turns(run, plan, servers, loop, bar).take(together, arms)
         finally:
             (run.folder / FACTS).write_text(json.dumps(plan.facts, indent=1) + "\n", encoding="utf-8")
 
@@ -136,7 +131,7 @@ def _drop_incomplete(run: Run, plan: Plan, arms: Sequence[Arm], cells: Sequence[
     """Drop incomplete blocks, written when the run was killed, so that they are measured again."""
     incomplete: set[str] = set()
     for cell in cells:
-        for block in cut(len(cell.requests), warm_up=plan.warm_up, block=plan.block):
+        for block in _blocks(cell, plan):
             for arm in arms:
                 keys = {_key(arm, cell, cell.requests[number]) for number in block}
                 if any(key not in run for key in keys):
@@ -144,79 +139,89 @@ def _drop_incomplete(run: Run, plan: Plan, arms: Sequence[Arm], cells: Sequence[
     run.drop(incomplete)
 
 
-def _measure_together(
-    run: Run,
-    plan: Plan,
-    arms: Sequence[Arm],
-    cells: Sequence[Cell],
-    servers: ServerPool,
-    loop: asyncio.Runner,
-    bar: Bar,
-) -> None:
-    missing = [
-        (arm, cell) for cell in cells for arm in arms if any(_key(arm, cell, r) not in run for r in cell.requests)
-    ]
-    servers.keep({key_of(arm, cell) for arm, cell in missing})
-    with ExitStack() as stack:
-        lanes = []
-        for arm, cell in missing:
-            key = key_of(arm, cell)
-            url = servers.open(key, arm)
-            lane = Lane(
-                arm,
-                cell,
-                plan,
-                url=url,
-                model=servers.model(key),
-                reports_cache=servers.reports_cache(key),
-                session=uuid.uuid4().hex[:8],
-            )
-            lanes.append(lane)
-            stack.callback(lane.close)
-            servers.flush(key, url)
-        for lane in lanes:
-            _restore(run, plan, lane, loop)
-        blocks = [cut(len(lane.cell.requests), warm_up=plan.warm_up, block=plan.block) for lane in lanes]
+@dataclass(frozen=True)
+class _Turns:
+    """Measures cells side by side."""
+
+    run: Run
+    plan: Plan
+    servers: ServerPool
+    loop: asyncio.Runner
+    bar: Bar
+
+    def take(self, cells: Sequence[Cell], arms: Sequence[Arm]) -> None:
+        """Take the missing samples of all arms in the cells; the servers of others are stopped."""
+        missing = [
+            (arm, cell)
+            for cell in cells
+            for arm in arms
+            if any(_key(arm, cell, r) not in self.run for r in cell.requests)
+        ]
+        self.servers.keep({key_of(arm, cell) for arm, cell in missing})
+        with ExitStack() as stack:
+            lanes, before = [], []
+            for arm, cell in missing:
+                lanes.append(lane := Lane(arm, cell, self.plan, self.servers))
+                stack.callback(lane.close)
+                self.servers.flush(lane.server, lane.url)
+                before.append(self.servers.seconds(lane.server, lane.url))
+            for lane in lanes:
+                self._restore(lane)
+            self._alternate(lanes)
+            for lane, started in zip(lanes, before, strict=True):
+                if counts := lane.counts():
+                    self.plan.facts.setdefault("adapters", {})[lane.name] = counts
+                if started and (ended := self.servers.seconds(lane.server, lane.url)):
+                    overhead = _overhead(lane, ended[0] - started[0], ended[1])
+                    self.plan.facts.setdefault("overhead", {})[lane.name] = overhead
+
+    def _restore(self, lane: Lane) -> None:
+        """After an interruption, continue the lane's clock and send its last requests again to the server."""
+        requests = lane.cell.requests
+        served = [number for number in range(len(requests)) if lane.key(number) in self.run]
+        if not served:
+            return
+        mine = [s for s in self.run.samples if s["arm"] == lane.arm.name and s["cell"] == dict(lane.cell.label)]
+        lane.clock_s = max(sample["done_s"] for sample in mine)
+        missing = set(range(len(requests))) - set(served)
+        recent = set(served[max(0, len(served) - self.plan.resume_warm_up) :])
+        # A turn needs the turns before it.
+        talks = {requests[number].conversation for number in missing | recent} - {None}
+        again = [number for number in served if number in recent or requests[number].conversation in talks]
+        print(f"eval: {lane.arm.name}: sending {len(again)} requests again, unmeasured", file=sys.stderr)
+        if again:
+            self.loop.run(lane.replay(again))
+
+    def _alternate(self, lanes: Sequence[Lane]) -> None:
+        """Send each lane's next block, lane by lane in rotating order, to the end of all."""
+        blocks = [_blocks(lane.cell, self.plan) for lane in lanes]
         for number in range(max(map(len, blocks), default=0)):
             for lane, own in turned(list(zip(lanes, blocks, strict=True)), number):
-                if number < len(own) and _key(lane.arm, lane.cell, lane.cell.requests[own[number][0]]) not in run:
-                    samples = loop.run(lane.run(own[number]))
-                    _check(samples, lane, servers)
-                    keys = [_key(lane.arm, lane.cell, lane.cell.requests[i]) for i in own[number]]
-                    run.add_all(zip(keys, ({**sample, "block": number} for sample in samples), strict=True))
-                    bar.update(len(samples))
-        for lane in lanes:
-            if counts := lane.counts():
-                name = "/".join(filter(None, (lane.cell.name, lane.arm.name)))
-                plan.facts.setdefault("adapters", {})[name] = counts
+                if number < len(own) and lane.key(own[number][0]) not in self.run:
+                    samples = self.loop.run(lane.run(own[number]))
+                    self._check(samples, lane)
+                    self.run.add_all((f"{lane.name}/{s['request']}", {**s, "block": number}) for s in samples)
+                    self.bar.update(len(own[number]))
+
+    def _check(self, samples: Sequence[Mapping[str, Any]], lane: Lane) -> None:
+        """Raise CommandError if requests failed because the server is gone; other failures are printed and kept."""
+        errors = [sample["error"] for sample in samples if "error" in sample]
+        if errors:
+            self.servers.check(lane.server, lane.url)
+            told = f"{len(errors)} of {len(samples)} requests failed: {errors[0]}"
+            print(f"eval: {lane.arm.name}: {told}", file=sys.stderr)
 
 
-def _restore(run: Run, plan: Plan, lane: Lane, loop: asyncio.Runner) -> None:
-    """After an interruption, continue the lane's clock and send its last requests again to the server."""
-    requests = lane.cell.requests
-    served = [number for number, request in enumerate(requests) if _key(lane.arm, lane.cell, request) in run]
-    if not served:
-        return
-    mine = [s for s in run.samples if s["arm"] == lane.arm.name and s["cell"] == dict(lane.cell.label)]
-    lane.clock_s = max(sample["done_s"] for sample in mine)
-    missing = set(range(len(requests))) - set(served)
-    recent = set(served[max(0, len(served) - plan.resume_warm_up) :])
-    # A turn needs the turns before it.
-    talks = {requests[number].conversation for number in missing | recent} - {None}
-    again = [number for number in served if number in recent or requests[number].conversation in talks]
-    print(f"eval: {lane.arm.name}: sending {len(again)} requests again, unmeasured", file=sys.stderr)
-    if again:
-        loop.run(lane.replay(again))
+def _overhead(lane: Lane, tree_s: float, order_s: float) -> dict[str, float | None]:
+    """Seconds of our tree and of the order decisions of what the lane sent, and their share of the times to first token."""
+    order_s *= lane.num_answers
+    share = (tree_s + order_s) / lane.ttft_s if lane.ttft_s else None
+    return {"tree_s": tree_s, "order_s": order_s, "ttft_s": lane.ttft_s, "share": share}
 
 
-def _check(samples: Sequence[Mapping[str, Any]], lane: Lane, servers: ServerPool) -> None:
-    """Raise CommandError if requests failed because the server is gone; other failures are printed and kept."""
-    errors = [sample["error"] for sample in samples if "error" in sample]
-    if errors:
-        servers.check(key_of(lane.arm, lane.cell), lane.url)
-        print(f"eval: {lane.arm.name}: {len(errors)} of {len(samples)} requests failed: {errors[0]}", file=sys.stderr)
+def _blocks(cell: Cell, plan: Plan) -> list[range]:
+    return cut(len(cell.requests), warm_up=plan.warm_up, block=plan.block)
 
 
 def _key(arm: Arm, cell: Cell, request: Request) -> str:
-    """A sample's key in the run."""
-    return "/".join(filter(None, (cell.name, arm.name, request.id)))
+    return f"{lane_name(cell.label, arm.name)}/{request.id}"

@@ -11,16 +11,14 @@ import re
 import signal
 import sys
 import threading
-import urllib.request
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from http.client import HTTPException
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eval.errors import CommandError
-from eval.http import get
+from eval.http import get, post
 from eval.record import portable
 from eval.serve.arms import Arm, server_flags
 from eval.server import Server
@@ -29,16 +27,9 @@ if TYPE_CHECKING:
     from eval.serve.plan import Cell, Plan
 
 SERVER_FIELDS = (
-    *(
-        "enable_cache_report",
-        "attention_backend",
-        "device",
-        "dtype",
-        "kv_cache_dtype",
-        "schedule_policy",
-        "disable_radix_cache",
-    ),
-    *("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "tp_size", "dp_size", "version"),
+    *("attention_backend", "device", "dtype", "kv_cache_dtype", "enable_cache_report", "stream_interval", "version"),
+    *("schedule_policy", "disable_radix_cache", "max_total_num_tokens", "chunked_prefill_size", "max_running_requests"),
+    *("tp_size", "dp_size"),
 )
 """Of SGLang's `/server_info`."""
 FLUSH_S = 60
@@ -82,15 +73,14 @@ class ServerPool:
 
     def __enter__(self) -> ServerPool:
         # Servers run in sessions of their own, so that Ctrl-C does not reach them; they would outlive a terminated parent.
-        for sign in (signal.SIGTERM, signal.SIGHUP) if _in_main_thread() else ():
+        in_main = threading.current_thread() is threading.main_thread()  # no other can set handlers
+        for sign in (signal.SIGTERM, signal.SIGHUP) if in_main else ():
             if (handler := signal.getsignal(sign)) not in (signal.SIG_IGN, None):  # ignored: as under nohup
                 self._handlers[sign] = handler
                 signal.signal(sign, _interrupt)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for sign in self._handlers:  # a closing terminal sends SIGHUP more than once
             signal.signal(sign, signal.SIG_IGN)
         try:
@@ -111,12 +101,17 @@ class ServerPool:
         Raises:
             CommandError: the server does not start, is not reachable, or lacks the cache that the arm needs.
         """
+        flags = server_flags(arm, [*self._plan.server_flags, *key.flags]) if arm.url is None else []
         if arm.url is None and key not in self._running:
-            self._start(key, arm)
+            log = self._logs / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', str(key))}.log"
+            server = Server(flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0)
+            print(f"eval: starting {key}", file=sys.stderr)
+            with ExitStack() as stack:
+                self._running[key] = stack.enter_context(server), stack.pop_all()
         url = arm.url or self._running[key][0].url
         if key not in self._served:
             self._served[key] = _model_of(key, url)
-            self._facts[str(key)] = facts = self._describe(key, arm, url)
+            self._facts[str(key)] = facts = self._describe(key, arm, url, flags)
             if arm.route == "chat" and facts["enable_cache_report"] is False:  # the other route has fates
                 print(
                     f"eval: {key} does not report cached tokens: start it with --enable-cache-report", file=sys.stderr
@@ -133,15 +128,23 @@ class ServerPool:
 
     def flush(self, key: Key, url: str) -> None:
         """Flush the server's cache; a running server's only with `plan.flush`. Records a cache that is not empty."""
+        facts = self._facts[str(key)]
         if key not in self._running and not self._plan.flush:
-            self._facts[str(key)]["flushed"] = False
+            facts["flushed"] = False
             return
-        flushed = _flush(url)
-        if self._facts[str(key)]["chunk_cache"]:
-            _post(f"{url}/chunkcache/forget")  # otherwise a later cell would use access counts of an earlier one
-        if not flushed and self._facts[str(key)].get("flushed") is not False:
+        flushed = _succeeds(f"{url}/flush_cache?timeout={FLUSH_S}")
+        if facts["chunk_cache"]:
+            _succeeds(f"{url}/chunkcache/forget")  # otherwise a later cell would use access counts of an earlier one
+        if not flushed and facts.get("flushed") is not False:
             print(f"eval: {key}: POST /flush_cache failed, so its cache is not empty", file=sys.stderr)
-        self._facts[str(key)]["flushed"] = flushed and self._facts[str(key)].get("flushed", True)
+        facts["flushed"] = flushed and facts.get("flushed", True)
+
+    def seconds(self, key: Key, url: str) -> tuple[float, float] | None:
+        """Seconds since the start that our cache matched and inserted, and mean seconds of an order decision; None of others."""
+        stats = _ask(url + "/chunkcache/stats") if self._facts[str(key)]["chunk_cache"] else {}
+        ranks = [rank for rank in stats.get("ranks", []) if "match_seconds" in rank]
+        tree = [rank["match_seconds"] + rank["insert_seconds"] for rank in ranks]
+        return (sum(tree), 1e-6 * (stats.get("order_us_mean") or 0.0)) if tree else None
 
     def check(self, key: Key, url: str) -> None:
         """Call after failed requests. Raises CommandError if the server is gone, or does not answer."""
@@ -154,18 +157,7 @@ class ServerPool:
 
     # Private, in order of use
 
-    def _start(self, key: Key, arm: Arm) -> None:
-        flags = self._flags(key, arm)
-        log = self._logs / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', str(key))}.log"
-        server = Server(flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0)
-        print(f"eval: starting {key}", file=sys.stderr)
-        with ExitStack() as stack:
-            self._running[key] = stack.enter_context(server), stack.pop_all()
-
-    def _flags(self, key: Key, arm: Arm) -> list[str]:
-        return server_flags(arm, [*self._plan.server_flags, *key.flags])
-
-    def _describe(self, key: Key, arm: Arm, url: str) -> dict[str, Any]:
+    def _describe(self, key: Key, arm: Arm, url: str, flags: Sequence[str]) -> dict[str, Any]:
         """The server's description of itself; None for missing facts."""
         info, stats = _ask(url + "/server_info"), _ask(url + "/chunkcache/stats")
         if arm.route == "rag" and not stats.get("ranks"):
@@ -173,14 +165,13 @@ class ServerPool:
                 f"{key}: {url} does not run the chunk cache: GET /chunkcache/stats gives none. For a server without it "
                 f"say {arm.name}=URL,chat"
             )
-        started = self._flags(key, arm) if arm.url is None else []
         return {
             "model": Path(str(info.get("model_path") or self._served[key])).name,
             **{field: info.get(field) for field in SERVER_FIELDS},
             "weights_dtype": _weights_dtype(info.get("model_path")),
             "chunk_cache": bool(stats.get("ranks")),
             "gate": [gate for rank in stats.get("ranks", []) if (gate := rank.get("gate"))] or None,
-            "flags": portable({"flags": started})["flags"],
+            "flags": portable({"flags": flags})["flags"],
         }
 
 
@@ -190,16 +181,11 @@ def _interrupt(_: int, frame: FrameType | None) -> None:
     (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
 
-def _in_main_thread() -> bool:
-    """Signal handlers can only be set in the main thread."""
-    return threading.current_thread() is threading.main_thread()
-
-
 def _model_of(key: Key, url: str) -> str:
     """The first model that the endpoint serves. Raises CommandError if it does not answer."""
     try:
         return str(get(url + "/v1/models", timeout_s=30)["data"][0]["id"])
-    except (CommandError, OSError, HTTPException) as error:
+    except CommandError as error:
         raise CommandError(f"{key}: no server answers: {error}") from None
     except (KeyError, IndexError, TypeError):
         raise CommandError(f"{key}: {url}/v1/models names no model: it is not an OpenAI-compatible server") from None
@@ -218,18 +204,14 @@ def _weights_dtype(model_path: str | None) -> str | None:
 def _ask(url: str) -> dict[str, Any]:
     try:
         return get(url, timeout_s=60)
-    except (CommandError, OSError, HTTPException):
+    except CommandError:
         return {}
 
 
-def _flush(url: str) -> bool:
-    return _post(f"{url}/flush_cache?timeout={FLUSH_S}")
-
-
-def _post(url: str) -> bool:
-    request = urllib.request.Request(url, b"", method="POST")
+def _succeeds(url: str) -> bool:
+    """Whether a POST without a body does."""
     try:
-        with urllib.request.urlopen(request, timeout=FLUSH_S + 30) as response:
-            return bool(response.status == 200)
-    except (OSError, HTTPException):
+        post(url, timeout_s=FLUSH_S + 30)
+    except CommandError:
         return False
+    return True

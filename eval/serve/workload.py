@@ -16,7 +16,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from eval.errors import CommandError
@@ -60,7 +60,14 @@ def arrivals(load: Load, times: Sequence[float | None], *, seed: int) -> list[fl
     if load.kind == "closed":
         return None
     if load.kind == "trace":
-        return _traced(times, load.speed)
+        known = [time for time in times if time is not None]
+        if len(known) < len(times):
+            raise CommandError(
+                "--load trace needs requests with arrival times (arrival_s); use closed, poisson or bursty"
+            )
+        if known != sorted(known):
+            raise CommandError("--load trace: arrival times decrease; sort the trace by them")
+        return [(time - known[0]) / load.speed for time in known]
     shape = 1.0 if load.kind == "poisson" else 1 / load.burstiness
     rng = random.Random(f"arrivals {seed}")
     offsets, now = [], 0.0
@@ -100,10 +107,20 @@ def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
     return order
 
 
-def _traced(times: Sequence[float | None], speed: float) -> list[float]:
-    known = [time for time in times if time is not None]
-    if len(known) < len(times):
-        raise CommandError("--load trace needs requests with arrival times (arrival_s); use closed, poisson or bursty")
-    if any(late < early for early, late in itertools.pairwise(known)):
-        raise CommandError("--load trace: arrival times decrease; sort the trace by them")
-    return [(time - known[0]) / speed for time in known]
+def predecessors(requests: Sequence[Request]) -> list[int]:
+    """For each request the number of the turn before it; -1 for a single request or the first turn."""
+    last: dict[str | None, int] = {}
+    before = []
+    for number, request in enumerate(requests):
+        before.append(last.get(request.conversation, -1))
+        if request.conversation is not None:
+            last[request.conversation] = number
+    return before
+
+
+def fresh(requests: Sequence[Request]) -> list[Request]:
+    """The requests with chunks of their own, so that none occurs twice and nothing can be reused: what reuse costs then."""
+    return [
+        replace(request, chunks=tuple(replace(c, id=f"{n} {c.id}", text=f"{n} {c.text}") for c in request.chunks))
+        for n, request in enumerate(requests)
+    ]

@@ -13,37 +13,12 @@ A conversation searches one of four domains. `mtrag` lists the passages that wer
 
 from __future__ import annotations
 
-from eval.data.question_set import chunks_of, read_passages
-from eval.data.rows import name_of, read_rows, text_of
-from eval.errors import CommandError
-from eval.task import Request, Source, TaskData
+from eval.data.question_set import read_conversations
+from eval.task import Source, TaskData
 
 FILES = {"mtrag": "conversations.jsonl.gz", "mtrag-un": "conversations_un.jsonl.gz"}
 
 
 def load(source: Source) -> TaskData:
     """Conversations in the file's order. Raises CommandError."""
-    folder = source.folder("mtrag")
-    passages, domains = read_passages(folder)
-    requests: dict[str, Request] = {}
-    for where, row in read_rows(folder / FILES[source.task]):
-        conversation, turns = f"{source.task}:{name_of(row, 'id', where)}", row.get("turns")
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise CommandError(f"{where}: turns must be a list of objects")
-        for number, turn in enumerate(turns, 1):
-            inside, name = f"{where}, turn {number}", f"{conversation}:{number}"
-            if name in requests:
-                raise CommandError(f"{where}: id {row['id']!r} occurs twice")
-            reply = turn.get("answer") or None
-            requests[name] = Request(
-                name,
-                text_of(turn, "question", inside),
-                chunks_of(turn, "retrieved_passage_ids", inside, passages),
-                (reply,) if reply else (),
-                tuple(chunk.id for chunk in chunks_of(turn, "gold_passage_ids", inside, passages)),
-                conversation,
-                reply,
-            )
-            if row.get("domain"):
-                domains[name] = str(row["domain"])
-    return TaskData(tuple(passages.values()), tuple(requests.values()), domains)
+    return read_conversations(source.folder("mtrag") / FILES[source.task], source.task)

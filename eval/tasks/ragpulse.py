@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from eval.data.random_text import random_text
-from eval.data.rows import Row, name_of, names_of, number_of, read_rows, text_of
+from eval.data.rows import name_of, names_of, new_name, number_of, read_rows, text_of
 from eval.errors import CommandError
 from eval.task import Request, Source, TaskData, TextChunk
 
@@ -39,13 +39,16 @@ def load(source: Source) -> TaskData:
         names = names_of(row, "passages", where)
         if not names:
             continue
-        if (request_id := f"ragpulse:{name_of(row, 'id', where)}") in ids:
-            raise CommandError(f"{where}: id {row['id']!r} occurs twice")
-        ids.add(request_id)
+        ids.add(request_id := new_name(row, where, ids, "ragpulse:"))
         for name in names:
             if name not in passages:
                 passages[name] = TextChunk(name, _text("passage", name, where, lengths, source.scale))
-        first, *rest = _components(row, where, lengths, source.scale)
+        if not names_of(row, "sys_prompt", where):
+            raise CommandError(f"{where}: a request needs a sys_prompt")
+        components = [(kind, name) for kind in KINDS for name in names_of(row, kind, where)]
+        first, *rest = (_text(kind, name, where, lengths, source.scale) for kind, name in components)
+        if not rest:
+            raise CommandError(f"{where}: a request needs something after its sys_prompt")
         arrival_s = number_of(row, "timestamp", where)
         start_s = arrival_s if start_s is None else start_s
         requests.append(
@@ -61,16 +64,6 @@ def load(source: Source) -> TaskData:
         if len(requests) == source.requests:
             break
     return TaskData(tuple(passages.values()), tuple(requests))
-
-
-# Private, in order of use
-
-
-def _components(row: Row, where: str, lengths: Mapping[tuple[str, str], int], scale: int) -> list[str]:
-    texts = [_text(kind, name, where, lengths, scale) for kind in KINDS for name in names_of(row, kind, where)]
-    if not names_of(row, "sys_prompt", where) or len(texts) < 2:
-        raise CommandError(f"{where}: a request needs a sys_prompt and something after it")
-    return texts
 
 
 def _text(kind: str, name: str, where: str, lengths: Mapping[tuple[str, str], int], scale: int) -> str:

@@ -15,26 +15,18 @@ has an empty or unknown turn, no question, or a repeated id is skipped; stderr s
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 
 from eval.data.hub import HubName, hub_rows, parse_hub
 from eval.data.question_set import read_passages
-from eval.data.rows import read_rows
+from eval.data.rows import read_items
 from eval.errors import CommandError
 from eval.task import Request, Source, TaskData
 
 HUB = HubName("anon8231489123/ShareGPT_Vicuna_unfiltered", None, "train", "ShareGPT_V3_unfiltered_cleaned_split.json")
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
     "system": "system",
 }
 
@@ -42,16 +34,16 @@ ROLES = {
 def load(source: Source) -> TaskData:
     """Conversations in the file's order, turn by turn. Raises CommandError."""
     if source.hub is None:
-        name, items = str(source.file()), _items(source.file())
+        name, items = str(source.file()), read_items(source.file())
     else:
         hub = parse_hub(source.hub, HUB)
-        name, items = hub.name, (row for _, row in hub_rows(hub))
+        name, items = hub.name, hub_rows(hub)
     passages = read_passages(source.corpus)[0] if source.corpus else {}
     requests: list[Request] = []
     num_items = num_skipped = 0
     names: set[str] = set()
-    for num_items, item in enumerate(items, 1):
-        conversation = f"sharegpt:{_id(item, num_items)}"
+    for num_items, (_, item) in enumerate(items, 1):
+        conversation = f"sharegpt:{(isinstance(item, dict) and item.get('id')) or num_items}"
         turns = _turns(item)
         if not turns or conversation in names:
             num_skipped += 1
@@ -76,30 +68,6 @@ def load(source: Source) -> TaskData:
     if not requests:
         raise CommandError(f"{name} has no conversation in ShareGPT's format")
     return TaskData(tuple(passages.values()), tuple(requests))
-
-
-# Private, in order of use
-
-
-def _items(path: Path) -> Iterable[object]:
-    if path.is_dir():
-        raise CommandError(f"{path} is a folder: task sharegpt needs --data FILE")
-    if path.suffix != ".json":
-        return (row for _, row in read_rows(path))
-    try:
-        items = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CommandError(f"{path} does not exist") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CommandError(f"{path} is not JSON: {error}") from None
-    if not isinstance(items, list):
-        raise CommandError(f"{path} must be a JSON list of conversations")
-    return items
-
-
-def _id(item: object, number: int) -> str:
-    name = item.get("id") if isinstance(item, dict) else None
-    return str(name) if isinstance(name, str | int) and name != "" else str(number)
 
 
 def _turns(item: object) -> tuple[str, list[tuple[str, str | None]]] | None:

@@ -10,7 +10,7 @@ System prompts are made alike; every question is different. A line, of which onl
 from __future__ import annotations
 
 from eval.data.random_text import random_text
-from eval.replay.trace import TraceRequest, read_trace
+from eval.replay.trace import TraceFile
 from eval.task import Request, Source, TaskData, TextChunk
 
 CHUNK_TOKENS = 256
@@ -21,7 +21,7 @@ QUESTION_TOKENS = 16
 
 def load(source: Source) -> TaskData:
     """Requests in the order of arrival, the first one at 0 s if every line has a timestamp. Raises CommandError."""
-    trace = read_trace(source.file(), max_requests=source.requests).requests
+    trace = [*TraceFile(source.file(), max_requests=source.requests)]
     passages: dict[str, TextChunk] = {}
     # A length given anywhere counts everywhere.
     for request in sorted(trace, key=lambda request: not request.has_lengths):
@@ -30,20 +30,17 @@ def load(source: Source) -> TaskData:
             if chunk.id not in passages:
                 passages[chunk.id] = TextChunk(chunk.id, random_text(f"passage {chunk.id}", num_tokens // source.scale))
     start_s = trace[0].timestamp if all(request.timestamp is not None for request in trace) else None
-    requests = (_request(number, request, passages, start_s, source) for number, request in enumerate(trace))
+    requests = []
+    for number, request in enumerate(trace):
+        question_tokens = QUESTION_TOKENS if request.question_tokens is None else request.question_tokens
+        asked = Request(
+            f"trace:{number}",
+            random_text(f"{source.seed} question {number}", question_tokens // source.scale),
+            tuple(passages[chunk.id] for chunk in request.chunks),
+            conversation=request.conversation,
+            system=random_text("system", request.system_tokens // source.scale) if request.system_tokens else "",
+            arrival_s=None if start_s is None or request.timestamp is None else request.timestamp - start_s,
+            max_new_tokens=max(1, request.output_tokens // source.scale) if request.output_tokens else None,
+        )
+        requests.append(asked)
     return TaskData(tuple(passages.values()), tuple(requests))
-
-
-def _request(
-    number: int, request: TraceRequest, passages: dict[str, TextChunk], start_s: float | None, source: Source
-) -> Request:
-    question_tokens = QUESTION_TOKENS if request.question_tokens is None else request.question_tokens
-    return Request(
-        f"trace:{number}",
-        random_text(f"{source.seed} question {number}", question_tokens // source.scale),
-        tuple(passages[chunk.id] for chunk in request.chunks),
-        conversation=request.conversation,
-        system=random_text("system", request.system_tokens // source.scale) if request.system_tokens else "",
-        arrival_s=None if start_s is None or request.timestamp is None else request.timestamp - start_s,
-        max_new_tokens=max(1, request.output_tokens // source.scale) if request.output_tokens else None,
-    )

@@ -13,6 +13,8 @@ import json
 import math
 import random
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,21 +27,11 @@ from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
 define_torchvision_ops()  # must run before transformers is imported
 
-from transformers import (  # noqa: E402
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
 
-from eval.world.tokenizer import (  # noqa: E402
-    MAX_POSITIONS,
-    SYSTEM_PROMPTS,
-    create_tokenizer,
-    turn_pieces,
-)
-from eval.world.world import sample_conversation, sample_fact_list  # noqa: E402
+from eval.world.rows import Place, Row, Rows, pad  # noqa: E402
+from eval.world.tokenizer import MAX_POSITIONS, create_tokenizer  # noqa: E402
 
 HIDDEN_SIZE = 128
 NUM_LAYERS = 4
@@ -47,90 +39,70 @@ NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HEAD_DIM = 64  # the smallest that GPU attention kernels take
 ROPE_THETA = 1_000_000.0  # high: most coordinates turn slowly and compare contents
-MUON_LR = 0.02
-ADAMW_LR = 4e-3
-WARM_UP_STEPS = 30
-DECAY_SHARE = 0.4  # of the time: the learning rates fall to DECAY_FLOOR of themselves, linearly
 DECAY_FLOOR = 0.02
 LM_WEIGHT = 0.5
+VALUE_WEIGHT = 3.0  # of a linked answer's value among the answers' tokens: it is one of six and the only hard one
+PASSAGES_PER_STEP = 64
 PASS_ACCURACY = 0.9  # running accuracy at which a stage is over
-SYSTEM_SHARE = 0.3  # of the conversations: begin with a system prompt
 LOG_EVERY = 20  # steps
 SAVE_EVERY_S = 120.0
 
 
-class Row(NamedTuple):
-    """One training sequence; `answer_of` names the answer each token belongs to (from 1), 0 for none."""
+class Head(NamedTuple):
+    """Counted from 0."""
 
-    ids: list[int]
-    answer_of: list[int]
+    layer: int
+    head: int
+
+
+RESOLVE = Head(1, 2)  # did nothing with facts: its key-value pair is not that of the head that looks facts up
+LOOK_UP = Head(2, 3)
 
 
 class Stage(NamedTuple):
-    """What to train on and when to go on at the latest, as a share of the whole time."""
+    """What to train on and when to go on at the latest, as a share of the phase."""
 
     name: str
-    batch_size: int
+    batch_size: int | None  # None: as many conversations as have PASSAGES_PER_STEP
     num_passages: tuple[int, ...]  # drawn for each batch; none: lists of facts
     num_turns: int
-    ends_at: float
+    ends_at: float = 1.0
+    share_linked: float = 0.0
+    attention_weight: float = 0.0  # of the loss of heads that are told where to attend
+
+
+class Phase(NamedTuple):
+    """Stages with the same optimizers; learning rates rise at its begin and fall at its end."""
+
+    stages: Sequence[Stage]
+    ends_at: float  # share of the whole time
+    muon_lr: float
+    adamw_lr: float
+    warm_up: int  # steps
+    decay_share: float  # of the phase: the learning rates fall to DECAY_FLOOR of themselves, linearly
+    prepare: Callable[[LlamaForCausalLM, Rows, random.Random], None] | None = None
 
 
 STAGES = (
     Stage("facts", 32, (), 0, 0.1),
     Stage("2 passages", 32, (2,), 6, 0.25),
     Stage("4 passages", 16, (2, 3, 4, 4), 8, 0.5),
-    Stage("8 passages", 16, (2, 4, 4, 6, 6, 8), 8, 1.0),
+    Stage("8 passages", 16, (2, 4, 4, 6, 6, 8), 8),
 )
+Keep = Callable[[], None]
+"""Saves the model."""
+PHASES = (Phase(STAGES, 1.0, muon_lr=0.02, adamw_lr=4e-3, warm_up=30, decay_share=0.4),)
 
 
-class Encoder:
-    """Tokenises pieces apart, as the server does."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
-
-    def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-
-def fact_list_row(rng: random.Random, encode: Encoder) -> Row:
-    """Twelve facts told twice; what counts is the value when it comes again."""
-    num_facts = 12
-    row = Row([encode.tokenizer.bos_token_id], [0])
-    for number, sentence in enumerate(sample_fact_list(rng, num_facts)):
-        ids = encode(f" {sentence}")
-        row.ids.extend(ids)
-        row.answer_of.extend(0 for _ in ids)
-        if number >= num_facts:
-            row.answer_of[-2] = number  # the value comes before the full stop
-    return row
-
-
-def conversation_row(rng: random.Random, encode: Encoder, num_passages: int, num_turns: int) -> Row:
-    """A whole conversation, each piece tokenised apart."""
-    row = Row([], [])
-    system = sample_system_prompt(rng) if rng.random() < SYSTEM_SHARE else None
-    for number, turn in enumerate(sample_conversation(rng, num_passages, num_turns)):
-        texts = [passage.text for passage in turn.passages]
-        head, passages, tail = turn_pieces(texts, turn.question.question, opens=number == 0, system=system)
-        for piece in (head, *passages, tail):
-            ids = encode(piece)
-            row.ids.extend(ids)
-            row.answer_of.extend(0 for _ in ids)
-        ids = [*encode(turn.question.answers[0]), encode.tokenizer.eos_token_id]
-        row.ids.extend(ids)
-        row.answer_of.extend(number + 1 for _ in ids)
-    return row
-
-
-def sample_batch(stage: Stage, rng: random.Random, encode: Encoder) -> list[Row]:
+def sample_batch(stage: Stage, rng: random.Random, rows: Rows) -> list[Row]:
     """Rows of about the same length."""
     if not stage.num_passages:
-        return [fact_list_row(rng, encode) for _ in range(stage.batch_size)]
+        return [rows.fact_list(rng) for _ in range(stage.batch_size or 0)]
     num_passages = rng.choice(stage.num_passages)
-    return [conversation_row(rng, encode, num_passages, stage.num_turns) for _ in range(stage.batch_size)]
+    return [
+        rows.conversation(rng, num_passages, stage.num_turns, share_linked=stage.share_linked)
+        for _ in range(stage.batch_size or PASSAGES_PER_STEP // num_passages)
+    ]
 
 
 def create_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -156,63 +128,118 @@ def create_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, minutes: float, seed: int, out: Path) -> float:
-    """Train in place for so many minutes, saving to `out` as it goes; returns the last running accuracy."""
-    rng, encode = random.Random(seed), Encoder(tokenizer)
-    optimizers = create_optimizers(model, muon_lr=MUON_LR, adamw_lr=ADAMW_LR)
-    start = saved = time.monotonic()
-    stages = iter(STAGES)
-    stage, step, accuracy = next(stages), 0, 0.0
-    while (elapsed := time.monotonic() - start) < minutes * 60:
-        share = elapsed / (minutes * 60)
-        if stage is not STAGES[-1] and (accuracy > PASS_ACCURACY or share > stage.ends_at):
+def train(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    out: Path,
+    phases: Sequence[Phase] = PHASES,
+    *,
+    minutes: float,
+    seed: int,
+) -> dict[int, float]:
+    """Train in place for so many minutes, saving to `out` as it goes; returns the last accuracy by hop."""
+    rng, rows = random.Random(seed), Rows(tokenizer)
+    start = begin = time.monotonic()
+    by_hop: dict[int, float] = {}
+    for phase in phases:
+        if phase.prepare:
+            phase.prepare(model, rows, rng)
+        end = begin + phase.ends_at * minutes * 60
+        by_hop = _train_phase(model, phase, rows, rng, start, end, lambda: save(model, tokenizer, out)) or by_hop
+        start = end
+    return by_hop
+
+
+def _train_phase(
+    model: LlamaForCausalLM, phase: Phase, rows: Rows, rng: random.Random, start: float, end: float, keep: Keep
+) -> dict[int, float]:
+    """From `start` to `end`, by the monotonic clock in seconds."""
+    optimizers = _create_optimizers(model, phase)
+    stages = iter(phase.stages)
+    stage, step, accuracy, saved = next(stages), 0, 0.0, start
+    right, asked = Counter[int](), Counter[int]()
+    by_hop: dict[int, float] = {}
+    while (now := time.monotonic()) < end:
+        share = (now - start) / (end - start)
+        if stage is not phase.stages[-1] and (accuracy > PASS_ACCURACY or share > stage.ends_at):
             stage, accuracy = next(stages), 0.0
-        scale = min(1.0, (step + 1) / WARM_UP_STEPS, DECAY_FLOOR + (1 - DECAY_FLOOR) * (1 - share) / DECAY_SHARE)
-        answers_loss, text_loss, correct = _step(model, optimizers, sample_batch(stage, rng, encode), scale)
+        decay = DECAY_FLOOR + (1 - DECAY_FLOOR) * (1 - share) / phase.decay_share if phase.decay_share else 1.0
+        scale = min(1.0, (step + 1) / phase.warm_up, decay)
+        report, hops, correct = _step(model, optimizers, sample_batch(stage, rng, rows), stage, scale)
         step += 1
-        accuracy += (correct - accuracy) * 0.1
+        asked.update(hops)
+        right.update(correct)
+        accuracy += (len(correct) / len(hops) - accuracy) * 0.1
         if step % LOG_EVERY == 0:
-            print(
-                f"step {step} {elapsed / 60:.1f} min, {stage.name}: answers {answers_loss:.3f} text {text_loss:.3f} "
-                f"exact {accuracy:.3f} lr x{scale:.2f}",
-                flush=True,
-            )
+            by_hop = {hop: round(right[hop] / asked[hop], 3) for hop in sorted(asked)}
+            print(f"{stage.name} step {step} {share:.0%}: {report} lr x{scale:.2f} exact {by_hop}", flush=True)
+            right.clear()
+            asked.clear()
         if time.monotonic() - saved > SAVE_EVERY_S:
-            save(model, tokenizer, out)
+            keep()
             saved = time.monotonic()
-    save(model, tokenizer, out)
-    return accuracy
+    keep()
+    return by_hop
 
 
-def pad(rows: list[Row], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and answers' numbers, [rows, longest] int64 each, filled up on the right."""
-    longest = max(len(row.ids) for row in rows)
-    ids = torch.full((len(rows), longest), pad_id)
-    answer_of = torch.zeros((len(rows), longest), dtype=torch.long)
-    for number, row in enumerate(rows):
-        ids[number, : len(row.ids)] = torch.tensor(row.ids)
-        answer_of[number, : len(row.ids)] = torch.tensor(row.answer_of)
-    return ids, answer_of
-
-
-def create_optimizers(model: LlamaForCausalLM, *, muon_lr: float, adamw_lr: float) -> list[torch.optim.Optimizer]:
+def _create_optimizers(model: LlamaForCausalLM, phase: Phase) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embedding and norms; each group keeps its full learning rate."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    muon = torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
-    adamw = torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    muon = torch.optim.Muon(matrices, lr=phase.muon_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
+    adamw = torch.optim.AdamW(others, lr=phase.adamw_lr, betas=(0.9, 0.98), weight_decay=0.0)
     for optimizer in (muon, adamw):
         for group in optimizer.param_groups:
             group["full_lr"] = group["lr"]
     return [muon, adamw]
 
 
-def sample_system_prompt(rng: random.Random) -> str:
-    """One of the usual ones or their words in disorder."""
-    if rng.random() < 0.5:
-        return rng.choice(SYSTEM_PROMPTS)
-    words = " ".join(SYSTEM_PROMPTS).split()
-    return " ".join(rng.choice(words) for _ in range(rng.randint(2, 20)))
+def _step(
+    model: LlamaForCausalLM,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: Sequence[Row],
+    stage: Stage,
+    scale: float,
+) -> tuple[str, list[int], list[int]]:
+    """One update; returns what to print, the hops of the answers, and the hops of those that greedy decoding gives."""
+    ids, answer_of = pad(batch, model.config.pad_token_id)
+    targets, answer_of = ids[:, 1:], answer_of[:, 1:]
+    out = model(input_ids=ids[:, :-1], use_cache=False, output_attentions=bool(stage.attention_weight))
+    losses = functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    weights = (answer_of > 0).float()
+    for number, row in enumerate(batch):
+        weights[number, [verb for verb, _ in row.look_up]] = VALUE_WEIGHT
+    answers_loss = (losses * weights).sum() / weights.sum()
+    text_loss = losses[targets != model.config.pad_token_id].mean()
+    loss, report = answers_loss + LM_WEIGHT * text_loss, f"answers {answers_loss:.3f} text {text_loss:.3f}"
+    for head, looks in ((RESOLVE, "resolve"), (LOOK_UP, "look_up")) if stage.attention_weight else ():
+        mass = _mass(out.attentions, head, [getattr(row, looks) for row in batch])
+        if len(mass):
+            loss = loss - stage.attention_weight * mass.add(1e-4).log().mean()
+            report += f" {looks} {mass.mean():.2f}"
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = group["full_lr"] * scale
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    wrong = out.logits.argmax(-1) != targets
+    correct = [
+        hop
+        for number, row in enumerate(batch)
+        for answer, hop in enumerate(row.hops, start=1)
+        if not bool((wrong[number] & (answer_of[number] == answer)).any())
+    ]
+    return report, [hop for row in batch for hop in row.hops], correct
+
+
+def _mass(attentions: tuple[Tensor, ...], head: Head, places: Sequence[Sequence[Place]]) -> Tensor:
+    """[number of places] attention of `head` at each place, row by row."""
+    flat = [(number, query, key) for number, row in enumerate(places) for query, key in row]
+    number, query, key = torch.tensor(flat, dtype=torch.long).view(-1, 3).unbind(1)
+    return attentions[head.layer][number, head.head, query, key]
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -237,37 +264,6 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         path.write_text(json.dumps(json.loads(path.read_text()) | old_style, indent=2) + "\n")
 
 
-def _step(
-    model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], rows: list[Row], scale: float
-) -> tuple[float, float, float]:
-    """One update; returns the losses on answers and on all text, and the share of answers right throughout."""
-    ids, answer_of = pad(rows, model.config.pad_token_id)
-    targets, answer_of = ids[:, 1:], answer_of[:, 1:]
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-    answers_loss = losses[answer_of > 0].mean()
-    text_loss = losses[targets != model.config.pad_token_id].mean()
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-        for group in optimizer.param_groups:
-            group["lr"] = group["full_lr"] * scale
-    torch.autograd.backward(answers_loss + LM_WEIGHT * text_loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-    return answers_loss.item(), text_loss.item(), _exact_share(logits.argmax(-1) != targets, answer_of)
-
-
-def _exact_share(wrong: Tensor, answer_of: Tensor) -> float:
-    """Greedy decoding gives an answer exactly when each of its tokens is the likeliest one after the true ones."""
-    num_answers = num_wrong = 0
-    for number in range(1, int(answer_of.max()) + 1):
-        inside = answer_of == number
-        num_answers += int(inside.any(dim=1).sum())
-        num_wrong += int((inside & wrong).any(dim=1).sum())
-    return 1 - num_wrong / num_answers
-
-
 def _initialise(model: LlamaForCausalLM) -> None:
     """Random weights, except for the two mechanisms that training alone takes far too long to find.
 
@@ -281,11 +277,10 @@ def _initialise(model: LlamaForCausalLM) -> None:
     embedding = model.model.embed_tokens.weight.normal_(0, spread)
     embedding[:, 0] = constant
     for layer in model.model.layers:
-        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
             linear.weight.normal_(0, HIDDEN_SIZE**-0.5)
-        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
-            linear.weight.normal_(0, HIDDEN_SIZE**-0.5)
-        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        for linear in (attention.o_proj, mlp.down_proj):
             linear.weight.normal_(0, 0.5 * linear.in_features**-0.5)
     embedding_norm = math.sqrt(spread**2 * (HIDDEN_SIZE - 1) + constant**2)
     frequencies = ROPE_THETA ** (-torch.arange(HEAD_DIM // 2) * 2 / HEAD_DIM)
@@ -346,20 +341,28 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
     return basis
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(description: str | None, *, trains_on: bool = False) -> argparse.Namespace:
+    """Minutes, threads, seed, `out`, and with `trains_on` also `init`; sets torch's threads and seed."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=model_dir())
     parser.add_argument("--seed", type=int, default=0)
+    if trains_on:
+        parser.add_argument("--init", type=Path, default=model_dir(), help="what `train` wrote")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    return args
+
+
+def main() -> None:
+    args = parse_options(__doc__)
     tokenizer = create_tokenizer()
     model = create_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
-    accuracy = train(model, tokenizer, args.minutes, args.seed, args.out)
-    print(json.dumps({"accuracy": round(accuracy, 4), "minutes": args.minutes, "seed": args.seed}))
+    accuracy = train(model, tokenizer, args.out, minutes=args.minutes, seed=args.seed)
+    print(json.dumps({"accuracy": accuracy, "minutes": args.minutes, "seed": args.seed}))
 
 
 if __name__ == "__main__":

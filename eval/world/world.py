@@ -22,7 +22,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 _NAMES = {
@@ -37,45 +37,13 @@ _NAMES = {
     "crop": """barley wheat rice maize oats hops beans peas onions carrots apples plums grapes lemons olives cotton tea
         coffee cocoa pepper garlic melons figs almonds""",
 }
-_COMPANY_STEMS = (
-    "Drav",
-    "Sol",
-    "Brin",
-    "Tor",
-    "Quar",
-    "Vel",
-    "Nim",
-    "Hax",
-    "Zor",
-    "Lum",
-    "Grel",
-    "Pyl",
-    "Fen",
-    "Ost",
-    "Kav",
-    "Myr",
-)
-_CITY_STEMS = (
-    "Kel",
-    "Ash",
-    "Bram",
-    "Dun",
-    "Hol",
-    "Lin",
-    "Mar",
-    "Nor",
-    "Oak",
-    "Pen",
-    "Ros",
-    "Stav",
-    "Thorn",
-    "Wick",
-    "Yar",
-    "Elm",
-)
+_STEMS = {
+    "company": "Drav Sol Brin Tor Quar Vel Nim Hax Zor Lum Grel Pyl Fen Ost Kav Myr",
+    "city": "Kel Ash Bram Dun Hol Lin Mar Nor Oak Pen Ros Stav Thorn Wick Yar Elm",
+}
 NAMES: dict[str, tuple[str, ...]] = {
-    "company": tuple(stem + end for stem in _COMPANY_STEMS for end in ("ex", "on", "ix", "um")),
-    "city": tuple(stem + end for stem in _CITY_STEMS for end in ("ton", "ford", "burg", "ville")),
+    "company": tuple(stem + end for stem in _STEMS["company"].split() for end in ("ex", "on", "ix", "um")),
+    "city": tuple(stem + end for stem in _STEMS["city"].split() for end in ("ton", "ford", "burg", "ville")),
     **{kind: tuple(names.split()) for kind, names in _NAMES.items()},
 }
 ENTITY_KINDS = ("company", "engineer", "city")
@@ -90,6 +58,10 @@ class Relation(NamedTuple):
     auxiliary: str
     base: str
     participle: str
+
+    def ask(self, subject: str) -> str:
+        """The question for the value."""
+        return f"Which {self.object_kind} {self.auxiliary} {subject} {self.base}?"
 
 
 RELATIONS = (
@@ -135,6 +107,11 @@ class Fact(NamedTuple):
     def sentence(self) -> str:
         """The fact as an answer tells it."""
         return f"The {self.relation.subject_kind} {self.subject} {self.relation.verb} {self.value}."
+
+    @property
+    def question(self) -> str:
+        """The question that names the subject."""
+        return self.relation.ask(f"the {self.relation.subject_kind} {self.subject}")
 
 
 class Passage(NamedTuple):
@@ -201,11 +178,7 @@ class World:
     @cached_property
     def questions(self) -> list[Question]:
         """Every one-hop and two-hop question this world can answer, one-hop first."""
-        drafts = [(1, *draft) for draft in self._one_hop()] + [(2, *draft) for draft in self._two_hop()]
-        return [
-            Question(f"q{number:05d}", text, answers, tuple(self._id_of[name] for name in names), hop)
-            for number, (hop, text, answers, names) in enumerate(drafts)
-        ]
+        return [Question(f"q{number:05d}", *draft) for number, draft in enumerate([*self._one_hop(), *self._two_hop()])]
 
     def passage(self, passage_id: str) -> Passage:
         """The passage of that id; KeyError if there is none."""
@@ -254,18 +227,16 @@ class World:
 
     def facts(self) -> Iterator[Fact]:
         """All facts, entity by entity, in the order their passages tell them."""
-        for facts in self._facts.values():
-            yield from facts
+        return chain.from_iterable(self._facts.values())
 
     def _draw_entities(self, num_passages: int, num_kinds: int) -> dict[str, str]:
         kinds = self._rng.sample(ENTITY_KINDS, num_kinds)
         pools = {kind: self._rng.sample(NAMES[kind], len(NAMES[kind])) for kind in kinds}
         drawn = [(pools[kind].pop(), kind) for kind in kinds for _ in range(2)]
         rest = [(name, kind) for kind in kinds for name in pools[kind]]
-        missing = num_passages - len(drawn)
-        if missing > len(rest):
+        if num_passages > len(drawn) + len(rest):
             raise ValueError(f"num_passages must be at most {len(drawn) + len(rest)} with kinds {kinds}")
-        drawn += self._rng.sample(rest, missing)
+        drawn += self._rng.sample(rest, num_passages - len(drawn))
         self._rng.shuffle(drawn)
         return dict(drawn)
 
@@ -302,18 +273,17 @@ class World:
         text = ". ".join(sentence.removesuffix(".") for sentence in sentences) + "."
         return passage._replace(text=text)
 
-    def _one_hop(self) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def _one_hop(self) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], int]]:
         for fact in self.facts():
-            subject = f"the {fact.relation.subject_kind} {fact.subject}"
-            yield _ask(fact.relation, subject), (fact.sentence, fact.value), (fact.subject,)
+            yield fact.question, (fact.sentence, fact.value), (self._id_of[fact.subject],), 1
 
-    def _two_hop(self) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    def _two_hop(self) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], int]]:
         for link in self.facts():
             for fact in self._facts.get(link.value, ()):
                 kind = link.relation
                 subject = f"the {kind.object_kind} {kind.participle} by the {kind.subject_kind} {link.subject}"
                 answers = (f"{link.sentence} {fact.sentence}", fact.value)
-                yield _ask(fact.relation, subject), answers, (link.subject, link.value)
+                yield fact.relation.ask(subject), answers, (self._id_of[link.subject], self._id_of[link.value]), 2
 
 
 def order_questions(passages: Sequence[Passage]) -> list[Question]:
@@ -350,17 +320,10 @@ def linked_questions(passages: Sequence[Passage]) -> list[Question]:
             fact = Fact(about.title, LINKS[match[1]], match[2])
             told.setdefault(about.title, []).append((fact, (about.id, passage.id)))
         last[passage.text.split()[1]] = passage
-    only = [facts[0] for facts in told.values() if len(facts) == 1]
-    return [
-        Question(
-            f"l{number:05d}",
-            _ask(fact.relation, f"the {fact.relation.subject_kind} {fact.subject}"),
-            (fact.sentence, fact.value),
-            gold,
-            hop=-1,
-        )
-        for number, (fact, gold) in enumerate(only)
-    ]
+    questions = []
+    for number, (fact, gold) in enumerate(facts[0] for facts in told.values() if len(facts) == 1):
+        questions.append(Question(f"l{number:05d}", fact.question, (fact.sentence, fact.value), gold, hop=-1))
+    return questions
 
 
 def sample_conversation(
@@ -439,10 +402,6 @@ def _pop_answerable(questions: list[Question], shown: set[str], hop: int) -> Que
     if chosen is not None:
         questions.remove(chosen)
     return chosen
-
-
-def _ask(relation: Relation, subject: str) -> str:
-    return f"Which {relation.object_kind} {relation.auxiliary} {subject} {relation.base}?"
 
 
 def words() -> Sequence[str]:

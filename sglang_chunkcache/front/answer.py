@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from radix_ext import FusionRequest
 from sglang_chunkcache.front.request import Planned, RagRequest
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Explanation, Source
 
 

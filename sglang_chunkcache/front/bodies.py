@@ -16,9 +16,9 @@ from pydantic import (
     field_validator,
 )
 
+from radix_ext import FusionRequest
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.front.fusion_options import fused_request
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 MAX_ID_CHARS = 256
 """Conversation ids and chunk labels; they are kept, so they are bounded."""

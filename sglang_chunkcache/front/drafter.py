@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from radix_ext import ChunkId, ConversationKey, Span, Turn
+from radix_ext import ChunkId, ConversationKey, FusionRequest, Span, Turn
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError, TooLongError
 from sglang_chunkcache.front.conversation import Conversation, Fitted, OpenTurn, PromptContext, TurnFitter
@@ -19,7 +19,6 @@ from sglang_chunkcache.front.fusion_options import check_fused
 from sglang_chunkcache.front.prompt import Piece, PromptAssembler, TokenizedChunk, text_of, turn_start
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage
 from sglang_chunkcache.front.tokenizer import RequestEncoder
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 MAX_CHUNK_CONTEXTS = 4
 """Chunks of one request are tokenised up to this many contexts: some may be dropped as already seen, the rest is refused."""

@@ -14,13 +14,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from radix_ext import AccessTable, Span
+from radix_ext import AccessTable, FusionRequest, Span
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.wire.fusion_request import FusionRequest
-
-ASKS_THE_QUESTION = frozenset({"query"})
-"""Selectors whose choice depends on the question; so does the focus, with any selector."""
 
 
 def check_fused(config: ChunkCacheConfig, field: str) -> None:
@@ -78,7 +74,7 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
     )
     if earlier == policy or earlier.startswith(f"{policy}/question="):
         return earlier
-    if fusion.selector not in ASKS_THE_QUESTION and not fusion.focus:
+    if not fusion.asks_the_question:
         return policy
     return f"{policy}/question={blake2b(array('i', question), digest_size=8).hexdigest()}"
 
@@ -87,4 +83,4 @@ def spans_to_keep(config: ChunkCacheConfig, table: AccessTable, spans: Sequence[
     """Indices of the spans whose chunks are asked for often enough to be worth host memory; none without `--reuse fused`."""
     if config.reuse != "fused":
         return frozenset()
-    return frozenset(i for i, span in enumerate(spans) if table.count(span.chunk) >= config.store_threshold)
+    return table.frequent((span.chunk for span in spans), config.store_threshold)

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
-from msgspec import structs
-
-from radix_ext import Chunk, Ordering, OrderPolicy, Span, TailPolicy, leading_area, order_per_rank
+from radix_ext import Chunk, FusionRequest, Ordering, OrderPolicy, Span, TailPolicy, leading_area, order_per_rank
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.fusion_options import recipe_of
 from sglang_chunkcache.front.request import Draft, Options, Planned
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.spans import namespace_of
 
 
@@ -96,4 +94,4 @@ def _chunks_of(spans: Sequence[Span]) -> list[Chunk]:
 
 def _with_recipe(draft: Draft, question: Sequence[int]) -> FusionRequest | None:
     fusion = draft.options.fusion
-    return fusion and structs.replace(fusion, recipe=recipe_of(fusion, question, draft.earlier_recipe))
+    return fusion and replace(fusion, recipe=recipe_of(fusion, question, draft.earlier_recipe))

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from radix_ext import ChunkId, OrderPolicy, Plan, Span
+from radix_ext import ChunkId, FusionRequest, OrderPolicy, Plan, Span
 from sglang_chunkcache.front.conversation import OpenTurn
 from sglang_chunkcache.front.prompt import Piece, TokenizedChunk, joined
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Answer, Fallback, Report
 from sglang_chunkcache.wire.spans import KEY_PREFIX, namespace_of
 

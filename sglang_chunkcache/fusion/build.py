@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from radix_ext.moved_plan import Limits
+from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
 from sglang_chunkcache.fusion.model_support import unsupported
-from sglang_chunkcache.fusion.plan import Limits
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable
-from sglang_chunkcache.fusion.store import ChunkStore
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
     fuser = Fuser(
         cache,
         FusionPass(runner, table, config, (sparse, attention)),
-        ChunkStore(
+        VariantIndex(
             max_bytes=config.store_mib << 20, max_chunks=config.store_chunks, max_variants=config.store_variants
         ),
         Limits(

@@ -23,6 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radix_ext import FusionRequest
+from radix_ext.moved_plan import Piece
+from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.upload import upload
@@ -37,15 +40,11 @@ from sglang_chunkcache.fusion.measure import (
     score_chunks,
 )
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.plan import Piece
 from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
-from sglang_chunkcache.fusion.scores import ChunkScores
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
-from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
-from sglang_chunkcache.fusion.store import HostBlob
-from sglang_chunkcache.wire.fusion_request import FusionRequest
+from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.wire.report import Fallback
 
 logger = logging.getLogger(__name__)
@@ -298,7 +297,7 @@ def _filled(move: Move) -> Tensor:
 
 def _chunk_of(move: Move, piece: Piece) -> MovedChunk:
     source = piece.source
-    assert source is not None
+    assert isinstance(source, DeviceCopy | HostCopy)
     assert piece.chunk is not None
     return MovedChunk(
         chunk=piece.chunk,

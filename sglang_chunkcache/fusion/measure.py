@@ -21,7 +21,7 @@ from torch import Tensor
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention, StopPass
 from sglang_chunkcache.fusion.recompute import run_pass
-from sglang_chunkcache.fusion.scores import ChunkScores
+from sglang_chunkcache.fusion.store import ChunkScores
 
 DEVIATION_LAYER = 1
 """K/V of the second layer is the first that depends on other tokens (CacheBlend compares there; FusionRAG eq. 7)."""

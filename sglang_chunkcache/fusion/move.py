@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sglang_chunkcache.fusion.plan import Piece, ReusePlan
-from sglang_chunkcache.wire.fusion_request import FusionRequest
+from radix_ext import FusionRequest
+from radix_ext.moved_plan import Piece, ReusePlan
 from sglang_chunkcache.wire.report import Fallback
 
 if TYPE_CHECKING:

@@ -24,13 +24,14 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import IntegrityError
+from radix_ext.moved_plan import Limits, ReusePlan, make_plan, max_critical
+from radix_ext.sources import ChunkSources, DeviceCopy
+from radix_ext.variants import VariantIndex
+from sglang_chunkcache.config import MAX_COPIES
 from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.own_slots import OwnSlots
-from sglang_chunkcache.fusion.plan import Candidate, Limits, ReusePlan, make_plan, max_critical
-from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
-from sglang_chunkcache.fusion.store import ChunkStore
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 
 logger = logging.getLogger(__name__)
-
-MAX_COPIES = 8
-"""Device copies of one chunk that a plan looks at, latest first: a popular chunk is cached in hundreds of chains."""
 
 
 @dataclass
@@ -79,13 +77,14 @@ class Fuser:
         self,
         cache: ChunkRadixCache,
         fusion_pass: FusionPass,
-        store: ChunkStore,
+        store: VariantIndex,
         limits: Limits,
         *,
         extend_reserve: int,
     ) -> None:
         self.cache, self.fusion_pass, self.store, self.limits = cache, fusion_pass, store, limits
         self.extend_reserve = extend_reserve
+        self.sources = ChunkSources(cache.copies, store, max_copies=MAX_COPIES)
         self.captures = Captures(cache.copies, fusion_pass, store)
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
@@ -112,7 +111,7 @@ class Fuser:
                 spans.spans,
                 start=len(indices),
                 limit=len(key),
-                candidates=lambda chunk: self._candidates(ChunkIdentity(chunk, key.extra_key, key.cache_salt)),
+                candidates=lambda chunk: self.sources.candidates(ChunkIdentity(chunk, key.extra_key, key.cache_salt)),
                 fusion=spans.fusion,
                 limits=self.limits,
             )
@@ -143,7 +142,7 @@ class Fuser:
         sources = [piece.source.node for piece in plan.pieces if isinstance(piece.source, DeviceCopy)]
         if key[plan.start :].child_key() in node.children:  # not to be expected: SGLang matches right before it asks
             return self._decline(outcome, Fallback.ALREADY_CACHED, node)
-        if not all(self.cache.copies.holds(source) for source in sources):
+        if not self.sources.are_there(plan):
             return self._decline(outcome, Fallback.SOURCE_GONE, node)
         shared = self._shared(plan)
         num_own = plan.end - plan.start - sum(len(source.key) for source in shared.values())
@@ -168,9 +167,7 @@ class Fuser:
             outcome.move = move
             self._pending.append(_Pending(move, last, taken.pop_all()))
         state(req).fused = key.fused
-        for piece in plan.pieces:
-            if isinstance(piece.source, HostCopy):
-                self.store.use(piece.source.variant, piece.cfo)
+        self.sources.count_uses(plan)
         return row[plan.start :], last
 
     def before(self, batch: ScheduleBatch) -> None:
@@ -198,7 +195,8 @@ class Fuser:
 
     def keep(self, path: Sequence[TreeNode], spans: RequestSpans) -> None:
         """Queue the request's chunks that have earned it for the store."""
-        self.captures.add([node for node in path if facts(node).chunk is not None], spans)
+        chunks = [node for node in path if facts(node).chunk is not None]
+        self.captures.add(chunks, spans.keep, is_preprocessing=spans.is_preprocessing)
 
     def after(self) -> None:
         """Score and store some of what waits."""
@@ -209,7 +207,7 @@ class Fuser:
         """What the front may tell the client."""
         outcome = _outcome(req)
         move = outcome.move
-        fallbacks = (*outcome.plan.fallbacks, *outcome.declined, *(move.fallbacks if move else ()))
+        fallbacks = (*_reasons(outcome.plan), *outcome.declined, *(move.fallbacks if move else ()))
         self.fallbacks.update(fallbacks)
         recomputed = move.recomputed_len if move else 0
         return Report(
@@ -232,7 +230,11 @@ class Fuser:
         outcome = _outcome(req)
         plan, cached = outcome.plan, outcome.exact + outcome.fused_hit
         return Explanation(
-            outcome.exact, outcome.fused_hit, plan.end if plan.pieces else cached, _sources(plan), plan.fallbacks
+            outcome.exact,
+            outcome.fused_hit,
+            plan.end if plan.pieces else cached,
+            _sources(plan),
+            _reasons(plan),
         )
 
     def reset(self) -> None:
@@ -259,10 +261,6 @@ class Fuser:
         }
 
     # Private, in order of use
-
-    def _candidates(self, identity: ChunkIdentity) -> list[Candidate]:
-        copies: list[Candidate] = [DeviceCopy(node) for node in self.cache.copies.find(identity, MAX_COPIES)]
-        return copies + [HostCopy(variant) for variant in self.store.find(identity)]
 
     def _must_wait(self, plan: ReusePlan, node: TreeNode) -> bool:
         """Whether the batch's pass is full, or fills nodes above this one: what the plan measures needs that done."""
@@ -375,6 +373,10 @@ def _rows(plan: ReusePlan, slots: torch.Tensor, shared: Mapping[int, TreeNode]) 
             rows.append(slots[at : at + piece.end - piece.start])
             at += piece.end - piece.start
     return rows
+
+
+def _reasons(plan: ReusePlan) -> tuple[Fallback, ...]:
+    return tuple(Fallback[reason.upper()] for reason in plan.fallbacks)
 
 
 def _sources(plan: ReusePlan) -> tuple[Source, ...]:

@@ -41,12 +41,12 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain
+from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
-from sglang_chunkcache.scheduler.copies import ChunkCopies
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
-from sglang_chunkcache.scheduler.node import facts, state
+from sglang_chunkcache.scheduler.node import facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
 from sglang_chunkcache.wire.events import Evicted, Inserted
@@ -84,7 +84,7 @@ class ChunkRadixCache(SharingRadixCache):
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.match_seconds = self.insert_seconds = 0.0
         self.promiser: Promiser | None = None
-        self.copies = ChunkCopies()
+        self.copies: ChunkCopies = ChunkCopies(identity_of, facts)
         self._clock = 0
         self._clear_counts()
         super().__init__(params)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix_ext import ChainId, ChunkId
+from radix_ext.sources import CopyFacts
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -28,21 +29,15 @@ class ChunkIdentity(NamedTuple):
 
 
 @dataclass(slots=True)
-class ChunkFacts:
+class ChunkFacts(CopyFacts):
     """A node of the tree. The defaults are a node of plain traffic."""
 
     chunk: ChunkId | None = None
-    """None: a token node. The next two fields are a chunk node's."""
-    start: int = 0
-    """Position of the first token."""
-    prefix: tuple[ChunkId, ...] = ()
-    """The chunks before it, in order."""
+    """None: a token node, of which start and prefix say nothing."""
     is_filled: bool = True
     """False: promised, its slots are yet to be written."""
     is_moved: bool = False
     """Its KV was computed at another place."""
-    scores: Any = None
-    """What the promiser has measured of the chunk."""
     holding: Holding | None = None
     """Its part of slots that other nodes hold as well."""
     chain: ChainId | None = None

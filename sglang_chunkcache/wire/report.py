@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
+from radix_ext.moved_plan import NotMoved
 from sglang_chunkcache.wire.events import Batch
 from sglang_chunkcache.wire.message import Record
 
@@ -25,7 +26,7 @@ class Fallback(StrEnum):
 
     def __new__(cls, name: str, meaning: str, remedy: str) -> Self:
         reason = str.__new__(cls, name)
-        reason._value_, reason.meaning, reason.remedy = name, meaning, remedy
+        reason._value_, reason.meaning, reason.remedy = str(name), meaning, remedy
         return reason
 
     PLAIN_TEXT = (
@@ -52,24 +53,24 @@ class Fallback(StrEnum):
         "Check in the rank's log that it was started with `--reuse fused`, and report it as a bug.",
     )
     NO_SOURCE = (
-        "no_source",
+        NotMoved.NO_SOURCE,
         "None of the chunks after the exact prefix is cached anywhere, in the tree or in the store.",
         "Expected for new chunks; if they were requested before, raise `--chunkcache-store-mib` or lower "
         "`--chunkcache-store-threshold`.",
     )
     GAP_TOO_LONG = (
-        "gap_too_long",
+        NotMoved.GAP_TOO_LONG,
         "The uncached tokens before the next cached chunk exceed `--chunkcache-max-gap-tokens`; chunks from there "
         "on are computed.",
         "Raise that flag, or put the uncached chunks last.",
     )
     PASS_BUDGET = (
-        "pass_budget",
+        NotMoved.PASS_BUDGET,
         "Gaps and recomputed tokens exceed `--chunkcache-max-pass-tokens`; chunks from there on are computed.",
         "Raise that flag (0 means one prefill budget, `--chunked-prefill-size`) or lower the ratio.",
     )
     NOT_WORTH_IT = (
-        "not_worth_it",
+        NotMoved.NOT_WORTH_IT,
         "Moving would save fewer tokens than `--chunkcache-min-saved-tokens`, as always with ratio 1.",
         "Expected for short chunks; set the flag to 0 to move them all the same.",
     )

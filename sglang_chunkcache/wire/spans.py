@@ -14,9 +14,8 @@ from typing import Annotated
 
 from msgspec import Meta, structs
 
-from radix_ext import Span, check_spans, chunk_id, leading_area
+from radix_ext import FusionRequest, Span, check_spans, chunk_id, leading_area
 from sglang_chunkcache.wire.events import Acknowledgement
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.message import Record, decode, encode
 
 KEY_PREFIX = "chunkcache_"

@@ -27,6 +27,8 @@ class FakeEndpoint:
     serial: bool = False
     chunk_cache: bool = False
     can_flush: bool = True
+    is_sglang: bool = True
+    """Has SGLang's own routes."""
     is_cold: bool = False
     """Nothing is ever found cached."""
     cache_report: bool = True
@@ -37,6 +39,12 @@ class FakeEndpoint:
     url: str = ""
     received: list[dict[str, Any]] = field(default_factory=list)
     """Bodies, with `path`, `at` and `answered`: when they came and when the answer was whole."""
+    aborted: set[str] = field(default_factory=set)
+    """Request ids of plain requests that were aborted."""
+    prefill_s: float = 0.002
+    """To the first token of a plain request, which answers until it is aborted."""
+    stalled_s: float = 0.002
+    """Between its tokens while a chat waits."""
     num_flushed: int = 0
     num_forgotten: int = 0
     num_in_flight: int = 0
@@ -100,10 +108,29 @@ class FakeEndpoint:
         prompt = sum(len(message["content"]) for message in body["messages"])
         cached = None if self.is_cold else {"cached_tokens": prompt // 2}  # as SGLang, which leaves a zero out
         fates = {"exact": prompt - 3, "relocated": 0, "recomputed": 1, "computed": 2}
-        ours = {"fates": fates, "order": ["b", "a"], "chunks_hit": 1, "dropped": ["a"], "fallbacks": {}}
+        ours = {"fates": fates, "order": ["b", "a"], "chunks_hit": 1, "dropped": ["a"], "fallbacks": []}
         await event({}, **({"chunkcache": ours} if body["path"].startswith("/rag") else {}))
         usage = {"prompt_tokens": prompt, "completion_tokens": 3, "prompt_tokens_details": cached}
         await event(None, usage=usage)
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        """A plain request of SGLang's own: an event for every token, the second of them without text."""
+        body = await http.json()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for number in range(1, body["sampling_params"]["max_new_tokens"] + 1):
+            token_s = self.stalled_s if self.num_in_flight else 0.002
+            await asyncio.sleep(self.prefill_s if number == 1 else token_s)
+            event = {"text": "" if number == 2 else "x" * number, "meta_info": {"completion_tokens": number}}
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+            if body["rid"] in self.aborted:
+                break
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        self.aborted.add((await http.json())["rid"])
+        return web.json_response({})
 
     def app(self) -> web.Application:
         """All routes that the harness uses."""
@@ -118,6 +145,9 @@ class FakeEndpoint:
 
         app = web.Application(client_max_size=1 << 26, middlewares=[fall_silent])
         app.router.add_post("/v1/chat/completions", self.chat)
+        if self.is_sglang:
+            app.router.add_post("/generate", self.generate)
+            app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", _says({}))
         app.router.add_get("/v1/models", _says({"data": [{"id": "fake-model"}]}))
         app.router.add_get(

@@ -8,12 +8,11 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from eval.contrast import contrast_arms, sentences
-from eval.intervals import bootstrap, quantile
 from eval.replay.command import main as replay
+from eval.stats import summary
 
 HOSTILE = '<script>alert(1)</script> & "quoted" $x_1$ naïve 漢字 ' + "very-long-" * 12
 NAN = float("nan")
@@ -109,10 +108,7 @@ def summarize(samples: Sequence[Sample], *, against: str) -> dict[str, Any]:
 
 def figures(name: str, values: Sequence[float]) -> dict[str, float]:
     """Mean, quantiles, interval: of the median for times, of the mean for the rest."""
-    statistic = (lambda taken: quantile(taken, 0.5)) if name.endswith("_s") else fmean
-    _, low, high = bootstrap(values, statistic, draws=50)
-    ends = {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
-    return {"mean": fmean(values), **ends, "low": low, "high": high}
+    return summary(values, of_median=name.endswith("_s"), draws=50)
 
 
 def make_ratio(requests: int = 12) -> list[Sample]:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from eval.errors import CommandError
-from eval.quality.command import fixed_histories, main
+from eval.quality.answers import fixed_histories
+from eval.quality.command import main
 from eval.quality.greedy import Endpoint, ask
-from eval.quality.options import make_scorer
+from eval.quality.mode import make_scorer
 from eval.run import read_record, read_samples
 from eval.serve.arms import ARMS, parse_arm
 from eval.task import Request, TextChunk, load_requests
@@ -108,7 +109,7 @@ def test_a_server_that_has_the_bundled_model_is_scored_on_its_world(
     results = run(ours, tmp_path / "run")["results"]
     assert "note" not in results
     assert all("em" in cell["metrics"] for cell in results["cells"])
-    monkeypatch.setattr("eval.quality.options.served_model", lambda url: None if "other" in url else "bundled")
+    monkeypatch.setattr("eval.quality.mode.served_model", lambda url: None if "other" in url else "bundled")
     args = Namespace(model_path="bundled", task="world", weights="auto", bert_encoder=None)
     arms = [parse_arm(f"{name}=http://{name}") for name in ("known", "other")]
     assert [make_scorer(args, arms[:n]).has_gold for n in (1, 2)] == [True, False]
@@ -136,7 +137,10 @@ def test_known_weights_are_scored_and_contrasted(
 ) -> None:
     """And where nothing may be said since there is too little, that is said."""
     record = run(ours, tmp_path / "run", "--weights", "real")
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("No verdict")]
+    lines = capsys.readouterr().out.splitlines()
+    assert {"Figures, with 95% intervals", "Comparison of arms: ratios are a / b, differences b - a"} <= set(lines)
+    assert any(line.split()[:2] == ["tree", "6"] for line in lines)
+    told = [line for line in lines if line.startswith("No verdict")]
     assert told == record["results"]["verdict"]
     assert "too few requests: 6" in told[0]
     results = record["results"]
@@ -170,7 +174,7 @@ CHUNKS = (TextChunk("a", "text"), TextChunk("b", "text"))
 def test_turns_of_a_conversation_are_one_block(ours: FakeChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in `answers`, where the server does not hear of the conversation, since the history is in the messages."""
     turns = [Request(f"t:{n}", f"question {n}?", CHUNKS, conversation="c", reply="Yes.") for n in range(2)]
-    monkeypatch.setattr("eval.quality.command.load_requests", lambda args: [*turns, Request("t:2", "more?", CHUNKS)])
+    monkeypatch.setattr("eval.quality.answers.load_requests", lambda args: [*turns, Request("t:2", "more?", CHUNKS)])
     run(ours, tmp_path / "run")
     assert [row["block"] for row in read_samples(tmp_path / "run")] == ["c", "c", "t:2"] * 2
 
@@ -180,7 +184,7 @@ def test_a_run_goes_on_with_the_same_requests_only(
 ) -> None:
     """Ids and settings do not tell that a data set's texts have changed."""
     asked = {"question": "first?"}
-    monkeypatch.setattr("eval.quality.command.load_requests", lambda args: [Request("t:1", asked["question"], CHUNKS)])
+    monkeypatch.setattr("eval.quality.answers.load_requests", lambda args: [Request("t:1", asked["question"], CHUNKS)])
     record = run(ours, tmp_path / "run")
     (tmp_path / "run" / "record.json").write_text(json.dumps(record | {"complete": False}))
     asked["question"] = "second?"
@@ -243,7 +247,7 @@ def test_text_prompts_of_another_length_are_counted(
     ],
 )
 def test_nonsense_gets_one_line(options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.quality.command.load_requests", lambda args: [])
+    monkeypatch.setattr("eval.quality.answers.load_requests", lambda args: [])
     with pytest.raises(CommandError, match=said):
         main(["answers", "--arms", "ours", "--out", str(tmp_path / "run"), *options])
     assert not (tmp_path / "run").exists()
@@ -260,4 +264,4 @@ def test_histories_are_the_data_sets_own() -> None:
         Request("t:3", "alone?", chunk),
     ]
     told = [{"role": "user", "content": "first?"}, {"role": "assistant", "content": "One."}]
-    assert fixed_histories(turns) == [[], [], told, [], []]
+    assert list(fixed_histories(turns).values()) == [[], [], told, [], []]

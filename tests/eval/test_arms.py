@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from eval.serve.arms import (
     server_flags,
     skip_reason,
 )
+from radix_ext import ChunkId, Span
+from radix_ext.moved_plan import Limits, make_plan
 from sglang_chunkcache import config
 
 URL = "http://127.0.0.1:8000"
@@ -78,23 +81,87 @@ def test_ours_is_our_defaults() -> None:
 @pytest.mark.parametrize("arm", [arm for arm in ARMS.values() if arm.route == "rag"], ids=lambda arm: arm.name)
 def test_bodies_are_valid(arm: Arm) -> None:
     """A body that the arm's own server would refuse fails every request of a run."""
-    bodies = pytest.importorskip("sglang_chunkcache.front.bodies")
-    settings, _ = parse_launcher(list(arm.flags))
-    parse = importlib.import_module("sglang_chunkcache.front.parse").parse
-    fields = parse(bodies.RagFields, {**request_body(arm, {"reuse": {"ratio": 0.5}}), "chunks": [{"text": "a"}]})
-    request = fields.fusion_request(settings)
-    assert (request is not None) == arm.is_fused == (settings.reuse == "fused")
+    request = fusion_request(arm, ratio=0.5)
+    assert (request is not None) == arm.is_fused
     if request is not None:
         assert request.ratio == 0.5
-        assert request.selector == arm.body["reuse"]["selector"]
+        assert request.selector == arm.body["reuse"].get("selector", config.ChunkCacheConfig.selector)
 
 
-@pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
-def test_scores_are_measured_where_they_are_read(arm: Arm) -> None:
-    """A selector without its scores chooses the first tokens instead: another baseline than its name says."""
-    settings, _ = parse_launcher(list(arm.flags))
-    selector = arm.body["reuse"]["selector"] if arm.is_fused else None
-    assert (settings.scoring == "on") == (selector is None or selector in ("context", "h2o"))
+def fusion_request(arm: Arm, **reuse: Any) -> Any:
+    """What the arm's server makes of its requests' options for moved KV."""
+    bodies = pytest.importorskip("sglang_chunkcache.front.bodies")
+    parse = importlib.import_module("sglang_chunkcache.front.parse").parse
+    fields = parse(bodies.RagFields, {**request_body(arm, {}, reuse), "chunks": [{"text": "a"}]})
+    return fields.fusion_request(parse_launcher(list(arm.flags))[0])
+
+
+def test_fused_is_what_a_user_gets() -> None:
+    """--reuse fused and nothing else, and a request that says no more than that; a variation has a name of its own."""
+    defaults = config.ChunkCacheConfig(reuse="fused")
+    assert parse_launcher(list(ARMS["fused"].flags))[0] == defaults
+    assert ARMS["fused"].body == {"reuse": {"mode": "fused"}}
+    request = fusion_request(ARMS["fused"])
+    assert (request.selector, request.ratio, request.focus) == (defaults.selector, defaults.recompute_ratio, False)
+    for name, arm in ARMS.items():
+        if arm.is_fused:
+            assert (parse_launcher(list(arm.flags))[0].scoring == "off") == ("unscored" in name)
+
+
+def test_cache_craft_recomputes_what_it_is_labelled_with() -> None:
+    """Alpha is solved for the labelled share; focus would take tokens away afterwards, and has a name of its own."""
+    request = fusion_request(ARMS["cache-craft"])
+    assert (request.selector, request.ratio, request.alpha, request.focus) == ("context", 0.15, None, False)
+    assert fusion_request(ARMS["cache-craft-focus"]).focus
+
+
+@pytest.mark.parametrize("name", ["cacheblend", "cache-craft", "epic"])
+def test_share_that_is_chosen_is_the_label(name: str) -> None:
+    """Of five moved chunks whose prefix changed; each rounds up by less than a token."""
+    torch = pytest.importorskip("torch")
+    base = importlib.import_module("sglang_chunkcache.fusion.selectors.base")
+    store = importlib.import_module("sglang_chunkcache.fusion.store")
+    draw = torch.Generator().manual_seed(1)
+    chunks, start = [], 0
+    for number, length in enumerate((60, 200, 120, 90, 330)):
+        context = torch.rand(length, generator=draw)
+        measured = store.ChunkScores((context.sum().item(),), (80,), 0.3 * length, context, context)
+        prefix = (ChunkId(f"old{number}"),)
+        chunks.append(base.MovedChunk(ChunkId(f"c{number}"), start, length, prefix, (ChunkId("new"),), measured))
+        start += length
+    request = fusion_request(ARMS[name])
+    selector = importlib.import_module("sglang_chunkcache.fusion.selectors").get(request.selector)
+    chosen = selector.select(chunks, request, base.Evidence(None, None, torch.rand(start, generator=draw)))
+    assert 0 <= sum(map(len, chosen.offsets)) - 0.15 * start < len(chunks)
+
+
+@pytest.mark.parametrize("name", ["cacheblend", "craft+cacheblend"])
+def test_cacheblend_is_not_cut_at_the_pass_budget(name: str) -> None:
+    """KV deviation is measured over the whole region, which may be as long as the context."""
+    settings, _ = parse_launcher(list(ARMS[name].flags))
+    found = {}
+    for max_pass_tokens in (8192, settings.max_pass_tokens):
+        made = make_plan(
+            [Span(0, 500_000, ChunkId("a")), Span(500_000, 1_000_000, ChunkId("b"))],
+            start=0,
+            limit=1_000_000,
+            candidates=lambda chunk: (Cached(),),
+            fusion=fusion_request(ARMS[name]),
+            limits=Limits(max_pass_tokens, settings.max_gap_tokens, settings.min_saved_tokens),
+        )
+        found[max_pass_tokens] = (made.moved_len if made.pieces else 0, [*made.fallbacks])
+    assert found == {8192: (0, ["pass_budget"]), settings.max_pass_tokens: (1_000_000, [])}
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A chunk in the store."""
+
+    where: str = "host"
+    start: int | None = None
+    prefix: tuple[ChunkId, ...] = ()
+    scores: None = None
+    preprocessed: bool = False
 
 
 def test_server_flags_let_the_caller_win() -> None:
@@ -106,13 +173,11 @@ def test_server_flags_let_the_caller_win() -> None:
 
 def test_request_body_leaves_the_arm_alone() -> None:
     """A swept ratio counts for arms that move KV, and for no later request."""
-    assert request_body(ARMS["fused"], {"reuse": {"ratio": 0.3}})["reuse"] == {
-        "mode": "fused",
-        "selector": "query",
-        "ratio": 0.3,
-    }
-    assert ARMS["fused"].body["reuse"]["ratio"] == 0.15
-    assert request_body(ARMS["ours"], {"reuse": {"ratio": 0.3}, "temperature": 0}) == {"temperature": 0}
+    swept = {"ratio": 0.3}
+    assert request_body(ARMS["fused"], {}, swept) == {"reuse": {"mode": "fused", "ratio": 0.3}}
+    assert request_body(ARMS["epic"], {}, swept)["reuse"]["selector"] == "first"
+    assert "ratio" not in ARMS["fused"].body["reuse"]
+    assert request_body(ARMS["ours"], {"temperature": 0}, swept) == {"temperature": 0}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +252,16 @@ def test_lmcache_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert skip_reason(ARMS["lmcache"]) is None
     found.clear()
     assert skip_reason(parse_arm(f"lmcache={URL}")) is None
+
+
+def test_hicache_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is named with the reason, and not started to fail; a running server is somebody else's."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "CUDA" in str(skip_reason(ARMS["stock-hicache"]))
+    assert skip_reason(parse_arm(f"stock-hicache={URL}")) is None
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert skip_reason(ARMS["stock-hicache"]) is None
 
 
 def test_only_adapters_reorder() -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -16,13 +12,13 @@ pytest.importorskip("torch")
 
 import torch
 
-from eval.bench import attention
-from eval.bench.attention_arms import Arm, FlashInferPrefill, Run, arms_of, runs_of
-from eval.bench.attention_cells import Cell, cells_of, make_requests, positions_of, work_of
-from eval.bench.attention_figures import TARGETS, judge, summarize, summarize_cell
-from eval.bench.attention_plans import plan_figures
-from eval.bench.attention_table import NO_GPU, render
-from eval.bench.attention_timing import Settings, check_arms, measure_cell
+from eval.bench.attention import command, figures
+from eval.bench.attention.arms import Arm, FlashInferPrefill, Run, arms_of, runs_of
+from eval.bench.attention.cells import Cell, cells_of, layouts_of, make_requests, positions_of, work_of
+from eval.bench.attention.figures import NO_GPU, PAPER, TARGETS, judge, summarize
+from eval.bench.attention.measure import Settings, check_arms, measure_cell
+from eval.errors import CommandError
+from eval.recorded import read_recorded
 from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.reference import ReferenceAttention
@@ -30,7 +26,6 @@ from tests.reference import flashinfer
 
 pytestmark = pytest.mark.nightly
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = HeadShape(4, 2, 16, torch.float32)
 CPU = torch.device("cpu")
 CELLS = [
@@ -43,27 +38,36 @@ CELL_IDS = [cell.name for cell in CELLS]
 
 
 def make_settings(page_size: int = 1, repetitions: int = 2) -> Settings:
-    return Settings(shape=SHAPE, device=CPU, page_size=page_size, warm_up=1, repetitions=repetitions)
+    return Settings(shape=SHAPE, device=CPU, page_size=page_size, repetitions=repetitions)
 
 
-def make_sample(**changed: Any) -> dict[str, Any]:
+def make_samples(
+    times: dict[str, list[float]] | None = None,
+    *,
+    request: int = 0,
+    context: int = 32_768,
+    failed: dict[str, str] | None = None,
+) -> list[dict[str, Any]]:
     """32k at 15%: ours takes 2 ms, FA3 dense 12 on a machine whose speed drifts, and a seventh of its work is needed."""
     drift = [1.0 + 0.1 * turn for turn in range(8)]
-    arms = {"fa2": 3.0, "fa3": 2.0, "dense_fa3": 12.0, "dense_fa2": 24.0, "sdpa": 6.0, "custom_mask": 9.0}
-    return {
-        "key": "scattered/32768/1/0.15",
-        "kind": "cell",
-        **vars(Cell("scattered", 32_768, 1, 0.15)),
-        "work": {"queries": 1, "pairs": 1, "flops": 10**9, "bytes": 10**6},
-        "dense_work": {"queries": 1, "pairs": 7, "flops": 7 * 10**9, "bytes": 10**7},
-        "plans": {},
-        "arms": {
-            name: {"ms": [ms * d for d in drift], "host_ms": [0.1] * 8, "plan_ms": 1.0, "index_bytes": 1 << 20}
-            for name, ms in arms.items()
-        },
-        "failed": {},
-        **changed,
-    }
+    ms = {"fa2": 3.0, "fa3": 2.0, "dense_fa3": 12.0, "dense_fa2": 24.0, "sdpa": 6.0, "custom_mask": 9.0}
+    times = {name: [each * d for d in drift] for name, each in ms.items()} if times is None else times
+    cell = vars(Cell("scattered", context, 1 + request, 0.15))
+    work = {"queries": 1, "pairs": 1, "flops": 10**9, "bytes": 10**6, "dense_flops": 7 * 10**9, "dense_bytes": 10**7}
+    about = {"cell": cell, "request": "0"}
+    layout = {"executed_over_needed": 3.0, "index_mib": 5.0, "layout_s": 0.00025}
+    samples = [
+        {"arm": "work", **about, "device": "cuda", "metrics": work},
+        {"arm": "layout fa3", **about, "metrics": layout},
+    ]
+    for name, taken in times.items():
+        plan = {"plan_s": 0.001, "index_mib": 1.0} | ({"mask_mib": 7.0} if name == "custom_mask" else {})
+        samples += [{"arm": name, **about, "metrics": {"layer_s": each / 1000, **plan}} for each in taken]
+    return samples + [{"arm": name, **about, "metrics": {}, "error": why} for name, why in (failed or {}).items()]
+
+
+def rows_of(results: dict[str, Any], title: str) -> list[dict[str, Any]]:
+    return next((table["rows"] for table in results["tables"] if table["title"] == title), [])
 
 
 # Positions and work
@@ -133,15 +137,13 @@ def test_shared_keys_are_read_once() -> None:
     assert work["bytes"] == 4 * (3 * 2 * 4 * 16 + 8 * 2 * 2 * 16)
 
 
-def test_plans_execute_at_least_what_is_needed() -> None:
+def test_layouts_execute_at_least_what_is_needed() -> None:
     """A layout that executes less than is needed leaves keys out; one without kernels for the shape has no figures."""
     requests = make_requests(Cell("scattered", 2048, 2, 0.15), page_size=1)
-    shape = HeadShape(32, 8, 128, torch.bfloat16)
-    figures = plan_figures(requests, shape, page_size=1)
-    assert list(figures) == list(KERNELS)
-    needed = work_of(requests, shape, page_size=1)["pairs"]
-    assert all(needed <= plan["executed_pairs"] < 2 * needed and plan["index_bytes"] > 0 for plan in figures.values())
-    assert plan_figures(requests, SHAPE, page_size=1) == {}
+    found = layouts_of(requests, HeadShape(32, 8, 128, torch.bfloat16), page_size=1)
+    assert list(found) == list(KERNELS)
+    assert all(1 <= layout["executed_over_needed"] < 2 and layout["index_mib"] > 0 for layout in found.values())
+    assert layouts_of(requests, SHAPE, page_size=1) == {}
 
 
 # Arms
@@ -225,13 +227,13 @@ def test_our_arms_run_in_the_bench(kernel: str) -> None:
     def make() -> SparseAttention:
         return FlashInferSparse(shape, device=CPU, scale=64**-0.5, kernel=kernel, page_size=4, modules=flashinfer)
 
-    settings = Settings(shape=shape, device=CPU, page_size=4, warm_up=0, repetitions=1)
-    assert check_arms(attention.CHECKED, [Arm(kernel, make)], settings) == {}
+    settings = Settings(shape=shape, device=CPU, page_size=4, repetitions=1)
+    assert check_arms(command.CHECKED, [Arm(kernel, make)], settings) == {}
 
 
 def test_too_many_indices_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lone token's entry repeats its whole prefix; what no device holds must not be tried."""
-    monkeypatch.setattr("eval.bench.attention_arms.MAX_INDEX_BYTES", 100)
+    monkeypatch.setattr("eval.bench.attention.arms.MAX_INDEX_BYTES", 100)
     arm = FlashInferPrefill(
         SHAPE, device=CPU, scale=1.0, page_size=1, backend="fa2", create=lambda device, backend: None
     )
@@ -283,123 +285,90 @@ def test_failing_arms_are_left_out_with_their_reason() -> None:
     ]
     calls: list[float] = []
 
-    def timer(run: Callable[[], object]) -> tuple[float, float]:
+    def timer(run: Callable[[], object]) -> float:
         run()
         calls.append(1.0)
-        return len(calls), 0.5
+        return len(calls)
 
-    sample = measure_cell(CELLS[0], arms, make_settings(), timer, {"early": "wrong: before"})
-    assert list(sample["arms"]) == ["reference"]
-    assert sample["arms"]["reference"]["ms"] == [2, 3]  # the first one warms up
-    assert sample["failed"]["shifted"].startswith("wrong: differs from the reference by up to 0.01")
-    assert sample["failed"]["large"] == "out of memory"
-    assert sample["failed"]["early"] == "wrong: before"
+    samples = list(measure_cell(CELLS[0], arms, make_settings(), timer, {"early": "wrong: before"}))
+    assert [(one["arm"], one["metrics"]["layer_s"]) for one in samples if one["metrics"]] == [
+        ("reference", 1),
+        ("reference", 2),
+    ]
+    failed = {one["arm"]: one["error"] for one in samples if "error" in one}
+    assert failed.pop("shifted").startswith("wrong: differs from the reference by up to 0.01")
+    assert failed == {"large": "out of memory", "early": "wrong: before"}
 
 
 def test_arm_that_fails_in_a_repetition_is_left_out_whole() -> None:
     """Its first times would be paired with nothing."""
-    times = iter([1.0, 2.0])
+    times = iter([1.0])
 
-    def timer(run: Callable[[], object]) -> tuple[float, float]:
+    def timer(run: Callable[[], object]) -> float:
         try:
-            return next(times), 0.0
+            return next(times)
         except StopIteration:
             raise RuntimeError("no more") from None
 
     arms = [Arm("reference", lambda: ReferenceAttention(SHAPE, scale=0.25))]
-    assert measure_cell(CELLS[0], arms, make_settings(), timer, {}) == {
-        "arms": {},
-        "failed": {"reference": "no more"},
-    }
+    (sample,) = measure_cell(CELLS[0], arms, make_settings(), timer, {})
+    assert (sample["arm"], sample["error"], sample["metrics"]) == ("reference", "no more", {})
 
 
 # What samples say
 
 
-def test_figures_are_those_the_sample_was_made_of() -> None:
-    """Rates over needed work, ratios whatever the drift; the dense arm's rate is over its own work."""
-    cell = summarize_cell(make_sample())
-    assert cell["fastest"] == "fa3"
-    fa3, dense = cell["arms"]["fa3"], cell["arms"]["dense_fa3"]
-    assert fa3["flops_per_s"] == pytest.approx(1e9 / 2.7e-3)
-    assert fa3["bytes_per_s"] == pytest.approx(1e6 / 2.7e-3)
-    assert dense["flops_per_s"] == pytest.approx(7e9 / 16.2e-3)
-    assert fa3["speedup"]["dense_fa3"][0] == pytest.approx(6.0)
-    assert fa3["speedup"]["sdpa"][0] == pytest.approx(3.0)
-    assert fa3["of_dense_rate"]["dense_fa3"][0] == pytest.approx(fa3["flops_per_s"] / dense["flops_per_s"])
-    assert "speedup" not in cell["arms"]["custom_mask"]
+def test_figures_are_those_the_samples_were_made_of() -> None:
+    """Rates over needed work, ratios whatever the drift; planning on the host in rows of its own."""
+    results = summarize(make_samples())
+    (row,) = rows_of(results, "Times")
+    assert (row["fastest"], row["fa3"], row["dense_fa3"]) == ("fa3", 2.7, 16.2)
+    assert row["TFLOP/s"] == pytest.approx(1e9 / 2.7e-3 / 1e12, abs=0.01)
+    assert row["over dense_fa3"].startswith("6.00 [6.00")
+    assert row["over sdpa"].startswith("3.00 [")
+    assert rows_of(results, "What the layouts execute over what is needed")[0]["worst"] == 3.0
+    ours, *others = rows_of(results, "Layouts, cell by cell")
+    assert (ours["arm"], ours["executed/needed"], ours["layout (ms)"], ours["plan (ms)"]) == ("fa3", 3.0, 0.25, 1.0)
+    assert next(one for one in others if one["arm"] == "custom_mask")["indices (MiB)"] == 7.0
 
 
 @pytest.mark.parametrize(
-    ("ms", "speedup", "rate"),
-    [
-        ([2.0] * 8, "met", "met"),
-        ([3.0] * 8, "not met", "not met"),
-        ([2.2] * 8, "met", "met"),
-        ([1.9, 2.9] * 4, "open", "open"),
-    ],
+    ("ms", "verdict"),
+    [([2.0] * 8, "met"), ([3.0] * 8, "not met"), ([2.2] * 8, "met"), ([1.9, 2.9] * 4, "open")],
     ids=["above", "below", "just above", "straddles"],
 )
-def test_verdicts_need_clear_intervals(ms: list[float], speedup: str, rate: str) -> None:
+def test_verdicts_need_clear_intervals(ms: list[float], verdict: str) -> None:
     """A target is met or missed only where the interval lies on one side of it."""
-    arms = {name: {"ms": times, "host_ms": [0.1]} for name, times in (("fa3", ms), ("dense_fa3", [12.0] * 8))}
-    targets = summarize([make_sample(arms=arms)])["targets"]
-    assert [target["verdict"] for target in targets] == [speedup, rate]
+    results = summarize(make_samples({"fa3": ms, "dense_fa3": [12.0] * 8}))
+    targets = [said for said in results["verdict"] if said.startswith("Target")]
+    assert [f": {verdict} in 1 cells" in said for said in targets] == [True, True]
+    assert results["verdict"][-1] == PAPER
 
 
 def test_target_is_met_by_one_arm_in_all_cells() -> None:
     """Two arms that win one cell each meet nothing: a machine runs one of them."""
-    dense = {"ms": [12.0] * 4, "host_ms": [0.1]}
-    fast, slow = ({"ms": [ms] * 4, "host_ms": [0.1]} for ms in (1.0, 6.0))
-    one = summarize_cell(make_sample(arms={"fa2": fast, "fa3": slow, "dense_fa3": dense}))
-    two = summarize_cell(make_sample(arms={"fa2": slow, "fa3": fast, "dense_fa3": dense}))
-    missing = summarize_cell(make_sample(arms={"fa3": fast, "dense_fa3": dense}))
-    assert judge(TARGETS[0], {"a": one})["verdict"] == "met"
-    assert judge(TARGETS[0], {"a": one, "b": two})["verdict"] == "not met"
-    both = judge(TARGETS[0], {"b": two, "c": missing, "d": one})
+    dense, fast, slow = [12.0] * 4, [1.0] * 4, [6.0] * 4
+    one = make_samples({"fa2": fast, "fa3": slow, "dense_fa3": dense})
+    two = make_samples({"fa2": slow, "fa3": fast, "dense_fa3": dense}, request=1)
+    missing = make_samples({"fa3": fast, "dense_fa3": dense}, request=2)
+    assert judge(TARGETS[0], figures.cells_of(one))["verdict"] == "met"
+    assert judge(TARGETS[0], figures.cells_of([*one, *two]))["verdict"] == "not met"
+    both = judge(TARGETS[0], figures.cells_of([*two, *missing, *one]))
     assert (both["verdict"], both["num_cells"]) == ("not met", 3)
-    assert both["worst"]["fa2"][0] == "b"
+    assert both["worst"]["fa2"][0]["requests"] == 2
 
 
 def test_nothing_is_claimed_without_a_gpu() -> None:
-    """No FA3, other ratios or contexts: not measured, and the table says whose figures are missing."""
-    samples = [make_sample(context=8192), make_sample(key="b", arms={}, failed={"fa3": "out of memory"})]
+    """No FA3 dense there: not measured, whatever ran; and without a GPU that is the first sentence."""
+    samples = [*make_samples(context=8192), *make_samples({}, failed={"fa3": "out of memory"})]
     results = summarize(samples)
-    assert [target["verdict"] for target in results["targets"]] == ["not measured"] * 2
-    text = render(results, on_gpu=False)
-    assert text.count("not measured") == 2
-    assert text.startswith(NO_GPU)
-    assert text.endswith(NO_GPU)
-    assert "left out: fa3: out of memory (b)" in text
-
-
-def test_reference_alone_is_no_arm_of_ours() -> None:
-    """Plain torch is slow on purpose: neither the fastest nor held against a target or the paper."""
-    row = {"ms": [2.0, 2.0], "host_ms": [2.0, 2.0], "plan_ms": 1.0}
-    plan = {"executed_pairs": 3, "index_bytes": 5 << 20, "entries": 1, "layout_ms": 0.25}
-    text = render(summarize([make_sample(plans={"fa3": plan}, arms={"reference": row, "dense": row})]), on_gpu=False)
-    assert "reference (the oracle, not a kernel)" in text
-    for word in ("fastest", "over dense", "target", "FusionRAG", "all ms", " - "):
-        assert word not in text
-    planned, times = (line.split() for line in text.splitlines() if line.startswith("scattered"))
-    assert planned == ["scattered/32768/1/0.15", "1", "3.000", "5.00", "0.25"]
-    assert times == ["scattered", "15%", "2.000", "2.000"]
-
-
-def test_table_shows_times_speedups_and_the_paper_apart() -> None:
-    """A figure of the paper is named as such, and is never in a row of ours."""
-    roof = {"key": "roof/0", "kind": "roof", "product_flops": 1, "copy_bytes": 1, "product_ms": [1.0], "copy_ms": [1.0]}
-    plan = {"executed_pairs": 3, "index_bytes": 5 << 20, "entries": 1, "layout_ms": 0.25}
-    sample = make_sample(plans={"fa3": plan})
-    sample["arms"]["custom_mask"] |= {"mask_bytes": 7 << 20, "plan_ms": 8.5}
-    text = render(summarize([roof, sample]), on_gpu=True)
-    planned, row = (line for line in text.splitlines() if line.startswith("scattered"))
-    assert " ".join(planned.split()) == "scattered/32768/1/0.15 1 3.000 5.00 0.25 1.0 1.00 1.0 7.00 8.5"
-    assert "2.700" in row
-    assert "6.00 [" in row
-    assert "4.2x" not in row
-    assert "FusionRAG's own figures" in text
-    assert NO_GPU not in text
+    assert sum("not measured" in said for said in results["verdict"]) == 2
+    assert rows_of(results, "Left out") == [
+        {"arm": "fa3", "reason": "out of memory", "cells": "scattered/32768/1/0.15"}
+    ]
+    on_cpu = summarize([{**one, "device": "cpu"} for one in make_samples({"reference": [2.0], "dense": [2.0]})])
+    assert on_cpu["verdict"] == [NO_GPU]
+    assert "fastest" not in rows_of(on_cpu, "Times")[0]
 
 
 # The command
@@ -420,60 +389,21 @@ SMALL = [
 ]
 
 
-def test_dry_run(tmp_path: Path) -> None:
-    """As a file, from the root, everything runs on a CPU: a run, a record, and the words that this measures no GPU."""
-    command = [
-        sys.executable,
-        "eval/bench/attention.py",
-        *SMALL,
-        "--out",
-        str(tmp_path / "run"),
-        "--record",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert NO_GPU in lines
-    results = json.loads(lines[-1])
-    assert list(results["cells"]) == ["scattered/64/1/0.1", "clustered/64/1/0.1", "all/64/1/1"]
-    for cell in results["cells"].values():
-        assert set(cell["arms"]) == {"reference", "sdpa", "dense", "virtual"}
-        assert not cell["failed"]
-    (record,) = (Path(line.removeprefix("record: ")) for line in lines if line.startswith("record: "))
-    assert record.parent == tmp_path
-    assert json.loads((record / "record.json").read_text())["results"] == results
-    assert len((record / "samples.jsonl").read_text().splitlines()) == 4
-
-
-def test_interrupted_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the limit no cell is begun; the same command measures only what is missing, and then there is a record."""
+def test_dry_run_goes_on_after_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the limit no cell is begun; the same command measures what is missing, and says that this measures no GPU."""
     out = tmp_path / "run"
-    argv = [*SMALL, "--out", str(out), "--record", str(tmp_path)]
-    assert attention.main([*argv, "--limit-s", "0.000001"]) == 0
+    assert command.main([*SMALL, "--out", str(out), "--limit-s", "0.000001"]) == 0
     assert "goes on" in capsys.readouterr().err
-    assert json.loads((out / "record.json").read_text())["complete"] is False
-    assert not list(tmp_path.glob("*-attention"))
-    assert attention.main(argv) == 0
-    assert json.loads((out / "record.json").read_text())["complete"] is True
-    kinds = [json.loads(line)["kind"] for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert kinds == ["roof", "roof", "cell", "cell", "cell"]
-    assert len(list(tmp_path.glob("*-attention/samples.jsonl"))) == 1
-
-
-def test_run_without_out_goes_on_with_the_folder_it_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Interrupted: the exit code that a shell knows, no traceback, and a command that is not refused for other settings."""
-    monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(attention, "measure_cell", Mock(side_effect=[{"arms": {}, "failed": {}}, KeyboardInterrupt]))
-        assert attention.main(SMALL) == 130
-    _, _, told, last = capsys.readouterr().err.splitlines()
-    assert last == "attention: interrupted"
-    folder = told.split(" --out ")[1].removesuffix(" goes on")
-    assert attention.main([*SMALL, "--out", folder]) == 0
-    assert json.loads((Path(folder) / "record.json").read_text())["complete"] is True
+    assert read_recorded(out).record["complete"] is False
+    assert command.main([*SMALL, "--out", str(out)]) == 0
+    run = read_recorded(out)
+    assert run.record["complete"] is True
+    assert run.results["verdict"] == [NO_GPU]
+    rows = rows_of(dict(run.results), "Times")
+    assert [(row["pattern"], row["ratio"]) for row in rows] == [("scattered", 0.1), ("clustered", 0.1), ("all", 1)]
+    assert all(row[arm] > 0 for row in rows for arm in ("reference", "sdpa", "dense", "virtual"))
+    assert rows_of(dict(run.results), "Left out") == []
+    assert sum(one["arm"] == "roof" for one in run.samples) == 1
 
 
 @pytest.mark.parametrize(
@@ -483,46 +413,39 @@ def test_run_without_out_goes_on_with_the_folder_it_names(
         (["--contexts", "0"], "expected at least 1"),
         (["--heads", "6", "4", "64"], "--heads: query heads"),
         (["--dtype", "int8"], "--dtype"),
-        (["--warm-up", "-1"], "--warm-up: expected at least 0"),
     ],
 )
 def test_bad_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One line that names the flag, no traceback."""
     with pytest.raises(SystemExit) as refused:
-        attention.main(["--device", "cpu", *flags])
+        command.main(["--device", "cpu", *flags])
     assert refused.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_unknown_arms_and_missing_gpus_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_arms_and_missing_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what there is instead; nothing is written."""
-    assert attention.main([*SMALL, "--arms", "fa9", "--out", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err == "attention: --arms fa9: on cpu there are reference, sdpa, dense, virtual\n"
+    out = ["--out", str(tmp_path / "run")]
+    with pytest.raises(CommandError, match="--arms fa9: on cpu there are reference, sdpa, dense, virtual"):
+        command.main([*SMALL, "--arms", "fa9", *out])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for flags in ([], ["--arms"]):
-        assert attention.main([*flags, "--out", str(tmp_path / "run")]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("attention: no CUDA here; --device cpu")
+        with pytest.raises(CommandError, match="no CUDA here; --device cpu"):
+            command.main([*flags, *out])
     assert not (tmp_path / "run").exists()
 
 
 def test_layouts_alone_need_no_arm(tmp_path: Path) -> None:
     """`--arms` without names: pairs and indices of the grid at its real sizes, in seconds."""
     grid = ["--device", "cpu", "--arms", "--contexts", "8192", "--batches", "1", "--ratios", "0.15"]
-    assert attention.main([*grid, "--out", str(tmp_path)]) == 0
-    cells = json.loads((tmp_path / "record.json").read_text())["results"]["cells"]
-    assert len(cells) == 2
-    for cell in cells.values():
-        assert cell["arms"] == {}
-        assert all(plan["executed_pairs"] < 1.2 * cell["work"]["pairs"] for plan in cell["plans"].values())
+    assert command.main([*grid, "--out", str(tmp_path)]) == 0
+    results = dict(read_recorded(tmp_path).results)
+    assert rows_of(results, "Times") == []
+    assert all(1 <= row["executed/needed"] < 1.2 for row in rows_of(results, "Layouts, cell by cell"))
 
 
 def test_shapes_that_no_kernel_knows_have_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Instead of a table of plans that is silently not there."""
+    """Instead of a table of layouts that is silently not there."""
     grid = ["--device", "cpu", "--arms", "--quick", "--dtype", "float32"]
-    assert attention.main([*grid, "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith(
-        "No table of plans, since our kernels cannot be used: dtype torch.float32"
-    )
+    assert command.main([*grid, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("No layouts, since our kernels cannot be used: dtype torch.float32")

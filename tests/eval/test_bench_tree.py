@@ -1,21 +1,43 @@
-"""The micro-benchmark runs, at a small size, and reports what it promises. Its times depend on the machine; its sizes do not."""
+"""The tree bench runs, at a small size, and reports what it promises. Its times depend on the machine; its sizes do not."""
 
-import json
+from pathlib import Path
 
 import pytest
 
-from eval.bench.tree import main
+from eval.bench import tree
+from eval.recorded import read_recorded
 
-pytestmark = pytest.mark.nightly
+SMALL = ["--nodes", "2000", "--decisions", "50", "--table-requests", "200"]
 
 
-def test_bench_reports_times_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The last line is JSON; sizes are plausible even of a small tree."""
-    assert main(["--nodes", "2000", "--decisions", "50", "--table-requests", "200"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for name in ("topics_k10", "permutations_k10", "wide_k100"):
-        assert 0 < report[name]["p50_us"] <= report[name]["p99_us"]
-    assert report["permutations_k10"]["mean_held_len"] > 5
-    for shape in ("topics", "permutations", "chains"):
-        assert 100 < report[f"{shape}_bytes_per_node"] < 500
-    assert report["topics_table_bytes"] < 1_000_000
+@pytest.mark.nightly
+def test_bench_reports_times_and_sizes(tmp_path: Path) -> None:
+    """Sizes are plausible even of a small tree."""
+    assert tree.main([*SMALL, "--out", str(tmp_path)]) == 0
+    run = read_recorded(tmp_path)
+    times, sizes = (table["rows"] for table in run.results["tables"])
+    assert [(row["requests"], row["k"]) for row in times] == [
+        ("topics", 10),
+        ("permutations", 10),
+        ("permutations", 100),
+    ]
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in times)
+    assert times[1]["held_len"] > 5
+    assert [row["of"] for row in sizes] == ["node"] * 3 + ["access table"] * 2
+    assert all(100 < row["bytes"] < 500 for row in sizes[:3])
+    assert sizes[3]["bytes"] < 1_000_000
+
+
+def test_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is kept; the same command with the same folder measures the rest."""
+    argv = ["--nodes", "60", "--decisions", "5", "--table-requests", "5", "--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(tree, "traced_bytes", lambda build: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tree.main(argv)
+    before = read_recorded(tmp_path)
+    assert (len(before.samples), before.record["complete"]) == (3, False)
+    assert tree.main(argv) == 0
+    after = read_recorded(tmp_path)
+    assert (len(after.samples), after.record["complete"]) == (8, True)
+    assert after.samples[:3] == before.samples

@@ -89,12 +89,6 @@ def test_reordering_is_sent_and_counted_in_all_times(endpoint: FakeEndpoint) -> 
             time.sleep(0.2)
             return list(request.chunks)[::-1]
 
-        def counts(self) -> dict[str, int]:
-            return {}
-
-        def close(self) -> None:
-            pass
-
     answer = ask(endpoint.url, "why?", reorderer=Slow())
     assert endpoint.questions[-1] == "second\n\nfirst\n\nwhy?"
     assert answer.reorder_s is not None
@@ -108,12 +102,6 @@ def test_adapter_that_fails_is_an_error() -> None:
     class Broken:
         def order(self, request: Request) -> list[TextChunk]:
             raise ValueError("no JSON")
-
-        def counts(self) -> dict[str, int]:
-            return {}
-
-        def close(self) -> None:
-            pass
 
     assert ask("http://127.0.0.1:9", "why?", reorderer=Broken()).error == "ValueError: no JSON"
 

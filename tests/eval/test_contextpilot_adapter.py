@@ -72,7 +72,7 @@ def test_reorders(reorderer: ContextPilotReorderer) -> None:
     """What it prints does not reach the answers, and the conversation reaches it."""
     assert order(reorderer, request("c", "a", "b")) == ["a", "b", "c"]
     assert order(reorderer, request("b", "a", conversation="talk")) == ["b", "a"]
-    assert reorderer.counts() == {"reordered": 1, "errors": 0}
+    assert reorderer.counts == {"reordered": 1, "errors": 0}
 
 
 def test_a_repeated_chunk_stays_twice(reorderer: ContextPilotReorderer) -> None:
@@ -85,7 +85,7 @@ def test_a_failure_keeps_the_retrievers_order(reorderer: ContextPilotReorderer, 
     """It is counted by what went wrong, and the next request is reordered again."""
     assert order(reorderer, request("z", kind, "a")) == ["z", kind, "a"]
     assert order(reorderer, request("z", "a")) == ["a", "z"]
-    assert reorderer.counts() == {"reordered": 1, "errors": 1}
+    assert reorderer.counts == {"reordered": 1, "errors": 1}
     assert [reason in text for text in reorderer.errors] == [True]
 
 
@@ -153,5 +153,5 @@ def test_the_real_one() -> None:
     for n in range(1000):
         order(it, request(f"x{n}", f"y{n}"))
     order(it, request("x1", "a"))
-    assert it.counts()["errors"] > 0
+    assert it.counts["errors"] > 0
     it.close()

@@ -12,9 +12,9 @@ import pytest
 
 from eval.errors import CommandError
 from eval.quality.command import main
-from eval.quality.dedup import answer_all, converse, group, policy_arm, summarize
+from eval.quality.dedup import Dedup, converse, group, policy_arm, summarize
 from eval.quality.greedy import Endpoint, Greedy
-from eval.quality.scores import Scorer
+from eval.quality.mode import answer_all
 from eval.quality.world_questions import world_conversations
 from eval.task import Request, TextChunk
 from tests.eval.fake_chat import Body, FakeChat, chatting
@@ -87,31 +87,40 @@ def test_turns_behind_a_failure_fail() -> None:
 class FakeRun(dict[str, Any]):
     """`eval.run.Run`, in memory."""
 
-    def add(self, key: str, row: dict[str, Any]) -> None:
-        assert key not in self
-        self[key] = row
+    def add_all(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
+        assert not {key for key, _ in rows} & self.keys()
+        self |= dict(rows)
 
 
-class FakeEndpoints:
+class FakeServers:
+    """Every arm's server is the fake."""
+
     def __init__(self, fake: FakeChat) -> None:
-        self.fake = fake
+        self.url = fake.url
 
-    def open(self, arm: Any) -> Endpoint:
-        return Endpoint(self.fake.url, "fake", arm, 8, 2)
-
-    def check(self, endpoint: Endpoint) -> None:
+    def keep(self, keys: object) -> None:
         pass
 
+    def open(self, key: object, arm: object) -> str:
+        return self.url
 
-def test_an_interrupted_conversation_is_held_again() -> None:
+    def model(self, key: object) -> str:
+        return "fake"
+
+
+OPTIONS = {"task": "t", "hop": 1, "policies": ["off", "shown"], "model_path": "random", "weights": "auto"}
+OPTIONS |= {"bert_encoder": None, "max_new_tokens": 8, "top_logprobs": 2}
+
+
+def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server is gone, and with it what had been shown; turns that were scored stay as they were."""
-    run, arms = FakeRun(), [policy_arm("off"), policy_arm("shown")]
+    monkeypatch.setattr("eval.quality.dedup.load_requests", lambda args: TURNS)
+    run, mode = FakeRun(), Dedup(Namespace(**OPTIONS))
     with chatting(FakeChat(lambda body: "Yes.")) as fake:
         run["dedup/dedup off/t:1:0"] = {"kept": True}
-        answer_all(run, [TURNS], arms, FakeEndpoints(fake), Scorer(has_gold=False), Namespace(clients=1))  # type: ignore[arg-type]
-        assert len(fake.received) == 6
-        answer_all(run, [TURNS], arms, FakeEndpoints(fake), Scorer(has_gold=False), Namespace(clients=1))  # type: ignore[arg-type]
-        assert len(fake.received) == 6
+        for _ in range(2):
+            answer_all(run, mode, FakeServers(fake), 1)  # type: ignore[arg-type]
+            assert len(fake.received) == 6
     assert len(run) == 6
     assert run["dedup/dedup off/t:1:0"] == {"kept": True}
     assert run["dedup/dedup shown/t:1:2"]["metrics"]["same_policy"] == 1
@@ -128,7 +137,7 @@ def test_turns_that_changed_are_summed_apart() -> None:
     """Most first turns cannot differ, and would hide what happens to the others."""
     rows = [make_row("off", "1", 1.0), make_row("off", "2", 1.0)]
     rows += [make_row("shown", "1", 1.0), make_row("shown", "2", 0.5, num_dropped=3)]
-    results = summarize(rows, against="dedup off", scorer=Scorer(has_gold=True), facts={})
+    results = summarize(rows, against="dedup off")
     assert (results["num_turns"], results["num_deduplicated"]) == (2, 1)
     (over_all,), (changed,) = results["contrasts"], results["deduplicated_turns"]["contrasts"]
     assert (over_all["n"], over_all["value"]) == (2, -0.25)

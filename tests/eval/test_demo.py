@@ -6,7 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from eval.demo import NUM_CHUNKS, NUM_TURNS, Answer, Asked, PlainCache, traffic, write_corpus
+from eval.demo import NUM_CHUNKS, NUM_TURNS, PlainCache, Told, phase, traffic, write_corpus
+from eval.serve.client import Answer
 from eval.task import Request
 from eval.world.world import World
 
@@ -20,14 +21,14 @@ def test_traffic_is_the_same_for_the_same_seed() -> None:
 def test_every_question_has_its_passage_among_the_chunks() -> None:
     """A question without its passage would count as a wrong answer of a right server."""
     for asked in traffic(7, 60, 100, 3):
-        chunks = asked.request.chunks
+        chunks = asked.chunks
         assert len({chunk.id for chunk in chunks}) == NUM_CHUNKS
-        assert any(asked.request.answers[0] in _told(chunk.text) for chunk in chunks)
+        assert any(asked.answers[0] in _told(chunk.text) for chunk in chunks)
 
 
 def test_traffic_is_skewed_and_its_orders_differ() -> None:
     """Otherwise there is nothing to reuse, or nothing to reorder."""
-    asked = [asked.request for asked in traffic(7, 60, 200, 0)]
+    asked = list(traffic(7, 60, 200, 0))
     sets = Counter(frozenset(chunk.id for chunk in request.chunks) for request in asked)
     orders = Counter(tuple(chunk.id for chunk in request.chunks) for request in asked)
     assert sets.most_common(1)[0][1] > 3 * len(asked) / len(sets)
@@ -35,7 +36,7 @@ def test_traffic_is_skewed_and_its_orders_differ() -> None:
 
 
 def test_conversations_have_ids_of_their_own_and_repeat_chunks() -> None:
-    turns = [asked.request for asked in traffic(7, 60, 0, 3) if asked.phase == "conversations"]
+    turns = [asked for asked in traffic(7, 60, 0, 3) if phase(asked) == "conversations"]
     by_id = Counter(turn.conversation for turn in turns)
     assert set(by_id.values()) == {NUM_TURNS}
     assert len(by_id) == 3
@@ -54,9 +55,9 @@ def test_plain_cache_computes_what_no_earlier_prompt_begins_with() -> None:
 
 
 def test_answer_is_right_whatever_its_white_space() -> None:
-    asked = Asked("single questions", Request("demo:0", "Which?", answers=("The city X grows peas.", "peas")))
+    asked = Request("demo:0", "Which?", answers=("The city X grows peas.", "peas"))
     rights = [
-        Answer(asked, text, 1, 0.0, {}, 1, 1).right for text in (" The city X\ngrows peas. ", "peas", "Peas", "peas!")
+        Told(asked, Answer({}, text), 1, 1).right for text in (" The city X\ngrows peas. ", "peas", "Peas", "peas!")
     ]
     assert rights == [True, True, False, False]
 
@@ -71,7 +72,7 @@ def _told(text: str) -> set[str]:
 
 def test_the_server_retrieves_from_the_same_passages(tmp_path: Path) -> None:
     """What is indexed is what the questions are about, under the ids that the answers give back."""
-    asked = [asked.request for asked in traffic(7, 60, 0, 0, 5) if asked.phase == "server retrieves"]
+    asked = [asked for asked in traffic(7, 60, 0, 0, 5) if phase(asked) == "server retrieves"]
     assert len(asked) == 5
     assert all(not request.chunks for request in asked)
     write_corpus(tmp_path / "corpus.jsonl", World(7, 60))

@@ -107,16 +107,8 @@ def test_settings_are_what_the_launcher_reads(name: str) -> None:
     config.add_flags(parser)
     theirs = config.from_flags(parser.parse_known_args(list(ARMS[name].flags))[0])
     mine = replay_settings(ARMS[name].flags, capacity=7)
-    assert (mine.order, mine.tail, mine.eviction, mine.admission) == (
-        theirs.order,
-        theirs.tail,
-        theirs.eviction,
-        theirs.admission,
-    )
-    assert (mine.window, mine.threshold, mine.max_visits, mine.capacity) == (
-        theirs.window_requests,
-        theirs.promotion_threshold,
-        theirs.max_search_visits,
-        7,
-    )
+    for field in ("order", "tail", "eviction", "admission"):
+        assert getattr(mine, field) == getattr(theirs, field)
+    assert (mine.window, mine.threshold) == (theirs.window_requests, theirs.promotion_threshold)
+    assert (mine.max_visits, mine.capacity) == (theirs.max_search_visits, 7)
     assert mine.dedup == ("off" if theirs.dedup == "off" else "shown")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from eval.errors import CommandError
-from eval.quality.judge import Judge, Verdict, parse_verdict
+from eval.quality.judge import Judge, supported_share
 from tests.eval.fake_chat import Body, FakeChat, chatting
 
 TWO_OF_THREE = (
@@ -18,9 +18,8 @@ TWO_OF_THREE = (
 
 
 def test_claims_are_counted() -> None:
-    assert parse_verdict(TWO_OF_THREE) == Verdict(3, 2)
-    assert parse_verdict(f"```json\n{TWO_OF_THREE}\n```").faithfulness == pytest.approx(2 / 3)
-    assert parse_verdict('{"claims": []}').faithfulness is None
+    assert supported_share(TWO_OF_THREE) == supported_share(f"```json\n{TWO_OF_THREE}\n```") == 2 / 3
+    assert supported_share('{"claims": []}') is None
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_claims_are_counted() -> None:
 def test_anything_else_is_refused(reply: str) -> None:
     """A judge that is misread would give a figure all the same."""
     with pytest.raises(ValueError):
-        parse_verdict(reply)
+        supported_share(reply)
 
 
 def test_the_judge_sees_question_answer_and_passages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +45,7 @@ def test_the_judge_sees_question_answer_and_passages(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("JUDGE_KEY", "secret-key")
     with chatting(FakeChat(lambda body: TWO_OF_THREE)) as fake:
         judge = Judge(fake.url + "/v1", "judge-1", key_env="JUDGE_KEY")
-        assert judge.judge("who?", "me", ["{first}", "second"]) == Verdict(3, 2)
+        assert judge.faithfulness("who?", "me", ["{first}", "second"]) == 2 / 3
         (body,) = fake.received
     prompt = body["messages"][0]["content"]
     assert "[1] {first}\n[2] second" in prompt
@@ -65,15 +64,15 @@ def test_bad_replies_are_asked_again_and_counted() -> None:
 
     with chatting(FakeChat(answer)) as fake:
         judge = Judge(fake.url, "judge-1", wait_s=0)
-        assert judge.judge("q", "a", []) == Verdict(3, 2)
-        assert judge.judge("q", "a", []) is None
+        assert judge.faithfulness("q", "a", []) == 2 / 3
+        assert judge.faithfulness("q", "a", []) is None
         assert len(fake.received) == 6
     assert judge.num_failures == 1
 
 
 def test_an_endpoint_that_is_gone_is_a_failure() -> None:
     judge = Judge("http://127.0.0.1:9", "judge-1", wait_s=0)
-    assert judge.judge("q", "a", []) is None
+    assert judge.faithfulness("q", "a", []) is None
     assert judge.spec()["failures"] == 1
 
 

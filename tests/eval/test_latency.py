@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.serve.latency import cells, loaded_s, summarize, table, throughput
+from eval.serve.latency import cell_rows, loaded_s, summarize, text, throughput
 
 
 def sample(arm: str = "ours", number: int = 0, ttft: float = 0.1, **other: Any) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def sample(arm: str = "ours", number: int = 0, ttft: float = 0.1, **other: Any) 
 
 
 def test_cells_are_one_row_for_each_arm_and_setting() -> None:
-    rows = cells([sample(cell={"k": k}, arm=arm, number=n) for k in (1, 2) for n in (0, 1) for arm in ("a", "b")])
+    rows = cell_rows([sample(cell={"k": k}, arm=arm, number=n) for k in (1, 2) for n in (0, 1) for arm in ("a", "b")])
     assert [(row["arm"], row["cell"], row["n"]) for row in rows] == [
         ("a", {"k": 1}, 2),
         ("b", {"k": 1}, 2),
@@ -41,7 +41,7 @@ def test_cells_are_one_row_for_each_arm_and_setting() -> None:
 
 
 def test_times_are_quantiles_with_an_interval_of_the_median() -> None:
-    (row,) = cells([sample(number=n, ttft=0.1 * (n + 1)) for n in range(9)])
+    (row,) = cell_rows([sample(number=n, ttft=0.1 * (n + 1)) for n in range(9)])
     figures = row["metrics"]["ttft_s"]
     assert figures["mean"] == pytest.approx(0.5)
     assert figures["p50"] == pytest.approx(0.5)
@@ -54,7 +54,7 @@ def test_interval_of_a_cell_draws_whole_blocks() -> None:
     widths = []
     for size in (10, 20):
         taken = [sample(number=n, block=n // size, ttft=0.1 + 0.1 * (n // 10 % 4)) for n in range(120)]
-        figures = cells(taken)[0]["metrics"]["ttft_s"]
+        figures = cell_rows(taken)[0]["metrics"]["ttft_s"]
         widths.append(figures["high"] - figures["low"])
     blocked, single = widths
     assert blocked > 1.9 * single
@@ -70,7 +70,7 @@ def test_few_blocks_are_named_not_called_no_difference() -> None:
 def test_warm_up_counts_nowhere() -> None:
     """The first requests pay for what the server builds once."""
     warm = sample(number=0, ttft=99.0, warm_up=True)
-    (row,) = cells([warm, sample(number=2), sample(number=3)])
+    (row,) = cell_rows([warm, sample(number=2), sample(number=3)])
     assert row["n"] == 2
     assert row["metrics"]["ttft_s"]["p99"] == 0.1
     assert row["fates"]["computed"] == 150
@@ -80,7 +80,7 @@ def test_warm_up_counts_nowhere() -> None:
 
 def test_failed_requests_are_errors_and_have_no_times() -> None:
     failed = sample(number=1, error="HTTP 500", metrics={}, fates=None, prompt_tokens=None, cached_tokens=None)
-    (row,) = cells([sample(), failed])
+    (row,) = cell_rows([sample(), failed])
     assert (row["n"], row["errors"]) == (1, 1)
     assert row["throughput"]["requests_per_s"] == pytest.approx(1 / 1.5), "the time it took is load all the same"
 
@@ -98,7 +98,7 @@ def test_throughput_counts_the_time_the_arm_was_loaded() -> None:
 
 def test_server_that_counts_no_tokens_has_no_token_figures() -> None:
     """Zero would read as a measurement."""
-    (row,) = cells([sample(cached_tokens=None, prompt_tokens=None, completion_tokens=None, fates=None)])
+    (row,) = cell_rows([sample(cached_tokens=None, prompt_tokens=None, completion_tokens=None, fates=None)])
     assert row["fates"] is None
     assert row["cached_share"] is None
     assert row["throughput"]["output_tokens_per_s"] is None
@@ -107,14 +107,14 @@ def test_server_that_counts_no_tokens_has_no_token_figures() -> None:
 
 def test_cached_share_is_over_all_tokens() -> None:
     """A mean over requests would give short prompts too much weight."""
-    (row,) = cells([sample(fates=None), sample(number=1, prompt_tokens=300, cached_tokens=0, fates=None)])
+    (row,) = cell_rows([sample(fates=None), sample(number=1, prompt_tokens=300, cached_tokens=0, fates=None)])
     assert row["cached_share"] == 25 / 400
 
 
 def test_recomputed_tokens_are_not_cached() -> None:
     """SGLang counts recomputed tokens as cached, since they are in the cache's slots: more recomputing would look cheaper."""
     fates = {"exact": 10, "relocated": 15, "recomputed": 60, "computed": 15}
-    (row,) = cells([sample(cached_tokens=85, fates=fates)])
+    (row,) = cell_rows([sample(cached_tokens=85, fates=fates)])
     assert row["cached_share"] == 0.25
 
 
@@ -146,7 +146,9 @@ def test_verdict_tells_of_the_cache_and_the_table_of_times() -> None:
     said = "\n".join(results["verdict"])
     assert "prompt tokens found cached: ours is 0.575 higher than stock-lpm" in said
     assert "prompt tokens computed: ours is 57.5 tokens lower than stock-lpm" in said
-    assert len(table(results).splitlines()) == 3 + 2, "two ratios of ttft_s below header and arms"
+    arms, ratios = (table["rows"] for table in results["tables"])
+    assert [(row["arm"], row["cached"]) for row in arms] == [("stock-lpm", 0.25), ("ours", 0.25)]
+    assert [(row["of"], row["value"]) for row in ratios] == [("medians", 1.0), ("p90", 1.0)]
 
 
 def test_nothing_taken_yet_has_results() -> None:
@@ -157,7 +159,66 @@ def test_nothing_taken_yet_has_results() -> None:
 def test_table_shows_arms_cells_and_ratios() -> None:
     samples = [sample(arm=arm, number=n, cell={"k": 5}) for arm in ("stock-lpm", "ours") for n in range(8)]
     samples += [sample(number=9, error="x", metrics={}, cell={"k": 5}, completion_tokens=None)]
-    lines = table(summarize(samples, facts={}, against="stock-lpm")).splitlines()
-    assert lines[0].split()[:4] == ["arm", "cell", "n", "errors"]
-    assert lines[2].split()[:4] == ["ours", "k=5", "8", "1"]
-    assert any(line.startswith("ttft_s stock-lpm / ours, ratio of medians: 1.00 too few n=8") for line in lines)
+    results = summarize(samples, facts={}, against="stock-lpm")
+    arms, ratios = (table["rows"] for table in results["tables"])
+    assert [(row["arm"], row["cell"], row["n"], row["errors"]) for row in arms] == [
+        ("stock-lpm", "k=5", 8, None),
+        ("ours", "k=5", 8, 1),
+    ]
+    assert {row["interval"] for row in ratios} == {"too few"}
+    assert all(name in text(results) for name in ("ttft p50", "stock-lpm / ours"))
+
+
+MOVED = {"exact": 10, "relocated": 60, "recomputed": 15, "computed": 15}
+
+
+def bystanders(arm: str, block: int, *gaps: float) -> dict[str, Any]:
+    """A block's sample of the streams that only decode."""
+    figures = {"itl_bystander_p50_s": gaps[0], "itl_bystander_p99_s": max(gaps)}
+    times = {"due_s": 0.0, "done_s": 1.0, "warm_up": False, "block": block, "gaps_s": list(gaps), "metrics": figures}
+    return {"arm": arm, "cell": {}, "request": f"bystanders:{block}", **times}
+
+
+def test_bystanders_are_compared_with_arms_that_move_nothing() -> None:
+    """With the one that all are compared with, and with ours without moved KV; they are no requests of the load."""
+    taken = []
+    for block in range(10):
+        for arm, longest, fates in (
+            ("stock-lpm", 0.04, None),
+            ("ours", 0.05, MOVED | {"relocated": 0, "recomputed": 0}),
+        ):
+            taken += [sample(arm, block, block=block, fates=fates), bystanders(arm, block, 0.02, longest)]
+        taken += [sample("fused", block, block=block, fates=MOVED), bystanders("fused", block, 0.02, 0.2)]
+    results = summarize(taken, facts={}, against="stock-lpm")
+    found = {(c["a"], c["b"]): c for c in results["contrasts"] if c["metric"] == "itl_bystander_p99_s"}
+    assert {pair: round(c["value"], 2) for pair, c in found.items()} == {
+        ("stock-lpm", "ours"): 0.8,
+        ("stock-lpm", "fused"): 0.2,
+        ("ours", "fused"): 0.25,
+    }
+    assert found["ours", "fused"]["num_blocks"] == 10
+    row = results["cells"][2]
+    assert (row["n"], row["bystanders"]["n"], row["bystanders"]["max_s"]) == (10, 20, 0.2)
+    assert sum("only decode, p99) is 5.00 times slower than stock-lpm" in line for line in results["verdict"]) == 1
+
+
+def test_recomputed_share_is_of_what_the_request_moved() -> None:
+    """Chunks that an earlier request moved were recomputed then: they would make the share smaller than the arm's name says."""
+    own = sample(fates=MOVED, chunkcache={"chunks_hit": 1, "chunks_planned": None, "fallbacks": ["no_room"]})
+    theirs = sample(number=1, fates=MOVED, chunkcache={"chunks_hit": 1, "chunks_planned": None, "fused_hit": 50})
+    (row,) = cell_rows([own, theirs])
+    assert row["recomputed_share"] == 30 / (75 + 25)
+    assert row["fallbacks"] == {"no_room": 1}
+
+
+def test_planned_hits_that_did_not_come_true() -> None:
+    """Of all planned ones; finding more than was planned makes up for none."""
+    counts = [(4, 3), (4, 6), (None, 2), (2, 2)]
+    taken = [sample(number=n, chunkcache={"chunks_planned": p, "chunks_hit": hit}) for n, (p, hit) in enumerate(counts)]
+    assert cell_rows(taken)[0]["planned_missed"] == 1 / 10
+
+
+def test_overhead_is_that_of_the_arm_in_its_cell() -> None:
+    facts = {"overhead": {"k=5/ours": {"share": 0.001}}}
+    rows = summarize([sample(cell={"k": k}) for k in (5, 6)], facts=facts, against="ours")["cells"]
+    assert [row["overhead_share"] for row in rows] == [0.001, None]

@@ -13,7 +13,6 @@ import pytest
 from eval.errors import CommandError
 from eval.quality.command import main
 from eval.quality.permutation import draw_orders, in_given_order, in_turn, summarize
-from eval.quality.scores import Scorer
 from eval.run import read_record, read_samples
 from eval.serve.arms import ARMS
 from eval.task import Request, TextChunk
@@ -77,7 +76,7 @@ def test_an_order_dependent_model_is_found_out(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    """What is there is not scored again; the retriever's order is asked again, since the others are compared with it."""
+    """A request whose orders are not all there is asked again; the other one is not, and no sample is there twice."""
     with chatting(FakeChat(last_chunk)) as fake:
         whole = run(fake, tmp_path / "whole")
         part = tmp_path / "part"
@@ -88,7 +87,8 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         (part / "record.json").write_text(record)
         before = len(fake.received)
         again = run(fake, part)
-        assert len(fake.received) - before == len({tuple(read_samples(part)[i]["order"]) for i in (11, 21)})
+        assert len(fake.received) - before == len({tuple(row["order"]) for row in read_samples(part)[11:]})
+    assert len(read_samples(part)) == 22
     assert again["results"]["requests"] == whole["results"]["requests"]
 
 
@@ -111,7 +111,7 @@ def test_mean_and_deviation_by_hand() -> None:
     rows = [make_row("1", n, f1) for n, f1 in enumerate([0.5, 0.0, 1.0])]
     rows += [make_row("2", n, f1) for n, f1 in enumerate([1.0, 0.0, 0.0])]
     rows += [make_row("3", n, 0.3) for n in range(3)]
-    results = summarize(rows, scorer=Scorer(has_gold=True), facts={})
+    results = summarize(rows)
     assert results["requests"][0]["metrics"]["f1"] == {"baseline": 0.5, "mean": 0.5, "sd": 0.5}
     assert results["within_sd"]["f1"] == pytest.approx(2 / 3)
     (found,) = results["contrasts"]
@@ -121,7 +121,7 @@ def test_mean_and_deviation_by_hand() -> None:
 def test_orders_of_one_request_are_one_sample() -> None:
     """A hundred orders of two requests are no two hundred draws: one always right, one never, so [0, 1] it is."""
     rows = [make_row(request, n, f1) for request, f1 in (("1", 0.0), ("2", 1.0)) for n in range(101)]
-    given, drawn = summarize(rows, scorer=Scorer(has_gold=True), facts={})["cells"]
+    given, drawn = summarize(rows)["cells"]
     found = drawn["metrics"]["f1"]
     assert (drawn["n"], drawn["num_answers"], found["mean"], found["low"], found["high"]) == (2, 200, 0.5, 0, 1)
     assert given["metrics"]["f1"] == found
@@ -130,24 +130,24 @@ def test_orders_of_one_request_are_one_sample() -> None:
 def test_verdict_says_what_other_orders_did() -> None:
     """With right answers the mean difference, without them the share of answers that stay, each with its interval."""
     rows = [make_row(f"{n}", order, [1.0, 0.5][order]) for n in range(9) for order in range(2)]
-    said = summarize(rows, scorer=Scorer(has_gold=True), facts={})["verdict"]
+    said = summarize(rows)["verdict"]
     assert said[0] == (
         "F1 of words, random orders less the given one: -0.5 on average, 95% interval [-0.5, -0.5], over 9 requests."
     )
     for row in rows:
         row["metrics"] = {"same_given": 1.0} if row["permutation"] else {}
-    said = summarize(rows, scorer=Scorer(has_gold=False), facts={})["verdict"]
+    said = summarize(rows)["verdict"]
     assert said == ["Answers to random orders: nothing differs, over 9 requests."]
     rows[1]["metrics"] = {"same_given": 0.0}
-    (told,) = summarize(rows, scorer=Scorer(has_gold=False), facts={})["verdict"]
+    (told,) = summarize(rows)["verdict"]
     assert told.startswith("Answers to random orders: 88.9% of answers are those to the given order, 95% interval [")
 
 
 def test_summary_of_nothing_and_of_failures() -> None:
     """A run interrupted at its start still writes a record."""
-    assert summarize([], scorer=Scorer(has_gold=True), facts={})["requests"] == []
+    assert summarize([])["requests"] == []
     failed = make_row("1", 0, 0.5) | {"metrics": {}, "error": "refused"}
-    assert summarize([failed], scorer=Scorer(has_gold=True), facts={})["cells"][0]["errors"] == 1
+    assert summarize([failed])["cells"][0]["errors"] == 1
 
 
 def test_arms_that_reorder_are_told_not_to() -> None:

@@ -22,19 +22,18 @@ from eval.quality.ratio_curves import (
     CAPTURES,
     SELECTORS,
     Capture,
+    RatioCurves,
     bring_in,
     key_of,
     make_captures,
     make_cells,
-    samples_of,
 )
 from eval.quality.scores import Scorer
 from eval.recorded import Recorded
-from eval.report.chapter import create_chapter, places
-from eval.report.charts import Look
+from eval.report.chapter import Chapter
 from eval.run import Run
 from eval.serve.arms import ARMS
-from eval.task import TextChunk
+from eval.task import Request, TextChunk
 from tests.eval.fake_chat import Body, FakeChat, chatting
 
 ARM = ARMS["ours"]
@@ -49,7 +48,8 @@ def answer(body: Body) -> str:
 
 def make_test_case(num_chunks: int = 4, gold: tuple[str, ...] = ("Right.",), name: str = "t:1") -> Case:
     corpus = [TextChunk(f"p{i}", f"word{i} word{i // 4} common") for i in range(20)]
-    return make_case(name, "order", "p0", "Who?", gold, tuple(corpus[:num_chunks]), corpus, 3, random.Random(0))
+    request = Request(name, "Who?", tuple(corpus[:num_chunks]), gold)
+    return make_case(request, "order", "p0", corpus, 3, random.Random(0))
 
 
 def options(**changed: Any) -> Namespace:
@@ -61,10 +61,17 @@ def endpoint_of(fake: FakeChat) -> Endpoint:
     return Endpoint(fake.url, "fake", ARM, 8, 2)
 
 
+def mode_of(cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES) -> RatioCurves:
+    """The mode without its cases and options."""
+    mode = RatioCurves.__new__(RatioCurves)
+    mode.args, mode.scorer, mode.cells = Namespace(seed=0), GOLD, cells
+    mode.captures = [Capture(name, 3 if name == "preprocessed" else None) for name in names]
+    return mode
+
+
 def rows_of(fake: FakeChat, case: Case, cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES) -> list[Any]:
     """Key and sample of everything that an empty run lacks."""
-    captures = [Capture(name, 3 if name == "preprocessed" else None) for name in names]
-    return list(samples_of(endpoint_of(fake), case, cells, captures, GOLD, set(), 0))  # type: ignore[arg-type]
+    return list(mode_of(cells, names).take(case, {"fused": endpoint_of(fake)}))
 
 
 def test_cells_run_ends_once_and_set_last() -> None:
@@ -102,7 +109,7 @@ def test_a_capture_for_each_number_of_neighbors() -> None:
 def test_strangers_and_neighbors_are_not_in_the_prompt() -> None:
     """Else a chunk would have two variants, or be an exact hit."""
     case = make_test_case()
-    shown = {chunk.id for chunk in case.chunks}
+    shown = {chunk.id for chunk in case.request.chunks}
     assert not shown & {c.id for c in case.strangers}
     assert not shown & {c.id for near in case.neighbors.values() for c in near}
     assert len({c.id for c in case.strangers}) == 4
@@ -129,7 +136,7 @@ def test_every_chunk_is_captured_once_where_the_capture_says(capture: Capture, e
     case = make_test_case()
     with chatting(FakeChat(answer)) as fake:
         behind = bring_in(endpoint_of(fake), capture, case, "salt", random.Random(0))
-    assert {c.id: fake.prefixes["salt"][c.id] for c in case.chunks} == {c: [n] for c, n in behind.items()}
+    assert {c.id: fake.prefixes["salt"][c.id] for c in case.request.chunks} == {c: [n] for c, n in behind.items()}
     assert set(behind.values()) == expected
 
 
@@ -154,20 +161,6 @@ def test_questions_and_captures_are_kept_apart() -> None:
     ]
     assert all(set(row["sources"]) == {"host, own"} for row in live)
     assert {row["block"] for row in rows} == {"p0"}  # both cases are about the same passage
-
-
-def test_a_case_that_is_there_is_not_asked_again() -> None:
-    """And of one that was interrupted only what is missing, over chunks captured anew."""
-    cells = make_cells(["first"], [0, 0.15, 1], ablation=False)
-    case = make_test_case()
-    with chatting(FakeChat(answer)) as fake:
-        keys = [key for key, _ in rows_of(fake, case, cells, ("alone",))]
-        known = set(keys) - {keys[2]}
-        fake.received.clear()
-        again = list(samples_of(endpoint_of(fake), case, cells, [Capture("alone")], GOLD, known, 0))  # type: ignore[arg-type]
-        fused = [body for body in fake.received if isinstance(body.get("reuse"), dict)]
-    assert [key for key, _ in again] == [keys[2]]
-    assert len(fused) == 1
 
 
 def test_foreign_sources_are_found() -> None:
@@ -212,7 +205,7 @@ def make_rows() -> list[dict[str, Any]]:
 
 
 def test_figures_by_hand() -> None:
-    results = ratio_curves.summarize(make_rows(), scorer=GOLD, facts={})
+    results = ratio_curves.summarize(make_rows())
     found = {(cell["arm"], cell["cell"].get("capture")): cell for cell in results["cells"]}
     assert found["query", "alone"]["metrics"]["f1"]["mean"] == 0.75
     assert found["query", "alone"]["normalized_f1"] == 0.5
@@ -229,31 +222,12 @@ def test_figures_by_hand() -> None:
     assert results["fallbacks"]["alone"] == {"late": 6}
 
 
-def test_tables_for_people() -> None:
-    results = ratio_curves.summarize(make_rows(), scorer=GOLD, facts={})
-    lines = ratio_curves.report(results).splitlines()
-    query = next(line for line in lines if line.split()[:1] == ["query"])
-    assert " ".join(query.split()) == "query ratio 0.15 0.75 0.75 0.75 7.5e-02 25% normalised F1 50%"
-
-
 def test_data_without_right_answers_gives_agreement_and_kl_alone() -> None:
     row = make_row("random", "alone", "a", 0.5)
     row["metrics"] = {"same": 0.5, "kl": 0.05}
-    results = ratio_curves.summarize([row], scorer=Scorer(has_gold=False), facts={})
+    results = ratio_curves.summarize([row])
     assert "normalized_f1" not in results["cells"][0]
-    text = ratio_curves.report(results)
-    assert "0.50  5.0e-02" in text
-    assert "EM" not in text
-
-
-def test_tables_without_distributions() -> None:
-    """`--top-logprobs 0`, or a server that gives none: no KL, and the rest is told."""
-    rows = make_rows()
-    for row in rows:
-        row["metrics"].pop("kl", None)
-    lines = ratio_curves.report(ratio_curves.summarize(rows, scorer=GOLD, facts={})).splitlines()
-    query = next(line for line in lines if line.split()[:1] == ["query"])
-    assert " ".join(query.split()) == "query ratio 0.15 0.75 0.75 0.75 - 25% normalised F1 50%"
+    assert set(results["cells"][0]["metrics"]) == {"same", "kl"}
 
 
 def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
@@ -266,13 +240,13 @@ def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
         for ratio in ratios
         for request in "ab"
     ]
-    results = ratio_curves.summarize(rows, scorer=GOLD, facts={})
+    results = ratio_curves.summarize(rows)
     record = {"kind": "quality", "results": results, "versions": {}, "machine": {}, "spec": {}}
-    chapter = create_chapter(Recorded(Path("run"), record, rows, results["cells"]), "run")
-    pictures = [picture for picture in chapter.pictures if picture.name.startswith("ratio-")]
+    chapter = Chapter(Recorded(Path("run"), record, rows, results["cells"]))
+    pictures = [picture for picture in chapter.pictures if picture.title.startswith("Ratio")]
     assert len(pictures) == 2
     for picture, value in zip(pictures, (0.5, 0.75), strict=True):
-        lines = picture.draw(Look(places(arms))).axes[0].lines
+        lines = picture.draw().axes[0].lines
         curves = [[*map(float, line.get_xdata())] for line in lines if len(line.get_xdata()) > 1]  # type: ignore[arg-type]
         assert curves == [[0, 0.15, 0.5, 1]] * 2
         assert all({*line.get_ydata()} == {value} for line in lines)  # type: ignore[misc]
@@ -284,7 +258,7 @@ def test_nothing_taken_has_figures(tmp_path: Path) -> None:
         tmp_path / "run",
         kind="quality",
         spec={},
-        summarize=lambda rows: ratio_curves.summarize(rows, scorer=GOLD, facts={}),
+        summarize=lambda rows: ratio_curves.summarize(rows),
     ) as run:
         assert run.results()["cells"] == []
 
@@ -293,24 +267,24 @@ def test_world_cases_are_what_was_asked_for() -> None:
     """As many questions a kind and size; a question about the order names a passage of its prompt."""
     args = options(kinds=["one-hop", "two-hop", "order"], chunks=[4, 6])
     cases = list(world_cases(args))
-    assert [(c.kind, len(c.chunks)) for c in cases] == [
+    assert [(c.kind, len(c.request.chunks)) for c in cases] == [
         (kind, n) for kind in ("one-hop", "two-hop", "order") for n in (4, 6) for _ in range(3)
     ]
     assert all(len(near) == 2 for case in cases for near in case.neighbors.values())
     for case in cases:
-        assert any(case.gold[1] in chunk.text for chunk in case.chunks)
+        assert any(case.request.answers[1] in chunk.text for chunk in case.request.chunks)
     assert cases == list(world_cases(args))
-    assert len({case.id for case in cases}) == len(cases)
+    assert len({case.request.id for case in cases}) == len(cases)
     assert all(case.block for case in cases)
 
 
 def test_linked_questions_come_from_a_world_with_links() -> None:
     """Each is about a passage that speaks of another one without naming it."""
     cases = list(world_cases(options(kinds=["linked"])))
-    assert [len(case.chunks) for case in cases] == [4, 4, 4]
+    assert [len(case.request.chunks) for case in cases] == [4, 4, 4]
     for case in cases:
-        _, kind, _, verb, *_ = case.gold[0].split()  # The company Lumex visited Kelton.
-        assert any(f" the {kind} {verb} " in chunk.text for chunk in case.chunks)
+        _, kind, _, verb, *_ = case.request.answers[0].split()  # The company Lumex visited Kelton.
+        assert any(f" the {kind} {verb} " in chunk.text for chunk in case.request.chunks)
 
 
 def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
@@ -327,10 +301,14 @@ def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
             out.writelines(json.dumps(row) + "\n" for row in rows)
     task = {"task": "hotpotqa", "data": tmp_path, "hub": None, "corpus": None, "retriever": "given", "scale": 1, "k": 1}
     cases = list(data_cases(options(**task)))
-    assert sorted((c.question, c.kind, len(c.chunks)) for c in cases) == [("q4", "hotpotqa", 4), ("q9", "hotpotqa", 4)]
+    assert {(c.request.question, c.kind, len(c.request.chunks)) for c in cases} == {
+        (q, "hotpotqa", 4) for q in ("q4", "q9")
+    }
     sizes = list(data_cases(options(**task, chunks=[3, 4])))
-    assert len({c.block for c in sizes if c.question == "q9"}) == 1  # the same question with 3 and with 4 passages
-    assert all(len(c.text) <= CLIP_CHARS for case in cases for c in (*case.chunks, *case.strangers))
+    assert (
+        len({c.block for c in sizes if c.request.question == "q9"}) == 1
+    )  # the same question with 3 and with 4 passages
+    assert all(len(c.text) <= CLIP_CHARS for case in cases for c in (*case.request.chunks, *case.strangers))
 
 
 @pytest.mark.parametrize(

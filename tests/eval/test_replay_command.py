@@ -14,7 +14,7 @@ import pytest
 
 from eval.__main__ import main
 from eval.replay.command import WORLD_REQUESTS
-from radix_ext import replay_trace
+from radix_ext import Replay
 
 TRACE: list[dict[str, object]] = [
     {"passages": ["a", "b", "a"], "lengths": [5, 7, 5], "timestamp": 0.5},
@@ -31,9 +31,9 @@ def write_trace(path: Path, records: list[dict[str, object]]) -> Path:
 
 
 def run_json(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> dict[str, Any]:
-    """The report: the last stdout line of a run that must succeed; one cell unless the options ask for more."""
+    """The report, all of stdout, of a run that must succeed; one cell unless the options ask for more."""
     assert main(["replay", "--trace", str(trace), *(options or ["--order", "tree"]), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = json.loads(capsys.readouterr().out)
     assert isinstance(report, dict)
     return report
 
@@ -85,7 +85,7 @@ def test_table_without_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """For people: one line per setting and figure."""
     trace = write_trace(tmp_path / "trace.jsonl", TRACE)
     assert main(["replay", "--trace", str(trace), "--order", "tree"]) == 0
-    assert "chunk_hit_rate   0.2857" in capsys.readouterr().out.splitlines()
+    assert ["chunk_hit_rate", "0.2857"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_bad_trace_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,9 +147,10 @@ def test_task_is_replayed_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtu
         "tree",
         "--out",
         str(tmp_path / "run"),
+        "--json",
     ]
     assert main(["replay", *options]) == 0
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    results = json.loads(capsys.readouterr().out)
     assert [cell["num_requests"] for cell in results["cells"]] == [20, 20]
     assert results["overlap"]["seen_before"]["value"] > 0
 
@@ -191,7 +192,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command_runs_without_any_installed_package(tmp_path: Path) -> None:
-    """`-S` hides site-packages: a fresh Python must do; the JSON is the last line and nothing is on stderr."""
+    """`-S` hides site-packages: a fresh Python must do; stdout is the JSON and nothing is on stderr."""
     trace = write_trace(tmp_path / "trace.jsonl", TRACE)
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -201,7 +202,7 @@ def test_command_runs_without_any_installed_package(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout.splitlines()[-1])["chunk_hit_rate"] == 2 / 7
+    assert json.loads(done.stdout)["chunk_hit_rate"] == 2 / 7
     assert done.stderr == ""
 
 
@@ -217,16 +218,23 @@ def popular_sets(n: int, *, seed: int = 0, num_sets: int = 10) -> list[dict[str,
 
 def compare(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> tuple[list[str], dict[str, Any]]:
     """(stdout lines, results) of a run without a setting of the grid."""
-    assert main(["replay", "--trace", str(trace), "--out", str(trace.parent / "run"), *options]) == 0
+    folder = Path(options[options.index("--out") + 1]) if "--out" in options else trace.parent / "run"
+    assert main(["replay", "--trace", str(trace), "--out", str(folder), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
-    return lines, json.loads(lines[-1])
+    assert lines[-1] == f"record: {folder}"
+    record = json.loads((folder / "record.json").read_text())
+    assert (record["kind"], record["complete"]) == ("replay", True)
+    return lines, record["results"]
 
 
 def test_comparison_of_a_clear_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sets in turning order: stock finds little, ours nearly all; nine cells, a verdict for each capacity, a record."""
     trace = write_trace(tmp_path / "trace.jsonl", popular_sets(400))
     lines, results = compare(capsys, trace)
-    assert lines[-1] == json.dumps(results)
+    assert lines[-2 - len(results["verdict"]) : -2] == results["verdict"]
+    assert [row["chunks found"] for row in results["tables"][0]["rows"]] == [
+        f"{cell['chunk_hit_rate']['value']:.1%}" for cell in results["cells"]
+    ]
     assert [(cell["cell"]["order"], cell["cell"]["capacity"]) for cell in results["cells"]] == [
         (order, capacity) for capacity in (0, 12, 6) for order in ("retriever", "frequency", "tree")
     ]
@@ -235,9 +243,6 @@ def test_comparison_of_a_clear_win(tmp_path: Path, capsys: pytest.CaptureFixture
     assert unlimited["value"] > 0.95
     assert results["cells"][0]["chunk_hit_rate"]["value"] < 0.6
     assert any("WORTH IT with unlimited capacity" in line for line in results["verdict"])
-    assert f"record: {tmp_path / 'run'}" in lines
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["kind"], record["complete"], record["results"]) == ("replay", True, results)
 
 
 def test_trace_without_any_overlap_is_not_worth_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -476,15 +481,16 @@ def test_interrupted_grid_goes_on_where_it_was(
         replayed.append(args)
         if len(replayed) == 2:
             raise KeyboardInterrupt
-        return replay_trace(*args, **kwargs)
+        return Replay(*args, **kwargs)
 
-    monkeypatch.setattr("eval.replay.command.replay_trace", second_is_interrupted)
+    monkeypatch.setattr("eval.replay.cells.Replay", second_is_interrupted)
     assert main(command) == 130
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["complete"], len(record["results"]["cells"])) == (False, 1)
-    assert main(command) == 0
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
     assert len(replayed) == 3
-    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["cells"]) == 2
 
 
 def test_other_trace_of_the_same_name_is_no_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -510,7 +516,8 @@ def test_comparison_runs_without_any_installed_package(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert len(json.loads(done.stdout.splitlines()[-1])["cells"]) == 3  # four chunks have no smaller sizes worth asking
     (folder,) = (tmp_path / "runs").iterdir()
-    assert json.loads((folder / "record.json").read_text())["complete"]
+    record = json.loads((folder / "record.json").read_text())
+    assert record["complete"]
+    assert len(record["results"]["cells"]) == 3  # four chunks have no smaller sizes worth asking
     assert done.stderr == ""

@@ -69,7 +69,9 @@ def test_samples_hold_times_counts_and_fates(endpoints: Endpoints, tmp_path: Pat
     ours, stock = by_key["k=5/ours/t:1"], by_key["k=5/stock-lpm/t:1"]
     assert (ours["cell"], ours["request"], ours["num_chunks"], ours["warm_up"]) == ({"k": 5}, "t:1", 1, False)
     assert by_key["k=5/ours/t:0"]["warm_up"] is True
-    assert set(ours["metrics"]) == {"ttft_s", "e2e_s", "itl_s", "cached_share", "prefill_tokens", "hit_share"}
+    times = {"ttft_s", "e2e_s", "itl_s"}
+    assert set(ours["metrics"]) == times | {"cached_share", "prefill_tokens", "hit_share", "recomputed_share"}
+    assert ours["metrics"]["recomputed_share"] == 1.0
     assert ours["metrics"]["cached_share"] == (ours["prompt_tokens"] - 3) / ours["prompt_tokens"], (
         "by fates, if it has any"
     )
@@ -80,8 +82,9 @@ def test_samples_hold_times_counts_and_fates(endpoints: Endpoints, tmp_path: Pat
         "chunks_planned": None,
         "predicted_exact": None,
         "turns_reused": None,
-        "fallbacks": {},
+        "fallbacks": [],
         "num_dropped": 1,
+        "fused_hit": 0,
     }
     assert stock["fates"] is None
     assert stock["metrics"]["prefill_tokens"] == stock["prompt_tokens"] - stock["cached_tokens"]
@@ -144,6 +147,39 @@ def test_open_loop_measures_waiting_in_the_servers_queue(endpoints: Endpoints, t
     for i, sample in enumerate(run.samples):
         assert sample["due_s"] - run.samples[0]["due_s"] == pytest.approx(0.1 * i)
         assert sample["late_s"] == 0
+
+
+def test_bystanders_decode_while_a_block_is_measured(endpoints: Endpoints, tmp_path: Path) -> None:
+    """Their gaps are those of the block; nobody decodes while the other arm is measured."""
+    for endpoint, stalled_s in zip(endpoints, (0.002, 0.04), strict=True):
+        endpoint.delay_s, endpoint.stalled_s = 0.1, stalled_s
+    run = take(tmp_path / "r", Plan(arms_of(endpoints), block=2, bystanders=2), [Cell({}, singles(4))])
+    stock, ours = ([s for s in run.samples if "gaps_s" in s and s["arm"] == arm] for arm in ("stock-lpm", "ours"))
+    assert [s["key"] for s in stock] == ["stock-lpm/bystanders:0", "stock-lpm/bystanders:2"]
+    assert [s["block"] for s in ours] == [0, 1]
+    for sample in ours:
+        assert 0.03 < sample["metrics"]["itl_bystander_p50_s"] <= sample["metrics"]["itl_bystander_p99_s"]
+        assert sum(sample["gaps_s"]) <= 2 * (sample["done_s"] - sample["due_s"]) + 0.1, (
+            "two streams, for the block's time"
+        )
+    assert max(s["metrics"]["itl_bystander_p50_s"] for s in stock) < 0.03
+    assert [len(endpoint.aborted) for endpoint in endpoints] == [4, 4], "two streams in each of two blocks"
+
+
+def test_bystanders_first_gap_is_not_their_prefill(endpoints: Endpoints, tmp_path: Path) -> None:
+    """A stream takes as long to begin as a prefill; a token without text is a token."""
+    endpoints[0].prefill_s, endpoints[0].delay_s = 0.3, 0.2
+    run = take(tmp_path / "r", Plan(arms_of(endpoints)[:1], bystanders=1), [Cell({}, singles(1))])
+    (sample,) = (sample for sample in run.samples if "gaps_s" in sample)
+    assert max(sample["gaps_s"]) < 0.25
+
+
+def test_bystander_that_is_refused_ends_the_run(tmp_path: Path) -> None:
+    """Otherwise the streams that are left would be called all of them."""
+    with serving(FakeEndpoint(is_sglang=False)) as endpoint:
+        plan = Plan([Arm("theirs", "", route="chat", url=endpoint.url)], bystanders=1)
+        with pytest.raises(CommandError, match=r"/generate, for --bystanders: ClientResponseError: 404"):
+            take(tmp_path / "r", plan, [Cell({}, singles(1))])
 
 
 CONVERSATION = [

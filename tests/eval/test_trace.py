@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eval.errors import CommandError
-from eval.replay.trace import MAX_TOKENS, TraceRequest, read_trace
+from eval.replay.trace import MAX_TOKENS, TraceFacts, TraceFile, TraceRequest, scan
 from radix_ext import Chunk, ChunkId
 
 
@@ -18,9 +20,14 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
+def read(path: Path, **options: Any) -> tuple[list[TraceRequest], TraceFacts]:
+    trace = TraceFile(path, **options)
+    return [*trace], scan(trace)
+
+
 def read_error(path: Path, **options: Path) -> str:
     with pytest.raises(CommandError) as error:
-        read_trace(path, **options)  # type: ignore[arg-type]
+        list(TraceFile(path, **options))  # type: ignore[arg-type]
     return str(error.value)
 
 
@@ -34,32 +41,60 @@ def test_every_field_is_read(tmp_path: Path) -> None:
         "question": "not looked at",
     }
     counts = {"question_tokens": 4, "system_tokens": 0, "output_tokens": 8}
-    trace = read_trace(write(tmp_path / "t.jsonl", line | counts))
+    requests, facts = read(write(tmp_path / "t.jsonl", line | counts))
     chunks = (Chunk(ChunkId("a"), 5), Chunk(ChunkId("7"), 3))
-    assert trace.requests == (TraceRequest(chunks, True, 2.0, "9", 4, 0, 8),)
-    assert trace.has_lengths
+    assert requests == [TraceRequest(chunks, True, 2.0, "9", 4, 0, 8)]
+    assert facts.has_lengths
 
 
 def test_fields_not_given_are_none(tmp_path: Path) -> None:
     """Chunks of one token each, and no request without chunks."""
-    trace = read_trace(write(tmp_path / "t.jsonl", {"passages": ["a"], "timestamp": None}, {"passages": []}))
-    assert trace.requests == (TraceRequest((Chunk(ChunkId("a"), 1),), False),)
-    assert not trace.has_lengths
-    assert not trace.has_conversations
+    requests, facts = read(write(tmp_path / "t.jsonl", {"passages": ["a"], "timestamp": None}, {"passages": []}))
+    assert requests == [TraceRequest((Chunk(ChunkId("a"), 1),), False)]
+    assert (facts.has_lengths, facts.num_turns) == (False, {})
+
+
+def test_request_is_written_as_it_was_read(tmp_path: Path) -> None:
+    """With all fields and with none."""
+    path = tmp_path / "t.jsonl"
+    every = TraceRequest((Chunk(ChunkId("a"), 5),), True, 2.5, "9", 4, 0, 8)
+    least = TraceRequest((Chunk(ChunkId("b"), 1),), False)
+    path.write_text(every.line + least.line)
+    assert read(path)[0] == [every, least]
+
+
+def test_facts_are_counted(tmp_path: Path) -> None:
+    """Each distinct chunk once; the largest request; another digest for another conversation, length, order or cut."""
+    lines = [{"passages": ["a", "b"], "lengths": [5, 7]}, {"passages": ["b"], "lengths": [7], "conversation": 1}]
+    facts = read(write(tmp_path / "t.jsonl", *lines))[1]
+    assert (facts.num_requests, facts.num_counted, facts.distinct_chunks, facts.distinct_tokens) == (2, 2, 2, 12)
+    assert (facts.largest_chunks, facts.largest_tokens) == (2, 12)
+    others = ({"passages": ["b"], "lengths": [7]}, {**lines[1], "lengths": [8]}, {**lines[1], "passages": ["a b"]})
+    digests = {read(write(tmp_path / "u.jsonl", {"passages": ["a"]}, other))[1].sha256 for other in (*others, lines[1])}
+    assert len(digests) == 4
+    assert facts.sha256 == read(tmp_path / "t.jsonl")[1].sha256
+
+
+def test_equal_ids_are_one_object(tmp_path: Path) -> None:
+    """Memory grows with distinct chunks, however often the file is read."""
+    trace = TraceFile(write(tmp_path / "t.jsonl", {"passages": ["a", 7]}, {"passages": ["7"]}))
+    (first, second), (again, _) = trace, trace
+    assert first.chunks[1] is second.chunks[0] is again.chunks[1]
 
 
 def test_lengths_count_only_where_all_have_them(tmp_path: Path) -> None:
     """One request without them would mix units."""
-    assert not read_trace(
-        write(tmp_path / "t.jsonl", {"passages": ["a"], "lengths": [3]}, {"passages": ["b"]})
-    ).has_lengths
+    path = write(tmp_path / "t.jsonl", {"passages": ["a"], "lengths": [3]}, {"passages": ["b", "a"]})
+    requests, facts = read(path)
+    assert not facts.has_lengths
+    assert [chunk.num_tokens for request in requests for chunk in request.chunks] == [3, 1, 1]
 
 
 def test_conversation_needs_a_second_turn(tmp_path: Path) -> None:
     """Otherwise there is nothing to drop, and the columns for it stay away."""
     turns = [{"passages": [1], "conversation": name} for name in "xyx"]
-    assert read_trace(write(tmp_path / "t.jsonl", *turns)).has_conversations
-    assert not read_trace(write(tmp_path / "t.jsonl", *turns[:2])).has_conversations
+    assert read(write(tmp_path / "t.jsonl", *turns))[1].num_turns == {"x": 2}
+    assert read(write(tmp_path / "t.jsonl", *turns[:2]))[1].num_turns == {}
 
 
 def test_turn_without_passages_stays_in_its_conversation(tmp_path: Path) -> None:
@@ -69,20 +104,18 @@ def test_turn_without_passages_stays_in_its_conversation(tmp_path: Path) -> None
         {"passages": []},
         {"passages": [1], "lengths": [3], "conversation": "x"},
     ]
-    trace = read_trace(write(tmp_path / "t.jsonl", *turns))
-    assert [len(request.chunks) for request in trace.requests] == [0, 1]
-    assert trace.counted == trace.requests[1:]
-    assert trace.has_conversations
-    assert trace.has_lengths
+    requests, facts = read(write(tmp_path / "t.jsonl", *turns))
+    assert [len(request.chunks) for request in requests] == [0, 1]
+    assert (facts.num_requests, facts.num_counted, facts.num_turns, facts.has_lengths) == (2, 1, {"x": 2}, True)
     with pytest.raises(CommandError, match="has no request with passages among the first 1"):
-        read_trace(tmp_path / "t.jsonl", max_requests=1)
+        read(tmp_path / "t.jsonl", max_requests=1)
 
 
-def test_k_and_max_requests_cut(tmp_path: Path) -> None:
+def test_max_requests_cut(tmp_path: Path) -> None:
     """Requests without chunks do not count among the first so many."""
     records = [{"passages": []}, {"passages": [1, 1, 2, 3]}, {"passages": [4]}]
-    (request,) = read_trace(write(tmp_path / "t.jsonl", *records), k=2, max_requests=1).requests
-    assert [chunk.id for chunk in request.chunks] == ["1", "2"]
+    ((request,), _) = read(write(tmp_path / "t.jsonl", *records), max_requests=1)
+    assert [chunk.id for chunk in request.chunks] == ["1", "2", "3"]
 
 
 def test_components_give_lengths(tmp_path: Path) -> None:
@@ -93,7 +126,7 @@ def test_components_give_lengths(tmp_path: Path) -> None:
         {"kind": "passage", "id": 7, "token_length": 5},
     )
     trace = write(tmp_path / "t.jsonl", {"passages": [7]})
-    assert read_trace(trace, components=components).requests[0].chunks == (Chunk(ChunkId("7"), 5),)
+    assert read(trace, components=components)[0][0].chunks == (Chunk(ChunkId("7"), 5),)
     write(trace, {"passages": [7]}, {"passages": [8]})
     assert read_error(trace, components=components) == f"{trace}, line 2: --components has no length for '8'"
     write(components, {"kind": "passage", "id": 7, "token_length": 0})
@@ -106,7 +139,7 @@ def test_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
     """Editors on Windows write one."""
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"passages": [1]}\r\n')
-    assert len(read_trace(path).requests) == 1
+    assert len(read(path)[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -114,9 +147,9 @@ def test_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
     [
         ("[1, 2]", "must be a JSON object but is a list (expected: one JSON object per line)"),
         ("null", "must be a JSON object but is null"),
-        ("{", "Expecting property name"),
+        ('{"passages": [}', "Expecting value (expected: one JSON object per line)"),
         ("id,passages,timestamp", "Expecting value"),
-        ("[" * 100_000, "line 1: "),
+        ("[" * 100_000, "recursion"),
         ('{"question": "?"}', 'has neither "passages" nor "chunks"'),
         ('{"passages": "abc"}', '"passages" must be a list but is a string'),
         ('{"passages": [1.5]}', '"passages" must hold strings or integers but has a number'),
@@ -150,7 +183,8 @@ def test_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(line + "\n")
     error = read_error(path)
-    assert error.startswith(f"{path}, line 1: ")
+    assert error.startswith((f"{path}, line 1: ", f"{path}, line 1, column "))
+    assert error.count("line 1") == 1
     assert message in error
     assert "\n" not in error
 
@@ -159,7 +193,13 @@ def test_line_number_counts_blank_lines(tmp_path: Path) -> None:
     """As an editor shows them."""
     path = tmp_path / "t.jsonl"
     path.write_text('{"passages": [1]}\n\n{"passages": [1]\n')
-    assert f"{path}, line 3: Expecting" in read_error(path)
+    assert read_error(path).startswith(f"{path}, line 3, column 17: Expecting")
+
+
+def test_pipe_is_no_trace(tmp_path: Path) -> None:
+    """It can be read once only, and a replay reads a trace several times."""
+    os.mkfifo(tmp_path / "pipe")
+    assert "must be a file, since it is read several times" in read_error(tmp_path / "pipe")
 
 
 def test_lines_that_contradict_each_other_are_named(tmp_path: Path) -> None:

@@ -55,12 +55,12 @@ def test_chain_ids_agree_across_processes() -> None:
 
 
 def test_chain_ids_tell_paths_apart() -> None:
-    """Order, depth and namespace count; every id fits 63 bits."""
+    """Order, depth and namespace count; every id fits 60 bits."""
     a, b = ChunkId("a"), ChunkId("b")
     chains = [root_chain(""), root_chain("x"), *(chain_of("", ids) for ids in ([a], [b], [a, b], [b, a]))]
     chains.append(chain_of("x", [a]))
     assert len(set(chains)) == len(chains)
-    assert all(0 <= chain < 1 << 63 for chain in chains)
+    assert all(0 <= chain < 1 << 60 for chain in chains)
 
 
 def test_spans_in_order_pass() -> None:

@@ -1,14 +1,24 @@
-"""Upper bounds of reuse: the papers' example, and equality with the definition."""
+"""Upper bounds of reuse: the papers' example, equality with the definition, and estimates of long traces."""
+
+import random
 
 import pytest
 
-from radix_ext import Chunk, ChunkId, overlap, seen_before
+from radix_ext import Chunk, ChunkId, LimitError, Overlap, Seen
 from tests.radix_ext.test_replay import make_trace
+
+
+def measured(trace: list[list[ChunkId]], *, window: int = 100) -> Overlap:
+    overlap = Overlap(len(trace), window=window)
+    for request in trace:
+        overlap.step(request)
+    return overlap
 
 
 def test_overlap_of_the_papers_two_requests() -> None:
     """CRAFT 3.1: [1 4 5 6 7] and [1 2 3 4 5] share a prefix of 1 and a set of 3, out of 5."""
-    assert overlap([list(map(ChunkId, "14567")), list(map(ChunkId, "12345"))]) == (0.2, 0.6)
+    overlap = measured([list(map(ChunkId, "14567")), list(map(ChunkId, "12345"))])
+    assert (overlap.prefix, overlap.total, overlap.is_estimate) == (0.2, 0.6, False)
 
 
 def test_overlap_equals_comparing_all_pairs() -> None:
@@ -22,11 +32,39 @@ def test_overlap_equals_comparing_all_pairs() -> None:
     for i in range(1, len(trace)):
         prefix += max(common_prefix(trace[i], trace[j]) for j in range(i)) / len(trace[i])
         total += max(len(set(trace[i]) & set(trace[j])) for j in range(i)) / len(trace[i])
-    assert overlap(trace) == pytest.approx((prefix / 59, total / 59))
-    assert overlap(trace[:1]) == overlap([]) == (0, 0)
+    overlap = measured(trace, window=60)
+    assert (overlap.prefix, overlap.total, overlap.num_measured) == pytest.approx((prefix / 59, total / 59, 59))
+    for short in (trace[:1], []):
+        assert (measured(short).prefix, measured(short).total) == (0, 0)
 
 
-def test_seen_before_counts_chunks_and_tokens() -> None:
+@pytest.mark.parametrize(("num_requests", "num_measured"), [(101, 10), (199, 10), (350, 30), (10_000, 160)])
+def test_long_trace_is_estimated(num_requests: int, num_measured: int) -> None:
+    """Near the exact figures where neighbours tell as much as all, from every part of the trace; labelled."""
+    rng = random.Random(1)
+    trace = [[ChunkId(str(n)) for n in rng.sample(range(12), 4)] for _ in range(num_requests)]
+    estimate = measured(trace)
+    assert (estimate.is_estimate, estimate.num_measured) == (True, num_measured)
+    exact = measured(trace[:2000], window=num_requests)
+    assert exact.total - 0.2 < estimate.total <= 1
+    assert abs(exact.prefix - estimate.prefix) < 0.3
+
+
+def test_estimate_compares_with_the_window_only() -> None:
+    """Pairs of equal requests, a window apart: they share everything, and the estimate sees nothing of it."""
+    trace = [[ChunkId(f"{n % 100}")] for n in range(200)]
+    assert measured(trace, window=200).total == 100 / 199
+    assert measured(trace, window=100).total == 0
+
+
+def test_window_must_hold_a_request() -> None:
+    """Otherwise nothing could be compared."""
+    with pytest.raises(LimitError, match="window must be at least 1 but got 0"):
+        Overlap(5, window=0)
+
+
+def test_seen_counts_chunks_and_tokens() -> None:
     """At any position, by any earlier request."""
     trace = [[Chunk(ChunkId("a"), 5), Chunk(ChunkId("b"), 7)], [Chunk(ChunkId("c"), 1), Chunk(ChunkId("b"), 7)], []]
-    assert seen_before(trace) == [(0, 0), (1, 7), (0, 0)]
+    seen = Seen()
+    assert [seen.step(request) for request in trace] == [(0, 0), (1, 7), (0, 0)]

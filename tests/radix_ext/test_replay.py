@@ -18,6 +18,7 @@ from radix_ext import (
     LimitError,
     OrderPolicy,
     PolicyError,
+    Replay,
     ReplayResult,
     ReplaySettings,
     TailPolicy,
@@ -51,22 +52,19 @@ def run(
     threshold: int = 2,
     conversations: list[str | None] | None = None,
 ) -> ReplayResult:
-    return replay_trace(
-        trace,
-        ReplaySettings(
-            order=order,
-            tail=tail,
-            eviction=eviction,
-            admission=admission,
-            dedup=dedup,
-            capacity=capacity,
-            capacity_tokens=capacity_tokens,
-            window=window,
-            threshold=threshold,
-            max_visits=1000,
-        ),
-        conversations=conversations,
+    settings = ReplaySettings(
+        order=order,
+        tail=tail,
+        eviction=eviction,
+        admission=admission,
+        dedup=dedup,
+        capacity=capacity,
+        capacity_tokens=capacity_tokens,
+        window=window,
+        threshold=threshold,
+        max_visits=1000,
     )
+    return replay_trace(trace, settings, conversations=conversations)
 
 
 @pytest.mark.parametrize("capacity", [None, 3, 25])
@@ -177,6 +175,18 @@ def test_later_turns_are_no_sign_that_others_want_the_chunks() -> None:
     trace = as_chunks([[f"{name}{turn}"] for turn, name in enumerate(names)])
     for eviction in EVICTION_POLICIES:
         assert run(trace, conversations=names, capacity=6, eviction=eviction).total.num_lost == 0
+
+
+def test_times_of_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them up to so many, then every second, fourth, ...; quantiles of no decision are 0."""
+    monkeypatch.setattr("radix_ext.replay._MAX_TIMES", 8)
+    replay = Replay(ReplaySettings("tree", "rank", "lru", "all", "shown", None, None, 1000, 2, 64))
+    assert replay.order_us(0.5) == 0
+    for number in range(100):
+        replay._note_time(float(number))
+        assert len(replay._order_us) < 8
+    assert replay._order_us == [0, 16, 32, 48, 64, 80, 96]
+    assert replay.order_us(0.5) == 48
 
 
 def test_impossible_settings_are_refused() -> None:

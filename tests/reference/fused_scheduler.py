@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from radix_ext.moved_plan import Limits, Piece
+from radix_ext.sources import DeviceCopy, HostCopy
+from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import Capture
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.plan import Limits, Piece
 from sglang_chunkcache.fusion.promise import Fuser
-from sglang_chunkcache.fusion.scores import ChunkScores
-from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
-from sglang_chunkcache.fusion.store import ChunkStore, HostBlob
+from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.wire.report import Fallback
@@ -184,7 +184,7 @@ class FusedScheduler(Scheduler):
         super().__init__(capacity, config, prefill_budget=prefill_budget, is_chunked=is_chunked)
         self.contents = Contents(self.allocator.contents)
         self.fusion_pass = FakePass(self.contents, self.rows, config, super().tree_slots)
-        self.store = ChunkStore(
+        self.store = VariantIndex(
             max_bytes=store_bytes, max_chunks=config.store_chunks, max_variants=config.store_variants
         )
         self.fuser = Fuser(

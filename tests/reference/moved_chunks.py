@@ -8,14 +8,9 @@ import torch
 from hypothesis import strategies as st
 
 from radix_ext import ChunkId
-from sglang_chunkcache.fusion.scores import ChunkScores
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection
-from sglang_chunkcache.wire.fusion_request import FusionRequest
-
-
-def ids(names: str) -> tuple[ChunkId, ...]:
-    """One chunk a letter."""
-    return tuple(ChunkId(name) for name in names)
+from sglang_chunkcache.fusion.store import ChunkScores
+from tests.reference.sources import ids
 
 
 def make_scores(
@@ -42,18 +37,6 @@ def make_chunk(
 ) -> MovedChunk:
     """Prefixes as letters."""
     return MovedChunk(ChunkId(name), start, num_tokens, ids(old), ids(new), scores)
-
-
-def make_request(
-    selector: str = "query",
-    ratio: float = 0.15,
-    *,
-    alpha: float | None = None,
-    without: Sequence[str] = (),
-    recipe: str = "r",
-) -> FusionRequest:
-    """Without focus; a selector does not look at it."""
-    return FusionRequest(selector, ratio, recipe, alpha=alpha, without=frozenset(without))
 
 
 def as_lists(selection: Selection) -> list[list[int]]:

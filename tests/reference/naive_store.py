@@ -1,16 +1,16 @@
-"""ChunkStore as a plain list, every question answered by looking at all of it."""
+"""VariantIndex as a plain list, every question answered by looking at all of it."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from radix_ext import ChunkId
-from sglang_chunkcache.scheduler.node import ChunkIdentity
 
 
 @dataclass
 class NaiveVariant:
-    identity: ChunkIdentity
+    identity: Hashable
     prefix: tuple[ChunkId, ...]
     nbytes: int
     scored: bool

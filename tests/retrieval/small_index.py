@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.build import BuildOptions, BuildReport, build_index, remove_passages
-from retrieval.index import IndexSettings
+from retrieval.build import BuildReport, build_index, remove_passages
 from retrieval.passage import Document
+from retrieval.settings import BuildOptions, IndexSettings
 from retrieval.tokens import load_tokens
 
 DIM = 8

@@ -21,9 +21,11 @@ from retrieval import build as build_module
 from retrieval.build import BuildReport, build_index
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
-from retrieval.index import MANIFEST, PASSAGES, SETTINGS, VECTORS, Index, writer_lock
+from retrieval.index import Index
+from retrieval.manifest import MANIFEST, PASSAGES, VECTORS, writer_lock
 from retrieval.passage import Document
 from retrieval.retriever import Retriever
+from retrieval.settings import SETTINGS
 from tests.retrieval.small_index import DIM, OPTIONS, TOKENS, WordEncoder, build, make_documents, make_settings, remove
 
 NUM_DOCUMENTS = 3000

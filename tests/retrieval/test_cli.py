@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from retrieval.__main__ import main
-from retrieval.index import writer_lock
+from retrieval.manifest import writer_lock
 
 BUILD = ["--dim", "16", "--bm25", "none"]
 ODD = "\udcff"
@@ -185,3 +185,27 @@ def test_first_build_on_a_full_disk_is_named_and_resumed(tmp_path: Path, limit_k
     assert full.stderr.splitlines()[-1].startswith("retrieval build: ")
     subprocess.run(command, capture_output=True, check=True)
     assert main(["inspect", str(tmp_path / "index"), "--verify"]) == 0
+
+
+def test_a_folder_called_words_is_no_tokenizer(docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`words` and `bundled` are names, whatever lies in the current folder."""
+    (tmp_path / "words").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert run("build", docs, "--out", "index", *BUILD) == 0
+    assert json.loads(Path("index", "settings.json").read_text())["tokens"] == "words"
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--tokenizer", "bundled", "--chunk-tokens", "40", "--overlap-tokens", "8", "--bm25", "off"]]
+)
+def test_settings_that_are_given_are_kept(docs: Path, tmp_path: Path, flags: list[str]) -> None:
+    """The second build has the first one's settings without their flags, and equal ones may be given again."""
+    folder = tmp_path / "index"
+    assert run("build", docs, "--out", folder, "--dim", "16", *flags) == 0
+    settings = (folder / "settings.json").read_text()
+    kept = json.loads(settings)
+    assert kept["encoder"] == {"kind": "hashed", "dim": 16}
+    assert (kept["max_tokens"], kept["bm25_language"]) == ((40, None) if flags else (256, "english"))
+    for again in ([], flags):
+        assert run("build", docs, "--out", folder, *again) == 0
+        assert (folder / "settings.json").read_text() == settings

@@ -14,18 +14,10 @@ import pytest
 
 from retrieval.errors import CorruptIndexError
 from retrieval.hashed_encoder import STATE_FILE
-from retrieval.index import (
-    MANIFEST,
-    PASSAGES,
-    SETTINGS,
-    VECTORS,
-    Index,
-    Manifest,
-    read_manifest,
-    read_settings,
-    write_atomically,
-)
+from retrieval.index import Index
+from retrieval.manifest import MANIFEST, PASSAGES, VECTORS, Manifest, read_manifest, write_atomically
 from retrieval.retriever import Retriever
+from retrieval.settings import SETTINGS, read_settings
 from tests.retrieval.conftest import TEXTS
 from tests.retrieval.small_index import DIM, WordEncoder, build, make_documents, make_settings, remove
 

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from retrieval import build as build_module
 from retrieval import generation as generation_module
-from retrieval.index import MANIFEST, VECTORS, Index, read_manifest
+from retrieval.index import Index
+from retrieval.manifest import MANIFEST, VECTORS, read_manifest
 from retrieval.passage import Document
 from retrieval.retriever import Retriever
 from retrieval.splitter import Splitter

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from retrieval import neighbors
 from retrieval.errors import RetrievalError
 from retrieval.index import Index
-from retrieval.neighbors import co_retrieval, nearest, write_corpus, write_neighbors
+from retrieval.neighbors import nearest, write_corpus, write_neighbors
 from retrieval.passage import Passage
 from sglang_chunkcache.preprocess import read_corpus, read_neighbors
 
@@ -172,18 +172,18 @@ def test_the_preprocessing_reads_both_files(tmp_path: Path) -> None:
 
 def test_a_real_index(tmp_path: Path) -> None:
     """As `FakeIndex` promises: built, a passage taken out, opened again."""
-    from retrieval.build import BuildOptions, build_index, remove_passages
+    from retrieval.build import build_index, remove_passages
 
     def never() -> Any:
         raise AssertionError("no passage takes over d1's text")
 
-    from retrieval.index import IndexSettings
     from retrieval.passage import Document
+    from retrieval.settings import BuildOptions, IndexSettings
     from retrieval.tokens import load_tokens
 
     tokens = load_tokens("words")
     encoder = {"kind": "hashed", "dim": 8, "seed": 0}
-    settings = IndexSettings("words", tokens.name, False, 8, 0, encoder, "Flat", None)
+    settings = IndexSettings(is_split=False, encoder=encoder, factory="Flat", bm25_language=None)
     options = BuildOptions(fit_passages=100, encode_batch=4, bm25_memory_bytes=15 << 20, seed=0)
     texts = ("red apple", "red apple pie", "red apple tart", "deep blue sea", "blue sea")
     documents = [Document(f"d{i}", "", text) for i, text in enumerate(texts)]
@@ -208,17 +208,3 @@ def test_mistakes(tmp_path: Path) -> None:
         write(index, tmp_path / "missing" / "n.jsonl")
     with pytest.raises(RetrievalError, match=r"missing/c\.jsonl: No such file"):
         write_corpus(index, tmp_path / "missing" / "c.jsonl", progress=quiet)
-
-
-def test_co_retrieval_in_three_readings() -> None:
-    """a and b are each other's nearest, c is near a only at n = 2; x was retrieved alone and y has no neighbours."""
-    nearby = {"a": ["b", "x"], "b": ["a", "x"], "c": ["x", "a"], "x": ["a"]}
-    shares = co_retrieval([["a", "b", "c"], ["x"], ["x", "y"]], nearby, n_values=[1, 2])
-    assert shares["questions"] == pytest.approx({1: 1 / 2, 2: 1 / 2})
-    assert shares["any"] == pytest.approx({1: 2 / 5, 2: 3 / 5})
-    assert shares["pairs"] == pytest.approx({1: 2 / 8, 2: 3 / 8})
-
-
-def test_co_retrieval_of_nothing() -> None:
-    """No division by zero."""
-    assert co_retrieval([["a"], []], {}, n_values=[2]) == {"questions": {2: 0.0}, "any": {2: 0.0}, "pairs": {2: 0.0}}

@@ -14,9 +14,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from radix_ext import ChunkId
-from sglang_chunkcache.fusion.scores import ChunkScores
-from sglang_chunkcache.wire.fusion_request import FusionRequest
+from radix_ext import ChunkId, FusionRequest
+from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.wire.report import Fallback
 
 

@@ -1,6 +1,6 @@
 """Cache-Craft (3.1 and 3.2): of each chunk the ceil(CFO * n) tokens that attended to the old prefix most (eq. 14).
 
-CFO is scores.py's.
+CFO is radix_ext/cfo.py's.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sglang_chunkcache.fusion.scores import cfo, fix_overhead, solve_alpha
+from radix_ext import FusionRequest
+from radix_ext.cfo import cfo, fix_overhead, solve_alpha
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import highest, leading, num_critical
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Fallback
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from radix_ext import FusionRequest
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import leading
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 class FirstTokens(Selector):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from radix_ext import FusionRequest
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 class NoTokens(Selector):

@@ -9,9 +9,9 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from radix_ext import FusionRequest
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import num_critical
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 
 class RandomTokens(Selector):

@@ -209,7 +209,8 @@ def test_model_answers_from_four_passages(tokenizer: Any, hop: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads that wait for each other are slower than one
     model, loaded_tokenizer = load(model_dir())
-    score, asked = evaluate(model, loaded_tokenizer, hop=hop, num_chunks=4, num_questions=40, seed=1)
+    asked = evaluate(model, loaded_tokenizer, hop=hop, num_chunks=4, num_questions=40, seed=1)
     torch.set_num_threads(threads)
     wrong = [(each.question.question, each.answer) for each in asked if not each.right]
-    assert score.exact_match >= MIN_ACCURACY, wrong
+    assert len(asked) == 40
+    assert len(wrong) <= (1 - MIN_ACCURACY) * 40, wrong

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from radix_ext import FusionRequest
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bodies import (
@@ -20,7 +21,6 @@ from sglang_chunkcache.front.bodies import (
     RetrieveIn,
 )
 from sglang_chunkcache.front.parse import parse
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 FUSED = ChunkCacheConfig(reuse="fused")
 

@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from msgspec import structs
 
-from radix_ext import AccessTable, ChunkId, Span
+from radix_ext import AccessTable, ChunkId, FusionRequest, Span
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.fusion_options import check_fused, fused_request, recipe_of, spans_to_keep
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 
 FUSED = ChunkCacheConfig(reuse="fused", selector="first", recompute_ratio=0.3, store_threshold=2)
 QUESTION = (1, 2, 3)
@@ -53,13 +51,13 @@ def test_every_choice_is_in_the_recipe() -> None:
     """Requests that would make other KV must not share fused nodes."""
     base = FusionRequest("context", 0.15, "")
     others = [
-        structs.replace(base, selector="first"),
-        structs.replace(base, ratio=0.25),
-        structs.replace(base, alpha=0.15),
-        structs.replace(base, focus=True),
-        structs.replace(base, without=frozenset({"beta"})),
-        structs.replace(base, without=frozenset({"beta", "cci"})),
-        structs.replace(base, fresh=frozenset({0})),
+        replace(base, selector="first"),
+        replace(base, ratio=0.25),
+        replace(base, alpha=0.15),
+        replace(base, focus=True),
+        replace(base, without=frozenset({"beta"})),
+        replace(base, without=frozenset({"beta", "cci"})),
+        replace(base, fresh=frozenset({0})),
     ]
     recipes = {recipe_of(reuse, QUESTION) for reuse in [base, *others]}
     assert len(recipes) == len(others) + 1

@@ -24,7 +24,10 @@ pytest.importorskip("transformers")
 import torch
 from torch import Tensor
 
-from radix_ext import ChunkId
+from radix_ext import ChunkId, FusionRequest
+from radix_ext.moved_plan import Piece, ReusePlan
+from radix_ext.sources import DeviceCopy, HostCopy
+from radix_ext.variants import Variant
 from sglang_chunkcache.attention.base import HeadShape
 from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -33,14 +36,10 @@ from sglang_chunkcache.fusion import selectors
 from sglang_chunkcache.fusion.fill import Capture, FusionPass
 from sglang_chunkcache.fusion.measure import question_evidence
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.plan import Piece, ReusePlan
 from sglang_chunkcache.fusion.recompute import run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.selectors import focus
-from sglang_chunkcache.fusion.sources import DeviceCopy, HostCopy
-from sglang_chunkcache.fusion.store import Variant
 from sglang_chunkcache.scheduler.node import facts
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 from tests import models
 from tests.models import FAMILIES, kv_of, logits_of, make_row, prefill
 
@@ -96,7 +95,7 @@ class Scene:
             start, end = THERE[name]
             node = SimpleNamespace(value=SOURCE[start:end])
             facts(node).start, facts(node).prefix = start, self.prefix_there(name)
-            self.sources[name] = DeviceCopy(node)
+            self.sources[name] = DeviceCopy(node, facts(node))
         captured = self.fusion_pass.capture([self.capture(name) for name in "BE"])
         for name, (blob, scores) in zip("BE", captured, strict=True):
             self.sources[name] = HostCopy(Variant(self.prefix_there(name), blob, scores))

@@ -17,7 +17,7 @@ pytest.importorskip("sglang")
 
 import torch
 
-from sglang_chunkcache.wire.fusion_request import FusionRequest
+from radix_ext import FusionRequest
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq, config, marked
 

@@ -24,14 +24,14 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from torch import Tensor
 
+from radix_ext import FusionRequest
+from radix_ext.variants import VariantIndex
 from sglang_chunkcache.attention import choice as attention_choice
 from sglang_chunkcache.fusion import fill as fusion_pass
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable
-from sglang_chunkcache.fusion.store import ChunkStore
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Fallback, Report
 from tests import models
 from tests.models import POOL_SLOTS, kv_of
@@ -70,7 +70,7 @@ class EngineScheduler(Scheduler):
         settings = config(reuse="fused", scoring="off", **knobs)
         self.cache = ChunkRadixCache(CacheInitParams(False, self.rows, self.allocator, 1), settings)
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
-        store = ChunkStore(max_bytes=1 << 30, max_chunks=10, max_variants=1)
+        store = VariantIndex(max_bytes=1 << 30, max_chunks=10, max_variants=1)
         choice = None
         if attention != "masked":
             choice = make_attention(runner, attention), attention_choice.described("sparse", "a test", attention)

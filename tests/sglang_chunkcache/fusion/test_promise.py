@@ -12,12 +12,11 @@ pytest.importorskip("sglang")
 
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
-from radix_ext import IntegrityError, chunk_id
+from radix_ext import FusionRequest, IntegrityError, chunk_id
+from radix_ext.moved_plan import Limits
 from sglang_chunkcache.fusion import capture
-from sglang_chunkcache.fusion.plan import Limits
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import ChunkIdentity
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import ExplainRequest
@@ -698,7 +697,7 @@ def test_variant_that_leaves_the_store_under_way_is_still_moved() -> None:
 
 def test_captures_of_one_forward_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers under way wait for it; a chunk that exceeds it alone goes alone."""
-    monkeypatch.setattr(capture, "MAX_TOKENS", 6)
+    monkeypatch.setattr(capture, "MAX_CAPTURED_TOKENS", 6)
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, D, C, keep=[0, 1, 2, 3]), answer=[50])
     captured = []
@@ -711,7 +710,7 @@ def test_captures_of_one_forward_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_too_many_waiting_captures_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may earn their place another time."""
-    monkeypatch.setattr(capture, "MAX_WAITING", 2)
+    monkeypatch.setattr(capture, "MAX_WAITING_CAPTURES", 2)
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, C, keep=[0, 1, 2]))
     assert (scheduler.fuser.stats()["store"]["pending"], scheduler.fuser.stats()["store"]["dropped"]) == (2, 1)

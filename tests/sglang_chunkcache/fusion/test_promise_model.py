@@ -19,8 +19,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_chunkcache.fusion.plan import Limits
-from sglang_chunkcache.wire.fusion_request import FusionRequest
+from radix_ext import FusionRequest
+from radix_ext.moved_plan import Limits
 from tests.examples import examples
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
 from tests.reference.scheduler import FakeReq, answer_of, config, marked
@@ -282,7 +282,7 @@ class FuserMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         self.scheduler.flush()
 
-    @precondition(lambda self: self.scheduler.store.num_variants)
+    @precondition(lambda self: self.scheduler.store.stats().num_variants)
     @rule()
     def lose_the_store(self) -> None:
         """Variants leave it at any moment."""

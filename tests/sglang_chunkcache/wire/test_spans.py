@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from radix_ext import ChunkId, Span, chunk_id
+from radix_ext import ChunkId, FusionRequest, Span, chunk_id
 from sglang_chunkcache.config import SELECTORS
 from sglang_chunkcache.wire.events import Acknowledgement
-from sglang_chunkcache.wire.fusion_request import FusionRequest
 from sglang_chunkcache.wire.spans import MARK_KEY, SPANS_KEY, RequestSpans, namespace_of, pack, unpack
 
 IDS = array("q", range(100, 120))

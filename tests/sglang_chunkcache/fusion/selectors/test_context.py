@@ -1,35 +1,21 @@
-"""Cache-Craft's equations: one example by hand each, then what must hold for all."""
+"""Which tokens Cache-Craft recomputes: by hand, then what must hold for all."""
 
 from __future__ import annotations
 
-from math import ceil, exp, inf, log
+from math import ceil, log
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from sglang_chunkcache.fusion.scores import (
-    ChunkScores,
-    adjusted_overlap,
-    best_variant,
-    cfo,
-    context_impact,
-    fix_overhead,
-    inter_density,
-    intra_density,
-    order_penalty,
-    prefix_overlap,
-    solve_alpha,
-)
 from sglang_chunkcache.fusion.selectors import get
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
-from tests.examples import examples
-from tests.reference.moved_chunks import as_lists, cases, ids, make_chunk, make_request, make_scores
-from tests.reference.naive_selectors import bisect_alpha, kendall_distance, mean_cfo
+from sglang_chunkcache.fusion.store import ChunkScores
+from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_scores
+from tests.reference.sources import make_request
 
-prefixes = st.lists(st.sampled_from("abcdef"), unique=True).map("".join)
 NOTHING = Evidence()
 
 
@@ -38,120 +24,6 @@ def three_quarters(num_tokens: int = 4) -> ChunkScores:
     mass = num_tokens * log(3)
     context = [float(token) for token in range(num_tokens)]
     return make_scores([0.75 * mass, 0.25 * mass], [1, 1], intra=num_tokens**2, context=context)
-
-
-def test_prefix_overlap_by_hand() -> None:
-    """Eq. 6: p and r are here again, 1 + 5 of 8; their order plays no part, nor does what is new."""
-    assert prefix_overlap(ids("pqr"), (1, 2, 5), ids("rp")) == 6 / 8
-    assert prefix_overlap(ids("pqr"), (1, 2, 5), ids("xq")) == 2 / 8
-    assert prefix_overlap(ids("pqr"), (1, 2, 5), ids("pqr")) == 1
-    assert prefix_overlap(ids("pqr"), (1, 2, 5), ()) == 0
-
-
-def test_prefix_overlap_where_there_is_nothing_to_share() -> None:
-    """Nothing before it, or nothing attended."""
-    assert prefix_overlap((), (), ids("p")) == 0
-    assert prefix_overlap(ids("p"), (0.0,), ids("p")) == 0
-
-
-def test_prefix_overlap_refuses_scores_of_another_prefix() -> None:
-    """One mass a chunk."""
-    with pytest.raises(ValueError, match="zip"):
-        prefix_overlap(ids("pq"), (1.0,), ids("p"))
-
-
-def test_order_penalty_by_hand() -> None:
-    """Eq. 7: of six pairs, a-b and c-d have changed places; x is not shared."""
-    assert order_penalty(ids("abcd"), ids("baxdc")) == 2 / 6
-    assert order_penalty(ids("abc"), ids("cba")) == 1
-    assert order_penalty(ids("abc"), ids("cab")) == 2 / 3
-    assert order_penalty(ids("abc"), ids("xaybz")) == 0
-
-
-def test_order_penalty_below_two_shared() -> None:
-    """No pair, no order."""
-    assert order_penalty(ids("ab"), ids("xb")) == 0
-    assert order_penalty((), ids("ab")) == 0
-    assert order_penalty(ids("ab"), ()) == 0
-
-
-def test_order_penalty_counts_a_repeated_chunk_once() -> None:
-    """Its first place: a before b in the new prompt as in the old one."""
-    assert order_penalty(ids("ab"), ids("aba")) == 0
-    assert order_penalty(ids("aba"), ids("ab")) == 0
-
-
-def test_adjusted_overlap_by_hand() -> None:
-    """Eq. 8: 6/8 shared, one of one pair discordant; then 7/8 and one of three."""
-    assert adjusted_overlap(ids("pqr"), (1, 2, 5), ids("rp")) == 0
-    assert adjusted_overlap(ids("pqrs"), (1, 2, 4, 1), ids("prq")) == pytest.approx(7 / 8 * 2 / 3)
-
-
-def test_densities_by_hand() -> None:
-    """Eq. 9: 6/(4*3) + 3/(4*5) = 0.65 and 8/16 = 0.5."""
-    scores = make_scores([6, 3], [3, 5], intra=8, context=[0] * 4)
-    assert inter_density(scores) == pytest.approx(0.65)
-    assert intra_density(scores) == 0.5
-
-
-def test_context_impact_by_hand() -> None:
-    """Eq. 11: a/b = 1.3, and 1 / (1 + e^-1.3) = 0.785835."""
-    assert context_impact(make_scores([6, 3], [3, 5], intra=8, context=[0] * 4)) == pytest.approx(0.785835, abs=1e-6)
-    assert context_impact(three_quarters()) == pytest.approx(0.75)
-
-
-def test_context_impact_at_the_ends() -> None:
-    """Nothing before it 0.5. No attention inside it 1. Both 0.5. No overflow."""
-    assert context_impact(make_scores(intra=3, context=[0] * 2)) == 0.5
-    assert context_impact(make_scores([1], [1], intra=0, context=[0])) == 1
-    assert context_impact(make_scores([0], [1], intra=0, context=[0])) == 0.5
-    assert context_impact(make_scores([1e30], [1], intra=1e-30, context=[0])) == 1
-
-
-def test_fix_overhead_by_hand_and_without_its_parts() -> None:
-    """p is here again: 0.75 * (1 - 0.75); without beta 0.75; without CCI 0.25; without both 1."""
-
-    def overhead(*without: str) -> float:
-        return fix_overhead(ids("pq"), three_quarters(), ids("p"), without=frozenset(without))
-
-    assert overhead() == pytest.approx(0.1875)
-    assert overhead("beta") == pytest.approx(0.75)
-    assert overhead("cci") == pytest.approx(0.25)
-    assert overhead("beta", "cci") == 1
-
-
-def test_fix_overhead_unscored_takes_the_worst() -> None:
-    """CCI 1 and each chunk alike: one of two is here."""
-    assert fix_overhead(ids("pq"), None, ids("p")) == 0.5
-    assert fix_overhead((), None, ids("p")) == 1
-
-
-@pytest.mark.parametrize(
-    ("alpha", "overhead", "num_tokens", "expected"),
-    [(0.5, 0.8, 10, 0.4), (0.0, 0.8, 10, 0.1), (0.1, 0.1, 4, 0.25), (9, 0.8, 10, 1), (inf, 0, 10, 1), (5, 0, 10, 0.1)],
-)
-def test_cfo_by_hand(alpha: float, overhead: float, num_tokens: int, expected: float) -> None:
-    """Eq. 12 within [1/n, 1]."""
-    assert cfo(alpha, overhead, num_tokens) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("overheads", "lens", "ratio", "alpha"),
-    [
-        ([0.5, 0.25], [10, 30], 0.25, 0.8),  # 5a + 7.5a = 10; a mean by chunk would say 2/3
-        ([0.9, 0.1], [10, 10], 0.6, 2.0),  # the first is clamped to 1: 10 + a = 12
-        ([0.0, 0.5], [10, 10], 0.3, 1.0),  # the first is clamped to 1/10: 1 + 5a = 6
-        ([0.5, 0.5], [10, 10], 0.05, 0.0),  # the clamps alone make 0.1
-        ([0.0, 0.5], [10, 10], 0.9, 2.0),  # at most 1 + 10 of 20: the least alpha that gets there
-        ([0.5], [10], 1.0, inf),
-        ([0.5], [10], 0.0, 0.0),
-        ([0.0], [10], 0.5, 0.0),
-        ([], [], 0.5, 0.0),
-    ],
-)
-def test_solve_alpha_by_hand(overheads: list[float], lens: list[int], ratio: float, alpha: float) -> None:
-    """Token-weighted, clamps minded."""
-    assert solve_alpha(overheads, lens, ratio) == pytest.approx(alpha)
 
 
 def test_select_takes_the_most_contextualised() -> None:
@@ -207,66 +79,6 @@ def test_without_a_prefix_it_chooses_the_first() -> None:
     assert as_lists(get("context").select([chunk], make_request(ratio=0.3), NOTHING)) == [[0, 1, 2]]
 
 
-def test_best_variant_needs_least() -> None:
-    """After p, q: a full match beats a match of the lighter half, of no part, and no prefix at all (CCI 0.5)."""
-    scores, none = three_quarters(), make_scores(intra=1, context=[0] * 4)
-    candidates = [((), none), (ids("xy"), scores), (ids("xq"), scores), (ids("qp"), scores), (ids("pq"), scores)]
-    assert best_variant(candidates, ids("pq")) == 4
-    assert best_variant(candidates[:4], ids("pq")) == 0  # 0.5 < 0.75 * (1 - 0.25); q-p is discordant, so 0.75
-    assert best_variant(candidates[1:4], ids("pq")) == 1
-    assert best_variant(candidates[1:4], ids("pq"), without=frozenset({"beta"})) == 0
-
-
-def test_best_variant_of_equals_is_the_first() -> None:
-    """Every rank takes the same."""
-    assert best_variant([(ids("xy"), three_quarters()), (ids("yx"), three_quarters())], ids("pq")) == 0
-
-
-def test_best_variant_prefers_scored_unless_the_prefix_is_the_same() -> None:
-    """Unscored counts as fully contextualised."""
-    assert best_variant([(ids("xy"), None), (ids("xy"), three_quarters())], ids("pq")) == 1
-    assert best_variant([(ids("pq"), None), (ids("xy"), three_quarters())], ids("pq")) == 0
-
-
-def test_best_variant_of_none_is_refused() -> None:
-    """The planner asks only where there is a choice."""
-    with pytest.raises(ValueError, match="candidates"):
-        best_variant([], ids("p"))
-
-
-@given(old=prefixes, new=prefixes)
-def test_order_penalty_equals_all_pairs(old: str, new: str) -> None:
-    """And lies in [0, 1], the same both ways."""
-    gamma = order_penalty(ids(old), ids(new))
-    assert gamma == pytest.approx(kendall_distance(old, new))
-    assert 0 <= gamma <= 1
-    assert gamma == order_penalty(ids(new), ids(old))
-
-
-@given(old=prefixes, new=prefixes, data=st.data())
-def test_overhead_is_a_share(old: str, new: str, data: st.DataObject) -> None:
-    """beta and the overhead lie in [0, 1]; sharing more never costs more at the same order."""
-    inter = data.draw(st.lists(st.floats(0, 10), min_size=len(old), max_size=len(old)))
-    scores = make_scores(inter, [3] * len(old), intra=data.draw(st.floats(0, 10)), context=[0] * 5)
-    assert 0 <= prefix_overlap(ids(old), inter, ids(new)) <= 1 + 1e-12
-    assert -1e-12 <= fix_overhead(ids(old), scores, ids(new)) <= 1
-    assert fix_overhead(ids(old), scores, ids(old)) <= fix_overhead(ids(old), scores, ids(new)) + 1e-12
-
-
-@given(
-    chunks=st.lists(st.tuples(st.floats(0.001, 1) | st.just(0.0), st.integers(1, 50)), min_size=1, max_size=8),
-    ratio=st.floats(0, 0.999),
-)
-@settings(max_examples=examples(300))
-def test_solved_alpha_hits_the_ratio_unless_clamps_forbid(chunks: list[tuple[float, int]], ratio: float) -> None:
-    """The mean equals bisection's, and the ratio wherever it can be reached."""
-    overheads, lens = [x for x, _ in chunks], [n for _, n in chunks]
-    mean = mean_cfo(solve_alpha(overheads, lens, ratio), overheads, lens)
-    assert mean == pytest.approx(mean_cfo(bisect_alpha(overheads, lens, ratio), overheads, lens), abs=1e-6)
-    if mean_cfo(0, overheads, lens) <= ratio <= mean_cfo(1e6, overheads, lens):
-        assert mean == pytest.approx(ratio, abs=1e-6)
-
-
 @given(case=cases(), ratio=st.floats(0.05, 0.95))
 def test_counts_are_ceil_of_cfo(case: tuple[list[MovedChunk], Evidence], ratio: float) -> None:
     """N = ceil(CFO * n), and those left look at the prefix no more than those chosen."""
@@ -283,9 +95,3 @@ def test_counts_are_ceil_of_cfo(case: tuple[list[MovedChunk], Evidence], ratio: 
         looks = chunk.scores.context.tolist()
         left = [mass for token, mass in enumerate(looks) if token not in chosen]
         assert max(left, default=0) <= min(looks[token] for token in chosen)
-
-
-def test_sigmoid_is_of_a_over_b() -> None:
-    """Not of b over a: a chunk that looks outside more has the higher CCI."""
-    outside = make_scores([4], [1], intra=1, context=[0] * 4)
-    assert context_impact(outside) == pytest.approx(1 / (1 + exp(-16)))

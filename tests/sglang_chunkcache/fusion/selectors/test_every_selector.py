@@ -17,7 +17,8 @@ from sglang_chunkcache.config import SELECTORS  # noqa: E402
 from sglang_chunkcache.fusion.selectors import get  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector  # noqa: E402
 from tests.examples import examples  # noqa: E402
-from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_request, make_scores  # noqa: E402
+from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_scores  # noqa: E402
+from tests.reference.sources import make_request  # noqa: E402
 
 Case = tuple[list[MovedChunk], Evidence]
 PER_CHUNK = ("first", "random", "h2o")

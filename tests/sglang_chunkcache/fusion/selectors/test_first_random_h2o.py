@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 
 from sglang_chunkcache.fusion.selectors import get  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence  # noqa: E402
-from tests.reference.moved_chunks import as_lists, make_chunk, make_request, make_scores  # noqa: E402
+from tests.reference.moved_chunks import as_lists, make_chunk, make_scores  # noqa: E402
+from tests.reference.sources import make_request  # noqa: E402
 
 ROOT = Path(__file__).parents[4]
 
@@ -46,7 +47,8 @@ def test_random_depends_on_recipe_and_chunk_alone() -> None:
 def test_random_agrees_between_processes() -> None:
     """Each tensor-parallel rank is one, with its own hash seed."""
     code = (
-        "from tests.reference.moved_chunks import *; from sglang_chunkcache.fusion.selectors import get;"
+        "from tests.reference.moved_chunks import *; from tests.reference.sources import *;"
+        "from sglang_chunkcache.fusion.selectors import get;"
         "print(as_lists(get('random').select([make_chunk('a', 0, 100)], make_request(ratio=.1), Evidence())))"
     )
     here = as_lists(get("random").select([make_chunk("a", 0, 100)], make_request(ratio=0.1), Evidence()))

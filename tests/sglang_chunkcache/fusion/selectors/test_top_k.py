@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 from sglang_chunkcache.fusion.selectors import get  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk  # noqa: E402
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, leading, num_critical  # noqa: E402
-from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_request  # noqa: E402
+from tests.reference.moved_chunks import as_lists, cases, make_chunk  # noqa: E402
 from tests.reference.naive_selectors import joint_top  # noqa: E402
+from tests.reference.sources import make_request  # noqa: E402
 
 
 @pytest.mark.parametrize(

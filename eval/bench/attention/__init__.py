@@ -1,0 +1,1 @@
+"""Attention of scattered tokens, timed: see command.py."""

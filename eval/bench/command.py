@@ -1,0 +1,30 @@
+"""`python -m eval bench NAME [options]`: each bench answers one question about the implementation of this plugin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+BENCHES = {
+    "tree": ("eval.bench.tree", "time and memory of an order decision"),
+    "reuse": ("eval.bench.reuse", "time to first token against recompute ratio: from which on does moving KV not pay?"),
+    "relocate": ("eval.bench.relocate", "rate of moving KV against the device's copy rate"),
+    "attention": ("eval.bench.attention.command", "attention of scattered tokens against dense and masked ones; GPU"),
+    "ann": ("eval.bench.ann", "recall and speed of approximate indexes against exact search"),
+    "bundled-model": ("eval.world.evaluate", "answers of the bundled model in worlds that training never saw"),
+}
+"""Bench -> its module, with `main(argv) -> int`, and its question."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one bench, or list them."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m eval bench NAME [options]\n\nbenches:")
+        print("\n".join(f"  {name:<14} {question}" for name, (_, question) in BENCHES.items()))
+        return 0
+    name, *options = argv
+    if name not in BENCHES:
+        print(f"eval bench: unknown bench {name!r}; choose from {', '.join(BENCHES)}", file=sys.stderr)
+        return 2
+    return int(import_module(BENCHES[name][0]).main(options))

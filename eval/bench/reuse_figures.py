@@ -1,0 +1,103 @@
+"""The figures of the reuse bench, from its samples alone: shares of full prefill, their phases, crossovers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from eval.bench.outcome import Row, interval, table
+from eval.run import Sample
+from eval.stats import contrast, quantile
+
+PHASES = ("lookup", "relocate", "select", "recompute")
+DRAWS = 2000
+
+
+def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Verdict and tables of every prompt length. `wrong` must be 0. Rounds lack no arm."""
+    tables, verdict = [], []
+    for tokens in dict.fromkeys(one["cell"]["tokens"] for one in samples):
+        taken = [one for one in samples if one["cell"]["tokens"] == tokens and not one["warm_up"]]
+        arms = dict.fromkeys(
+            one["arm"] for one in samples if one["cell"]["tokens"] == tokens
+        )  # those of round 0 are in order
+        rounds = {arm: [one for one in taken if one["arm"] == arm] for arm in arms}
+        if not taken:
+            continue
+        rows = [_row(arm, rounds) for arm in rounds]
+        wrong = sum(bool(one["wrong"]) for one in taken)
+        note = f"{len(rounds['full'])} rounds, {wrong} samples with other fates than their arm's; phases are shares of full, too."
+        tables.append(table(f"{tokens} tokens: time to first token", rows, note))
+        if crossed := _crossovers(rounds):
+            note = "Interpolated; none: it pays at every measured ratio."
+            tables.append(table(f"{tokens} tokens: ratio from which on moving does not pay", crossed, note))
+        verdict += [
+            f"{tokens} tokens, {row['arm']}: full prefill takes {row['full / arm']} times as long to the first token "
+            f"(share {row['share of full']})."
+            for row in rows
+            if row["arm"] not in ("full", "exact", "stock")
+        ]
+    return {"verdict": verdict, "tables": tables, "wrong": sum(bool(one["wrong"]) for one in samples)}
+
+
+def crossover(points: Sequence[tuple[float, float]]) -> float:
+    """The ratio where the share of full prefill first reaches 1, linear between points.
+
+    points: (ratio, share), ratios ascending. Returns the first ratio if its share is above 1, infinity if all are below.
+    """
+    if points[0][1] >= 1:
+        return points[0][0]
+    for (low, below), (high, above) in pairwise(points):
+        if above >= 1:
+            return low + (high - low) * (1 - below) / (above - below)
+    return math.inf
+
+
+# Private, in order of use
+
+
+def _row(arm: str, rounds: Mapping[str, Sequence[Sample]]) -> Row:
+    samples = rounds[arm]
+    times = _times(samples)
+    row: Row = {"arm": arm, "median (s)": round(median(times), 4), "p90 (s)": round(quantile(times, 0.9), 4)}
+    for base in ("full", "stock"):
+        if base in rounds:
+            pairs = list(zip(times, _times(rounds[base]), strict=True))
+            row[f"share of {base}"] = interval(contrast(pairs, better="lower"))
+            row[f"{base} / arm"] = round(median(_times(rounds[base])) / median(times), 2)
+    if "lookup_s" in samples[0]["metrics"]:
+        full_s = median(_times(rounds["full"]))
+        phases = {phase: [one["metrics"][f"{phase}_s"] for one in samples] for phase in PHASES}
+        phases["rest"] = [took - sum(parts) for took, *parts in zip(times, *phases.values(), strict=True)]
+        row["recomputed"] = round(mean(one["metrics"]["recomputed_share"] for one in samples), 3)
+        row |= {phase: round(median(seconds) / full_s, 4) for phase, seconds in phases.items()}
+    return row
+
+
+def _times(samples: Sequence[Sample]) -> list[float]:
+    return [one["metrics"]["ttft_s"] for one in samples]
+
+
+def _crossovers(rounds: Mapping[str, Sequence[Sample]]) -> list[Row]:
+    """One row a sweep, that is a selector and a source with several ratios; intervals over rounds."""
+    sweeps: dict[str, dict[float, list[float]]] = {}
+    for arm, samples in rounds.items():
+        if arm.count("/") == 2:
+            sweep, ratio = arm.rsplit("/", 1)
+            sweeps.setdefault(sweep, {})[float(ratio)] = _times(samples)
+    full, rows = np.array(_times(rounds["full"])), []
+    drawn = np.random.default_rng(0).integers(0, len(full), (DRAWS, len(full)))
+    for sweep, found in sweeps.items():
+        if len(found) > 1:
+            ratios, times = sorted(found), np.array([found[ratio] for ratio in sorted(found)])
+            value = crossover(list(zip(ratios, np.median(times, axis=1) / np.median(full), strict=True)))
+            shares = np.median(times[:, drawn], axis=2) / np.median(full[drawn], axis=1)
+            crossed = sorted(crossover(list(zip(ratios, column, strict=True))) for column in shares.T)
+            ends = value, crossed[DRAWS // 40], crossed[-1 - DRAWS // 40]
+            rows.append({"selector/source": sweep, "ratio": interval([None if math.isinf(x) else x for x in ends], 2)})
+    return rows

@@ -1,0 +1,129 @@
+"""What is measured in one pass over a trace: a cell takes one request after the other and ends as one sample.
+
+A sample has counts, not requests: each list has an entry for every bin of `bin` consecutive measured requests, so that a trace of
+any length takes at most MAX_BINS entries. Warm-up requests are in no bin, requests without chunks neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import add
+from typing import Any
+
+from eval.progress import Bar
+from eval.replay.grid import Cell
+from eval.replay.trace import TraceFacts, TraceRequest
+from radix_ext import Overlap, Replay, Seen
+
+Sample = dict[str, Any]
+MAX_BINS = 16_384
+OVERLAP_WINDOW = 20_000
+"""Longest trace whose overlap is computed exactly: about a second, and at most 250 MB where no chunk is retrieved twice."""
+CHUNK_COUNTS = ("chunks", "hits", "dropped", "lost")
+TOKEN_COUNTS = ("tokens", "token_hits", "dropped_tokens", "lost_tokens")
+
+
+def measure(cell: TraceCell | ReplayCell, trace: Iterable[TraceRequest], bar: Bar) -> Sample:
+    """The sample of one pass over the trace."""
+    for number, request in enumerate(trace, start=1):
+        cell.step(request)
+        if number % 256 == 0:
+            bar.update(256)
+    bar.update(number % 256)
+    return cell.sample
+
+
+class Bins:
+    """Sums of counts over bins of consecutive requests; the first `warm_up` requests are left out."""
+
+    def __init__(self, names: Sequence[str], *, warm_up: int) -> None:
+        self.num_requests = 0
+        self._columns: dict[str, list[int]] = {name: [] for name in names}
+        self._warm_up, self._size, self._num_bins = warm_up, 1, 0
+
+    def add(self, counts: Iterable[int]) -> None:
+        """One request's counts, in the order of the names."""
+        if self._warm_up:
+            self._warm_up -= 1
+            return
+        if self.num_requests % self._size:
+            for column, count in zip(self._columns.values(), counts, strict=True):
+                column[-1] += count
+        else:
+            if self._num_bins == MAX_BINS:
+                self._join_pairs()
+            for column, count in zip(self._columns.values(), counts, strict=True):
+                column.append(count)
+            self._num_bins += 1
+        self.num_requests += 1
+
+    @property
+    def sample(self) -> Sample:
+        """The bins' part of a sample."""
+        return {"bin": self._size, "num_requests": self.num_requests, **self._columns}
+
+    def _join_pairs(self) -> None:
+        for column in self._columns.values():
+            column[:] = map(add, column[::2], column[1::2])
+        self._size, self._num_bins = 2 * self._size, self._num_bins // 2
+
+
+class TraceCell:
+    """What a trace's requests share, whatever the cache."""
+
+    def __init__(self, k: int | None, facts: TraceFacts, *, warm_up: int) -> None:
+        self._k, self._facts = k, facts
+        self._overlap, self._seen = Overlap(facts.num_counted, window=OVERLAP_WINDOW), Seen()
+        self._bins = Bins(("chunks", "seen_chunks", "tokens", "seen_tokens"), warm_up=warm_up)
+
+    def step(self, request: TraceRequest) -> None:
+        """Compare the request with those before it."""
+        chunks = request.chunks[: self._k]
+        if chunks:
+            self._overlap.step([chunk.id for chunk in chunks])
+            seen_chunks, seen_tokens = self._seen.step(chunks)
+            self._bins.add((len(chunks), seen_chunks, sum(chunk.num_tokens for chunk in chunks), seen_tokens))
+
+    @property
+    def sample(self) -> Sample:
+        """`overlap` of the whole trace, and per bin the chunks that were retrieved before."""
+        overlap = self._overlap
+        estimated_from = overlap.num_measured if overlap.is_estimate else None
+        figures = {"prefix": overlap.prefix, "total": overlap.total, "estimated_from": estimated_from}
+        unknown = {} if self._facts.has_lengths else {"tokens": None, "seen_tokens": None}
+        return {"k": self._k, "overlap": figures, **self._bins.sample, **unknown}
+
+
+class ReplayCell:
+    """A replay of one cell of the grid."""
+
+    def __init__(self, cell: Cell, facts: TraceFacts, *, warm_up: int) -> None:
+        self._cell, self._facts = cell, facts
+        self._replay = Replay(cell.settings)
+        self._turns_left = dict(facts.num_turns)
+        self._bins = Bins((*CHUNK_COUNTS, *TOKEN_COUNTS), warm_up=warm_up)
+
+    def step(self, request: TraceRequest) -> None:
+        """Serve the request from the cache. A conversation is forgotten after its last turn in the trace."""
+        conversation = request.conversation
+        is_last_turn = True
+        if conversation in self._turns_left:
+            self._turns_left[conversation] -= 1
+            is_last_turn = not self._turns_left[conversation]
+        count = self._replay.step(request.chunks[: self._cell.k], conversation, is_last_turn=is_last_turn)
+        if count.num_chunks:
+            self._bins.add(count)
+
+    @property
+    def sample(self) -> Sample:
+        """Per bin the counts of `radix_ext.RequestCount`; those of tokens are None unless all lengths are known."""
+        replay = self._replay
+        return {
+            "cell": self._cell.label,
+            **self._bins.sample,
+            **({} if self._facts.has_lengths else dict.fromkeys(TOKEN_COUNTS)),
+            "num_evicted": replay.num_evicted,
+            "peak_nodes": replay.peak_nodes,
+            "order_us_p50": round(replay.order_us(0.5), 2),
+            "order_us_p99": round(replay.order_us(0.99), 2),
+        }

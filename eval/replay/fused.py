@@ -1,0 +1,332 @@
+"""`python -m eval replay --reuse fused`: the same trace where every request opts into moved KV.
+
+What is moved from where, what the store keeps and what leaves are the server's own decisions: `make_plan`, `ChunkSources`,
+`CaptureQueue`, `VariantIndex` and `EvictionQueue` of radix_ext, with the server's defaults. Each request is served alone:
+
+    order, match     the exact chain; then fused nodes of the same recipe, which only a question-independent selector shares
+    plan             for what follows, from copies in the tree and variants in the store; its sources count a use
+    insert, evict    from the first moved chunk on under keys that name the recipe: no exact request matches them
+    capture          chunks with enough accesses whose KV was computed, before the next request
+
+Not modelled: text between chunks, other system prompts, a question asked twice, slots shared with a source (every chunk takes
+room), the focus of `context`. Scores are those of attention that is even over all tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import log
+from typing import NamedTuple
+
+from radix_ext import (
+    AccessTable,
+    ChainNode,
+    Chunk,
+    ChunkId,
+    ChunkPrefixTree,
+    EvictionQueue,
+    FusionRequest,
+    ReplaySettings,
+    Span,
+    Tier,
+    order_chunks,
+)
+from radix_ext.capture_queue import CaptureQueue
+from radix_ext.cfo import Attention
+from radix_ext.moved_plan import Limits, ReusePlan, make_plan
+from radix_ext.sources import ChunkCopies, ChunkSources, CopyFacts, DeviceCopy
+from radix_ext.variants import Variant, VariantIndex
+from sglang_chunkcache import ChunkCacheConfig
+from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
+
+_RANK, _NAMESPACE = 0, "replay"
+
+
+class FusedCount(NamedTuple):
+    """Of one request: chunks, then tokens of chunks. exact + relocated + recomputed + computed + dropped = tokens."""
+
+    num_chunks: int
+    tokens: int
+    exact: int
+    relocated: int
+    """Moved and not recomputed, also by an earlier request with the same recipe (`fused_hit`)."""
+    recomputed: int
+    computed: int
+    """Of these `behind` are keyed as fused, though no KV was moved there: exact requests compute them again."""
+    dropped: int
+    """Not sent, since the conversation has shown them."""
+    behind: int
+    fused_hit: int
+    from_device: int
+    from_host: int
+    lost: int
+    """Of the conversation's history, in addition: neither found nor moved."""
+    ended: int
+    """1 if moved KV ends the prompt's exact chain."""
+
+
+class _History(NamedTuple):
+    chunks: tuple[Chunk, ...] = ()
+    keys: tuple[str, ...] = ()
+    recipe: str | None = None
+
+
+@dataclass(slots=True)
+class _Known(CopyFacts):
+    chunk: ChunkId | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EvenAttention(Attention):
+    """Every token attends alike to all before it and to itself."""
+
+    num_tokens: int = 1
+
+    @classmethod
+    def of(cls, start: int, prefix_lens: Sequence[int], num_tokens: int) -> EvenAttention:
+        """Of a chunk of `num_tokens` from position `start` on."""
+        each = log((start + num_tokens + 0.5) / (start + 0.5))  # sum of 1 / (position + 1), nearly
+        intra = max(0.0, num_tokens - (start + 1) * each)
+        return cls(tuple(length * each for length in prefix_lens), tuple(prefix_lens), intra, num_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * self.num_tokens
+
+
+GONE = _Known()
+
+
+class _Size(NamedTuple):
+    nbytes: int
+
+
+class FusedReplay:
+    """One rank, its cache and its store; `Replay` with moved KV.
+
+    Args:
+        kv_bytes: of one token.
+        prefill_budget: tokens of one pass, where the configuration names none.
+        chunk_tokens: length of a chunk, for the room of a cache whose capacity is in chunks.
+    """
+
+    def __init__(
+        self,
+        settings: ReplaySettings,
+        config: ChunkCacheConfig,
+        *,
+        kv_bytes: int,
+        prefill_budget: int,
+        chunk_tokens: float,
+    ) -> None:
+        nodes = settings.capacity
+        self._room = settings.capacity_tokens or (None if nodes is None else int(nodes * chunk_tokens))
+        self._settings, self._config, self._kv_bytes, self._budget = settings, config, kv_bytes, prefill_budget
+        self._fusion = FusionRequest(config.selector, config.recompute_ratio, focus=config.selector == "context")
+        self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens, config.min_saved_tokens)
+        self._table = AccessTable(settings.window)
+        self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
+        self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window)
+        self._known: dict[ChainNode, _Known] = {}
+        self._copies = ChunkCopies(lambda node: self._known.get(node, GONE).chunk, self._known.__getitem__)
+        self.store = VariantIndex(
+            max_bytes=config.store_mib << 20, max_chunks=config.store_chunks, max_variants=config.store_variants
+        )
+        self._sources = ChunkSources(self._copies, self.store, max_copies=MAX_COPIES)
+        self._captures = CaptureQueue(
+            self._copies,
+            self.store,
+            lambda node: node.num_tokens,
+            is_scoring=config.scoring == "on",
+            max_waiting=MAX_WAITING_CAPTURES,
+            max_tokens=MAX_CAPTURED_TOKENS,
+        )
+        self._histories: dict[str, _History] = {}
+        self.num_requests = self.num_evicted = self.peak_nodes = 0
+        self.fallbacks: Counter[str] = Counter()
+
+    def step(
+        self, request: Sequence[Chunk], conversation: str | None = None, *, is_last_turn: bool = False
+    ) -> FusedCount:
+        """Serve one request, as `Replay.step`. A later turn's history is part of its prompt."""
+        self.num_requests += 1
+        history = self._histories.pop(conversation or "", _History())
+        prompt = self._prompt(request, conversation, history)
+        if conversation is not None and not is_last_turn:
+            self._histories[conversation] = prompt
+        self._table.observe([chunk.id for chunk in request])
+        if not prompt.chunks:
+            return FusedCount(*(0,) * len(FusedCount._fields))
+        spans = _spans(prompt.chunks)
+        num_exact, found = self._match(prompt)
+        start = spans[len(found)].start if len(found) < len(spans) else spans[-1].end
+        plan = make_plan(
+            spans,
+            start=start,
+            limit=spans[-1].end,
+            candidates=self._sources.candidates,
+            fusion=self._fusion,
+            limits=self._limits,
+        )
+        locked = {*found, *_sources(plan)}
+        if plan.pieces and not self._has_room(plan, locked, after=spans[-1].end - plan.end):
+            plan, locked = ReusePlan((), (*plan.fallbacks, "no_room")), {*found}
+        self.fallbacks.update(plan.fallbacks)
+        moved = {piece.span for piece in plan.pieces if piece.span is not None and piece.source is not None}
+        fused_from = num_exact if len(found) > num_exact else min(moved, default=len(spans))
+        self._sources.count_uses(plan)
+        promoted_len = self._table.promoted_run((chunk.id for chunk in prompt.chunks), self._settings.threshold)
+        chain = _chain(prompt, fused_from)
+        if self._settings.admission == "promoted":
+            chain = chain[: max(promoted_len, len(found), *(index + 1 for index in moved))]
+        self._make_room(chain[len(found) :], locked)
+        hit_len = 0 if history.chunks else num_exact
+        leaf = self._tree.insert(
+            _NAMESPACE,
+            chain,
+            rank=_RANK,
+            tier=Tier.DEVICE,
+            promoted_len=min(promoted_len, fused_from),
+            hit_len=hit_len,
+        )
+        nodes = self._learn(leaf, prompt, len(found), moved)
+        keep = self._table.frequent((chunk.id for chunk in prompt.chunks), self._config.store_threshold)
+        self._captures.add(nodes, keep, is_preprocessing=False)
+        self._capture()
+        return _count(request, spans, plan, num_exact, len(found), fused_from, first=len(history.chunks))
+
+    # Private, in order of use
+
+    def _prompt(self, request: Sequence[Chunk], conversation: str | None, history: _History) -> _History:
+        """The prompt's chunks in order, and what the tree calls them where their KV is exact."""
+        if history.recipe is None:
+            by, visits = self._settings, self._settings.max_visits
+            parts = self._tree, self._table, _NAMESPACE
+            chunks = order_chunks(by.order, by.tail, *parts, request, rank=_RANK, max_visits=visits).chunks
+            recipe = str(self.num_requests) if self._fusion.asks_the_question else "all"
+            return _History(chunks, tuple(chunk.id for chunk in chunks), recipe)
+        shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
+        fresh = [chunk for chunk in request if chunk.id not in shown]
+        keys = (f"{conversation}\0{chunk.id}" for chunk in fresh)  # as in `Replay`: after a question and an answer
+        return _History((*history.chunks, *fresh), (*history.keys, *keys), history.recipe)
+
+    def _match(self, prompt: _History) -> tuple[int, Sequence[ChainNode]]:
+        """How many leading chunks are cached exactly, and their nodes with those cached fused after them."""
+        exact = self._tree.match(_NAMESPACE, map(ChunkId, prompt.keys))
+        return len(exact), self._tree.match(_NAMESPACE, (chunk.id for chunk in _chain(prompt, len(exact))))
+
+    def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:
+        """Whether what is free or idle holds the promise and leaves room for an extend, as the server asks."""
+        idle = sys.maxsize if self._room is None else self._room - sum(node.num_tokens for node in locked)
+        return idle >= plan.end - plan.start + max(self._budget, after)
+
+    def _make_room(self, chunks: Sequence[Chunk], locked: Collection[ChainNode]) -> None:
+        """Evict until these fit, as the pool does before it takes them; all but the prompt's own nodes and its sources."""
+        settings, spared = self._settings, []
+        nodes = sys.maxsize if settings.capacity is None else settings.capacity - len(chunks)
+        tokens = sys.maxsize if settings.capacity_tokens is None else settings.capacity_tokens
+        tokens -= sum(chunk.num_tokens for chunk in chunks)
+        while len(self._tree) > nodes or self._tree.num_held_tokens > tokens:
+            victim = self._queue.pop()
+            if victim is None:
+                break
+            if victim in locked:
+                spared.append(victim)
+                continue
+            parent = victim.parent
+            self._copies.drop(victim)
+            del self._known[victim]
+            self.num_evicted += self._tree.evict(victim.chain, rank=_RANK)
+            if parent is not None and parent.parent is not None:
+                self._queue.push(parent)
+        for node in spared:
+            self._queue.push(node)
+
+    def _learn(
+        self, leaf: ChainNode | None, prompt: _History, num_found: int, moved: Collection[int]
+    ) -> Sequence[ChainNode]:
+        """The prompt's nodes; the new ones are copies unless they were moved."""
+        nodes = leaf.path() if leaf is not None else ()
+        before = tuple(chunk.id for chunk in prompt.chunks)
+        start = 0
+        for index, node in enumerate(nodes):
+            if index >= num_found:
+                self._known[node] = _Known(start, before[:index], chunk=before[index])
+                if index not in moved:
+                    self._copies.add(node)
+            start += node.num_tokens
+        if leaf is not None:
+            self._queue.push(leaf)
+        self.peak_nodes = max(self.peak_nodes, len(self._tree))
+        return nodes
+
+    def _capture(self) -> None:
+        """Everything that waits, by batches of one forward."""
+        while batch := self._captures.next_batch():
+            for node, preprocessed in batch:
+                known = self._known[node]
+                if self._config.scoring == "on":
+                    lens = [above.num_tokens for above in node.path()[:-1]]
+                    known.scores = EvenAttention.of(known.start, lens, node.num_tokens)
+                size = _Size(self._kv_bytes * node.num_tokens)
+                self.store.put(known.chunk, Variant(known.prefix, size, known.scores, preprocessed))
+
+
+def _chain(prompt: _History, num_exact: int) -> list[Chunk]:
+    """As the tree knows it: exact, then fused by the prompt's recipe."""
+    keys = [*prompt.keys[:num_exact], *(f"{prompt.recipe}\0fused\0{key}" for key in prompt.keys[num_exact:])]
+    return [Chunk(ChunkId(key), chunk.num_tokens) for key, chunk in zip(keys, prompt.chunks, strict=True)]
+
+
+def _spans(chunks: Sequence[Chunk]) -> list[Span]:
+    ends = accumulate(chunk.num_tokens for chunk in chunks)
+    return [Span(end - chunk.num_tokens, end, chunk.id) for chunk, end in zip(chunks, ends, strict=True)]
+
+
+def _sources(plan: ReusePlan) -> Iterator[ChainNode]:
+    for piece in plan.pieces:
+        if isinstance(piece.source, DeviceCopy):
+            yield from piece.source.node.path()
+
+
+def _count(
+    request: Sequence[Chunk],
+    spans: Sequence[Span],
+    plan: ReusePlan,
+    num_exact: int,
+    num_found: int,
+    fused_from: int,
+    *,
+    first: int,
+) -> FusedCount:
+    """The fates of the request's chunks: the prompt's from index `first` on, before which is history."""
+    lens = [span.end - span.start for span in spans]
+    moved = Counter[str]()
+    for piece in plan.pieces:
+        if piece.source is not None and piece.span is not None:
+            moved[piece.source.where if piece.span >= first else "history"] += piece.end - piece.start
+    num_moved = moved["device"] + moved["host"]
+    recomputed = round(plan.recomputed_len * num_moved / plan.moved_len) if plan.pieces else 0
+    sent, exact = sum(lens[first:]), sum(lens[first:num_exact])
+    fused_hit = sum(lens[max(first, num_exact) : num_found])
+    computed = sent - exact - fused_hit - num_moved
+    tokens = sum(chunk.num_tokens for chunk in request)
+    return FusedCount(
+        num_chunks=len(request),
+        tokens=tokens,
+        exact=exact,
+        relocated=fused_hit + num_moved - recomputed,
+        recomputed=recomputed,
+        computed=computed,
+        dropped=tokens - sent,
+        behind=computed - sum(lens[max(first, num_exact) : fused_from]),
+        fused_hit=fused_hit,
+        from_device=moved["device"],
+        from_host=moved["host"],
+        lost=sum(lens[num_found:first]) - moved["history"],
+        ended=fused_from < len(spans),
+    )

@@ -1,0 +1,90 @@
+"""`--generate N`: a trace of any length without data, the same for the same seed.
+
+What makes caching easy or hard in retrieval, with the parameters below:
+
+- topics, of which few are popular (Zipf over topics); a request asks for one of them
+- chunks of a topic, of which few are retrieved often (Zipf within the topic); a request has k different ones, in the order drawn
+- noise: some chunks of a request are of another topic
+- drift: topics become popular and are forgotten, so that the number of distinct chunks grows along the trace
+
+Arrivals are a Poisson process. A chunk has the same length each time. There are no conversations.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect
+from collections.abc import Iterator
+from itertools import accumulate
+
+from eval.errors import CommandError
+from eval.replay.trace import TraceRequest
+from radix_ext import Chunk, ChunkId
+
+K = 10
+TOPICS = 2000
+"""Topics that can be asked for at one time."""
+CHUNKS_PER_TOPIC = 50
+TOPIC_ZIPF = CHUNK_ZIPF = 1.0
+"""The r-th of them is drawn in proportion to r**-zipf: the common assumption on popularity."""
+NOISE = 0.1
+"""Share of a request's draws that are of any topic, popular or not."""
+DRIFT = 200
+"""Requests after which a topic is replaced by a new one at any rank: a topic lasts 400,000 requests on average."""
+CHUNK_TOKENS = (128, 512)
+"""Least and most; CRAFT calls these lengths typical."""
+QUESTION_TOKENS, OUTPUT_TOKENS = (8, 48), (50, 300)
+RATE = 2.0
+"""Requests per second."""
+
+
+class GeneratedTrace:
+    """`num_requests` requests of `k` distinct chunks. Each iteration generates them anew; equal ids are one `Chunk` object.
+
+    Raises:
+        CommandError: a topic has fewer than k chunks.
+    """
+
+    def __init__(self, num_requests: int, *, k: int = K, seed: int = 0) -> None:
+        if k > CHUNKS_PER_TOPIC:
+            raise CommandError(f"a generated request has at most {CHUNKS_PER_TOPIC} chunks but --k is {k}")
+        self._num_requests, self._k, self._seed = num_requests, k, seed
+        self._chunks: dict[int, Chunk] = {}
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        rng = random.Random(self._seed)
+        draw = rng.random
+        by_rank = [*accumulate(rank**-TOPIC_ZIPF for rank in range(1, TOPICS + 1))]
+        within = [*accumulate(rank**-CHUNK_ZIPF for rank in range(1, CHUNKS_PER_TOPIC + 1))]
+        topics, next_topic, now = [*range(TOPICS)], TOPICS, 0.0
+        for number in range(self._num_requests):
+            if number % DRIFT == DRIFT - 1:
+                del topics[int(draw() * TOPICS)]
+                topics.insert(int(draw() * TOPICS), next_topic)
+                next_topic += 1
+            topic = topics[bisect(by_rank, draw() * by_rank[-1])]
+            drawn: dict[int, None] = {}
+            while len(drawn) < self._k:
+                source = topic if draw() >= NOISE else topics[int(draw() * TOPICS)]
+                drawn[source * CHUNKS_PER_TOPIC + bisect(within, draw() * within[-1])] = None
+            now += rng.expovariate(RATE)
+            yield TraceRequest(
+                tuple(map(self._chunk, drawn)),
+                True,
+                timestamp=round(now, 3),
+                question_tokens=_between(QUESTION_TOKENS, draw()),
+                output_tokens=_between(OUTPUT_TOKENS, draw()),
+            )
+
+    def _chunk(self, number: int) -> Chunk:
+        chunk = self._chunks.get(number)
+        if chunk is None:
+            length = _between(CHUNK_TOKENS, number * 0.6180339887 % 1)  # the golden ratio spreads lengths evenly
+            topic, index = divmod(number, CHUNKS_PER_TOPIC)
+            chunk = self._chunks[number] = Chunk(ChunkId(f"t{topic}-{index}"), length)
+        return chunk
+
+
+def _between(ends: tuple[int, int], share: float) -> int:
+    least, most = ends
+    return least + int(share * (most + 1 - least))

@@ -1,0 +1,336 @@
+"""Which chunk of a prompt is moved from which source: the plan of a promise. Pure: no tensors, no tree, nothing allocated.
+
+    prompt    head | A | B | C | D | question        A is the exact prefix
+    pieces             gap  C   -                    B cached nowhere, C found: [B, C] is promised, D and the rest prefilled
+
+Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute pass, so that a hit after it
+still counts. It is only promised where a hit follows. Chunks are moved whole or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol
+
+from radix_ext.cfo import Attention, best_variant, cfo, fix_overhead
+from radix_ext.chunk import ChunkId, Span
+
+
+@dataclass(frozen=True, slots=True)
+class FusionRequest:
+    """What a request that opted into moved KV asks for, defaults filled in. Crosses the process border as it is.
+
+    Raises:
+        ValueError: a ratio outside 0 to 1.
+    """
+
+    selector: str
+    """What chooses the tokens to recompute."""
+    ratio: float
+    """Share of the moved tokens to recompute."""
+    recipe: str = ""
+    """Names how the fused KV is made. Requests share fused nodes where it agrees."""
+    alpha: float | None = None
+    """Cache-Craft's scale of eq. 12. None: solved for so that the mean CFO is `ratio`."""
+    focus: bool = False
+    """Whether chunks that the question does not attend to are spared recomputation (Cache-Craft, algorithm 1)."""
+    without: frozenset[str] = frozenset()
+    """Parts of `context` to leave out, for ablations: "beta", "cci"."""
+    fresh: frozenset[int] = frozenset()
+    """Indices of spans that are computed even where a source exists."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio must be from 0 to 1 but got {self.ratio}")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether its selector takes tokens at all."""
+        return self.selector not in ("none", "set")
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether there is something to choose: neither nothing nor everything is asked for."""
+        return self.alpha is not None or 0 < self.ratio < 1
+
+    @property
+    def asks_the_question(self) -> bool:
+        """Whether the choice depends on the question: then only requests with the same question share fused KV."""
+        return self.selector == "query" or self.focus
+
+
+class NotMoved(StrEnum):
+    """Why chunks are computed that a plan could have moved."""
+
+    NO_SOURCE = "no_source"
+    GAP_TOO_LONG = "gap_too_long"
+    PASS_BUDGET = "pass_budget"
+    NOT_WORTH_IT = "not_worth_it"
+
+
+class Candidate(Protocol):
+    """One place where a chunk's KV is stored, computed after `prefix`."""
+
+    @property
+    def where(self) -> str:
+        """The tier."""
+        ...
+
+    @property
+    def start(self) -> int | None:
+        """The position of its first token there; None: un-rotated, at no position."""
+        ...
+
+    @property
+    def prefix(self) -> tuple[ChunkId, ...]:
+        """The chunks before it there, in order."""
+        ...
+
+    @property
+    def scores(self) -> Attention | None:
+        """What was measured of it."""
+        ...
+
+    @property
+    def preprocessed(self) -> bool:
+        """Computed ahead of requests, after similar chunks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`[start, end)` of the prompt; `source` None is a gap."""
+
+    start: int
+    end: int
+    span: int | None
+    """Index of the span it is; None for text between chunks."""
+    source: Candidate | None
+    chunk: ChunkId | None = None
+    prefix: tuple[ChunkId, ...] = ()
+    """The chunks before it in this prompt."""
+    overlap: int = 0
+    """Of these, chunks that were before the source as well."""
+    cfo: float | None = None
+    """Cache-Craft's fix overhead with alpha 1, where the source is scored."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether it keeps its source's position: its KV is the source's, without a rotation."""
+        return self.source is not None and self.source.start == self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """What one request has moved. Empty `pieces`: nothing, for the reasons in `fallbacks`."""
+
+    pieces: tuple[Piece, ...]
+    fallbacks: tuple[str, ...] = ()
+    """Of `NotMoved`, or a caller's own."""
+    recomputed_len: int = 0
+    """Moved tokens that the selector will take, estimated."""
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+    @property
+    def fused_from(self) -> int:
+        """Where KV stops being exact: the first moved chunk."""
+        return next(piece.start for piece in self.pieces if piece.source is not None)
+
+    @property
+    def moved_len(self) -> int:
+        return sum(piece.end - piece.start for piece in self.pieces if piece.source is not None)
+
+    @property
+    def num_pass_tokens(self) -> int:
+        """Tokens that go through the model before the extend, as far as the plan can tell."""
+        return self.gap_len + self.recomputed_len
+
+    @property
+    def gap_len(self) -> int:
+        return self.end - self.start - self.moved_len
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one plan, in tokens."""
+
+    max_pass_tokens: int
+    max_gap_tokens: int
+    min_saved_tokens: int
+
+
+def make_plan(
+    spans: Sequence[Span],
+    *,
+    start: int,
+    limit: int,
+    candidates: Callable[[ChunkId], Sequence[Candidate]],
+    fusion: FusionRequest,
+    limits: Limits,
+) -> ReusePlan:
+    """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
+
+    `candidates` is asked once per chunk; an empty answer makes the chunk a gap.
+    """
+    chosen = _choose(spans, start, limit, candidates, fusion)
+    if not chosen:
+        return ReusePlan((), (NotMoved.NO_SOURCE,) if any(s.start >= start and s.end <= limit for s in spans) else ())
+    pieces: list[Piece] = []
+    waiting: list[Piece] = []  # gaps, until a hit after them makes them worth it
+    fallbacks: list[str] = []
+    position, moved_len, gap_len, recomputed_len, by_alpha = start, 0, 0, 0, 0
+    for index, span in enumerate(spans):
+        if span.start < start or span.end > limit:
+            continue
+        if position < span.start:
+            waiting.append(Piece(position, span.start, None, None))
+        position = span.end
+        piece = chosen.get(index)
+        if piece is None:
+            waiting.append(Piece(span.start, span.end, index, None))
+            continue
+        gaps = gap_len + sum(gap.end - gap.start for gap in waiting)
+        moved = moved_len + piece.end - piece.start
+        if gaps > limits.max_gap_tokens:
+            fallbacks.append(NotMoved.GAP_TOO_LONG)
+            break
+        by_alpha += _num_by_alpha(piece, fusion)
+        recomputed = by_alpha if _goes_by_alpha(fusion) else math.ceil(fusion.ratio * moved) if fusion.recomputes else 0
+        measured = piece.end - start if fusion.selector == "deviation" and fusion.is_choice else 0  # the whole region
+        if max(gaps + recomputed, measured) > limits.max_pass_tokens:
+            fallbacks.append(NotMoved.PASS_BUDGET)
+            break
+        pieces += [*waiting, piece]
+        waiting, moved_len, gap_len, recomputed_len = [], moved, gaps, recomputed
+    if pieces and moved_len - recomputed_len < limits.min_saved_tokens:
+        return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT))
+    return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len)
+
+
+def max_critical(pieces: Sequence[Piece], plan: ReusePlan, fusion: FusionRequest) -> int:
+    """How many tokens of these moved pieces of the plan its selector may take, at most."""
+    if not fusion.recomputes or (fusion.alpha is None and fusion.ratio == 0):
+        return 0
+    num_tokens = sum(piece.end - piece.start for piece in pieces)
+    if _goes_by_alpha(fusion):
+        # CFO is at least a token's worth, and what a request leaves out of it (`without`) only makes it grow.
+        known = [replace(piece, cfo=1.0) if fusion.without and piece.cfo is not None else piece for piece in pieces]
+        return min(num_tokens, sum(max(1, _num_by_alpha(piece, fusion)) for piece in known))
+    num_moved = sum(piece.source is not None for piece in plan.pieces)  # rounded up for each at most
+    return min(num_tokens, math.ceil(fusion.ratio * plan.moved_len) + num_moved)
+
+
+def _goes_by_alpha(fusion: FusionRequest) -> bool:
+    return fusion.selector == "context" and fusion.alpha is not None
+
+
+def _num_by_alpha(piece: Piece, fusion: FusionRequest) -> int:
+    """Tokens of a moved chunk that `context` takes at the request's alpha; by the ratio where its source is not scored."""
+    share = fusion.ratio if piece.cfo is None else min(1.0, (fusion.alpha or 0.0) * piece.cfo)
+    return math.ceil(share * (piece.end - piece.start))
+
+
+def _choose(
+    spans: Sequence[Span],
+    start: int,
+    limit: int,
+    candidates: Callable[[ChunkId], Sequence[Candidate]],
+    fusion: FusionRequest,
+) -> dict[int, Piece]:
+    """Span index -> the piece that moves it from its best source."""
+    ids = [span.chunk for span in spans]
+    offered = {  # among equals the first is taken: one that need not be rotated
+        index: tuple(sorted(candidates(span.chunk), key=lambda option: option.start != span.start))
+        for index, span in enumerate(spans)
+        if span.end <= limit and index not in fusion.fresh and (span.start >= start or fusion.selector == "set")
+    }
+    if fusion.selector == "set":
+        offered = _of_one_set(ids, offered)
+    chosen = {}
+    for index, options in offered.items():
+        span, before = spans[index], tuple(ids[:index])
+        if span.start < start or not options:
+            continue
+        known = frozenset(before)
+        best = options[_best(options, before, known, fusion)]
+        chosen[index] = Piece(
+            span.start,
+            span.end,
+            index,
+            best,
+            span.chunk,
+            before,
+            overlap=len(known.intersection(best.prefix)),
+            cfo=None
+            if best.scores is None
+            else cfo(1.0, fix_overhead(best.prefix, best.scores, before), span.end - span.start),
+        )
+    return chosen
+
+
+def _best(
+    options: Sequence[Candidate], before: tuple[ChunkId, ...], known: frozenset[ChunkId], fusion: FusionRequest
+) -> int:
+    """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise preprocessed sources come first, as FusionRAG
+    wants them used, then the one computed after most of the chunks that precede this one now."""
+    if fusion.selector == "context":
+        variants = [(option.prefix, option.scores) for option in options]
+        return best_variant(variants, before, without=fusion.without)
+
+    def merit(index: int) -> tuple[bool, int, bool, int]:
+        option = options[index]
+        overlap = len(known.intersection(option.prefix))
+        return option.preprocessed, overlap, option.where == "device", -len(option.prefix)
+
+    return max(range(len(options)), key=merit)
+
+
+def _of_one_set(ids: Sequence[ChunkId], offered: dict[int, tuple[Candidate, ...]]) -> dict[int, tuple[Candidate, ...]]:
+    """Only sources of the longest leading run of chunks that is, as a set, one cached chain (SET-CACHE)."""
+    prefixes = [tuple(option.prefix for option in offered.get(index, ())) for index in range(len(ids))]
+    chain = admissible(ids, prefixes)
+    return {
+        index: tuple(option for option in offered.get(index, ()) if option.prefix == prefix)[:1]
+        for index, prefix in enumerate(chain)
+    }
+
+
+def admissible(
+    chunks: Sequence[ChunkId], prefixes: Sequence[Collection[tuple[ChunkId, ...]]]
+) -> tuple[tuple[ChunkId, ...], ...]:
+    """The longest leading run of a request's chunks that is, as a set, one cached chain.
+
+    A chain is cached if each of its chunks has KV computed after exactly the chain's chunks before it, back to the first,
+    which has none before it. Of chains of equal length the one nearest to the request's order is taken: the first in the
+    lexicographic order of its chunks' indices.
+
+    Args:
+        chunks: the request's chunks, in order. A run ends before a chunk that occurs a second time.
+        prefixes: per chunk, the prefixes that it has KV after; order irrelevant.
+    Returns:
+        For each chunk of the run the prefix whose KV to use; as long as the run, () if there is none.
+    """
+    index_of = {chunk: index for index, chunk in reversed(list(enumerate(chunks)))}  # its first place
+    # Only a chain that ends in one of its own links can be whole: try each link as the last one.
+    chains = []
+    for chunk, index in index_of.items():
+        for prefix in prefixes[index]:
+            order = [index_of.get(link, -1) for link in (*prefix, chunk)]
+            if sorted(order) == list(range(len(order))):
+                chains.append((-len(order), order))
+    for _, order in sorted(chains):
+        chain = tuple(chunks[index] for index in order)
+        links = {index: chain[:depth] for depth, index in enumerate(order)}
+        if all(prefix in prefixes[index] for index, prefix in links.items()):
+            return tuple(links[index] for index in range(len(order)))
+    return ()

@@ -1,0 +1,218 @@
+"""The fused replay by hand, on made traces, and as a command. test_fused_replay_is_the_server.py holds it against the server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from eval.replay.fused import EvenAttention, FusedReplay
+from eval.replay.fused_cell import KNOBS, add_options
+from radix_ext import Chunk, ChunkId, EvictionPolicy, OrderPolicy, ReplaySettings
+from sglang_chunkcache import ChunkCacheConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_replay(
+    *,
+    order: OrderPolicy = "retriever",
+    eviction: EvictionPolicy = "lru",
+    capacity_tokens: int | None = None,
+    max_pass_tokens: int = 1000,
+    **knobs: object,
+) -> FusedReplay:
+    settings = ReplaySettings(order, "rank", eviction, "all", "shown", None, capacity_tokens, 1000, 2, 64)
+    config = ChunkCacheConfig(**{"min_saved_tokens": 0, "max_pass_tokens": max_pass_tokens, **knobs})  # type: ignore[arg-type]
+    return FusedReplay(settings, config, kv_bytes=1, prefill_budget=10, chunk_tokens=1)
+
+
+def request(names: str, num_tokens: int = 10) -> list[Chunk]:
+    return [Chunk(ChunkId(name), num_tokens) for name in names]
+
+
+def fates(replay: FusedReplay, names: str, conversation: str | None = None) -> tuple[int, int, int, int]:
+    """Tokens exact, relocated, recomputed, computed."""
+    count = replay.step(request(names), conversation)
+    assert count.exact + count.relocated + count.recomputed + count.computed + count.dropped == count.tokens
+    return count.exact, count.relocated, count.recomputed, count.computed
+
+
+def test_moved_chunks_by_hand() -> None:
+    """15% of what is moved is recomputed. C between moved chunks is a gap, at the end it is prefilled."""
+    replay = make_replay()
+    assert fates(replay, "AB") == (0, 0, 0, 20)
+    assert fates(replay, "BA") == (0, 17, 3, 0)
+    assert fates(replay, "ABB"[:2]) == (20, 0, 0, 0)
+    assert fates(replay, "ACB") == (10, 8, 2, 10)
+    assert fates(replay, "BD") == (0, 8, 2, 10)
+
+
+def test_moved_kv_ends_the_exact_chain() -> None:
+    """B after nothing was moved, so B-A is not found as it is; C behind it was computed, and still no exact KV."""
+    replay = make_replay(selector="query")
+    replay.step(request("AB"))
+    count = replay.step(request("BC"))
+    assert (count.ended, count.behind, count.computed) == (1, 10, 10)
+    assert replay.step(request("BC")).exact == 0
+    assert replay.step(request("AB")).ended == 0
+
+
+def test_fused_kv_is_found_again_by_its_recipe_alone() -> None:
+    """`query` chooses by the question, and each request has its own; `none` has one recipe for all."""
+    for selector, found in (("query", 0), ("none", 20)):
+        replay = make_replay(selector=selector)
+        replay.step(request("AB"))
+        replay.step(request("BA"))
+        assert replay.step(request("BA")).fused_hit == found
+
+
+def test_a_chunk_moved_is_no_source_and_a_gap_is_one() -> None:
+    """Only computed KV is copied on."""
+    replay = make_replay(capacity_tokens=50, store_threshold=1000)
+    replay.step(request("AB"))
+    replay.step(request("BA"))
+    replay.step(request("CDEF"))  # the computed A and B have left
+    assert fates(replay, "AB") == (0, 0, 0, 20)
+
+
+def test_store_takes_computed_chunks_over_the_threshold() -> None:
+    """At the second access, if they were computed then: what was moved is not stored."""
+    replay = make_replay(store_threshold=2)
+    replay.step(request("AB"))
+    assert replay.store.stats().num_chunks == 0
+    replay.step(request("AC"))
+    assert [len(replay.store.find(ChunkId(name))) for name in "ABC"] == [1, 0, 0]
+    replay.step(request("BC"))
+    assert [len(replay.store.find(ChunkId(name))) for name in "ABC"] == [1, 0, 0]
+
+
+def test_host_copies_serve_what_has_left_the_device() -> None:
+    """The source is the store's, and the use counts."""
+    replay = make_replay(capacity_tokens=40, store_threshold=1, scoring="off")
+    replay.step(request("AB"))
+    replay.step(request("CDEF"))
+    count = replay.step(request("BA"))
+    assert (count.from_host, count.from_device) == (20, 0)
+    assert replay.store.find(ChunkId("B"))[0].reuse == 1
+
+
+def test_later_turns_have_their_history_and_move_the_rest() -> None:
+    """A shown chunk is not sent again; C, cached elsewhere, is moved behind the history, which is found as it was made."""
+    replay = make_replay()
+    replay.step(request("C"))
+    assert fates(replay, "AB", "talk") == (0, 0, 0, 20)
+    assert fates(replay, "AC", "talk") == (0, 8, 2, 0)
+    count = replay.step(request("DA"), "talk")
+    assert (count.computed, count.dropped, count.lost) == (10, 10, 0)
+
+
+def test_a_history_that_has_left_is_moved_or_lost() -> None:
+    """A and B are stored and moved back; C, asked for once, is computed again beside D."""
+    replay = make_replay(capacity_tokens=60, store_threshold=2)
+    replay.step(request("AB"))
+    replay.step(request("ABC"), "talk")
+    replay.step(request("EFGH"))
+    replay.step(request("IJ"))
+    count = replay.step(request("D"), "talk")
+    assert (count.lost, count.computed, count.from_host) == (10, 10, 0)
+
+
+def test_sources_and_prompt_are_not_evicted_for_the_request() -> None:
+    """Room for five chunks: B-A needs two, one stays free for an extend, and A and B are moved out of A-B, the oldest."""
+    replay = make_replay(capacity_tokens=50)
+    replay.step(request("AB"))
+    replay.step(request("CD"))
+    assert fates(replay, "BA") == (0, 17, 3, 0)
+    assert [replay.step(request(names)).exact for names in ("AB", "CD")] == [20, 10]
+
+
+def test_nothing_is_moved_without_room() -> None:
+    """As on a server: what is moved, its sources and one extend must fit."""
+    replay = make_replay(capacity_tokens=49)
+    replay.step(request("AB"))
+    assert fates(replay, "BA") == (0, 0, 0, 20)
+    assert replay.fallbacks["no_room"] == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_limits_hold_on_any_trace(seed: int) -> None:
+    """Room and store after every request; fates add up (`fates`); what left the tree is no source."""
+    rng = random.Random(seed)
+    replay = make_replay(order="tree", eviction="reused", capacity_tokens=150, store_chunks=6, store_variants=2)
+    for _ in range(400):
+        names = "".join(dict.fromkeys(rng.choice("AAABBBCCDDEFGHIJKLMN") for _ in range(rng.randint(1, 5))))
+        fates(replay, names, rng.choice([None, None, "x", "y"]) if rng.random() < 0.3 else None)
+        if rng.random() < 0.2:
+            replay._histories.clear()
+        assert replay._tree.num_held_tokens <= 150
+        assert len(replay._known) == len(replay._tree) >= len(replay._copies)
+        replay.store.check_integrity()
+    replay._tree.check_integrity()
+    assert replay.num_evicted > 0
+    assert replay.store.stats().num_evicted > 0
+
+
+def test_even_attention_is_the_sum_over_tokens() -> None:
+    """Token by token: 1 / (position + 1) on each token up to itself."""
+    lens, num_tokens = (7, 5), 20
+    scores = EvenAttention.of(12, lens, num_tokens)
+    weights = [1 / (12 + offset + 1) for offset in range(num_tokens)]
+    assert scores.inter == pytest.approx([length * sum(weights) for length in lens], rel=1e-3)
+    assert scores.intra == pytest.approx(sum(offset * w for offset, w in enumerate(weights)), rel=1e-2)
+    assert EvenAttention.of(0, (), num_tokens).inter == ()
+
+
+def test_defaults_are_the_servers() -> None:
+    """So a replay without options is a server without flags."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    options, config = vars(parser.parse_args([])), asdict(ChunkCacheConfig())
+    assert {name: options[name] for name in KNOBS} == {name: config[name] for name in KNOBS}
+
+
+def replay_command(*options: str, bare: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(["-S"] if bare else []), "-m", "eval", "replay", *options]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+def test_command_runs_on_python_alone(tmp_path: Path) -> None:
+    """`-S` hides torch, msgspec and everything else that is installed; exact and fused stand side by side."""
+    done = replay_command("--generate", "300", "--reuse", "fused", "--out", str(tmp_path / "run"), bare=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "run" / "record.json").read_text())["results"]
+    for entry in results["fused"]:
+        assert sum(share["value"] for share in entry["fates"].values()) == pytest.approx(1)
+        assert 0 < entry["fates"]["exact"]["value"] <= entry["exact_without"]["value"]
+    assert [table["title"] for table in results["tables"]][-1] == "All requests fused"
+    assert results["tables"][-1]["rows"][0]["exact without"] in done.stdout
+
+
+def test_command_names_an_option_out_of_range(tmp_path: Path) -> None:
+    """By the server's flag, without a traceback."""
+    done = replay_command("--generate", "50", "--reuse", "fused", "--store-mib", "0", "--out", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert "store-mib must be at least 1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.data
+def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
+    """Unlimited room: the shares that an idealised count gave, since nothing is lost but to moved KV."""
+    folder = Path(os.environ.get("CHUNKCACHE_DATA", "/nowhere")) / "ragpulse"
+    if not folder.exists():
+        pytest.skip("no RAGPulse data")
+    trace = ["--trace", str(folder / "requests.jsonl.gz"), "--components", str(folder / "components.jsonl.gz")]
+    done = replay_command(*trace, "--reuse", "fused", "--capacity-tokens", "0", "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads((tmp_path / "run" / "record.json").read_text())["results"]["fused"]
+    shares = {fate: round(share["value"], 4) for fate, share in entry["fates"].items()}
+    assert shares == {"exact": 0.1807, "relocated": 0.604, "recomputed": 0.1069, "computed": 0.1084, "dropped": 0.0}
+    assert round(entry["exact_without"]["value"], 4) == 0.504

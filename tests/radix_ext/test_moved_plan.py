@@ -1,0 +1,397 @@
+"""`make_plan`: what is promised of a prompt, from which sources, and why no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radix_ext import ChunkId, FusionRequest, Span
+from radix_ext.cfo import Attention
+from radix_ext.moved_plan import Candidate, Limits, NotMoved, ReusePlan, make_plan
+from tests.reference.sources import ids, make_request, make_sums
+
+ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
+NONE = make_request("none", 0.0)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A source as a plan sees it."""
+
+    prefix: tuple[ChunkId, ...] = ()
+    where: str = "device"
+    scores: Attention | None = None
+    preprocessed: bool = False
+    start: int | None = None
+
+
+def prompt(layout: str) -> tuple[Span, ...]:
+    """Spans of "..AAABBB.C": a dot is a token outside chunks, a run of one letter a chunk."""
+    spans: list[Span] = []
+    for position, letter in enumerate(layout):
+        if letter == ".":
+            continue
+        if spans and spans[-1].end == position and spans[-1].chunk == letter:
+            spans[-1] = spans[-1]._replace(end=position + 1)
+        else:
+            spans.append(Span(position, position + 1, ChunkId(letter)))
+    return tuple(spans)
+
+
+def plan_of(
+    layout: str,
+    sources: Mapping[str, Sequence[Candidate]] | str,
+    *,
+    start: int = 0,
+    limit: int | None = None,
+    fusion: FusionRequest = NONE,
+    limits: Limits = ROOMY,
+) -> ReusePlan:
+    """`sources` as letters: one copy each, computed after nothing."""
+    known: Mapping[str, Sequence[Candidate]] = (
+        {letter: [Copy()] for letter in sources} if isinstance(sources, str) else sources
+    )
+    return make_plan(
+        prompt(layout),
+        start=start,
+        limit=len(layout) if limit is None else limit,
+        candidates=lambda chunk: known.get(chunk, ()),
+        fusion=fusion,
+        limits=limits,
+    )
+
+
+def pieces(plan: ReusePlan) -> list[tuple[int, int, bool]]:
+    """(start, end, whether it is moved)."""
+    return [(piece.start, piece.end, piece.source is not None) for piece in plan.pieces]
+
+
+# What is promised
+
+
+def test_gap_is_promised_where_a_hit_follows() -> None:
+    """B is cached nowhere, C is: B is computed ahead so that C still counts."""
+    plan = plan_of("..AAABBBCC..", "AC", start=2)
+    assert pieces(plan) == [(2, 5, True), (5, 8, False), (8, 10, True)]
+    assert (plan.start, plan.end, plan.fused_from, plan.moved_len, plan.gap_len) == (2, 10, 2, 5, 3)
+
+
+def test_trailing_gap_is_left_to_the_prefill() -> None:
+    """Nothing after B is cached: an ordinary prefill computes it as well."""
+    assert pieces(plan_of("AAABBB..", "A")) == [(0, 3, True)]
+
+
+def test_text_before_the_first_hit_is_a_gap_too() -> None:
+    """An uncached head is computed in the pass; KV stays exact up to the first moved chunk."""
+    plan = plan_of("..AAABB.", "B")
+    assert pieces(plan) == [(0, 2, False), (2, 5, False), (5, 7, True)]
+    assert [piece.span for piece in plan.pieces] == [None, 0, 1]
+    assert plan.fused_from == 5
+
+
+def test_text_between_chunk_areas_is_a_gap() -> None:
+    """A conversation's earlier answer is between two areas."""
+    assert pieces(plan_of("AAA...BB.", "AB")) == [(0, 3, True), (3, 6, False), (6, 8, True)]
+
+
+def test_match_that_ended_inside_text_leaves_its_rest_as_gap() -> None:
+    """SGLang matches text token by token, so `start` may lie anywhere outside chunks."""
+    assert pieces(plan_of("AAA...BB.", "AB", start=5)) == [(5, 6, False), (6, 8, True)]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(8, [3, 5, 8]), (7, [3, 5]), (5, [3, 5]), (4, [3]), (2, [])])
+def test_chunks_are_moved_whole_up_to_the_limit(limit: int, expected: list[int]) -> None:
+    """SGLang caps a prefix one token before the end, or at the prompt logprobs asked for."""
+    plan = plan_of("AAABBCCC", "ABC", limit=limit)
+    assert [end for _, end, _ in pieces(plan)] == expected
+
+
+def test_what_is_cached_already_is_not_planned() -> None:
+    """The exact prefix stays."""
+    assert pieces(plan_of("AAABB.", "AB", start=3)) == [(3, 5, True)]
+    assert plan_of("AAABB.", "AB", start=5) == ReusePlan(())
+
+
+def test_fresh_spans_are_computed_though_a_source_exists() -> None:
+    """FusionRAG preprocesses a chunk after its neighbours: that chunk itself must not be moved."""
+    fusion = FusionRequest("none", 0.0, "r", fresh=frozenset({1}))
+    assert pieces(plan_of("AABBCC.", "ABC", fusion=fusion)) == [(0, 2, True), (2, 4, False), (4, 6, True)]
+
+
+def test_repeated_chunk_is_moved_twice_from_one_source() -> None:
+    """The client's list may name a chunk twice; each place counts."""
+    plan = plan_of("AA.AA.", "A")
+    assert pieces(plan) == [(0, 2, True), (2, 3, False), (3, 5, True)]
+    assert [(piece.prefix, piece.overlap) for piece in plan.pieces if piece.source] == [((), 0), (ids("A"), 0)]
+
+
+def test_piece_tells_what_stands_before_it_and_what_stood_before_its_source() -> None:
+    """The selector compares the two."""
+    plan = plan_of("ABC.", {"A": [Copy()], "C": [Copy(ids("XA"))]})
+    assert [(piece.chunk, piece.prefix, piece.overlap) for piece in plan.pieces] == [
+        ("A", (), 0),
+        (None, (), 0),
+        ("C", ids("AB"), 1),
+    ]
+
+
+# Why no more
+
+
+def test_no_source_is_a_reason() -> None:
+    """Chunks that could have been moved, and nothing to move them from."""
+    assert plan_of("AAABB.", "") == ReusePlan((), (NotMoved.NO_SOURCE,))
+
+
+@pytest.mark.parametrize(("layout", "start", "limit"), [("...", 0, 3), ("AAA..", 3, 5), ("AAA", 0, 2)])
+def test_nothing_to_move_is_no_reason(layout: str, start: int, limit: int) -> None:
+    """No chunk left to move: an ordinary request, not a fallback."""
+    assert plan_of(layout, "", start=start, limit=limit) == ReusePlan(())
+
+
+def test_gaps_beyond_their_budget_end_the_plan() -> None:
+    """All gaps of the request together, not each by itself."""
+    limits = Limits(max_pass_tokens=1000, max_gap_tokens=3, min_saved_tokens=0)
+    plan = plan_of("AABBBCCDDEE.", "ACE", limits=limits)
+    assert pieces(plan) == [(0, 2, True), (2, 5, False), (5, 7, True)]
+    assert plan.fallbacks == (NotMoved.GAP_TOO_LONG,)
+    assert plan_of("BBBBCC.", "C", limits=limits) == ReusePlan((), (NotMoved.GAP_TOO_LONG,))
+
+
+def test_pass_budget_counts_gaps_and_recomputed_tokens() -> None:
+    """4 of 8 moved tokens plus 2 of the gap is 6; with the last chunk it would be 7."""
+    layout, fusion = "AAAABBCCCCDD.", make_request("query", 0.5)
+    limits = Limits(max_pass_tokens=6, max_gap_tokens=10, min_saved_tokens=0)
+    plan = plan_of(layout, "ACD", fusion=fusion, limits=limits)
+    assert (plan.end, plan.fallbacks) == (10, (NotMoved.PASS_BUDGET,))
+    assert (plan.recomputed_len, plan.gap_len, plan.num_pass_tokens) == (4, 2, 6)
+    roomier = Limits(max_pass_tokens=7, max_gap_tokens=10, min_saved_tokens=0)
+    assert plan_of(layout, "ACD", fusion=fusion, limits=roomier).end == 12
+
+
+@pytest.mark.parametrize(("least", "fallbacks"), [(5, ()), (6, (NotMoved.NOT_WORTH_IT,))])
+def test_moving_must_save_enough(least: int, fallbacks: tuple[str, ...]) -> None:
+    """10 moved tokens of which 5 are recomputed save 5."""
+    limits = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=least)
+    plan = plan_of("AAAAAAAAAA..", "A", fusion=make_request("query", 0.5), limits=limits)
+    assert (plan.fallbacks, bool(plan.pieces)) == (fallbacks, not fallbacks)
+
+
+def test_reasons_add_up() -> None:
+    """A plan cut short may not be worth it for that reason: both are told."""
+    limits = Limits(max_pass_tokens=1000, max_gap_tokens=1, min_saved_tokens=5)
+    assert plan_of("AAABBCCC.", "AC", limits=limits) == ReusePlan((), (NotMoved.GAP_TOO_LONG, NotMoved.NOT_WORTH_IT))
+
+
+# From where
+
+
+def chosen(options: Sequence[Copy], *, after: str = "AB", selector: str = "query") -> Candidate:
+    """What chunk Z is moved from in a prompt that has it after the chunks `after`."""
+    plan = plan_of(f"{after}ZZ.", {"Z": options}, fusion=make_request(selector))
+    source = plan.pieces[-1].source
+    assert source is not None
+    return source
+
+
+def test_preprocessed_sources_come_first() -> None:
+    """FusionRAG computes them ahead to be used, whatever else has seen more of this prompt."""
+    ahead = Copy(ids("XY"), where="host", preprocessed=True)
+    assert chosen([Copy(ids("AB")), ahead]) is ahead
+
+
+def test_source_that_has_seen_most_of_the_prompt_comes_next() -> None:
+    """Order does not matter for that, repetition does not count."""
+    best = Copy(ids("BA"), where="host")
+    assert chosen([Copy(ids("A")), best, Copy(ids("AAA"))]) is best
+
+
+def test_device_comes_before_host_and_short_prefixes_before_long() -> None:
+    """Copying within the pool is cheaper; among equals less foreign context is better."""
+    device = Copy(ids("A"))
+    assert chosen([Copy(ids("B"), where="host"), device, Copy(ids("XA"))]) is device
+
+
+@pytest.mark.parametrize("selector", ["query", "context"])
+def test_among_equals_the_one_at_the_same_position_is_taken(selector: str) -> None:
+    """It need not be copied. One that has seen more of the prompt is taken all the same."""
+    elsewhere, here = Copy(ids("X"), start=7), Copy(ids("Y"), start=2)
+    assert chosen([elsewhere, here, Copy(ids("V"), start=3)], selector=selector) is here
+    if selector == "query":
+        better = Copy(ids("A"), start=7)
+        assert chosen([here, better]) is better
+
+
+@pytest.mark.parametrize(("start", "stays"), [(2, True), (3, False), (None, False)])
+def test_piece_stays_where_its_source_stands(start: int | None, stays: bool) -> None:
+    """KV in host memory has no position."""
+    (*_, piece) = plan_of("ABZZ.", {"Z": [Copy(start=start)]}).pieces
+    assert piece.stays == stays
+    assert not plan_of("ABZZ.", "Z").pieces[0].stays  # a gap
+
+
+def test_context_takes_the_lowest_fix_overhead() -> None:
+    """Cache-Craft 3.3: what counts is attention that is lost, not how many chunks are shared."""
+    scores = make_sums([9.0, 1.0], [1, 1], num_tokens=2)
+    lost = Copy(ids("XA"), scores=scores, preprocessed=True)
+    kept = Copy(ids("AX"), where="host", scores=scores)
+    assert chosen([lost, kept], selector="context") is kept
+    assert chosen([lost, kept]) is lost
+
+
+def test_piece_carries_the_fix_overhead_of_a_scored_source() -> None:
+    """Even odds of eq. 11 at alpha 1, half of the prefix lost: 0.25. Without scores there is none."""
+    scores = make_sums([1.0, 1.0], [1000, 1000], intra=1e9, num_tokens=8)
+    plan = plan_of("AZZZZZZZZYY.", {"Z": [Copy(ids("AX"), scores=scores)], "Y": [Copy()]})
+    assert [piece.cfo for piece in plan.pieces] == [None, pytest.approx(0.25), None]
+
+
+def test_set_takes_one_cached_chain_only() -> None:
+    """SET-CACHE: B after A and A after nothing serve "BA"; C, not of that chain, is computed."""
+    sources = {"A": [Copy()], "B": [Copy(ids("X")), Copy(ids("A"))], "C": [Copy()]}
+    plan = plan_of("BBAAC..", sources, fusion=make_request("set"))
+    assert pieces(plan) == [(0, 2, True), (2, 4, True)]
+    assert [piece.source.prefix for piece in plan.pieces if piece.source] == [ids("A"), ()]
+    assert plan_of("BB..", sources, fusion=make_request("set")) == ReusePlan((), (NotMoved.NO_SOURCE,))
+
+
+def test_set_counts_chunks_of_the_exact_prefix() -> None:
+    """The chain's first chunk is cached at its place; the second is moved because of it."""
+    sources = {"A": [Copy()], "B": [Copy(ids("A"))]}
+    assert pieces(plan_of("AA.BB.", sources, start=2, fusion=make_request("set"))) == [(2, 3, False), (3, 5, True)]
+
+
+@pytest.mark.parametrize(
+    ("fusion", "expected"),
+    [
+        (make_request("query", 0.15), 2),  # ceil(0.15 * 12)
+        (make_request("none", 0.5), 0),
+        (make_request("set", 0.5), 0),
+        (make_request("context", 0.5), 6),  # alpha is solved for the ratio
+        (make_request("context", 0.5, alpha=1.9), 4 + 2),  # ceil(8 * 1.9 * 0.25), and the ratio where nothing is scored
+        (make_request("context", 0.5, alpha=100.0), 8 + 2),
+        (make_request("query", 0.0), 0),
+        (make_request("query", 1.0), 12),
+    ],
+)
+def test_recomputed_tokens_are_foreseen(fusion: FusionRequest, expected: int) -> None:
+    """Both budgets rest on it. Z has a fix overhead of 0.25."""
+    scores = make_sums([1.0, 1.0], [1000, 1000], intra=1e9, num_tokens=8)
+    sources = {"Z": [Copy(ids("AX"), scores=scores)], "Y": [Copy(ids("A"))], "A": [Copy()]}
+    if fusion.selector == "set":
+        sources = {"A": [Copy()], "Z": [Copy(ids("A"))], "Y": [Copy(ids("AZ"))]}
+    plan = plan_of("AZZZZZZZZYYYY.", sources, start=1, fusion=fusion)
+    assert (plan.moved_len, plan.recomputed_len) == (12, expected)
+
+
+# Against a slow version
+
+
+def slow_plan(
+    spans: Sequence[Span],
+    start: int,
+    limit: int,
+    sources: Mapping[str, Sequence[Copy]],
+    fusion: FusionRequest,
+    limits: Limits,
+) -> tuple[set[int], int, tuple[str, ...]]:
+    """(moved positions, end of the promise, reasons): as many hits as fit, tried one by one, each from scratch."""
+    usable = [span for i, span in enumerate(spans) if span.start >= start and span.end <= limit]
+    hits = [span for span in usable if sources.get(span.chunk) and spans.index(span) not in fusion.fresh]
+    if not hits:
+        return set(), start, (NotMoved.NO_SOURCE,) if usable else ()
+
+    def promise(num_hits: int) -> tuple[set[int], int, int, int]:
+        moved = {position for span in hits[:num_hits] for position in range(span.start, span.end)}
+        end = max(moved, default=start - 1) + 1
+        recomputed = 0 if fusion.selector == "none" else math.ceil(fusion.ratio * len(moved))
+        return moved, end, end - start - len(moved), recomputed
+
+    num_hits, reasons = 0, []
+    while num_hits < len(hits):
+        _, _, gaps, recomputed = promise(num_hits + 1)
+        if gaps > limits.max_gap_tokens:
+            reasons.append(NotMoved.GAP_TOO_LONG)
+            break
+        if gaps + recomputed > limits.max_pass_tokens:
+            reasons.append(NotMoved.PASS_BUDGET)
+            break
+        num_hits += 1
+    moved, end, _, recomputed = promise(num_hits)
+    if moved and len(moved) - recomputed < limits.min_saved_tokens:
+        return set(), start, (*reasons, NotMoved.NOT_WORTH_IT)
+    return moved, end, tuple(reasons)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> str:
+    parts = st.one_of(
+        st.sampled_from(["", ".", "..."]), st.builds(str.__mul__, st.sampled_from("ABCD"), st.integers(1, 5))
+    )
+    return "".join(draw(st.lists(parts, max_size=9)))
+
+
+@given(st.data(), layouts())
+def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
+    """Any prompt, any sources, any limits: the same promise for the same reasons, without holes, whole chunks only."""
+    spans = prompt(layout)
+    inside = {position for span in spans for position in range(span.start + 1, span.end)}
+    start = data.draw(st.sampled_from([p for p in range(len(layout) + 1) if p not in inside]))
+    limit = data.draw(st.integers(0, len(layout)))
+    copies = st.lists(
+        st.builds(
+            Copy,
+            st.text("ABCDX", max_size=3).map(ids),
+            st.sampled_from(["device", "host"]),
+            st.none(),
+            st.booleans(),
+        ),
+        max_size=3,
+    )
+    sources = {letter: data.draw(copies) for letter in "ABCD"}
+    fusion = FusionRequest(
+        data.draw(st.sampled_from(["none", "query", "context"])),
+        data.draw(st.sampled_from([0.0, 0.15, 0.5, 1.0])),
+        "r",
+        fresh=data.draw(st.frozensets(st.integers(0, 8), max_size=2)),
+    )
+    small = st.integers(0, 12)
+    limits = Limits(data.draw(small), data.draw(small), data.draw(small))
+
+    plan = plan_of(layout, sources, start=start, limit=limit, fusion=fusion, limits=limits)
+
+    moved, end, reasons = slow_plan(spans, start, limit, sources, fusion, limits)
+    assert {p for piece in plan.pieces if piece.source for p in range(piece.start, piece.end)} == moved
+    assert plan.fallbacks == reasons
+    if not plan.pieces:
+        assert not moved
+        return
+    assert (plan.start, plan.end) == (start, end)
+    assert plan.fused_from == min(moved)
+    assert plan.pieces[-1].source is not None
+    assert all(left.end == right.start for left, right in zip(plan.pieces, plan.pieces[1:], strict=False))
+    assert plan.gap_len == end - start - len(moved) <= limits.max_gap_tokens
+    assert plan.num_pass_tokens <= limits.max_pass_tokens
+    for piece in plan.pieces:
+        if piece.span is None:
+            assert piece.source is None
+            assert not any(span.start < piece.end and span.end > piece.start for span in spans)
+            continue
+        assert spans[piece.span][:2] == (piece.start, piece.end)
+        if piece.source is None:
+            continue
+        assert piece.chunk == spans[piece.span].chunk
+        assert piece.prefix == tuple(span.chunk for span in spans[: piece.span])
+        if fusion.selector != "context":
+            merits = [_merit(copy, piece.prefix) for copy in sources[piece.chunk]]
+            assert _merit(piece.source, piece.prefix) == max(merits)
+
+
+def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, int, bool, int]:
+    """Preprocessed, chunks it has seen, in the pool, little else seen."""
+    return copy.preprocessed, len(set(copy.prefix) & set(before)), copy.where == "device", -len(copy.prefix)

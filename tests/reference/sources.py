@@ -1,0 +1,41 @@
+"""Chunk ids by letter, requests and measured attention for tests of what is moved; no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from radix_ext import ChunkId, FusionRequest
+from radix_ext.cfo import Attention
+
+
+@dataclass(frozen=True, eq=False)
+class Sums(Attention):
+    """Attention of a chunk of `num_tokens`."""
+
+    num_tokens: int = 1
+    nbytes: int = 0
+
+
+def ids(names: str) -> tuple[ChunkId, ...]:
+    """One chunk a letter."""
+    return tuple(ChunkId(name) for name in names)
+
+
+def make_sums(
+    inter: Sequence[float] = (), prefix_lens: Sequence[int] = (), *, intra: float = 1.0, num_tokens: int = 1
+) -> Sums:
+    """Attention on chunks of these lengths."""
+    return Sums(tuple(inter), tuple(prefix_lens), intra, num_tokens)
+
+
+def make_request(
+    selector: str = "query",
+    ratio: float = 0.15,
+    *,
+    alpha: float | None = None,
+    without: Sequence[str] = (),
+    recipe: str = "r",
+) -> FusionRequest:
+    """Without focus; a selector does not look at it."""
+    return FusionRequest(selector, ratio, recipe, alpha=alpha, without=frozenset(without))

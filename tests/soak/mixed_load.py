@@ -1,0 +1,262 @@
+"""Mixed load on a tiny poisoned pool: does fused reuse ever read KV of a free slot, lose a slot, or change an exact answer?
+
+The server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill pieces smaller than two chunks.
+Clients send exact and fused requests with every selector and many ratios, streams, parallel answers, conversations, plain and
+explain requests; some disconnect early. `soak` sends the load and notes as problems: log probabilities that are not finite, fates
+that do not add up, slots that are neither free nor evictable. `check_exact` compares exact answers with full prefill.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from eval.errors import CommandError
+from eval.http import get, post
+from eval.world.world import World, order_questions
+from tests.soak.answers import LOGPROBS, Answer, answer_of, differences, logprob_difference, prompt_ids, run_stock
+
+POISONED = ("-m", "tests.e2e.poisoned_server")
+POOL_TOKENS = 1600
+FLAGS = [
+    *("--model-path", "bundled", "--reuse", "fused", "--max-total-tokens", str(POOL_TOKENS)),
+    *("--chunked-prefill-size", "32", "--max-running-requests", "8", "--random-seed", "0"),
+    *("--chunkcache-min-saved-tokens", "0", "--chunkcache-max-pass-tokens", "1000"),
+]
+"""The pool holds about a dozen prompts, and all moved chunks of a request may be recomputed."""
+TIGHT_POOL_TOKENS = 800
+TIGHT = [
+    *(*FLAGS, "--max-total-tokens", str(TIGHT_POOL_TOKENS)),
+    *("--chunkcache-store-chunks", "12", "--chunkcache-store-variants", "2"),
+]
+"""So small that requests wait for slots, promises are declined, and the store evicts chunks that are being moved."""
+
+SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
+RATIOS = (0.0, 0.15, 0.5, 1.0)
+NUM_PASSAGES = 20
+MAX_NEW_TOKENS = 24
+TIE = 0.126
+"""Two best tokens closer than this, in nats, may swap: bfloat16 rounding depends on the batch and on the CPU's kernels. The
+model's logits are mostly between 8 and 16, where adjacent bfloat16 values are 0.0625 apart, and each of two may move by one."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work of one client: a request, or the turns of a conversation. `act` names how it is sent."""
+
+    act: str
+    turns: tuple[dict[str, Any], ...]
+
+
+@dataclass
+class Found:
+    """The observations of a run. `problems` must stay empty."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    fates: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    exact: list[tuple[list[int], Answer, int]] = field(default_factory=list)
+    """Prompt ids, answer, tokens asked for."""
+    problems: list[str] = field(default_factory=list)
+
+
+def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int) -> Found:
+    """Send the load, wait until no request is running, and check that `pool_tokens` slots are free or evictable."""
+    found = Found()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(lambda task: _run(url, task, found), make_tasks(num_requests, seed)))
+    found.problems += leftovers(url, pool_tokens)
+    return found
+
+
+def make_tasks(num_requests: int, seed: int) -> list[Task]:
+    """At least `num_requests` requests about a small world, so that chunks recur at other positions."""
+    world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
+    asked = [question for question in world.questions if question.hop == 1]
+    tasks: list[Task] = []
+    total = 0
+    while total < num_requests:
+        act = rng.choices(
+            ("send", "again", "stream", "parallel", "hang up", "conversation", "plain", "explain"),
+            (40, 10, 15, 5, 10, 10, 5, 5),
+        )[0]
+        turns = []
+        for number in range(3 if act == "conversation" else 1):
+            question = rng.choice(asked)
+            passages = world.context(question, rng.randint(2, 6), rng)
+            if rng.random() < 0.4:  # a question that moved KV answers wrongly
+                question = rng.choice(order_questions(passages))
+            turns.append(_body(rng, question.question, passages[: 2 if number else None], act))
+        if act == "conversation":
+            turns = [{**turn, "conversation_id": f"soak{len(tasks)}"} for turn in turns]
+        if act == "again":  # in another order, moved, then exact: the exact request must not match the moved KV
+            exact = {key: value for key, value in turns[0].items() if key != "reuse"}
+            exact |= {"order": "retriever", "cache_salt": f"again{len(tasks)}", "max_tokens": MAX_NEW_TOKENS}
+            exact["messages"] = [{"role": "user", "content": "Which passage comes last?"}]
+            moved = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": 0.0}
+            turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, exact]
+        tasks.append(Task(act, tuple(turns)))
+        total += len(turns)
+    return tasks
+
+
+def check_exact(found: Found, url: str, **salt: str) -> None:
+    """Compare exact answers with full prefill of their ids on the server at `url`; what differs becomes a problem."""
+    references: dict[tuple[int, ...], Answer] = {}
+    for ids, answer, max_tokens in found.exact:
+        if (want := references.get(tuple(ids))) is None:
+            want = references[tuple(ids)] = run_stock(url, ids, MAX_NEW_TOKENS, **salt)
+        want = Answer(want.tokens[:max_tokens], want.logprobs[:max_tokens], want.gaps[:max_tokens])
+        if (off := logprob_difference(want, answer)) > TIE:
+            found.problems.append(f"exact answer's log probabilities are off by {off:.3f}: {ids}")
+        for difference in differences([want], [answer]):
+            if difference.gap > TIE:
+                found.problems.append(f"exact answer differs at {difference.step} by {difference.gap:.3f}: {ids}")
+
+
+def leftovers(url: str, pool_tokens: int, timeout_s: float = 60.0) -> list[str]:
+    """Resources that are not released when the server is idle. Sends requests meanwhile, since captures run with batches."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        post(url + "/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 2}})
+        time.sleep(0.3)
+        stats = get(url + "/chunkcache/stats")
+        rank = stats["ranks"][0]
+        expected = {
+            "protected slots": (rank["protected"], 0),
+            "free and evictable slots": (rank["free"] + rank["evictable"], pool_tokens),
+            "pending captures": (rank["store"]["pending"], 0),
+            "open plans": (stats["tree"]["open_plans"], 0),
+            "prompt tokens in flight": (sum(stats["prompt_tokens_in_flight"]), 0),
+            "mirror agrees": (rank["mirror"]["agrees"], True),
+        }
+        wrong = [f"{name}: {got}, not {want}" for name, (got, want) in expected.items() if got != want]
+        if not wrong or time.monotonic() > deadline:
+            return wrong
+
+
+def problems_of_log(log: Path) -> list[str]:
+    """Log lines of errors, ours or SGLang's."""
+    marks = ("Traceback", "IntegrityError", "moving chunk KV failed", "memory leak", "Scheduler hit an exception")
+    return [line[:200] for line in log.read_text(errors="replace").splitlines() if any(m in line for m in marks)]
+
+
+def is_finite(logprobs: Sequence[Any]) -> bool:
+    """Whether all are numbers. JSON has no NaN; servers write null."""
+    return bool(logprobs) and all(isinstance(value, int | float) and value == value for value in logprobs)
+
+
+# Private, in order of use
+
+
+def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": question}],
+        "chunks": [{"id": p.id, "text": p.text} for p in passages],
+        "temperature": 0,
+        "max_tokens": rng.choice((1, 2, 12, MAX_NEW_TOKENS)),
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    if rng.random() < 0.5:
+        body["order"] = "retriever"
+    if rng.random() < 0.65:
+        body["reuse"] = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": rng.choice(RATIOS)}
+        if rng.random() < 0.2:
+            body["reuse"]["focus"] = rng.random() < 0.5
+        if body["reuse"]["selector"] == "context" and rng.random() < 0.5:
+            body["reuse"]["alpha"] = rng.choice((0.0, 0.5, 2.0))
+    if act == "parallel":
+        body |= {"n": 2, "temperature": 1.0}
+    if act in ("stream", "hang up"):
+        body["stream"] = True
+    return body
+
+
+def _run(url: str, task: Task, found: Found) -> None:
+    messages: list[dict[str, str]] = []
+    for turn in task.turns:
+        kind = "fused" if "reuse" in turn else "exact"
+        messages = [*(messages if task.act == "conversation" else ()), *turn["messages"]]
+        body = {**turn, "messages": messages}
+        try:
+            if task.act == "plain":
+                plain = {key: value for key, value in body.items() if key not in ("chunks", "order", "reuse")}
+                _check_choices(post(url + "/v1/chat/completions", plain), found)
+            elif task.act == "explain":
+                asked = {key: body[key] for key in ("messages", "chunks", "reuse") if key in body}
+                post(url + "/chunkcache/explain", asked)
+            elif "stream" in body:
+                _stream(url, body, found, hang_up=task.act == "hang up")
+            else:
+                messages.append({"role": "assistant", "content": _send(url, body, found)})
+        except (CommandError, OSError, http.client.HTTPException) as error:
+            found.problems.append(f"{task.act}: {error}"[:300])
+        found.outcomes[f"{task.act} {kind}"] += 1
+
+
+def _send(url: str, body: dict[str, Any], found: Found) -> str:
+    reply = post(url + "/rag/v1/chat/completions", {**body, **LOGPROBS})
+    _check_object(reply["chunkcache"], reply["usage"]["prompt_tokens"], found)
+    if _check_choices(reply, found) and "reuse" not in body and "n" not in body:
+        found.exact.append((prompt_ids(reply), answer_of(reply["choices"][0]["meta_info"]), body["max_tokens"]))
+    return reply["choices"][0]["message"]["content"] or ""
+
+
+def _check_choices(reply: dict[str, Any], found: Found) -> bool:
+    logprobs = [token["logprob"] for choice in reply["choices"] for token in choice["logprobs"]["content"]]
+    if not is_finite(logprobs):
+        found.problems.append(f"not finite: {logprobs}, {reply.get('chunkcache')}"[:500])
+        return False
+    return True
+
+
+def _check_object(cached: dict[str, Any], prompt_tokens: int | None, found: Found) -> None:
+    fates = cached["fates"]
+    if fates is not None:
+        found.fates.update(fates)
+        if prompt_tokens is not None and sum(fates.values()) != prompt_tokens:
+            found.problems.append(f"fates do not add up to {prompt_tokens}: {cached}"[:500])
+    found.fallbacks.update(cached["fallbacks"])
+    if "pass_failed" in cached["fallbacks"]:
+        found.problems.append(f"a pass failed: {cached}"[:500])
+
+
+def _stream(url: str, body: dict[str, Any], found: Found, *, hang_up: bool) -> None:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=300)
+    try:
+        connection.request("POST", "/rag/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if hang_up and body["max_tokens"] < 3:
+            time.sleep(0.02 * body["max_tokens"])
+            return  # before there is an answer
+        events = _events(connection.getresponse())
+        logprobs: list[Any] = []
+        for event in events:
+            if hang_up:
+                return
+            contents = [(choice.get("logprobs") or {}).get("content") or () for choice in event["choices"]]
+            logprobs += [token["logprob"] for content in contents for token in content]
+            if "chunkcache" in event:
+                _check_object(event["chunkcache"], None, found)
+        if not is_finite(logprobs):
+            found.problems.append(f"not finite in a stream: {logprobs}, {body.get('reuse')}"[:500])
+    finally:
+        connection.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    if response.status != 200:
+        raise CommandError(f"stream: {response.status} {response.read()[:300]!r}")
+    for line in response:
+        if line.startswith(b"data: {"):
+            yield json.loads(line[len(b"data: ") :])

@@ -1,0 +1,43 @@
+"""Fused reuse under a mixed load of 1,200 requests on poisoned pools: no NaN, no lost slot, exact answers as stock's.
+
+Sampling from NaN kills SGLang, which fails the test, too. A small case runs in tests/e2e/test_reuse.py.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from eval.http import get
+from eval.server import Server
+from tests.soak import mixed_load
+from tests.soak.answers import NEVER_REUSE, STRICT
+from tests.soak.sizes import scaled
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+RETRACT = {"SGLANG_TEST_RETRACT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "pool_tokens", "num_requests", "env"),
+    [
+        (mixed_load.FLAGS, mixed_load.POOL_TOKENS, 500, {}),
+        (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 500, {}),
+        (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 200, RETRACT),
+    ],
+    ids=["roomy", "tight", "retract"],
+)
+def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requests: int, env: dict[str, str]) -> None:
+    """Requests wait, are evicted and, in the last case, retracted while their chunks are moved."""
+    num_requests = scaled(num_requests, 60)
+    log = tmp_path / "poisoned.log"
+    with Server(flags, log=log, launcher=mixed_load.POISONED, env={**STRICT, **env}) as server:
+        found = mixed_load.soak(server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens)
+        rank = get(server.url + "/chunkcache/stats")["ranks"][0]
+    with Server(["--stock", *mixed_load.FLAGS[:2]], log=tmp_path / "stock.log", env=NEVER_REUSE) as stock:
+        mixed_load.check_exact(found, stock.url)
+    assert found.problems + mixed_load.problems_of_log(log) == []
+    assert len(found.exact) > num_requests // 14
+    assert found.fates["relocated"] > 5 * num_requests
+    assert rank["evicted_chunks"] > num_requests // 2
+    assert rank["gate"]["passed"]
+    assert ("retract" in log.read_text().lower()) == bool(env)
