@@ -45,9 +45,8 @@ class CaptureQueue:
             if index >= len(chunks):
                 break
             node = chunks[index]
-            preprocessed = is_preprocessing and bool(
-                self._copies.facts_of(node).prefix
-            )  # alone it has seen no neighbour
+            # Alone it has seen no neighbour.
+            preprocessed = is_preprocessing and bool(self._copies.facts_of(node).prefix)
             if node in self._waiting or not self._is_wanted(node, preprocessed, is_preprocessing):
                 continue
             if len(self._waiting) >= self._max_waiting:

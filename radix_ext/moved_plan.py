@@ -69,6 +69,7 @@ class NotMoved(StrEnum):
     GAP_TOO_LONG = "gap_too_long"
     PASS_BUDGET = "pass_budget"
     NOT_WORTH_IT = "not_worth_it"
+    NO_ROOM = "no_room"
 
 
 class Candidate(Protocol):
@@ -167,6 +168,17 @@ class Limits:
     max_pass_tokens: int
     max_gap_tokens: int
     min_saved_tokens: int
+
+
+def has_room(num_idle: int, num_tokens: int, *, reserve: int, num_after: int) -> bool:
+    """Whether slots that are free or evictable hold what is moved and leave room for an extend. All in tokens.
+
+    Args:
+        num_tokens: slots that the move takes.
+        reserve: what one batch's extends may take.
+        num_after: the rest of the prompt, which is extended next.
+    """
+    return num_idle >= num_tokens + max(reserve, num_after)
 
 
 def make_plan(

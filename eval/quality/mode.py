@@ -26,9 +26,9 @@ from eval.quality.scores import AGREEMENT_NOTE, UNKNOWN_NOTE, Scorer, Weights, b
 from eval.random_model import SHAPES
 from eval.record import model_sha256
 from eval.recorded import read_recorded
-from eval.run import Run, Sample
+from eval.run import Run, Sample, new_folder
 from eval.serve.arms import Arm
-from eval.serve.options import DEFAULT_PARAMS, default_folder, model_flags
+from eval.serve.options import DEFAULT_PARAMS, model_flags
 from eval.serve.plan import Plan
 from eval.serve.runner import FACTS, load_facts
 from eval.serve.server_pool import Key, ServerPool
@@ -107,7 +107,7 @@ def measure(mode: type[Mode], args: argparse.Namespace) -> int:
     """Answer, score, record, print; returns the exit code."""
     check_options(args)
     asked = mode(args)  # type: ignore[call-arg]  # subclasses make arms and requests of the options
-    folder = args.out or default_folder(f"quality-{mode.name}")
+    folder = args.out or new_folder(f"quality-{mode.name}")
     asked.facts |= load_facts(folder)
 
     def summarize(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from radix_ext import (
 )
 from radix_ext.capture_queue import CaptureQueue
 from radix_ext.cfo import Attention
-from radix_ext.moved_plan import Limits, ReusePlan, make_plan
+from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, has_room, make_plan
 from radix_ext.sources import ChunkCopies, ChunkSources, CopyFacts, DeviceCopy
 from radix_ext.variants import Variant, VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
@@ -174,7 +174,7 @@ class FusedReplay:
         )
         locked = {*found, *_sources(plan)}
         if plan.pieces and not self._has_room(plan, locked, after=spans[-1].end - plan.end):
-            plan, locked = ReusePlan((), (*plan.fallbacks, "no_room")), {*found}
+            plan, locked = ReusePlan((), (*plan.fallbacks, NotMoved.NO_ROOM)), {*found}
         self.fallbacks.update(plan.fallbacks)
         moved = {piece.span for piece in plan.pieces if piece.span is not None and piece.source is not None}
         fused_from = num_exact if len(found) > num_exact else min(moved, default=len(spans))
@@ -222,7 +222,7 @@ class FusedReplay:
     def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:
         """Whether what is free or idle holds the promise and leaves room for an extend, as the server asks."""
         idle = sys.maxsize if self._room is None else self._room - sum(node.num_tokens for node in locked)
-        return idle >= plan.end - plan.start + max(self._budget, after)
+        return has_room(idle, plan.end - plan.start, reserve=self._budget, num_after=after)
 
     def _make_room(self, chunks: Sequence[Chunk], locked: Collection[ChainNode]) -> None:
         """Evict until these fit, as the pool does before it takes them; all but the prompt's own nodes and its sources."""

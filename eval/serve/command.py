@@ -32,14 +32,13 @@ from functools import partial
 
 from eval.errors import CommandError
 from eval.record import model_sha256
-from eval.run import Run
+from eval.run import Run, new_folder
 from eval.serve.arms import add_arm_options, parse_arms
 from eval.serve.latency import summarize, text
 from eval.serve.options import (
     add_load_options,
     add_server_options,
     check_load_options,
-    default_folder,
     loads,
     make_plan,
     model_flags,
@@ -89,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError(f"--history reference: task {args.task} has turns without a reply; use own")
     if args.load == "closed" and all(request.arrival_s is not None for request in everything):
         print("eval: --load closed does not use the requests' own times; --load trace does", file=sys.stderr)
-    folder = args.out or default_folder("serve")
+    folder = args.out or new_folder("serve")
     facts = load_facts(folder)
     plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
     made = cells(args, requests)

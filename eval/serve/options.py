@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -165,8 +164,3 @@ def _default_block(args: argparse.Namespace, eighth: int) -> int:
     if args.load != "closed":
         return max(20, eighth)
     return max(min(10, eighth), 4 * max(args.clients) if max(args.clients) > 1 else 1)
-
-
-def default_folder(command: str) -> Path:
-    """The folder of a run without `--out`."""
-    return Path("runs") / f"{datetime.datetime.now():%Y-%m-%dT%H%M%S}-{command}"

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import IntegrityError
-from radix_ext.moved_plan import Limits, ReusePlan, make_plan, max_critical
+from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_critical
 from radix_ext.sources import ChunkSources, DeviceCopy
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
@@ -315,7 +315,7 @@ class Fuser:
         """
         allocator = self.cache.token_to_kv_pool_allocator
         capacity = allocator.available_size() + self.cache.evictable_size()
-        if capacity < num_tokens + max(self.extend_reserve, num_after):
+        if not has_room(capacity, num_tokens, reserve=self.extend_reserve, num_after=num_after):
             return None
         if (missing := num_tokens - allocator.available_size()) > 0:
             self.cache.evict(EvictParams(num_tokens=missing))

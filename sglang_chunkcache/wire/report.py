@@ -87,7 +87,7 @@ class Fallback(StrEnum):
         "it rarer.",
     )
     NO_ROOM = (
-        "no_room",
+        NotMoved.NO_ROOM,
         "Free and evictable slots of the KV pool do not hold the moved tokens and one prefill budget (`--chunked-"
         "prefill-size`).",
         "Lower `--chunked-prefill-size` or enlarge the KV pool; a pool no larger than one budget never moves anything.",
