@@ -12,17 +12,14 @@ from importlib import import_module
 from eval.errors import CommandError
 
 COMMANDS = {
-    "replay": ("eval.replay.command", "share of chunks that orders and evictions find cached on your trace; no server"),
-    "serve": (
-        "eval.serve.command",
-        "times and throughput under load, ours against stock SGLang; sweeps of one setting",
-    ),
+    "replay": ("eval.replay.command", "share of your trace's chunks found cached; no server"),
+    "serve": ("eval.serve.command", "times under load, ours against stock SGLang"),
     "quality": ("eval.quality.command", "the effect of reuse on the answers"),
-    "recall": ("eval.recall", "recall of words, vectors and rank fusion, and overlap of their lists; no server"),
-    "bench": ("eval.bench.command", "one part: tree, reuse, relocate, attention, ann, bundled-model"),
-    "compare": ("eval.compare", "two records, or two arms of one: which differences exceed chance"),
-    "report": ("eval.report.command", "a page, charts and a summary of records"),
-    "demo": ("eval.demo", "sends RAG traffic to a running server and shows how much was reused"),
+    "recall": ("eval.recall", "what words, vectors and rank fusion find; no server"),
+    "bench": ("eval.bench.command", "a part: tree reuse relocate attention ann bundled-model"),
+    "compare": ("eval.compare", "two records, or two arms of one: differences beyond chance"),
+    "report": ("eval.report.command", "one page of records"),
+    "demo": ("eval.demo", "RAG traffic to a running server, and how much was reused"),
 }
 """Command -> its module and one line for the help."""
 OWN_PACKAGES = ("eval", "radix_ext", "retrieval", "sglang_chunkcache")
