@@ -56,7 +56,7 @@ def contrast_arms(
             blocks = [block_of[request] for request in both]
             known = None if None in blocks else blocks
             for statistic in (TIMES if is_time(metric) else OTHERS) if both else ():
-                measured = contrast(pairs, better="higher", blocks=known, statistic=statistic)
+                measured = contrast(pairs, statistic=statistic, blocks=known)
                 found.append({"cell": json.loads(cell), "metric": metric, "a": a, "b": b, **measured, **failures})
     return found
 

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise CommandError(f"--{name} must be at least 1, got {getattr(args, name)}")
     try:
-        from eval.bench.outcome import tell
+        from eval.outcome import tell
         from retrieval import RetrievalError
 
         with Run(args.out or new_folder("recall"), kind="recall", spec=vars(args), summarize=summarize) as taken:

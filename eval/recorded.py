@@ -179,7 +179,7 @@ def _replayed(cells: Sequence[Cell]) -> list[Cell]:
 
 def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:
     # Neighbours in a trace share chunks, so blocks are resampled, as long as replay's own.
-    length = max(1, spec["block"] // row.get("bin", 1))
+    length = max(1, spec["block"] // row["bin"])
     # Divided by the mean number of chunks, so that the mean over bins is the share of all chunks, as replay reports it.
     mean = {name: fmean(row[unit[-1]]) for name, unit in UNITS.items() if row.get(unit[-1])}
     return [

@@ -59,16 +59,14 @@ def summary(
 def contrast(
     pairs: Sequence[tuple[float, float]],
     *,
-    better: Literal["lower", "higher"],
+    statistic: Statistic = "ratio of medians",
     blocks: Sequence[Hashable] | None = None,
-    statistic: Statistic | None = None,
     draws: int = 2000,
 ) -> dict[str, Any]:
     """The contrast of b against a: a / b of medians or p90, or b - a of means.
 
     Args:
         pairs: (a, b) of the same request, finite.
-        better: selects the statistic if none is given: the ratio of medians for "lower", else the difference of means.
         blocks: the block of each pair; whole blocks are resampled if there are at least 8.
     Returns:
         A dict with
@@ -86,16 +84,15 @@ def contrast(
         raise ValueError("a contrast needs at least one pair, and finite values")
     if blocks is not None and len(blocks) != len(pairs):
         raise ValueError(f"{len(pairs)} pairs but {len(blocks)} blocks")
-    chosen = statistic or ("ratio of medians" if better == "lower" else "difference of means")
     units = _units(len(values), blocks)
     num_units = int(units.max()) + 1
-    arms = _arms(values, units, np.ones((1, num_units)), chosen)
+    arms = _arms(values, units, np.ones((1, num_units)), statistic)
     batches = _draw(num_units, draws, len(values))
-    spread = [_distance(_arms(values, units, counts, chosen), chosen) for counts in batches]
-    found = [float(_distance(arms, chosen)[0]), *_ends(spread)]
+    spread = [_distance(_arms(values, units, counts, statistic), statistic) for counts in batches]
+    found = [float(_distance(arms, statistic)[0]), *_ends(spread)]
     value, low, high = found if all(map(math.isfinite, found)) else (None, None, None)
     return {
-        "statistic": chosen,
+        "statistic": statistic,
         "a_value": float(arms[0, 0]),
         "b_value": float(arms[1, 0]),
         "value": value,
@@ -103,7 +100,7 @@ def contrast(
         "high": high,
         "n": len(values),
         "num_blocks": None if blocks is None else len(set(blocks)),
-        "p": _p_value(values, units) if chosen == "difference of means" else None,
+        "p": _p_value(values, units) if statistic == "difference of means" else None,
     }
 
 

@@ -30,8 +30,8 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.bench.outcome import Row, add_out_option, interval, open_run, table, tell
 from eval.errors import CommandError
+from eval.outcome import Row, add_out_option, interval, open_run, table, tell
 from eval.run import Run, Sample
 from eval.stats import contrast, quantile, summary
 from retrieval.dense import ADD_ROWS, create_faiss, create_segment, read_faiss, search_segments, write_faiss
@@ -203,7 +203,7 @@ def _measure_all(run: Run, options: argparse.Namespace, work: Path) -> None:
 
 def _faster(exact: Sequence[Sample], taken: Sequence[Sample], metric: str) -> str:
     pairs = [(a["metrics"][metric], b["metrics"][metric]) for a, b in zip(exact, taken, strict=True)]
-    return interval(contrast(pairs, better="lower"), 1)
+    return interval(contrast(pairs), 1)
 
 
 def _recall(taken: Sequence[Sample]) -> list[float | None]:

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.bench.outcome import add_out_option, interval, open_run, table, tell
 from eval.bench.timing import Timer, create_timer
+from eval.outcome import add_out_option, interval, open_run, table, tell
 from eval.run import Sample
 from eval.stats import contrast
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
@@ -166,7 +166,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             row = {**dict(cell), "arm": arm, "GB/s": float(f"{taken[0]['bytes'] / median(times[arm]) / 1e9:.3g}")}
             if (against := taken[0]["against"]) is not None:
                 pairs = list(zip(times[against], times[arm], strict=True))
-                row["share of a plain copy"] = interval(contrast(pairs, better="lower"))
+                row["share of a plain copy"] = interval(contrast(pairs))
             rows.append(row)
     wrong = sorted({f"{dict(one['cell'])}: {name}" for one in samples for name in one["wrong"]})
     on_cpu = any(one["device"] == "cpu" for one in samples)

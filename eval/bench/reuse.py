@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.bench.outcome import add_out_option, open_run, tell
 from eval.bench.reuse_figures import PHASES, summarize
 from eval.data.random_text import WORDS, random_text
 from eval.errors import CommandError
 from eval.http import get, post
+from eval.outcome import add_out_option, open_run, tell
 from eval.random_model import SHAPES, write_random_model
 from eval.run import Run, Sample
 from eval.serve import arms as serve_arms

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.bench.outcome import Row, interval, table
+from eval.outcome import Row, interval, table
 from eval.run import Sample
 from eval.stats import contrast, quantile
 
@@ -68,7 +68,7 @@ def _row(arm: str, rounds: Mapping[str, Sequence[Sample]]) -> Row:
     for base in ("full", "stock"):
         if base in rounds:
             pairs = list(zip(times, _times(rounds[base]), strict=True))
-            row[f"share of {base}"] = interval(contrast(pairs, better="lower"))
+            row[f"share of {base}"] = interval(contrast(pairs))
             row[f"{base} / arm"] = round(median(_times(rounds[base])) / median(times), 2)
     if "lookup_s" in samples[0]["metrics"]:
         full_s = median(_times(rounds["full"]))

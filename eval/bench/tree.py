@@ -16,7 +16,7 @@ from itertools import accumulate
 from time import thread_time
 from typing import Any
 
-from eval.bench.outcome import add_out_option, open_run, table, tell
+from eval.outcome import add_out_option, open_run, table, tell
 from eval.run import Sample
 from radix_ext import AccessTable, Chunk, ChunkId, ChunkPrefixTree, Tier, order_chunks
 

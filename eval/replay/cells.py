@@ -95,13 +95,25 @@ class TraceCell:
 
 
 class ReplayCell:
-    """A replay of one cell of the grid."""
+    """A replay of one cell of the grid.
 
-    def __init__(self, cell: Cell, facts: TraceFacts, *, warm_up: int) -> None:
+    Args:
+        replay: what serves the requests instead of the cell's `Replay`: it has the same `step`, which returns `counts`.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        facts: TraceFacts,
+        *,
+        warm_up: int,
+        replay: Any = None,
+        counts: Sequence[str] = (*CHUNK_COUNTS, *TOKEN_COUNTS),
+    ) -> None:
         self._cell, self._facts = cell, facts
-        self._replay = Replay(cell.settings)
+        self._replay = Replay(cell.settings) if replay is None else replay
         self._turns_left = dict(facts.num_turns)
-        self._bins = Bins((*CHUNK_COUNTS, *TOKEN_COUNTS), warm_up=warm_up)
+        self._bins = Bins(counts, warm_up=warm_up)
 
     def step(self, request: TraceRequest) -> None:
         """Serve the request from the cache. A conversation is forgotten after its last turn in the trace."""

@@ -16,7 +16,7 @@ import argparse
 import gzip
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from radix_ext import (
     Chunk,
     ChunkId,
 )
+from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50
 MAX_BLOCKS = 1000
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
         return storage.main([option for option in argv if option != "--storage"])
     options = _parser().parse_args(argv)
-    server_config(options)
+    config = server_config(options)
     try:
         trace = _trace(options)
         if options.save_trace is not None:
@@ -71,9 +72,9 @@ def main(argv: Sequence[str]) -> int:
         if options.warm_up >= facts.num_counted:
             raise CommandError(f"--warm-up {options.warm_up} leaves none of {facts.num_counted} requests to measure")
         options.block = _block(options.block, facts.num_counted - options.warm_up)
-        if len(cells) == 1 and options.out is None and options.reuse == "exact":
+        if len(cells) == 1 and options.out is None and config is None:
             return _print_one(options, trace, facts, cells[0])
-        return _run_grid(options, trace, facts, cells, left_out)
+        return _run_grid(options, trace, facts, _measured(options, facts, cells, config), left_out)
     except CallerError as error:
         raise CommandError(str(error)) from None
 
@@ -231,12 +232,12 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> tuple[list[Cell], 
 
 
 def _run_grid(
-    options: argparse.Namespace, trace: Trace, facts: TraceFacts, cells: Sequence[Cell], left_out: str | None
+    options: argparse.Namespace, trace: Trace, facts: TraceFacts, measured: Mapping[str, Create], left_out: str | None
 ) -> int:
     folder = options.out or new_folder("replay")
     spec = {**vars(options), "json": None, "trace_sha256": facts.sha256, "left_out": left_out}
     with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec)) as run:
-        todo = {key: create for key, create in _measured(options, facts, cells).items() if key not in run}
+        todo = {key: create for key, create in measured.items() if key not in run}
         with progress("replay", len(todo) * facts.num_requests) as bar:
             for key, create in todo.items():
                 run.add(key, measure(create(), trace, bar))
@@ -248,21 +249,23 @@ def _run_grid(
     return 0
 
 
-def _measured(options: argparse.Namespace, facts: TraceFacts, cells: Sequence[Cell]) -> dict[str, Create]:
+def _measured(
+    options: argparse.Namespace, facts: TraceFacts, cells: Sequence[Cell], config: ChunkCacheConfig | None
+) -> dict[str, Create]:
     """Key of a sample -> what measures it: first the trace itself, once per k, then the cells."""
     found: dict[str, Create] = {}
     for cell in cells:
         found[f"trace/k={cell.k}"] = partial(TraceCell, cell.k, facts, warm_up=options.warm_up)
     for cell in cells:
         found[cell.key] = partial(ReplayCell, cell, facts, warm_up=options.warm_up)
-    if (config := server_config(options)) is not None:
+    if config is not None:
         found |= {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
     return found
 
 
 def _print_one(options: argparse.Namespace, trace: Trace, facts: TraceFacts, cell: Cell) -> int:
     """One cell: a line for each setting and figure, or its JSON."""
-    measured = _measured(options, facts, [cell])
+    measured = _measured(options, facts, [cell], None)
     with progress("replay", len(measured) * facts.num_requests) as bar:
         samples = [measure(create(), trace, bar) for create in measured.values()]
     results = summarize(vars(options), samples)

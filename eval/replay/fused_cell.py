@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from eval.errors import CommandError
-from eval.replay.cells import Bins, ReplayCell, Sample
+from eval.replay.cells import ReplayCell, Sample
 from eval.replay.fused import FusedCount, FusedReplay
 from eval.replay.grid import DEFAULTS, Cell
 from eval.replay.trace import TraceFacts, TraceRequest
@@ -78,18 +78,17 @@ class FusedCell(ReplayCell):
     """A fused replay of one cell of the grid."""
 
     def __init__(self, cell: Cell, facts: TraceFacts, options: argparse.Namespace, config: ChunkCacheConfig) -> None:
-        super().__init__(cell, facts, warm_up=options.warm_up)
         # The store's threshold counts in the window.
         settings = replace(cell.settings, window=cell.window or DEFAULTS["window"])
         self._chunk_tokens = None if facts.has_lengths else options.chunk_tokens
-        self._replay = self._fused = FusedReplay(  # type: ignore[assignment]  # it has the same `step`
+        self._fused = FusedReplay(
             settings,
             config,
             kv_bytes=options.kv_bytes_per_token,
             prefill_budget=options.prefill_budget,
             chunk_tokens=self._chunk_tokens or facts.distinct_tokens / facts.distinct_chunks,
         )
-        self._bins = Bins(FusedCount._fields, warm_up=options.warm_up)
+        super().__init__(cell, facts, warm_up=options.warm_up, replay=self._fused, counts=FusedCount._fields)
 
     def step(self, request: TraceRequest) -> None:
         """As `ReplayCell.step`."""

@@ -31,10 +31,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from eval.errors import CommandError
+from eval.outcome import text
 from eval.record import model_sha256
 from eval.run import Run, new_folder
 from eval.serve.arms import add_arm_options, parse_arms
-from eval.serve.latency import summarize, text
+from eval.serve.latency import summarize
 from eval.serve.options import (
     add_load_options,
     add_server_options,
@@ -103,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken, model as flags:
         measure(taken, replace(plan, server_flags=flags), made)
     results = taken.results()
-    print(text(results))
+    print(text(results["tables"], floatfmt=".3f"))
     compared = results["verdict"] or (["Nothing was compared."] if len(arms) > 1 else [])
     print(*compared, f"record: {folder}", json.dumps(results), sep="\n")
     return 0

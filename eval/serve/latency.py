@@ -11,8 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
 from eval.contrast import contrast_arms, has_enough, sentences
 from eval.metrics import METRICS
 from eval.serve.expected import hit_shares
@@ -140,13 +138,6 @@ def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
         {"title": "Arms under load", "rows": [{name: row[name] for name in kept} for row in figures], "note": note},
         *([{"title": "Ratios of times (above 1, the second is faster)", "rows": ratios}] if ratios else []),
     ]
-
-
-def text(results: Mapping[str, Any]) -> str:
-    """The tables of `summarize` for a terminal."""
-    return "\n\n".join(
-        tabulate(table["rows"], headers="keys", floatfmt=".3f", missingval="-") for table in results["tables"]
-    )
 
 
 # Private, in order of use

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eval.bench.outcome import add_out_option, open_run, table, tell
+from eval.outcome import add_out_option, open_run, table, tell
 from eval.run import Sample
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import Passage, Question, World, linked_questions, order_questions

@@ -1,14 +1,29 @@
-"""Tiny data sets in the folder's schema."""
+"""Tiny data sets in the folder's schema, and what a command makes of them."""
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from eval.task import Request, add_task_options, load_requests
+
 WORDS = ("amber", "basalt", "copper", "dolomite", "emerald", "feldspar", "garnet", "hematite", "iolite", "jasper")
+
+
+def requests(*options: str | Path) -> list[Request]:
+    """What a command with these options would send."""
+    return load_requests(parse(*options))
+
+
+def parse(*options: str | Path) -> argparse.Namespace:
+    """The options as a command parses them."""
+    parser = argparse.ArgumentParser()
+    add_task_options(parser)
+    return parser.parse_args([str(option) for option in options])
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -10,7 +10,6 @@ import pytest
 from scipy import stats
 
 from eval.contrast import contrast_arms, direction, sentences, verdict
-from eval.metrics import METRICS
 from eval.stats import Statistic, contrast
 
 TIMES = [(float(2 * i), float(i)) for i in range(1, 21)]
@@ -31,13 +30,13 @@ def label(found: dict[str, Any], metric: str = "ttft_s") -> dict[str, Any]:
 def test_ratio_of_equally_scaled_times_is_known_without_doubt() -> None:
     """Where b takes half of a's time on every request, no draw can say anything else."""
     for statistic in ("ratio of medians", "ratio of p90"):
-        found = contrast(TIMES, better="lower", statistic=statistic)
+        found = contrast(TIMES, statistic=statistic)
         assert (found["value"], found["low"], found["high"], found["n"], found["p"]) == (2.0, 2.0, 2.0, 20, None)
 
 
 def test_difference_and_p_value_known_answers() -> None:
     """Differences 1 and 3, ten each: mean 2, t = 2 / (sd / sqrt 20) with 19 degrees of freedom."""
-    found = contrast([(0.0, 1.0), (5.0, 8.0)] * 10, better="higher")
+    found = contrast([(0.0, 1.0), (5.0, 8.0)] * 10, statistic="difference of means")
     assert found["statistic"] == "difference of means"
     assert found["value"] == pytest.approx(2.0)
     assert 1.4 < found["low"] < 2.0 < found["high"] < 2.6
@@ -47,8 +46,8 @@ def test_difference_and_p_value_known_answers() -> None:
 
 def test_equal_differences_have_no_p_value() -> None:
     """The t-test would divide by zero."""
-    assert contrast([(float(i), i + 1.0) for i in range(10)], better="higher")["p"] is None
-    assert contrast([(0.0, 0.0)], better="higher")["p"] is None
+    assert contrast([(float(i), i + 1.0) for i in range(10)], statistic="difference of means")["p"] is None
+    assert contrast([(0.0, 0.0)], statistic="difference of means")["p"] is None
 
 
 def test_quantiles_of_the_plain_data_are_numpys() -> None:
@@ -56,7 +55,7 @@ def test_quantiles_of_the_plain_data_are_numpys() -> None:
     values = np.random.default_rng(0).lognormal(size=(37, 2))
     expected: dict[Statistic, float] = {"ratio of medians": 0.5, "ratio of p90": 0.9}
     for statistic, q in expected.items():
-        found = contrast([(a, b) for a, b in values], better="lower", statistic=statistic)
+        found = contrast([(a, b) for a, b in values], statistic=statistic)
         assert found["value"] == pytest.approx(np.quantile(values[:, 0], q) / np.quantile(values[:, 1], q))
 
 
@@ -66,7 +65,7 @@ def test_interval_equals_a_plain_bootstrap() -> None:
     values = rng.lognormal(size=(60, 2))
     draws = [values[rng.integers(0, 60, 60)] for _ in range(4000)]
     slow = np.quantile([np.median(d[:, 0]) / np.median(d[:, 1]) for d in draws], [0.025, 0.975])
-    found = contrast([(a, b) for a, b in values], better="lower", draws=4000)
+    found = contrast([(a, b) for a, b in values], draws=4000)
     assert [found["low"], found["high"]] == pytest.approx(slow, rel=0.05)
 
 
@@ -79,7 +78,7 @@ def test_interval_holds_the_truth_about_95_times_in_100(statistic: Statistic) ->
         shared = rng.normal(size=40)  # A long prompt is long in both arms.
         a, b = (np.exp(shared + 0.3 * rng.normal(size=40)) for _ in range(2))
         pairs = list(zip(2 * a, b, strict=True)) if statistic != "difference of means" else list(zip(a, b, strict=True))
-        found = contrast(pairs, better="lower", statistic=statistic, draws=500)
+        found = contrast(pairs, statistic=statistic, draws=500)
         held += found["low"] <= (0.0 if statistic == "difference of means" else 2.0) <= found["high"]
     assert 0.90 <= held / 200 <= 0.99
 
@@ -89,8 +88,8 @@ def test_blocks_that_move_together_give_a_longer_interval() -> None:
     rng = np.random.default_rng(1)
     drift = np.repeat(rng.normal(size=12), 10)
     pairs = [(0.0, d + e) for d, e in zip(drift, 0.1 * rng.normal(size=120), strict=True)]
-    alone = contrast(pairs, better="higher")
-    whole = contrast(pairs, better="higher", blocks=[i // 10 for i in range(120)])
+    alone = contrast(pairs, statistic="difference of means")
+    whole = contrast(pairs, statistic="difference of means", blocks=[i // 10 for i in range(120)])
     assert whole["high"] - whole["low"] > 2 * (alone["high"] - alone["low"])
     assert whole["p"] > alone["p"]
 
@@ -98,8 +97,8 @@ def test_blocks_that_move_together_give_a_longer_interval() -> None:
 def test_few_blocks_fall_back_to_single_pairs_and_give_no_verdict() -> None:
     """Seven blocks are seven witnesses at most: pairs give an interval to look at, which is too short to be believed."""
     pairs = [(float(i % 5), float(i % 7) + 9) for i in range(70)]
-    blocked = contrast(pairs, better="higher", blocks=[i // 10 for i in range(70)])
-    single = contrast(pairs, better="higher")
+    blocked = contrast(pairs, statistic="difference of means", blocks=[i // 10 for i in range(70)])
+    single = contrast(pairs, statistic="difference of means")
     assert blocked == {**single, "num_blocks": 7}
     names = {"cell": {}, "metric": "em", "a": "x", "b": "y"}
     assert verdict({**names, **single}) is not None
@@ -113,8 +112,8 @@ def test_swapping_the_arms_inverts_the_answer(metric: str) -> None:
     """The verdict must not depend on which folder is named first."""
     rng = np.random.default_rng(2)
     pairs = [(a, b) for a, b in rng.lognormal(size=(50, 2))]
-    better = METRICS[metric].better
-    one, other = (contrast(p, better=better) for p in (pairs, [(b, a) for a, b in pairs]))
+    statistic: Statistic = "ratio of medians" if metric == "ttft_s" else "difference of means"
+    one, other = (contrast(p, statistic=statistic) for p in (pairs, [(b, a) for a, b in pairs]))
     turned = (
         [1 / other["value"], 1 / other["high"], 1 / other["low"]]
         if metric == "ttft_s"
@@ -127,12 +126,12 @@ def test_swapping_the_arms_inverts_the_answer(metric: str) -> None:
 def test_same_seed_same_interval() -> None:
     """A record that is computed again must hold the same figures."""
     pairs = [(a, b) for a, b in np.random.default_rng(5).lognormal(size=(30, 2))]
-    assert contrast(pairs, better="lower") == contrast(pairs, better="lower")
+    assert contrast(pairs) == contrast(pairs)
 
 
 def test_ratio_over_zero_is_none_not_infinite() -> None:
     """Infinity is no JSON."""
-    found = contrast([(1.0, 0.0)] * 10, better="lower")
+    found = contrast([(1.0, 0.0)] * 10)
     assert (found["value"], found["low"], found["high"]) == (None, None, None)
     assert verdict(label(found)) is None
 
@@ -141,26 +140,26 @@ def test_ratio_over_zero_is_none_not_infinite() -> None:
 def test_no_pairs_or_not_finite_raises(pairs: list[tuple[float, float]]) -> None:
     """A figure of nothing is no figure."""
     with pytest.raises(ValueError, match="pair"):
-        contrast(pairs, better="lower")
+        contrast(pairs)
 
 
 def test_blocks_of_another_length_raise() -> None:
     """A shifted list of blocks would resample the wrong pairs."""
     with pytest.raises(ValueError, match="20 pairs but 1 blocks"):
-        contrast(TIMES, better="lower", blocks=[1])
+        contrast(TIMES, blocks=[1])
 
 
 def test_verdict_says_which_way() -> None:
     """Faster and better are the same thing only for times."""
-    faster = contrast(TIMES, better="lower")
-    slower = contrast([(b, a) for a, b in TIMES], better="lower")
+    faster = contrast(TIMES)
+    slower = contrast([(b, a) for a, b in TIMES])
     assert (
         verdict(label(faster)) == "ours reaches the first token 2.00 times faster than stock at the median [2.00, 2.00]"
     )
     assert (
         verdict(label(slower)) == "ours reaches the first token 2.00 times slower than stock at the median [2.00, 2.00]"
     )
-    rose = contrast([(0.0, 0.5)] * 10, better="higher")
+    rose = contrast([(0.0, 0.5)] * 10, statistic="difference of means")
     assert (
         verdict(label(rose, "em"))
         == "exact match: ours is 0.5 higher than stock on average [0.5, 0.5], which is better"
@@ -173,13 +172,13 @@ def test_verdict_says_which_way() -> None:
 
 def test_no_verdict_where_the_interval_holds_no_difference() -> None:
     """An interval that touches 1 or 0 excludes nothing."""
-    assert verdict(label(contrast([(1.0, 1.0)] * 20, better="lower"))) is None
-    assert verdict(label(contrast([(0.0, 1.0), (1.0, 0.0)] * 10, better="higher"), "em")) is None
+    assert verdict(label(contrast([(1.0, 1.0)] * 20))) is None
+    assert verdict(label(contrast([(0.0, 1.0), (1.0, 0.0)] * 10, statistic="difference of means"), "em")) is None
 
 
 def test_no_verdict_of_fewer_than_eight_pairs() -> None:
     """Seven equal ratios would have an interval of length zero; nor are they no difference."""
-    few, enough = (label(contrast(TIMES[:n], better="lower")) for n in (7, 8))
+    few, enough = (label(contrast(TIMES[:n])) for n in (7, 8))
     assert sentences([few, enough]) == [
         verdict(enough),
         "No verdict in 1 of 2 comparisons: too few requests: 7; give --requests >= 8 and the warm-up's.",
@@ -189,15 +188,17 @@ def test_no_verdict_of_fewer_than_eight_pairs() -> None:
 
 def test_no_difference_is_said_of_what_could_have_shown_one() -> None:
     """Of many small comparisons one that is large enough may be quoted, and it alone."""
-    same = label(contrast([(1.0, 1.0)] * 20, better="lower"))
+    same = label(contrast([(1.0, 1.0)] * 20))
     assert sentences([same]) == ["No difference beyond chance in 1 of 1 comparisons."]
-    assert len(sentences([same, label(contrast(TIMES, better="lower"))])) == 1
+    assert len(sentences([same, label(contrast(TIMES))])) == 1
     assert sentences([]) == []
 
 
 def test_difference_needs_the_t_test_too() -> None:
     """A bootstrap interval of eight values is a little short: where the test finds nothing, nothing is found."""
-    found = label(contrast([(0.0, d) for d in (1.3, 1.1, 0.2, -0.5, 0.9, -0.4, 1.6, 0.3)], better="higher"), "em")
+    found = label(
+        contrast([(0.0, d) for d in (1.3, 1.1, 0.2, -0.5, 0.9, -0.4, 1.6, 0.3)], statistic="difference of means"), "em"
+    )
     assert found["low"] > 0
     assert found["p"] > 0.05
     assert direction(found) is None
@@ -221,7 +222,7 @@ def test_arm_that_fails_more_gets_no_verdict() -> None:
 def test_few_failures_or_as_many_on_both_sides_leave_the_verdict(failed_a: int, failed_b: int, way: str | None) -> None:
     """One timeout in a hundred chooses no sample."""
     counts = {"failed_a": failed_a, "failed_b": failed_b, "asked_a": 100, "asked_b": 100}
-    assert direction({**label(contrast(TIMES, better="lower")), **counts}) == way
+    assert direction({**label(contrast(TIMES)), **counts}) == way
 
 
 def test_arms_are_paired_by_request_within_a_cell() -> None:

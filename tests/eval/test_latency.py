@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from eval.serve.latency import cell_rows, loaded_s, summarize, text, throughput
+from eval.outcome import text
+from eval.serve.latency import cell_rows, loaded_s, summarize, throughput
 
 
 def sample(arm: str = "ours", number: int = 0, ttft: float = 0.1, **other: Any) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def test_table_shows_arms_cells_and_ratios() -> None:
         ("ours", "k=5", 8, 1),
     ]
     assert {row["interval"] for row in ratios} == {"too few"}
-    assert all(name in text(results) for name in ("ttft p50", "stock-lpm / ours"))
+    assert all(name in text(results["tables"]) for name in ("ttft p50", "stock-lpm / ours"))
 
 
 MOVED = {"exact": 10, "relocated": 60, "recomputed": 15, "computed": 15}

@@ -26,9 +26,9 @@ from eval.bench.attention.arms import Arm, arms_of
 from eval.bench.attention.cells import PATTERNS, Cell, cells_of, layouts_of, make_requests, work_of
 from eval.bench.attention.figures import summarize
 from eval.bench.attention.measure import Settings, check_arms, measure_cell, measure_roof
-from eval.bench.outcome import add_out_option, open_run, tell
 from eval.bench.timing import create_timer
 from eval.errors import CommandError
+from eval.outcome import add_out_option, open_run, tell
 from eval.run import Run, Sample
 from sglang_chunkcache.attention.base import HeadShape
 from sglang_chunkcache.attention.flashinfer_cuda import unsupported_shape

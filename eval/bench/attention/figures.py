@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from eval.bench.outcome import Row, interval, table
+from eval.outcome import Row, interval, table
 from eval.run import Sample
 from eval.stats import contrast
 from sglang_chunkcache.attention.flashinfer import KERNELS
@@ -57,7 +57,7 @@ class Measured(NamedTuple):
 
     def speedup(self, arm: str, base: str) -> Triple:
         """(value, low, high) of the baseline's median time over the arm's."""
-        found = contrast(list(zip(self.times[base], self.times[arm], strict=True)), better="lower")
+        found = contrast(list(zip(self.times[base], self.times[arm], strict=True)))
         return found["value"], found["low"], found["high"]
 
     def fastest(self) -> str | None:

@@ -1,6 +1,6 @@
-"""What all benches do alike: the option `--out`, the run, and how its results are told.
+"""How results are told on the terminal; and what all benches do alike: the option `--out`, the run.
 
-`results` of a bench have `verdict` (sentences) and `tables` ({"title", "rows", "note"}), which are printed and shown by `report`.
+`results` have `verdict` (sentences) and `tables` ({"title", "rows", "note"}), which are printed and shown by `report`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ def interval(found: Sequence[float | None] | Mapping[str, Any], digits: int = 3)
     return f"{value} [{low}, {high}]"
 
 
+def text(tables: Sequence[Row], *, floatfmt: str = "g") -> str:
+    """A record's tables for a terminal, an empty line after each."""
+    shown = ((one, tabulate(one["rows"], headers="keys", floatfmt=floatfmt, missingval="-")) for one in tables)
+    return "\n".join(f"{one['title']}\n{rows}\n{one.get('note', '')}\n" for one, rows in shown)
+
+
 def tell(run: Run) -> dict[str, Any]:
     """Print tables, verdict, folder and, as the last line, the results as JSON. Returns the results."""
     results = run.results()
-    for one in results["tables"]:
-        print(f"{one['title']}\n{tabulate(one['rows'], headers='keys', missingval='')}\n{one.get('note', '')}\n")
-    print("\n".join([*results["verdict"], f"record: {run.folder}"]))
+    print("\n".join([text(results["tables"]), *results["verdict"], f"record: {run.folder}"]))
     print(json.dumps(results))
     return results
