@@ -129,45 +129,36 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`module` has `load(source: Source) -> TaskData`. `retriever`: the default one. `is_scaled`: `load` applies `--scale`."""
+    """`eval.tasks.<module>` has `load(source: Source) -> TaskData`. `retriever`: the default one."""
 
     module: str
     summary: str
-    retriever: Retriever
-    is_scaled: bool = False
+    retriever: Retriever = "given"
 
 
 TASKS: Mapping[str, Task] = {
-    "world": Task("eval.tasks.world", "the bundled model's generated world; needs no data", "given"),
-    "hotpotqa": Task("eval.tasks.question_sets", "questions over two Wikipedia paragraphs", "bm25"),
-    "2wikimqa": Task("eval.tasks.question_sets", "questions over two to four Wikipedia paragraphs", "bm25"),
-    "musique": Task("eval.tasks.question_sets", "questions of two to four hops over Wikipedia", "bm25"),
-    "squad": Task("eval.tasks.question_sets", "questions about one Wikipedia paragraph; many share it", "bm25"),
-    "triviaqa": Task("eval.tasks.question_sets", "trivia questions over pieces of Wikipedia", "bm25"),
-    "nq": Task("eval.tasks.question_sets", "questions put to a search engine, over Wikipedia", "bm25"),
-    "mtrag": Task("eval.tasks.mtrag", "conversations of people with a RAG system, with its passages", "given"),
-    "mtrag-un": Task("eval.tasks.mtrag", "the same without lists; last questions are unanswerable or unclear", "bm25"),
-    "ragpulse": Task(
-        "eval.tasks.ragpulse", "a production trace: lengths and times, text of random words", "given", True
-    ),
-    "qcfuse": Task("eval.tasks.qcfuse", "QCFuse's published questions, ten chunks each; --data FILE", "given"),
-    "rag-qa-quality": Task(
-        "eval.tasks.lmcache", "LMCache's workload: questions with their passages; --data FILE", "given"
-    ),
-    "long-doc-permutator": Task("eval.tasks.lmcache", "LMCache's workload: documents in many orders", "given", True),
-    "sharegpt": Task("eval.tasks.sharegpt", "conversations in ShareGPT's format; --data FILE", "given"),
-    "trace": Task(
-        "eval.tasks.trace", "your own trace, in `replay`'s format; text of random words; --data FILE", "given", True
-    ),
+    "world": Task("world", "the bundled model's generated world; needs no data"),
+    "hotpotqa": Task("question_sets", "questions over two Wikipedia paragraphs", "bm25"),
+    "2wikimqa": Task("question_sets", "questions over two to four Wikipedia paragraphs", "bm25"),
+    "musique": Task("question_sets", "questions of two to four hops over Wikipedia", "bm25"),
+    "squad": Task("question_sets", "questions about one Wikipedia paragraph; many share it", "bm25"),
+    "triviaqa": Task("question_sets", "trivia questions over pieces of Wikipedia", "bm25"),
+    "nq": Task("question_sets", "questions put to a search engine, over Wikipedia", "bm25"),
+    "mtrag": Task("mtrag", "conversations of people with a RAG system, with its passages"),
+    "mtrag-un": Task("mtrag", "the same without lists; last questions are unanswerable or unclear", "bm25"),
+    "ragpulse": Task("ragpulse", "a production trace: lengths and times, text of random words"),
+    "qcfuse": Task("qcfuse", "QCFuse's published questions, ten chunks each; --data FILE"),
+    "sharegpt": Task("sharegpt", "conversations in ShareGPT's format; --data FILE"),
+    "trace": Task("trace", "your own trace, in `replay`'s format; text of random words; --data FILE"),
 }
 """Name -> the task's module, one line for the help, and the default retriever."""
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `load_requests`."""
-    tasks = "\n".join(f"{name:<19} {task.summary}" for name, task in TASKS.items())
+    tasks = "\n".join(f"{name:<9} {task.summary}" for name, task in TASKS.items())
     add = parser.add_argument_group("task", tasks).add_argument
-    add("--task", default="world", metavar="NAME", help="one of these; default: %(default)s")
+    add("--task", default="world", metavar="NAME", choices=TASKS, help="one of these; default: %(default)s")
     add("--data", type=Path, metavar="PATH", help="folder that holds the data set's folder, or the task's file")
     hub = "read the task from the Hugging Face hub, or a copy of it; without NAME: the published one"
     add("--hub", nargs="?", const="", metavar="NAME[:CONFIG[:SPLIT]]", help=hub)
@@ -175,10 +166,8 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
     k = f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated"
     add("--k", type=int, help=k)
-    retriever = (
-        "given: the data set's lists; others search its passages. Default: bm25 for sets of questions, else given"
-    )
-    add("--retriever", choices=RETRIEVERS, help=retriever)
+    text = "given: the data set's lists; others search its passages. Default: bm25 for sets of questions, else given"
+    add("--retriever", choices=RETRIEVERS, help=text)
     add("--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1")
     add("--seed", type=int, default=0, help="of the questions' order and of generated text")
 
@@ -202,13 +191,11 @@ def load_task(source: Source) -> TaskData:
     for name, number in (("requests", source.requests), ("k", source.k), ("scale", source.scale)):
         if number is not None and number < 1:
             raise CommandError(f"--{name} must be at least 1, got {number}")
-    if source.task not in TASKS:
-        raise CommandError(f"--task {source.task}: unknown; choose from {', '.join(TASKS)}")
     if source.hub is not None and source.data is not None:
         raise CommandError("--data and --hub do not go together")
     if source.corpus is not None and source.task != "sharegpt":
         raise CommandError(f"--corpus is for task sharegpt only; {source.task} has passages of its own")
-    data: TaskData = import_module(TASKS[source.task].module).load(source)
+    data: TaskData = import_module(f"eval.tasks.{TASKS[source.task].module}").load(source)
     if not data.requests:
         raise CommandError(f"task {source.task} has no questions")
     return data
@@ -233,8 +220,7 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
         if not data.passages:
             raise CommandError(f"task {source.task} has no passages to search: use --retriever given, or --corpus")
         requests = _searched(data, requests[: source.requests], source, retriever)
-    scale = 1 if TASKS[source.task].is_scaled else source.scale
-    return [_cut(request, source.k, scale) for request in requests]
+    return [_cut(request, source.k, source.scale) for request in requests]
 
 
 # Private, in order of use

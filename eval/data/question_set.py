@@ -116,7 +116,7 @@ def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
 
 def chunks_of(row: Row, field: str, where: str, passages: Mapping[str, TextChunk]) -> tuple[TextChunk, ...]:
     """The passages that a field names. Raises CommandError for an unknown one."""
-    names = names_of(row, field, where)
+    names = dict.fromkeys(names_of(row, field, where))
     if unknown := next((name for name in names if name not in passages), None):
         raise CommandError(f"{where}: {field} names {unknown!r}, which is not among the passages")
     return tuple(passages[name] for name in names)

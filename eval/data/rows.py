@@ -1,9 +1,13 @@
-"""Reads JSON Lines of data sets: rows with file and line number for error messages, and checked fields."""
+"""Reads JSON Lines of data sets and traces: rows with file and line number for error messages, and checked fields.
+
+Standard library only, as `python -m eval replay` needs it.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,45 +16,32 @@ from zlib import error as ZlibError
 from eval.errors import CommandError
 
 Row = Mapping[str, Any]
+MAX_COUNT = 10_000_000
+"""A higher count of tokens must be a mistake: a hash, a byte offset, a time."""
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """("file, line number", object) of every non-blank line; gzip if the name ends in `.gz`. Raises CommandError."""
+    """("file, line number", object) of every non-blank line, or of every item of a list if the name ends in `.json`.
+
+    Unpacks a file whose name ends in `.gz`. Raises CommandError.
+    """
     number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.isspace():
+        read = gzip.open if path.suffix == ".gz" else open
+        with read(path, "rt", encoding="utf-8-sig") as file:  # editors may begin a file with a byte order mark
+            for number, line in enumerate(json.load(file) if path.suffix == ".json" else file, 1):
+                if isinstance(line, str) and line.isspace():
                     continue
-                where = f"{path}, line {number}"
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise CommandError(f"{where}: not JSON: {error}") from None
+                row = json.loads(line.rstrip()) if isinstance(line, str) else line
                 if not isinstance(row, dict):
-                    raise CommandError(f"{where}: must be a JSON object")
-                yield where, row
+                    raise CommandError(f"{path}, line {number}: must be a JSON object")
+                yield f"{path}, line {number}", row
     except FileNotFoundError:
         raise CommandError(f"{path} does not exist") from None
-    except (OSError, EOFError, UnicodeDecodeError, ZlibError) as error:
+    except json.JSONDecodeError as error:
+        raise CommandError(f"{path}, line {number or error.lineno}, column {error.colno}: {error.msg}") from None
+    except (OSError, EOFError, UnicodeDecodeError, ZlibError, RecursionError) as error:
         raise CommandError(f"{path} cannot be read after line {number}: {error}") from None
-
-
-def read_items(path: Path) -> Iterator[tuple[str, object]]:
-    """As `read_rows`; a file whose name ends in `.json` is a list of anything. Raises CommandError."""
-    if path.suffix != ".json":
-        yield from read_rows(path)
-        return
-    try:
-        items = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CommandError(f"{path} does not exist") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CommandError(f"{path} is not JSON: {error}") from None
-    if not isinstance(items, list):
-        raise CommandError(f"{path} must be a JSON list")
-    for number, item in enumerate(items, 1):
-        yield f"{path}, item {number}", item
 
 
 def text_of(row: Row, name: str, where: str) -> str:
@@ -76,18 +67,26 @@ def new_name(row: Row, where: str, taken: Container[str], prefix: str = "") -> s
 
 
 def number_of(row: Row, name: str, where: str) -> float:
-    """A field that is a number. Raises CommandError."""
+    """A field that is a finite number. Raises CommandError."""
     value = row.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CommandError(f"{where}: {name} must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CommandError(f"{where}: {name} must be a finite number")
+    return value
+
+
+def count_of(row: Row, name: str, where: str) -> int:
+    """A field that is a number of tokens. Raises CommandError."""
+    value = row.get(name)
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise CommandError(f"{where}: {name} must be an integer from 0 to {MAX_COUNT:,}")
     return value
 
 
 def names_of(row: Row, name: str, where: str) -> tuple[str, ...]:
-    """A list of strings or integers as distinct strings; missing or null: empty. Raises CommandError."""
+    """A list of strings or integers as strings; missing or null: empty. Raises CommandError."""
     values = row.get(name)
     if values is None:
         return ()
     if not isinstance(values, list) or any(type(v) not in (str, int) for v in values):
         raise CommandError(f"{where}: {name} must be a list of strings or integers")
-    return tuple(dict.fromkeys(map(str, values)))
+    return tuple(map(str, values))

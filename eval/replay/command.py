@@ -5,7 +5,6 @@
     python -m eval replay --trace FILE.jsonl.gz --order frequency --window 10 100 1000 10000        every combination
     python -m eval replay --generate 1000000 --order retriever frequency tree --capacity 20000       no data at hand
     python -m eval replay --trace FILE.jsonl.gz --reuse fused        also with every request's KV moved (eval/replay/fused.py)
-    python -m eval replay --storage                                  FusionRAG's storage simulation (eval/replay/storage.py)
 
 Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in `--help`.
 """
@@ -13,7 +12,6 @@ Needs Python alone, no model and no server. The trace format is in eval/replay/t
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,11 +26,11 @@ from eval.replay import trace as trace_format
 from eval.replay.cells import ReplayCell, TraceCell, measure
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace
-from eval.replay.grid import AXES, DEFAULTS, Cell, comparison, derived_capacities, grid
+from eval.replay.grid import AXES, Cell, comparison, derived_capacities, grid
 from eval.replay.summary import MIN_BLOCKS, summarize
-from eval.replay.text_table import text_table
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
 from eval.run import Run, new_folder
+from eval.task import TASKS, Source, load_task, requests_of
 from radix_ext import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
@@ -43,7 +41,6 @@ from radix_ext import (
     Chunk,
     ChunkId,
 )
-from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50
 MAX_BLOCKS = 1000
@@ -56,27 +53,30 @@ Create = Callable[[], TraceCell | ReplayCell]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay a trace in one cell or several; prints a table, for several also a verdict, or with --json one JSON object."""
-    if "--storage" in argv:
-        from eval.replay import storage
-
-        return storage.main([option for option in argv if option != "--storage"])
+    """Replay a trace in one cell or several; prints a table and a verdict, or with --json one JSON object."""
     options = _parser().parse_args(argv)
-    config = server_config(options)
     try:
         trace = _trace(options)
-        if options.save_trace is not None:
-            return _save(trace, options.save_trace)
-        facts = scan(_with_bar("read", trace))
-        cells, left_out = _cells(options, facts)
+        facts = scan(_with_bar(trace))
+        measured = _measured(options, facts)
         if options.warm_up >= facts.num_counted:
             raise CommandError(f"--warm-up {options.warm_up} leaves none of {facts.num_counted} requests to measure")
         options.block = _block(options.block, facts.num_counted - options.warm_up)
-        if len(cells) == 1 and options.out is None and config is None:
-            return _print_one(options, trace, facts, cells[0])
-        return _run_grid(options, trace, facts, _measured(options, facts, cells, config), left_out)
+        folder = options.out or new_folder("replay")
+        spec = {**vars(options), "json": None, "trace_sha256": facts.sha256}
+        with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec)) as run:
+            todo = {key: create for key, create in measured.items() if key not in run}
+            with progress("replay", len(todo) * facts.num_requests) as bar:
+                for key, create in todo.items():
+                    run.add(key, measure(create(), trace, bar))
+            results = run.results()
     except CallerError as error:
         raise CommandError(str(error)) from None
+    if options.json:
+        print(json.dumps(results))
+    else:
+        print("\n".join([*map(_text, results["tables"]), "", *results["verdict"], "", f"record: {folder}"]))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,21 +92,20 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--trace", type=Path, help="JSON Lines, plain or .gz; format below")
     source.add_argument("--generate", metavar="N", type=_at_least(1), help="N made requests; parameters below")
     text = "use a task's requests, without lengths, instead of a trace; `python -m eval serve --help` lists tasks"
-    source.add_argument("--task", help=text)
+    source.add_argument("--task", metavar="NAME", choices=TASKS, help=text)
     add = parser.add_argument
     add("--data", type=Path, help="folder that holds the task's folder")
     add("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
     text = f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}"
     add("--max-requests", type=_at_least(1), help=text)
     add("--seed", type=int, default=0, help="of --generate; default: %(default)s")
-    add("--save-trace", metavar="FILE", type=Path, help="only write the requests in the trace format, .gz or not")
     _add_axes(parser)
     add_options(parser)
     add("--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them")
     text = f"in requests; default: {BLOCK}, at least a {MAX_BLOCKS}th and at most a {MIN_BLOCKS}th of those measured"
     add("--block", type=_at_least(1), help=f"block length of the bootstrap, {text}")
-    add("--worth", type=_share, default=0.01, help="minimum gain, as a share, that is worth it; default: %(default)s")
-    add("--out", type=Path, help="the run's folder; default for a grid: runs/<time>-replay")
+    add("--worth", type=float, default=0.01, help="minimum gain, as a share, that is worth it; default: %(default)s")
+    add("--out", type=Path, help="the run's folder; default: runs/<time>-replay")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
@@ -130,22 +129,13 @@ def _add_axes(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", nargs="+", type=_at_least(minimum), help=text)
 
 
-def _at_least(minimum: int) -> type[int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum} but got {value}")
-        return value
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum} but got {text}")
+        return int(text)
 
-    parse.__name__ = "integer"  # argparse says "invalid integer value"
-    return parse  # type: ignore[return-value]
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 1 but got {text}")
-    return value
+    return integer
 
 
 def _trace(options: argparse.Namespace) -> Trace:
@@ -163,41 +153,23 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 
 def _task_requests(options: argparse.Namespace) -> list[TraceRequest]:
-    from eval.task import add_task_options, load_requests  # imported here: retrievers need packages, a trace needs none
-
-    parser = argparse.ArgumentParser()
-    add_task_options(parser)
     num_requests = options.max_requests or (WORLD_REQUESTS if options.task == "world" else sys.maxsize)
-    named = ["--task", options.task, "--requests", str(num_requests)]
-    named += ["--k", str(max(options.k))] if options.k else []
-    requests = load_requests(parser.parse_args([*named, *(["--data", str(options.data)] if options.data else [])]))
-    traced = (
+    source = Source(options.task, options.data, requests=num_requests, k=max(options.k) if options.k else None)
+    traced = [
         TraceRequest(
             tuple(Chunk(ChunkId(name), 1) for name in dict.fromkeys(chunk.id for chunk in request.chunks)),
             has_lengths=False,
             conversation=request.conversation,
         )
-        for request in requests
-    )
-    kept = [request for request in traced if request.chunks or request.conversation is not None]
-    if not any(request.chunks for request in kept):
+        for request in requests_of(source, load_task(source))
+    ]
+    if not any(request.chunks for request in traced):
         raise CommandError(f"task {options.task} has no request with passages")
-    return kept
+    return traced
 
 
-def _save(trace: Trace, path: Path) -> int:
-    write = gzip.open if path.suffix == ".gz" else open
-    try:
-        with write(path, "wt", encoding="utf-8") as lines:
-            lines.writelines(request.line for request in _with_bar("write", trace))
-    except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror}") from None
-    print(f"trace: {path}")
-    return 0
-
-
-def _with_bar(label: str, trace: Trace) -> Iterator[TraceRequest]:
-    with progress(label, None) as bar:
+def _with_bar(trace: Trace) -> Iterator[TraceRequest]:
+    with progress("read", None) as bar:
         for request in trace:
             yield request
             bar.update()
@@ -213,46 +185,10 @@ def _block(block: int | None, num_requests: int) -> int:
     return block or min(max(BLOCK, num_requests // MAX_BLOCKS), most)
 
 
-def _cells(options: argparse.Namespace, facts: TraceFacts) -> tuple[list[Cell], str | None]:
-    """The cells that the options select, and a sentence on the sizes that were left out."""
-    axes = {name: getattr(options, name) for name in AXES}
-    tokens = axes["capacity_tokens"]
-    if tokens and not facts.has_lengths:
-        raise CommandError("--capacity-tokens needs a trace with lengths on every request, or --components")
-    if tokens and axes["capacity"]:
-        raise CommandError("give --capacity or --capacity-tokens, not both")
-    has_conversations = bool(facts.num_turns)
-    if any(values for name, values in axes.items() if name != "capacity_tokens"):
-        return grid(axes, has_conversations=has_conversations), None
-    capacities, left_out = ([(0, 0), *((0, size) for size in tokens)], None) if tokens else derived_capacities(facts)
-    cells = comparison(capacities, has_conversations=has_conversations)
-    if options.reuse == "fused":
-        cells = [cell for cell in cells if cell.order == "tree"]
-    return cells, left_out
-
-
-def _run_grid(
-    options: argparse.Namespace, trace: Trace, facts: TraceFacts, measured: Mapping[str, Create], left_out: str | None
-) -> int:
-    folder = options.out or new_folder("replay")
-    spec = {**vars(options), "json": None, "trace_sha256": facts.sha256, "left_out": left_out}
-    with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec)) as run:
-        todo = {key: create for key, create in measured.items() if key not in run}
-        with progress("replay", len(todo) * facts.num_requests) as bar:
-            for key, create in todo.items():
-                run.add(key, measure(create(), trace, bar))
-        results = run.results()
-    if options.json:
-        print(json.dumps(results))
-    else:
-        print("\n".join([*map(text_table, results["tables"]), "", *results["verdict"], "", f"record: {folder}"]))
-    return 0
-
-
-def _measured(
-    options: argparse.Namespace, facts: TraceFacts, cells: Sequence[Cell], config: ChunkCacheConfig | None
-) -> dict[str, Create]:
+def _measured(options: argparse.Namespace, facts: TraceFacts) -> dict[str, Create]:
     """Key of a sample -> what measures it: first the trace itself, once per k, then the cells."""
+    config = server_config(options)
+    cells = _cells(options, facts)
     found: dict[str, Create] = {}
     for cell in cells:
         found[f"trace/k={cell.k}"] = partial(TraceCell, cell.k, facts, warm_up=options.warm_up)
@@ -263,41 +199,25 @@ def _measured(
     return found
 
 
-def _print_one(options: argparse.Namespace, trace: Trace, facts: TraceFacts, cell: Cell) -> int:
-    """One cell: a line for each setting and figure, or its JSON."""
-    measured = _measured(options, facts, [cell], None)
-    with progress("replay", len(measured) * facts.num_requests) as bar:
-        samples = [measure(create(), trace, bar) for create in measured.values()]
-    results = summarize(vars(options), samples)
-    (figures,), overlap, sample = results["cells"], results["overlap"], samples[-1]
-    named = {
-        "chunk_hit_rate": figures["chunk_hit_rate"]["value"],
-        "token_hit_rate": figures["token_hit_rate"] and figures["token_hit_rate"]["value"],
-        "num_requests": figures["num_requests"],
-        "num_chunks": figures["num_chunks"],
-        "num_chunk_hits": sum(sample["hits"]),
-        "num_tokens": sum(sample["tokens"]) if facts.has_lengths else None,
-        "num_token_hits": sum(sample["token_hits"]) if facts.has_lengths else None,
-        "num_dropped": sum(sample["dropped"]) if cell.dedup else None,
-        **{name: figures[name] for name in ("num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")},
-        "prefix_overlap": overlap["prefix"],
-        "total_overlap": overlap["total"],
-        "overlap_estimated_from": overlap["estimated_from"],
-        "seen_before": overlap["seen_before"]["value"],
-    }
-    settings = _settings(options, cell.dedup)
-    if options.json:
-        print(json.dumps({**named, "settings": settings}))
-        return 0
-    for name, value in {**settings, **named}.items():
-        if value is not None:
-            print(f"{name:<22} {value:.4f}" if isinstance(value, float) else f"{name:<22} {value}")
-    return 0
+def _cells(options: argparse.Namespace, facts: TraceFacts) -> list[Cell]:
+    axes = {name: getattr(options, name) for name in AXES}
+    tokens = axes["capacity_tokens"]
+    if tokens and not facts.has_lengths:
+        raise CommandError("--capacity-tokens needs a trace with lengths on every request, or --components")
+    if tokens and axes["capacity"]:
+        raise CommandError("give --capacity or --capacity-tokens, not both")
+    has_conversations = bool(facts.num_turns)
+    if any(values for name, values in axes.items() if name != "capacity_tokens"):
+        return grid(axes, has_conversations=has_conversations)
+    capacities = [(0, 0), *((0, size) for size in tokens)] if tokens else derived_capacities(facts)
+    cells = comparison(capacities, has_conversations=has_conversations)
+    return [cell for cell in cells if cell.order == "tree" or options.reuse == "exact"]
 
 
-def _settings(options: argparse.Namespace, dedup: str | None) -> dict[str, Any]:
-    """The options as given, or their defaults."""
-    output = ("json", "out", "block", "worth", "save_trace")
-    named = {name: value for name, value in vars(options).items() if name not in output}
-    axes = {name: (named[name] or [DEFAULTS[name]])[0] for name in AXES} | {"dedup": dedup}
-    return {name: axes.get(name, str(value) if isinstance(value, Path) else value) for name, value in named.items()}
+def _text(table: Mapping[str, Any]) -> str:
+    """A table of the results, one line per row, columns aligned, its note below; without a package."""
+    rows: Sequence[Mapping[str, str]] = table["rows"]
+    lines = [[*rows[0]], *([row[column] for column in rows[0]] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    said = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*said, *([table["note"]] if table.get("note") else [])])

@@ -12,8 +12,6 @@ from radix_ext import AdmissionPolicy, DedupPolicy, EvictionPolicy, OrderPolicy,
 
 Entry = Mapping[str, Any]
 """A sample, or an entry of the results, with a `cell`."""
-
-
 MAX_VISITS = 64
 """Bound of the search for an order, as the server's."""
 
@@ -102,19 +100,17 @@ def comparison(capacities: Sequence[tuple[int, int]], *, has_conversations: bool
     return _distinct(cells, has_conversations=has_conversations)
 
 
-def derived_capacities(facts: TraceFacts) -> tuple[list[tuple[int, int]], str | None]:
+def derived_capacities(facts: TraceFacts) -> list[tuple[int, int]]:
     """No limit, a quarter and an eighth of the trace's distinct chunks; in tokens if the trace has lengths.
 
-    Sizes that cannot hold the trace's largest request are unrealistic and left out; the returned sentence names them.
+    Sizes that cannot hold the trace's largest request are unrealistic and left out.
     """
-    unit = "tokens" if facts.has_lengths else "chunks"
-    total = facts.distinct_tokens if facts.has_lengths else facts.distinct_chunks
+    if facts.has_lengths:
+        sizes = [(0, facts.distinct_tokens // part) for part in (4, 8)]
+    else:
+        sizes = [(facts.distinct_chunks // part, 0) for part in (4, 8)]
     largest = facts.largest_tokens if facts.has_lengths else facts.largest_chunks
-    sizes = [total // part for part in (4, 8)]
-    small = [f"{size:,}" for size in sizes if size < largest]
-    left_out = f"Left out: capacity for {' and '.join(small)} {unit}, since the largest request has {largest:,}."
-    capacities = [(0, size) if facts.has_lengths else (size, 0) for size in sizes if size >= largest]
-    return [(0, 0), *capacities], left_out if small else None
+    return [(0, 0), *(size for size in sizes if max(size) >= largest)]
 
 
 def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
@@ -125,28 +121,21 @@ def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None
     """
     if cell["order"] == "retriever":
         return next((other for other in cells if {**cell, "dedup": "off"} == other["cell"] != cell), None)
-    same = [
-        other
-        for other in cells
-        if other["cell"]["order"] == "retriever"
-        and all(other["cell"][name] == cell[name] for name in ("capacity", "capacity_tokens", "k"))
-    ]
+    same = _like(cell, cells, "retriever", "capacity", "capacity_tokens", "k")
     return min(
         same, key=lambda other: (other["cell"]["dedup"] != cell["dedup"], not is_stock(other["cell"])), default=None
     )
 
 
 def craft_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
-    """The replay in CRAFT's order with the same capacity, k and deduplication, if it is the only one."""
-    if cell["order"] != "tree":
-        return None
-    same = [
-        other
-        for other in cells
-        if other["cell"]["order"] == "frequency"
-        and all(other["cell"][name] == cell[name] for name in ("capacity", "capacity_tokens", "k", "dedup"))
-    ]
-    return same[0] if len(same) == 1 else None
+    """For `tree` the replay in CRAFT's order with the same capacity, k and deduplication, if it is the only one."""
+    same = _like(cell, cells, "frequency", "capacity", "capacity_tokens", "k", "dedup")
+    return same[0] if cell["order"] == "tree" and len(same) == 1 else None
+
+
+def _like(cell: Mapping[str, Any], cells: Sequence[Entry], order: str, *names: str) -> list[Entry]:
+    wanted = {"order": order, **{name: cell[name] for name in names}}
+    return [other for other in cells if wanted.items() <= other["cell"].items()]
 
 
 def is_stock(cell: Mapping[str, Any]) -> bool:

@@ -31,8 +31,7 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     """`results` of a replay's record, from the samples taken so far.
 
     Args:
-        spec: `block` requests form a block of the bootstrap; `worth` is for the verdict; `left_out`: a sentence on sizes that
-            were not replayed, or None.
+        spec: `block` requests form a block of the bootstrap; `worth` is for the verdict.
         samples: one per cell, and one with `overlap` per k, as eval/replay/cells.py makes them.
     """
     share = partial(_share, spec["block"])
@@ -49,7 +48,7 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     results["tables"] = [_table(results)] if cells else []
     if fused:
         results |= {"fused": fused, "tables": [*results["tables"], fused_table(fused)]}
-    return results | {"verdict": verdict(results, worth=spec["worth"], left_out=spec.get("left_out"))}
+    return results | {"verdict": verdict(results, worth=spec["worth"])}
 
 
 def _table(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,9 +89,8 @@ def _cell(sample: Sample, share: Share) -> dict[str, Any]:
         "saved": {unit: share(sample, counts, unit) for unit, counts in saved.items()},
         "saved_in_second_half": {unit: _second_half(counts, sample[unit]) for unit, counts in saved.items()},
     }
-    if (
-        sample["cell"]["dedup"] is not None
-    ):  # CRAFT fig. 12's two parts, and the chunks of histories that left the cache
+    if sample["cell"]["dedup"] is not None:
+        # CRAFT fig. 12's two parts, and the chunks of histories that left the cache.
         names = ("general", "conversation_scoped", "history_lost")
         figures["reduction"] = {
             unit: {name: share(sample, sample[counts], unit) for name, counts in zip(names, COUNTS[unit], strict=True)}

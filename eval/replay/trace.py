@@ -19,22 +19,18 @@ A trace is streamed: the file is read once for the facts and once per cell, and 
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-from zlib import error as ZlibError
+from typing import NamedTuple, TypeVar
 
+from eval.data.rows import MAX_COUNT, Row, count_of, name_of, names_of, number_of, read_rows, text_of
 from eval.errors import CommandError
 from radix_ext import Chunk, ChunkId
 
-MAX_TOKENS = 10_000_000
-"""A higher count must be a mistake: a hash, a byte offset, a time."""
+T = TypeVar("T")
 
 
 class TraceRequest(NamedTuple):
@@ -47,16 +43,6 @@ class TraceRequest(NamedTuple):
     question_tokens: int | None = None
     system_tokens: int | None = None
     output_tokens: int | None = None
-
-    @property
-    def line(self) -> str:
-        """The request as a line of a trace."""
-        chunks, has_lengths, *fields = self
-        record: dict[str, object] = {"passages": [chunk.id for chunk in chunks]}
-        if has_lengths:
-            record["lengths"] = [chunk.num_tokens for chunk in chunks]
-        record |= {name: value for name, value in zip(self._fields[2:], fields, strict=True) if value is not None}
-        return json.dumps(record) + "\n"
 
 
 @dataclass(slots=True)
@@ -106,32 +92,29 @@ class TraceFile:
 
     Equal ids are one `Chunk` object, also of several iterations: memory grows with distinct chunks, not with requests.
 
-    Raises (while iterating):
-        CommandError: no such file, not gzip, not UTF-8, not a JSON object, an invalid field (with line number), or no request.
+    Raises:
+        CommandError: a pipe; while iterating: no such file, not gzip, not UTF-8, not a JSON object, an invalid field (with
+            line number), or no request.
     """
 
     def __init__(self, path: Path, *, max_requests: int | None = None, components: Path | None = None) -> None:
+        if path.is_fifo():
+            raise CommandError(f"{path} must be a file, since it is read several times, but is a pipe")
         self._path, self._max_requests = path, max_requests
-        self._lengths = None if components is None else _read_components(components)
+        self._lengths = None if components is None else read_components(components)
         self._known: dict[bool, dict[str, Chunk]] = {False: {}, True: {}}  # without and with a length
 
     def __iter__(self) -> Iterator[TraceRequest]:
         num_requests = num_counted = 0
-        latest: tuple[int, float] | None = None
-        for number, record in _records(self._path):
+        latest = float("-inf")
+        for where, row in read_rows(self._path):
             if num_requests == self._max_requests:
                 break
-            try:
-                request = self._parse(record)
-                if request.timestamp is not None:
-                    if latest is not None and request.timestamp < latest[1]:
-                        raise ValueError(
-                            f'"timestamp" {request.timestamp:g} is before {latest[1]:g} of line {latest[0]}: '
-                            "lines must be in the order of arrival"
-                        )
-                    latest = number, request.timestamp
-            except ValueError as error:
-                raise CommandError(f"{self._path}, line {number}: {error}") from None
+            request = self._request(row, where)
+            if request.timestamp is not None:
+                if request.timestamp < latest:
+                    raise CommandError(f"{where}: timestamp is before {latest:g} of a line above it")
+                latest = request.timestamp
             if request.chunks or request.conversation is not None:
                 num_requests += 1
                 num_counted += bool(request.chunks)
@@ -140,152 +123,40 @@ class TraceFile:
             among = "" if self._max_requests is None else f" among the first {self._max_requests}"
             raise CommandError(f"{self._path} has no request with passages{among}")
 
-    def _parse(self, record: Mapping[str, Any]) -> TraceRequest:
-        """Parse one request. Raises ValueError for an invalid field."""
-        chunks, has_lengths = self._chunks(record)
-        conversation = record.get("conversation")
-        return TraceRequest(
-            chunks,
-            has_lengths,
-            _timestamp(record.get("timestamp")),
-            None if conversation is None else _label("conversation", conversation),
-            _count("question_tokens", record),
-            _count("system_tokens", record),
-            _count("output_tokens", record),
-        )
+    def _request(self, row: Row, where: str) -> TraceRequest:
+        chunks, has_lengths = self._chunks(row, where)
+        timestamp = _given(number_of, row, "timestamp", where)
+        conversation = _given(name_of, row, "conversation", where)
+        counts = (_given(count_of, row, f"{name}_tokens", where) for name in ("question", "system", "output"))
+        return TraceRequest(chunks, has_lengths, timestamp, conversation, *counts)
 
-    def _chunks(self, record: Mapping[str, Any]) -> tuple[tuple[Chunk, ...], bool]:
+    def _chunks(self, row: Row, where: str) -> tuple[tuple[Chunk, ...], bool]:
         """The distinct chunks of one line, and whether their lengths are known."""
-        field = "passages" if "passages" in record else "chunks"
-        if field not in record:
-            raise ValueError('has neither "passages" nor "chunks"')
-        ids = record[field]
-        if not isinstance(ids, list):
-            raise ValueError(f'"{field}" must be a list but is {_json_type(ids)}')
-        labels = [_label(field, label) for label in ids]
-        lengths = record.get("lengths")
+        field = "passages" if "passages" in row else "chunks"
+        if field not in row:
+            raise CommandError(f"{where}: has neither passages nor chunks")
+        names, lengths = names_of(row, field, where), row.get("lengths")
         if self._lengths is not None:
-            missing = [label for label in labels if label not in self._lengths]
-            if missing:
-                raise ValueError(f"--components has no length for {missing[0]!r}")
-            lengths = [self._lengths[label] for label in labels]
-        if lengths is not None and (not isinstance(lengths, list) or len(lengths) != len(ids)):
-            raise ValueError(f'"lengths" must be a list of {len(ids)} token counts, one for each of "{field}"')
+            lengths = [self._lengths.get(("passage", name)) for name in names]
+        if lengths is not None and (not isinstance(lengths, list) or len(lengths) != len(names)):
+            raise CommandError(f"{where}: lengths must be a list of {len(names)} token counts, one for each of {field}")
         known = self._known[lengths is not None]
-        chunks: dict[str, Chunk] = {}
-        for label, length in zip(labels, lengths or [1] * len(labels), strict=True):
-            chunk = known.get(label)
-            if chunk is None or type(length) is not int or length != chunk.num_tokens:
-                _check_count("lengths", length, "must hold positive integers", minimum=1)
-                if chunk is not None:
-                    self._refuse_length(field, chunk, length, is_on_line=label in chunks)
-                chunk = known[label] = Chunk(ChunkId(label), length)
-            chunks[label] = chunk
-        return tuple(chunks.values()), lengths is not None
-
-    def _refuse_length(self, field: str, chunk: Chunk, length: int, *, is_on_line: bool) -> NoReturn:
-        if is_on_line:
-            raise ValueError(f'"{field}" has {chunk.id!r} twice, with {chunk.num_tokens} and with {length} tokens')
-        first = next(
-            number
-            for number, record in _records(self._path)
-            if "lengths" in record and chunk.id in map(str, record.get("passages", record.get("chunks")))
-        )
-        raise ValueError(f"{chunk.id!r} has {length} tokens but had {chunk.num_tokens} on line {first}")
+        for name, length in zip(names, lengths or [1] * len(names), strict=True):
+            if type(length) is not int or not 1 <= length <= MAX_COUNT:
+                raise CommandError(f"{where}: the length of {name!r} must be an integer from 1 to {MAX_COUNT:,}")
+            chunk = known.get(name) or known.setdefault(name, Chunk(ChunkId(name), length))
+            if chunk.num_tokens != length:
+                raise CommandError(f"{where}: {name!r} has {length} tokens but had {chunk.num_tokens} before")
+        return tuple(known[name] for name in dict.fromkeys(names)), lengths is not None
 
 
-def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(line number from 1, object) of all lines that are not blank."""
-    if path.is_fifo():
-        raise CommandError(f"{path} must be a file, since it is read several times, but is a pipe")
-    number = 0
-    read = gzip.open if path.suffix == ".gz" else open
-    try:
-        with read(path, "rt", encoding="utf-8-sig") as lines:  # editors may begin a file with a byte order mark
-            for number, line in enumerate(lines, start=1):
-                if not line.isspace():
-                    yield number, _record(line, f"{path}, line {number}")
-    except FileNotFoundError:
-        raise CommandError(f"{path} does not exist") from None
-    except IsADirectoryError:
-        raise CommandError(f"{path} cannot be read: it is a directory, name a file") from None
-    except (OSError, EOFError, UnicodeDecodeError, ZlibError) as error:
-        raise CommandError(f"{path} cannot be read after line {number}: {error}") from None
+def read_components(path: Path) -> dict[tuple[str, str], int]:
+    """(kind, id) -> tokens, from RAGPulse's file of components. Raises CommandError."""
+    return {
+        (text_of(row, "kind", where), name_of(row, "id", where)): count_of(row, "token_length", where)
+        for where, row in read_rows(path)
+    }
 
 
-def _record(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line.rstrip("\r\n"), parse_constant=_refuse_constant)
-        if isinstance(record, Mapping):
-            return record
-        what = f": must be a JSON object but is {_json_type(record)}"
-    except json.JSONDecodeError as error:
-        what = f", column {error.colno}: {error.msg}"
-    except (ValueError, RecursionError) as error:
-        what = f": {error}"
-    raise CommandError(f"{where}{what} (expected: one JSON object per line)")
-
-
-def _read_components(path: Path) -> dict[str, int]:
-    """Id -> tokens of the passages in RAGPulse's file of components."""
-    lengths: dict[str, int] = {}
-    for number, record in _records(path):
-        if record.get("kind", "passage") != "passage":
-            continue
-        try:
-            label, length = _label("id", record.get("id")), record.get("token_length")
-            _check_count("token_length", length, "must be a positive integer", minimum=1)
-        except ValueError as error:
-            raise CommandError(f"{path}, line {number}: {error}") from None
-        lengths[label] = length  # type: ignore[assignment]
-    if not lengths:
-        raise CommandError(f"{path} has no passage with a length")
-    return lengths
-
-
-def _label(field: str, value: object) -> str:
-    if type(value) is str and value:
-        return value
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f'"{field}" must hold strings or integers but has {_json_type(value)}')
-    if value == "":
-        raise ValueError(f'"{field}" must not hold an empty string')
-    return str(value)
-
-
-def _timestamp(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f'"timestamp" must be seconds, a number, but is {_json_type(value)}')
-    if not 0 <= value <= 1e12 or not math.isfinite(value):
-        raise ValueError(f'"timestamp" must be seconds from 0 to 1e12 but is {_short(value)}')
-    return float(value)
-
-
-def _count(field: str, record: Mapping[str, Any]) -> int | None:
-    value: int | None = record.get(field)
-    if value is not None:
-        _check_count(field, value, "must be an integer of at least 0", minimum=0)
-    return value
-
-
-def _check_count(field: str, value: object, wanted: str, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f'"{field}" {wanted} but has {_short(value)}')
-    if value > MAX_TOKENS:
-        raise ValueError(f'"{field}" must be token counts of at most {MAX_TOKENS} but has {_short(value)}')
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _json_type(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+def _given(read: Callable[[Row, str, str], T], row: Row, name: str, where: str) -> T | None:
+    return None if row.get(name) is None else read(row, name, where)

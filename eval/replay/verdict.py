@@ -29,11 +29,9 @@ _NO_VERDICT = (
 )
 _LIMITS = (
     "This counts cached chunks, not time: `python -m eval serve --task trace --data FILE` measures time to first token. "
-    "Another order is another prompt: `python -m eval quality permutation` measures its effect on answers.",
+    "Another order is another prompt: `python -m eval quality permutation` measures its effect on answers."
 )
-_NOTHING_TWICE = (
-    "Hardly any chunk was retrieved before, so no cache can find much: there is nothing to measure further."
-)
+_TREND = "The shares change along the trace (the cache starts empty): --warm-up N leaves the first N out."
 
 _POLICIES = ("tail", "eviction", "admission", "dedup", "window", "threshold", "k")
 _WHAT = {"tokens": "chunk tokens", "chunks": "chunks"}
@@ -41,12 +39,9 @@ _WHAT = {"tokens": "chunk tokens", "chunks": "chunks"}
 Results = Mapping[str, Any]
 
 
-def verdict(results: Results, *, worth: float, left_out: str | None = None) -> list[str]:
-    """One sentence per entry; none unless the retriever's order and ours were replayed with the same capacity.
-
-    `left_out`: a sentence on sizes that were not replayed.
-    """
-    return _Verdict(results, worth).sentences(left_out)
+def verdict(results: Results, *, worth: float) -> list[str]:
+    """One sentence per entry; none unless the retriever's order and ours were replayed with the same capacity."""
+    return _Verdict(results, worth).sentences()
 
 
 def answer(contrast: Mapping[str, Any], *, worth: float) -> str:
@@ -79,22 +74,18 @@ class _Verdict:
         self._dropping = [one for one in contrasts if one["cell"]["order"] == "retriever"]
         self._varied = [name for name in _POLICIES if len({one["cell"][name] for one in self._ours} - {None}) > 1]
 
-    def sentences(self, left_out: str | None) -> list[str]:
+    def sentences(self) -> list[str]:
         if not self._ours:
             return []
         judged = [one for one in self._ours if self._stock(one["cell"])["cell"]["dedup"] == one["cell"]["dedup"]]
-        is_settled = bool(judged) and all(answer(one, worth=self._worth) == "not worth it" for one in judged)
-        highs = [self._seen(overlap)["high"] for overlap in self._overlaps]
-        is_hopeless = is_settled and all(high < self._worth or high == 0 for high in highs)
         return [
             *map(self._dropped, self._dropping),
             *map(self._found, self._ours),
-            *([left_out] if left_out else []),
             *map(self._at_most, self._overlaps),
             *([_CONVERSATIONS] if "reduction" in self._cells[0] else []),
-            *_warnings(self._ours[0]["n"], self._cells),
+            *([_TREND] if self._ours[0]["n"] >= SHORT_TRACE and any(map(_has_trend, self._cells)) else []),
             *(self._answers(judged) if judged else [_NO_VERDICT]),
-            *([_NOTHING_TWICE] if is_hopeless else _LIMITS),
+            _LIMITS,
         ]
 
     def _dropped(self, contrast: Results) -> str:
@@ -114,24 +105,14 @@ class _Verdict:
         verb = "saves" if "reduction" in ours else "finds"
         return (
             f"{self._start(cell)}: {_name(stock['cell'])} {verb} {self._value(stock)} of {_WHAT[self._unit]}{also}, "
-            f"ours {self._value(ours)}{self._parts(ours)}; difference {_points(contrast)}{to_craft}. "
+            f"ours {self._value(ours)}; difference {_points(contrast)}{to_craft}. "
             f"Second half alone: {halves[0]} and {halves[1]}."
-        )
-
-    def _parts(self, cell: Results) -> str:
-        """With conversations: the shares found by the order, saved by deduplication, and lost with histories."""
-        if "reduction" not in cell:
-            return ""
-        found = {name: f"{share['value']:.1%}" for name, share in cell["reduction"][self._unit].items()}
-        return (
-            f" ({found['general']} as prefixes, {found['conversation_scoped']} left out as shown before, "
-            f"{found['history_lost']} computed again in histories that left the cache)"
         )
 
     def _at_most(self, overlap: Results) -> str:
         first = f" of the first {overlap['k']} of each request" if overlap["k"] else ""
-        seen = self._seen(overlap)["value"]
-        return f"Reuse at any position, with unlimited capacity, could find at most {seen:.1%}{first}."
+        seen = overlap["seen_before_tokens" if self._unit == "tokens" else "seen_before"]
+        return f"Reuse at any position, with unlimited capacity, could find at most {seen['value']:.1%}{first}."
 
     def _answers(self, judged: Sequence[Results]) -> list[str]:
         """The verdict, grouping replays with the same one."""
@@ -159,10 +140,6 @@ class _Verdict:
     def _value(self, cell: Results) -> str:
         return f"{cell['saved'][self._unit]['value']:.1%}"
 
-    def _seen(self, overlap: Results) -> Results:
-        found: Results = overlap["seen_before_tokens" if self._unit == "tokens" else "seen_before"]
-        return found
-
     def _where(self, cell: Results) -> str:
         """The capacity, and the policies in which the replays differ."""
         policies = [f"{name} {cell[name]}" for name in self._varied if cell[name] is not None]
@@ -183,19 +160,6 @@ def _points(contrast: Mapping[str, Any]) -> str:
     return f"{value} points, 95% interval [{low}, {high}]"
 
 
-def _warnings(num_requests: int, cells: Sequence[Results]) -> list[str]:
-    warnings = []
-    if num_requests < SHORT_TRACE:
-        warnings.append(
-            f"Warning: {num_requests} requests are few; below {MIN_REQUESTS} nothing is concluded, and a cache that starts "
-            "empty finds less than yours would later."
-        )
-    elif any(
-        abs(cell["saved_in_second_half"][unit] - share["value"]) > TREND
-        for cell in cells
-        for unit, share in cell["saved"].items()
-    ):
-        warnings.append(
-            "The shares change along the trace (the cache starts empty): --warm-up N leaves the first N out."
-        )
-    return warnings
+def _has_trend(cell: Results) -> bool:
+    halves = cell["saved_in_second_half"]
+    return any(abs(halves[unit] - share["value"]) > TREND for unit, share in cell["saved"].items())

@@ -13,11 +13,10 @@ request, not a turn. Rows of `<DIR>/ragpulse/components.jsonl.gz` and `requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from eval.data.random_text import random_text
-from eval.data.rows import name_of, names_of, new_name, number_of, read_rows, text_of
+from eval.data.rows import count_of, names_of, new_name, number_of, read_rows
 from eval.errors import CommandError
+from eval.replay.trace import read_components
 from eval.task import Request, Source, TaskData, TextChunk
 
 KINDS = ("sys_prompt", "history", "web_search", "user_input")
@@ -27,46 +26,32 @@ KINDS = ("sys_prompt", "history", "web_search", "user_input")
 def load(source: Source) -> TaskData:
     """Requests in the order of arrival, the first one at 0 s. Raises CommandError, also for components of unknown length."""
     folder = source.folder("ragpulse")
-    lengths = {
-        (text_of(row, "kind", where), name_of(row, "id", where)): int(number_of(row, "token_length", where))
-        for where, row in read_rows(folder / "components.jsonl.gz")
-    }
+    lengths = read_components(folder / "components.jsonl.gz")
     passages: dict[str, TextChunk] = {}
-    requests: list[Request] = []
-    ids: set[str] = set()
+    requests: dict[str, Request] = {}
     start_s: float | None = None
     for where, row in read_rows(folder / "requests.jsonl.gz"):
-        names = names_of(row, "passages", where)
-        if not names:
+        listed = dict.fromkeys(("passage", name) for name in names_of(row, "passages", where))
+        others = [(kind, name) for kind in KINDS for name in names_of(row, kind, where)]
+        if not listed:
             continue
-        ids.add(request_id := new_name(row, where, ids, "ragpulse:"))
-        for name in names:
+        if unknown := next((key for key in (*listed, *others) if key not in lengths), None):
+            raise CommandError(f"{where}: {' '.join(unknown)} is not among the components")
+        for _, name in listed:
             if name not in passages:
-                passages[name] = TextChunk(name, _text("passage", name, where, lengths, source.scale))
-        if not names_of(row, "sys_prompt", where):
-            raise CommandError(f"{where}: a request needs a sys_prompt")
-        components = [(kind, name) for kind in KINDS for name in names_of(row, kind, where)]
-        first, *rest = (_text(kind, name, where, lengths, source.scale) for kind, name in components)
-        if not rest:
-            raise CommandError(f"{where}: a request needs something after its sys_prompt")
+                passages[name] = TextChunk(name, random_text(f"passage {name}", lengths["passage", name]))
+        texts = [random_text(" ".join(key), lengths[key] // source.scale) for key in others]
         arrival_s = number_of(row, "timestamp", where)
         start_s = arrival_s if start_s is None else start_s
-        requests.append(
-            Request(
-                request_id,
-                " ".join(rest),
-                tuple(passages[name] for name in names),
-                system=first,
-                arrival_s=arrival_s - start_s,
-                max_new_tokens=max(1, int(number_of(row, "output_length", where)) // source.scale),
-            )
+        name = new_name(row, where, requests, "ragpulse:")
+        requests[name] = Request(
+            name,
+            " ".join(texts[1:]),
+            tuple(passages[name] for _, name in listed),
+            system=" ".join(texts[:1]),
+            arrival_s=arrival_s - start_s,
+            max_new_tokens=max(1, count_of(row, "output_length", where) // source.scale),
         )
         if len(requests) == source.requests:
             break
-    return TaskData(tuple(passages.values()), tuple(requests))
-
-
-def _text(kind: str, name: str, where: str, lengths: Mapping[tuple[str, str], int], scale: int) -> str:
-    if (kind, name) not in lengths:
-        raise CommandError(f"{where}: {kind} {name} is not among the components")
-    return random_text(f"{kind} {name}", lengths[kind, name] // scale)
+    return TaskData(tuple(passages.values()), tuple(requests.values()))

@@ -19,8 +19,7 @@ import sys
 
 from eval.data.hub import HubName, hub_rows, parse_hub
 from eval.data.question_set import read_passages
-from eval.data.rows import read_items
-from eval.errors import CommandError
+from eval.data.rows import Row, read_rows
 from eval.task import Request, Source, TaskData
 
 HUB = HubName("anon8231489123/ShareGPT_Vicuna_unfiltered", None, "train", "ShareGPT_V3_unfiltered_cleaned_split.json")
@@ -33,58 +32,42 @@ ROLES = {
 
 def load(source: Source) -> TaskData:
     """Conversations in the file's order, turn by turn. Raises CommandError."""
-    if source.hub is None:
-        name, items = str(source.file()), read_items(source.file())
-    else:
-        hub = parse_hub(source.hub, HUB)
-        name, items = hub.name, hub_rows(hub)
+    rows = read_rows(source.file()) if source.hub is None else hub_rows(parse_hub(source.hub, HUB))
     passages = read_passages(source.corpus)[0] if source.corpus else {}
     requests: list[Request] = []
-    num_items = num_skipped = 0
-    names: set[str] = set()
-    for num_items, (_, item) in enumerate(items, 1):
-        conversation = f"sharegpt:{(isinstance(item, dict) and item.get('id')) or num_items}"
-        turns = _turns(item)
-        if not turns or conversation in names:
-            num_skipped += 1
-            continue
-        names.add(conversation)
-        system, pairs = turns
-        requests += [
-            Request(
-                f"{conversation}:{number}",
-                question,
-                answers=(reply,) if reply else (),
-                conversation=conversation,
-                reply=reply,
-                system=system,
-            )
-            for number, (question, reply) in enumerate(pairs, 1)
-        ]
+    talks: set[str] = set()
+    num_rows = 0
+    for num_rows, (_, row) in enumerate(rows, 1):
+        talk = f"sharegpt:{row.get('id') or num_rows}"
+        asked = _requests(row, talk)
+        if asked and talk not in talks:
+            talks.add(talk)
+            requests += asked
         if len(requests) >= source.requests:
             break
-    if num_skipped:
-        print(f"sharegpt: skipped {num_skipped} of {num_items} conversations, which are malformed", file=sys.stderr)
-    if not requests:
-        raise CommandError(f"{name} has no conversation in ShareGPT's format")
+    if num_rows > len(talks):
+        told = f"sharegpt: skipped {num_rows - len(talks)} of {num_rows} conversations, which are malformed"
+        print(told, file=sys.stderr)
     return TaskData(tuple(passages.values()), tuple(requests))
 
 
-def _turns(item: object) -> tuple[str, list[tuple[str, str | None]]] | None:
-    """System prompt, and each question with its reply; None for a malformed conversation."""
-    turns = item.get("conversations") if isinstance(item, dict) else None
-    if not isinstance(turns, list):
-        return None
-    told: list[tuple[str, str]] = []
-    for turn in turns:
-        role, text = (ROLES.get(str(turn.get("from"))), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if role is None or not isinstance(text, str) or not text.strip():
-            return None
-        told.append((role, text))
+def _requests(row: Row, talk: str) -> list[Request]:
+    """A request for each question of a conversation; none for a malformed one."""
+    turns = row.get("conversations")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return []
+    told = [(ROLES.get(turn.get("from")), turn.get("value")) for turn in turns]
     system = told.pop(0)[1] if told and told[0][0] == "system" else ""
     if told and told[0][0] == "assistant":
         told.pop(0)
-    if not told or any(role != ("user", "assistant")[i % 2] for i, (role, _) in enumerate(told)):
-        return None
-    questions, replies = [text for _, text in told[::2]], [text for _, text in told[1::2]]
-    return system, list(zip(questions, [*replies, None], strict=False))
+    roles, texts = [role for role, _ in told], [text for _, text in told]
+    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"] * (len(roles) % 2):
+        return []
+    if not all(isinstance(text, str) and text.strip() for text in (*texts, system or "none")):
+        return []
+    replies = [*texts[1::2], None]
+    pairs = enumerate(zip(texts[::2], replies, strict=False), 1)
+    return [
+        Request(f"{talk}:{n}", question, (), (reply,) if reply else (), (), talk, reply, system)
+        for n, (question, reply) in pairs
+    ]

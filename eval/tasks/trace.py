@@ -28,7 +28,7 @@ def load(source: Source) -> TaskData:
         for chunk in request.chunks:
             num_tokens = chunk.num_tokens if request.has_lengths else CHUNK_TOKENS
             if chunk.id not in passages:
-                passages[chunk.id] = TextChunk(chunk.id, random_text(f"passage {chunk.id}", num_tokens // source.scale))
+                passages[chunk.id] = TextChunk(chunk.id, random_text(f"passage {chunk.id}", num_tokens))
     start_s = trace[0].timestamp if all(request.timestamp is not None for request in trace) else None
     requests = []
     for number, request in enumerate(trace):

@@ -18,7 +18,7 @@ from eval.replay import cells
 from eval.replay.cells import Bins, ReplayCell
 from eval.replay.generated import CHUNKS_PER_TOPIC, NOISE, GeneratedTrace
 from eval.replay.grid import grid
-from eval.replay.trace import TraceFile, TraceRequest, scan
+from eval.replay.trace import TraceRequest, scan
 from radix_ext import Chunk, ChunkId
 
 
@@ -121,26 +121,10 @@ def test_generated_trace_is_as_described() -> None:
     assert any(int(name[1:]) >= 2000 for topic in topics for name in topic)
 
 
-def test_generated_trace_is_written_in_the_trace_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For `serve --task trace`; replayed, it finds what the generated one finds."""
-    path = tmp_path / "t.jsonl.gz"
-    assert main(["replay", "--generate", "300", "--seed", "7", "--save-trace", str(path)]) == 0
-    assert capsys.readouterr().out == f"trace: {path}\n"
-    assert [*TraceFile(path)] == [*GeneratedTrace(300, seed=7)]
-    reports = []
-    for source in (["--generate", "300", "--seed", "7"], ["--trace", str(path)]):
-        assert main(["replay", *source, "--order", "tree", "--json"]) == 0
-        reports.append(json.loads(capsys.readouterr().out))
-    assert reports[0]["num_chunk_hits"] == reports[1]["num_chunk_hits"] > 0
-    assert reports[0]["settings"]["seed"] == 7
-    assert main(["replay", "--generate", "3", "--save-trace", str(tmp_path / "none" / "t.jsonl")]) == 2
-    assert "cannot be written: No such file" in capsys.readouterr().err
-
-
-def test_k_of_a_generated_trace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_k_of_a_generated_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As many chunks as asked for, if a topic has them."""
-    assert main(["replay", "--generate", "30", "--k", "3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_chunks"] == 90
+    assert main(["replay", "--generate", "30", "--k", "3", "--out", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cells"][0]["num_chunks"] == 90
     assert main(["replay", "--generate", "30", "--k", "51"]) == 2
     assert "at most 50 chunks but --k is 51" in capsys.readouterr().err
 
@@ -164,7 +148,7 @@ def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> 
     assert grown < 700 * 40
 
 
-def cost(num_requests: int) -> tuple[float, int]:
+def cost(num_requests: int, folder: Path) -> tuple[float, int]:
     """(CPU seconds, peak KiB) of a process that replays so many requests."""
     code = (
         "import resource, sys; from eval.__main__ import main; main(sys.argv[1:]); "
@@ -172,7 +156,7 @@ def cost(num_requests: int) -> tuple[float, int]:
     )
     options = ["--generate", str(num_requests), "--order", "tree", "--eviction", "reused", "--capacity", "20000"]
     done = subprocess.run(
-        [sys.executable, "-c", code, "replay", *options, "--json"],
+        [sys.executable, "-c", code, "replay", *options, "--out", str(folder)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -183,14 +167,14 @@ def cost(num_requests: int) -> tuple[float, int]:
 
 
 @pytest.mark.nightly
-def test_request_of_a_long_trace_costs_no_more() -> None:
+def test_request_of_a_long_trace_costs_no_more(tmp_path: Path) -> None:
     """100,000 requests: at most 1.3 times the CPU time of each of 10,000, start-up taken off, and less than 300 MB more.
 
     What grows are distinct chunks, here about 300 bytes for each of 60,000, and the bits of an estimate's window.
     """
-    start_up, _ = cost(1)
-    before, small = cost(10_000)
-    long, large = cost(100_000)
-    after, _ = cost(10_000)
+    start_up, _ = cost(1, tmp_path / "1")
+    before, small = cost(10_000, tmp_path / "before")
+    long, large = cost(100_000, tmp_path / "long")
+    after, _ = cost(10_000, tmp_path / "after")
     assert (long - start_up) / 100_000 < 1.3 * ((before + after) / 2 - start_up) / 10_000
     assert large - small < 300 * 1024
