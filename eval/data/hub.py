@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from eval.data.rows import Row
 from eval.errors import CommandError
 from eval.progress import tracked
 
 
-@dataclass(frozen=True, slots=True)
-class HubName:
+class HubName(NamedTuple):
     """Arguments of `datasets.load_dataset`. `file` names one of several files."""
 
     name: str
@@ -30,15 +29,13 @@ def parse_hub(text: str, published: HubName) -> HubName:
 
 
 def hub_rows(hub: HubName) -> Iterator[tuple[str, Row]]:
-    """("name, row number", row). Raises CommandError if `datasets` is missing or cannot load the set."""
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise CommandError("--hub needs the package datasets: pip install datasets") from None
+    """("name, row number", row). Raises CommandError if `datasets` cannot load the set."""
+    from datasets import load_dataset
+
     try:
         rows = load_dataset(hub.name, hub.config, split=hub.split, data_files=hub.file)
     except Exception as error:  # of many libraries: no network, no such name, config or split
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CommandError(f"--hub {hub.name}: {lines[0]}") from None
+        told = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CommandError(f"--hub {hub.name}: {told}") from None
     for number, row in enumerate(tracked(f"reading {hub.name}", rows), 1):
         yield f"{hub.name}, row {number}", row

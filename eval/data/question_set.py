@@ -1,59 +1,22 @@
-"""Question sets: single questions or conversations over passages, from a folder; single questions also from the hub.
+"""Question sets in a folder: single questions or conversations over passages.
 
     passages.jsonl.gz         {"id", "title", "text"}, title and "domain" optional
     questions.jsonl.gz        {"id", "question", "answers", "gold_passage_ids", "context_passage_ids"}, the last three optional
     conversations.jsonl.gz    {"id", "domain", "turns": [{"question", "answer", "gold_passage_ids", "retrieved_passage_ids"}]}
 
-`context_passage_ids` is the list that the data set itself gives for a question. On the hub the row of a question contains its
-passages; equal ones become one passage. The model reads a passage as its title, a line break and its text.
+`context_passage_ids` is the list that the data set itself gives for a question. The model reads a passage as its title, a line
+break and its text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-from eval.data.hub import HubName, hub_rows, parse_hub
 from eval.data.rows import Row, names_of, new_name, read_rows, text_of
 from eval.errors import CommandError
-from eval.task import Request, Source, TaskData, TextChunk
-
-
-class Found(NamedTuple):
-    """A passage in a row of the hub."""
-
-    title: str
-    text: str
-    is_gold: bool
-
-
-class Example(NamedTuple):
-    """A row of the hub in our format; `is_list`: its passages are the data set's own list for the question."""
-
-    id: str
-    question: str
-    answers: tuple[str, ...]
-    passages: tuple[Found, ...]
-    is_list: bool = True
-
-
-def load_questions(source: Source, hub: HubName, example: Callable[[Row], Example | None]) -> TaskData:
-    """The data set `source.task` from its folder or from the hub. Questions are shuffled by the seed, because in the files
-    questions about one passage follow each other.
-
-    Args:
-        example: maps a row of the hub; returns None to leave it out.
-    """
-    if source.hub is None:
-        data = read_questions(source.folder(source.task), source.task)
-    else:
-        data = _examples(source.task, parse_hub(source.hub, hub), example)
-    requests = list(data.requests)
-    random.Random(source.seed).shuffle(requests)
-    return TaskData(data.passages, tuple(requests))
+from eval.task import Request, TaskData, TextChunk
 
 
 def read_questions(folder: Path, task: str) -> TaskData:
@@ -137,27 +100,3 @@ def text_chunk(task: str, title: str, text: str) -> TextChunk:
 def distinct(chunks: Iterable[TextChunk]) -> tuple[TextChunk, ...]:
     """The chunks without repetitions, in their order."""
     return tuple({chunk.id: chunk for chunk in chunks}.values())
-
-
-# Private, in order of use
-
-
-def _examples(task: str, hub: HubName, example: Callable[[Row], Example | None]) -> TaskData:
-    passages: dict[str, TextChunk] = {}
-    requests: dict[str, Request] = {}
-    for where, row in hub_rows(hub):
-        try:
-            found = example(row)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            told = f"{type(error).__name__} {error}"
-            raise CommandError(f"{where} does not have the format of task {task}: {told}") from None
-        if found is None:
-            continue
-        chunks = [text_chunk(task, passage.title, passage.text) for passage in found.passages]
-        passages.update((chunk.id, chunk) for chunk in chunks)
-        gold = (chunk.id for chunk, passage in zip(chunks, found.passages, strict=True) if passage.is_gold)
-        name = f"{task}:{found.id}"
-        listed = distinct(chunks) if found.is_list else ()
-        asked = Request(name, found.question, listed, found.answers, tuple(dict.fromkeys(gold)))
-        requests.setdefault(name, asked)
-    return TaskData(tuple(passages.values()), tuple(requests.values()))

@@ -28,18 +28,16 @@ def retrieve(
     """For each question the ids of its k best passages (id -> text), best first.
 
     Raises:
-        CommandError: the retrieval package's libraries are missing, or no index can be built of these passages.
+        CommandError: no index can be built of these passages.
     """
     with TemporaryDirectory(prefix="eval-retrieve-") as folder:
-        try:
-            from retrieval import RetrievalError
-            from retrieval.settings import NPROBE, IndexSettings
+        from retrieval import RetrievalError
+        from retrieval.settings import NPROBE, IndexSettings
 
+        try:
             language = None if mode == "dense" else "english"
             settings = IndexSettings(is_split=False, factory="Flat", bm25_language=language)
             retriever = open_index(passages, Path(folder), settings, encoder=None, seed=seed)
-        except ImportError as error:
-            raise CommandError(f"--retriever {mode} needs the extra `retrieval` ({error})") from None
         except RetrievalError as error:
             raise CommandError(f"--retriever {mode}: {error}") from None
         found = search(retriever, questions, k=k, mode=mode, nprobe=NPROBE)

@@ -1,16 +1,20 @@
 """`hotpotqa`, `2wikimqa`, `musique`, `squad`, `triviaqa`, `nq`: single questions over Wikipedia, from a folder or the hub.
 
-Each function below maps a row of the hub, in the columns of its docstring, to our terms. The passages are Wikipedia's, CC BY-SA.
+On the hub the row of a question contains its passages; equal ones become one passage. Each function below maps a row, in the
+columns of its docstring, to our terms. The passages are Wikipedia's, CC BY-SA.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-from eval.data.hub import HubName
-from eval.data.question_set import Example, Found, load_questions
+from eval.data.hub import HubName, hub_rows, parse_hub
+from eval.data.question_set import distinct, read_questions, text_chunk
 from eval.data.rows import Row
-from eval.task import Source, TaskData
+from eval.errors import CommandError
+from eval.task import Request, Source, TaskData, TextChunk
 
 PIECE_WORDS = 100
 """As in the Wikipedia passages of DPR (Karpukhin et al. 2020), which are those of triviaqa's folder."""
@@ -18,9 +22,30 @@ MIN_WORDS = 20
 """Shorter passages of nq are remains of headings and boxes, and contain no answers."""
 
 
+class Found(NamedTuple):
+    """A passage in a row of the hub."""
+
+    title: str
+    text: str
+    is_gold: bool
+
+
+class Example(NamedTuple):
+    """A row of the hub in our terms; `is_list`: its passages are the data set's own list for the question."""
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    passages: tuple[Found, ...]
+    is_list: bool = True
+
+
 def load(source: Source) -> TaskData:
-    """From a folder, or from the hub. Raises CommandError."""
-    return load_questions(source, *SETS[source.task])
+    """From a folder or the hub, shuffled, because in the files questions about one passage follow each other."""
+    data = _hub(source) if source.hub is not None else read_questions(source.folder(source.task), source.task)
+    requests = list(data.requests)
+    random.Random(source.seed).shuffle(requests)
+    return TaskData(data.passages, tuple(requests))
 
 
 def two_paragraphs(row: Row) -> Example:
@@ -66,12 +91,10 @@ def squad(row: Row) -> Example:
 def triviaqa(row: Row) -> Example:
     """TriviaQA (Joshi et al. 2017, Apache-2.0), reading comprehension: whole articles, cut into pieces of 100 words; no lists.
 
-    Gold are the pieces that contain an answer, although they may not answer the question. With config rc the web pages found for
-    a question (`search_results`) are used too; their licences are their own.
+    Gold are the pieces that contain an answer, although they may not answer the question.
 
     {"question_id": "tc_33", "question": "Which Lloyd Webber musical ...?", "answer": {"value": "Sunset Boulevard",
-     "aliases": ["Sunset Blvd", ...], ...}, "entity_pages": {"title": ["Andrew Lloyd Webber"], "wiki_context": ["..."], ...},
-     "search_results": {"title": [...], "search_context": [...], ...}}
+     "aliases": ["Sunset Blvd", ...], ...}, "entity_pages": {"title": ["Andrew Lloyd Webber"], "wiki_context": ["..."], ...}}
     """
     answers = tuple(dict.fromkeys((row["answer"]["value"], *row["answer"]["aliases"])))
     told = [_words(answer) for answer in answers]
@@ -120,6 +143,24 @@ SETS: dict[str, tuple[HubName, Callable[[Row], Example | None]]] = {
 # Private, in order of use
 
 
+def _hub(source: Source) -> TaskData:
+    published, example = SETS[source.task]
+    passages, requests = dict[str, TextChunk](), dict[str, Request]()
+    for where, row in hub_rows(parse_hub(source.hub or "", published)):
+        try:
+            found = example(row)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            told = f"{type(error).__name__} {error}"
+            raise CommandError(f"{where} does not have the format of task {source.task}: {told}") from None
+        if found is not None:
+            chunks = [text_chunk(source.task, passage.title, passage.text) for passage in found.passages]
+            passages |= {chunk.id: chunk for chunk in chunks}
+            gold = dict.fromkeys(c.id for c, passage in zip(chunks, found.passages, strict=True) if passage.is_gold)
+            name, listed = f"{source.task}:{found.id}", distinct(chunks) if found.is_list else ()
+            requests.setdefault(name, Request(name, found.question, listed, found.answers, tuple(gold)))
+    return TaskData(tuple(passages.values()), tuple(requests.values()))
+
+
 def _supported(row: Row, joined: Callable[[list[str]], str]) -> Example:
     gold, context = set(row["supporting_facts"]["title"]), row["context"]
     passages = tuple(
@@ -131,11 +172,11 @@ def _supported(row: Row, joined: Callable[[list[str]], str]) -> Example:
 
 
 def _pieces(row: Row) -> Iterator[tuple[str, str]]:
-    for pages, column in ((row["entity_pages"], "wiki_context"), (row.get("search_results") or {}, "search_context")):
-        for title, text in zip(pages.get("title", ()), pages.get(column, ()), strict=True):
-            words = text.split()
-            for start in range(0, len(words), PIECE_WORDS):
-                yield title, " ".join(words[start : start + PIECE_WORDS])
+    pages = row["entity_pages"]
+    for title, text in zip(pages["title"], pages["wiki_context"], strict=True):
+        words = text.split()
+        for start in range(0, len(words), PIECE_WORDS):
+            yield title, " ".join(words[start : start + PIECE_WORDS])
 
 
 def _words(text: str) -> str:

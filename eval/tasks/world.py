@@ -9,10 +9,10 @@ A request's chunks are the passage with the answer and distractors of the same k
 from __future__ import annotations
 
 import random
-from typing import Any
 
 from eval.errors import CommandError
 from eval.task import SEARCHED_K, Request, Source, TaskData, TextChunk
+from eval.world.world import Question, World
 
 NUM_PASSAGES = 60
 
@@ -21,8 +21,6 @@ def load(source: Source) -> TaskData:
     """Generate the task. Raises CommandError for --data or --hub, or for more chunks than passages of a kind."""
     if source.data is not None or source.hub is not None:
         raise CommandError("task world is generated: it takes neither --data nor --hub")
-    from eval.world.world import World
-
     k = source.k or SEARCHED_K
     try:
         requests = world_requests(source.requests, source.seed, num_chunks=k)
@@ -34,10 +32,8 @@ def load(source: Source) -> TaskData:
 
 def world_requests(limit: int, seed: int, *, num_passages: int = NUM_PASSAGES, num_chunks: int = 4) -> list[Request]:
     """One-hop questions about a generated world, popular entities more often; the model can answer them."""
-    from eval.world.world import World
-
     world, rng = World(seed, num_passages), random.Random(seed)
-    by_gold: dict[str, list[Any]] = {}
+    by_gold: dict[str, list[Question]] = {}
     for question in world.questions:
         if question.hop == 1:
             by_gold.setdefault(question.gold_passage_ids[0], []).append(question)

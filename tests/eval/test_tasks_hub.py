@@ -124,11 +124,10 @@ def test_triviaqa_pages_are_cut_and_gold_holds_an_answer(tmp_path: Path) -> None
             "aliases": ["Sunset Blvd", "Sunset Boulevard"],
             "type": "WikipediaEntity",
         },
-        "entity_pages": {"title": ["Lloyd Webber"], "wiki_context": [page], "filename": ["x"], "doc_source": [""]},
-        "search_results": {
-            "title": ["A review"],
-            "search_context": ["Newsunset Boulevard, Sunset Boulevards."],
-            "url": ["x"],
+        "entity_pages": {
+            "title": ["Lloyd Webber", "A review"],
+            "wiki_context": [page, "Newsunset Boulevard, Sunset Boulevards."],
+            "filename": ["x", "y"],
         },
     }
     request, texts = only(load("triviaqa", published(tmp_path, row)))
