@@ -15,8 +15,6 @@ from eval.metrics import METRICS, is_time, label, ranked
 from eval.recorded import cell_name, grouped
 from eval.stats import MIN_BLOCKS, QUANTILES, Statistic, contrast
 
-MIN_PAIRS = 8
-"""With fewer pairs or blocks a bootstrap interval is too narrow to be reliable: no verdict."""
 MAX_FAILED = 0.01
 """No verdict if an arm failed a larger share of its requests, and more than the other: the answered ones may be the easy ones."""
 TIMES: tuple[Statistic, ...] = ("ratio of medians", "ratio of p90")
@@ -67,8 +65,7 @@ def contrast_arms(
 
 def has_enough(contrast: Mapping[str, Any]) -> bool:
     """Whether the interval is reliable: at least 8 requests, and 8 blocks if requests come in blocks."""
-    blocks = contrast.get("num_blocks")
-    return contrast["n"] >= MIN_PAIRS and (blocks is None or blocks >= MIN_BLOCKS)
+    return bool(min(contrast["n"], contrast.get("num_blocks") or math.inf) >= MIN_BLOCKS)
 
 
 def fails_more(contrast: Mapping[str, Any]) -> Literal["a", "b"] | None:
@@ -108,7 +105,8 @@ def limits(contrasts: Sequence[Contrast]) -> list[str]:
     said = []
     if few := [one for one in contrasts if not has_enough(one) and fails_more(one) is None]:
         count, what = min(
-            (one["n"], "requests") if one["n"] < MIN_PAIRS else (one["num_blocks"], "blocks of requests") for one in few
+            (one["n"], "requests") if one["n"] < MIN_BLOCKS else (one["num_blocks"], "blocks of requests")
+            for one in few
         )
         needed = max(MIN_BLOCKS * math.ceil(one["n"] / (one.get("num_blocks") or one["n"])) for one in few)
         said.append(

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 Statistic = Literal["ratio of medians", "ratio of p90", "difference of means"]
 QUANTILES = {"ratio of medians": 0.5, "ratio of p90": 0.9}
 MIN_BLOCKS = 8
-"""With fewer blocks single values are resampled."""
+"""With fewer blocks single values are resampled; with fewer values or blocks an interval is too narrow for a verdict."""
 BATCH = 2_000_000
 """Counts drawn at once: 16 MB."""
 

@@ -6,9 +6,8 @@ Verdict, tables, settings and caveats are there for every kind of record; charts
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -30,8 +29,7 @@ SAME_SERVERS = ("model", "dtype", "attention_backend", "version")
 """Settings that should be the same for two arms' servers: a difference here may explain a difference of the figures."""
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """A chart: title, how to read it, and the function that draws it."""
 
     title: str
@@ -125,10 +123,9 @@ def _facts(run: Recorded) -> dict[str, str]:
         "arms": "; ".join(run.arms),
         "code": git["sha"][:12] + (", with changes that are not committed" if git["dirty"] else ""),
         "baseline": record["baseline"] or "none",
-        **{
-            name: _listed(record[group])
-            for name, group in (("machine", "machine"), ("settings", "spec"), ("versions", "versions"))
-        },
+        "machine": _listed(record["machine"]),
+        "settings": _listed(record["spec"]),
+        "versions": _listed(record["versions"]),
     }
 
 
