@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
+
+import numpy as np
 
 from eval.errors import CommandError
 from eval.metrics import is_time
@@ -187,18 +188,13 @@ def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:
     # Neighbours in a trace share chunks, so blocks are resampled, as long as replay's own.
     length = max(1, spec["block"] // row["bin"])
     # Divided by the mean number of chunks, so that the mean over bins is the share of all chunks, as replay reports it.
-    mean = {name: fmean(row[unit[-1]]) for name, unit in UNITS.items() if row.get(unit[-1])}
+    shares = {
+        name: (np.add(row[hits], row[dropped]) - row[lost]) / np.mean(row[total])
+        for name, (hits, dropped, lost, total) in UNITS.items()
+        if any(row.get(total) or ())
+    }
     return [
-        {
-            "arm": row["arm"],
-            "cell": row["cell"],
-            "request": str(i),
-            "block": i // length,
-            "metrics": {
-                name: (row[hits][i] + row[dropped][i] - row[lost][i]) / mean[name]
-                for name, (hits, dropped, lost, _) in UNITS.items()
-                if mean.get(name)
-            },
-        }
-        for i in range(len(row["chunks"]))
+        {"arm": row["arm"], "cell": row["cell"], "request": str(i), "block": i // length}
+        | {"metrics": dict(zip(shares, map(float, values), strict=True))}
+        for i, values in enumerate(zip(*shares.values(), strict=True))
     ]
