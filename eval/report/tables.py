@@ -18,19 +18,8 @@ from eval.recorded import Recorded, middle, setting_name, varied
 
 MAX_LIST = 12
 """Longer lists, and lists of objects within rows, are in the record only."""
-KNOWN = {
-    "cells",
-    "overlap",
-    "contrasts",
-    "verdict",
-    "tables",
-    "servers",
-    "ends",
-    "skipped",
-    "resumed_at",
-    "note",
-    "notes",
-}
+KNOWN = {"cells", "overlap", "contrasts", "verdict", "tables", "servers", "ends", "skipped", "resumed_at"}
+KNOWN |= {"note", "notes"}
 """Results that are shown in a form of their own."""
 
 
@@ -178,8 +167,8 @@ def words(name: Any) -> str:
 
 
 def _settings(cell: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str | None]:
-    applies = {key for key in keys if cell.get(key) is not None or key == "k"}
-    return {words(key): setting_name(key, cell.get(key)) if key in applies else None for key in keys}
+    shown = ((key, cell.get(key)) for key in keys)
+    return {words(key): None if value is None and key != "k" else setting_name(key, value) for key, value in shown}
 
 
 def _is_rows(value: Any) -> bool:
