@@ -47,9 +47,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"eval {name} needs {package}: run it with .venv/bin/python (launch/setup.sh makes it)", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # otherwise Python reports the error again at exit
+        # Otherwise Python reports the error again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
         print(f"eval {name}: interrupted", file=sys.stderr)

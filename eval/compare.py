@@ -12,94 +12,76 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from eval.contrast import Contrast, contrast_arms, direction, sentences
 from eval.errors import CommandError
 from eval.metrics import is_time
 from eval.recorded import Recorded, read_recorded
-from eval.report.tables import contrast_table
-from eval.run import Sample
+from eval.report.tables import contrast_table, flat
 
 BASELINES = ("stock-lpm", "stock-fcfs", "no-cache", "retriever shown", "retriever", "full-prefill")
-"""Default arms to compare against, if neither the run nor --against names one: see `compare_arms`."""
+"""Default arms to compare against, if neither the run nor --against names one: see `pairs_within`."""
 DIGESTS = ("requests_sha256", "trace_sha256")
 SOURCES = ("task", "data", "hub", "corpus", "retriever", "scale", "seed", "k", "trace")
 """Settings that determine the requests of a record that has no digest of them."""
 
+Pairs = Sequence[tuple[str, str]]
+
 
 def main(argv: Sequence[str]) -> int:
     """Print table, sentences and one JSON object; returns 1 if B is worse and --fail-if-worse was given, else 0."""
-    options = _parser().parse_args(argv)
-    runs = [read_recorded(path) for path in options.records]
-    if len(runs) > 2:
-        raise CommandError(f"expected one or two records, got {len(runs)}")
-    kinds = [" ".join(filter(None, [run.kind, run.record["spec"].get("bench")])) for run in runs]
-    if len(set(kinds)) > 1:
-        raise CommandError(f"A is a {kinds[0]} record and B a {kinds[1]} record")
-    measured = set.intersection(*map(_measured, runs))
-    if not measured:
-        names = ", ".join(run.name for run in runs)
-        raise CommandError(f"the samples of {names} have no metric in common: there is nothing to compare")
-    if options.metric and not set(options.metric) & measured:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("a", type=Path, metavar="A", help="a run's folder or its record.json")
+    parser.add_argument("b", type=Path, metavar="B", nargs="?", help="another one")
+    parser.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics (default: all measured ones)")
+    parser.add_argument("--against", metavar="ARM", help="the arm of A to compare all others with")
+    parser.add_argument("--fail-if-worse", action="store_true", help="exit code 1 if any verdict says that B is worse")
+    options = parser.parse_args(argv)
+    a, b = read_recorded(options.a), options.b and read_recorded(options.b)
+    choices = [pairs_between(a, b, options.against)] if b else pairs_within(a, options.against)
+    found = next(filter(None, (_contrasts(a, b or a, pairs, options.metric) for pairs in choices)), [])
+    if not found:
+        measured = sorted({name for sample in a.samples for name in sample["metrics"]})
         raise CommandError(
-            f"--metric: {', '.join(options.metric)} was not measured; measured: {', '.join(sorted(measured))}"
+            "no request was answered on both sides in the same cell: give a second record, or another of the arms of "
+            f"{a.name} with --against: {', '.join(map(repr, a.arms))}; measured: {', '.join(measured)}"
         )
-    compare = compare_runs if len(runs) == 2 else compare_arms
-    report = compare(*runs, against=options.against, metrics=options.metric)
-    if not report["contrasts"]:
-        arms = f"--against selects another arm of {runs[0].name}: {', '.join(map(repr, runs[0].arms))}"
-        raise CommandError(f"no request was answered on both sides in the same cell; {arms}")
-    print(contrast_table(report["contrasts"]).text())
-    print("\n".join(["", *_sentences(report), ""]))
-    print(json.dumps(report))
-    worse = any(direction(found) == "worse" for found in report["contrasts"])
-    return int(options.fail_if_worse and not report["no_verdict"] and worse)
+    others, differs = (other_requests(a, b), differences(a, b)) if b else ([], [])
+    verdict = (
+        [f"No verdict: the runs are of different requests: {', '.join(others)} differ."] if others else sentences(found)
+    )
+    print(contrast_table(found).text())
+    print("\n".join(["", *verdict]))
+    if b and any(is_time(one["metric"]) for one in found):
+        print("Times: the two runs were not interleaved, so a difference may come from the machine or the hour.")
+    if differs:
+        print("\n  ".join(["The runs differ in:", *differs]))
+    print(json.dumps({"contrasts": found, "verdict": verdict, "differs": differs}))
+    worse = any(direction(one) == "worse" for one in found)
+    return int(options.fail_if_worse and worse and not others)
 
 
-def compare_runs(a: Recorded, b: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
-    """Compare each arm that both have; with `against`, that arm of A with every arm of B.
-
-    Raises:
-        CommandError: no arm to compare.
-    """
+def pairs_between(a: Recorded, b: Recorded, against: str | None) -> Pairs:
+    """Each arm that both have, or the only arm of each; with `against`, that arm of A and every arm of B."""
     if against is not None:
-        _has(a, against)
-        arms = [(against, arm) for arm in b.arms]
-    elif len(a.arms) == len(b.arms) == 1:
-        arms = [(a.arms[0], b.arms[0])]
-    else:
-        arms = [(arm, arm) for arm in a.arms if arm in b.arms]
-    if not arms:
-        names = f"A has {', '.join(a.arms)}, B {', '.join(b.arms)}"
-        raise CommandError(f"no arm is in both: {names}; --against selects A's")
-    sides = [(_of(a, left), _of(b, right), f"{left} in A", f"{right} in B") for left, right in arms]
-    report = {**_report(sides, metrics), "records": {"A": a.name, "B": b.name}, "differs": differences(a, b)}
-    if others := other_requests(a, b):
-        report |= {"verdict": [], "no_verdict": f"the runs are of different requests: {', '.join(others)} differ"}
-    return report
+        return [(against, arm) for arm in b.arms]
+    if len(a.arms) == len(b.arms) == 1:
+        return [(a.arms[0], b.arms[0])]
+    return [(arm, arm) for arm in a.arms if arm in b.arms]
 
 
-def compare_arms(run: Recorded, *, against: str | None, metrics: Sequence[str] | None) -> dict[str, Any]:
-    """Compare every other arm with `against`; by default the run's own baseline, else the first of the usual ones, else the
-    run's first arm. A default arm that has nothing in common with any other, e.g. since it has cells of its own, is skipped.
+def pairs_within(run: Recorded, against: str | None) -> Iterable[Pairs]:
+    """An arm and every other: `against`, or one choice after another: the run's own baseline, the usual ones, any other.
 
-    Raises:
-        CommandError: the run has fewer than two arms, or none of that name.
+    The next choice is for arms that have nothing in common with any other, e.g. since they have cells of their own.
     """
-    if len(run.arms) < 2:
-        raise CommandError(f"{run.folder} has {len(run.arms)} arm, so name a second record to compare it with")
-    if against is not None:
-        _has(run, against)
     usual = dict.fromkeys([run.record["spec"].get("against"), *BASELINES, *run.arms])
-    samples = {arm: _of(run, arm) for arm in run.arms}
     for base in [name for name in usual if name in run.arms] if against is None else [against]:
-        report = _report([(samples[base], samples[arm], base, arm) for arm in run.arms if arm != base], metrics)
-        if report["contrasts"]:
-            break
-    return {**report, "records": {"A": run.name}, "differs": []}
+        yield [(base, arm) for arm in run.arms if arm != base]
 
 
 def other_requests(a: Recorded, b: Recorded) -> list[str]:
@@ -110,90 +92,17 @@ def other_requests(a: Recorded, b: Recorded) -> list[str]:
 
 
 def differences(a: Recorded, b: Recorded) -> list[str]:
-    """What differs between two runs besides requests, e.g. "machine cores: 2, 16"."""
-    left, right = _facts(a), _facts(b)
-    return [
-        f"{key}: {_text(left.get(key))} in A, {_text(right.get(key))} in B"
-        for key in sorted(left.keys() | right.keys())
-        if left.get(key) != right.get(key)
-    ]
+    """What differs between two runs besides requests, e.g. "machine cores: 2 in A, 16 in B"."""
+    names = ("complete", "git", "machine", "spec", "versions")
+    left, right = (flat({name: run.record[name] for name in names} | {"server": run.servers}) for run in (a, b))
+    keys = [key for key in sorted(left.keys() | right.keys()) if left.get(key) != right.get(key)]
+    return [f"{key}: {left.get(key)} in A, {right.get(key)} in B" for key in keys]
 
 
-# Private, in order of use
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD", help="a run's folder or its record.json")
-    parser.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics (default: all measured ones)")
-    parser.add_argument("--against", metavar="ARM", help="the arm of A to compare all others with")
-    parser.add_argument("--fail-if-worse", action="store_true", help="exit code 1 if any verdict says that B is worse")
-    return parser
-
-
-def _has(run: Recorded, arm: str) -> None:
-    if arm not in run.arms:
-        raise CommandError(f"--against: {run.name} has no arm {arm!r}; it has {', '.join(run.arms)}")
-
-
-def _of(run: Recorded, arm: str) -> list[Sample]:
-    return [sample for sample in run.samples if sample["arm"] == arm]
-
-
-def _facts(run: Recorded) -> dict[str, Any]:
-    record = run.record
-    groups = {name: record[name] for name in ("versions", "machine", "spec")}
-    groups |= {f"server {arm}": facts for arm, facts in run.servers.items()}
-    flat = {f"{name} {key}": value for name, group in groups.items() for key, value in group.items()}
-    return flat | {"complete": record.get("complete"), "git": record.get("git")}
-
-
-def _report(
-    sides: Iterable[tuple[list[Sample], list[Sample], str, str]], metrics: Sequence[str] | None
-) -> dict[str, Any]:
-    contrasts: list[Contrast] = []
-    counts = []
-    for left, right, a, b in sides:
-        contrasts += contrast_arms(left, right, a=a, b=b, metrics=metrics)
-        keys, others = _answered(left), _answered(right)
-        count = {"a": a, "b": b, "both": len(keys & others), "only_a": len(keys - others), "only_b": len(others - keys)}
-        errors = (sum(bool(sample.get("error")) for sample in side) for side in (left, right))
-        counts.append(count | dict(zip(("errors_a", "errors_b"), errors, strict=True)))
-    return {"contrasts": contrasts, "verdict": sentences(contrasts), "no_verdict": None, "counts": counts}
-
-
-def _answered(samples: Sequence[Sample]) -> set[tuple[str, str]]:
-    kept = (sample for sample in samples if not sample.get("warm_up") and not sample.get("error"))
-    return {(json.dumps(sample["cell"], sort_keys=True), str(sample["request"])) for sample in kept}
-
-
-def _measured(run: Recorded) -> set[str]:
-    return {name for sample in run.samples for name in sample["metrics"]}
-
-
-def _sentences(report: Mapping[str, Any]) -> list[str]:
-    """Verdicts, then their limitations."""
-    contrasts = report["contrasts"]
-    lines = [f"No verdict: {report['no_verdict']}."] if report["no_verdict"] else list(report["verdict"])
-    if len(contrasts) >= 20 and not report["no_verdict"]:
-        found, chance = sum(map(bool, map(direction, contrasts))), round(0.05 * len(contrasts))
-        lines.append(f"{found} of {len(contrasts)} intervals exclude no difference; about {chance} would by chance.")
-    for side in report["counts"]:
-        a, b = side["a"], side["b"]
-        if side["only_a"] or side["only_b"]:
-            alone = f"{side['only_a']} only in the first, {side['only_b']} only in the second"
-            lines.append(f"{a}, {b}: {side['both']} requests in both; not used: {alone}.")
-        if side["errors_a"] or side["errors_b"]:
-            lines.append(f"Failed requests, not used: {a} {side['errors_a']}, {b} {side['errors_b']}.")
-    if report["differs"]:
-        lines += ["The runs differ in:", *(f"  {line}" for line in report["differs"])]
-    if "B" in report["records"] and any(is_time(found["metric"]) for found in contrasts):
-        lines.append("Times: the two runs were not interleaved, so a difference may come from the machine or the hour.")
-    return lines
-
-
-def _text(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _contrasts(a: Recorded, b: Recorded, pairs: Pairs, metrics: Sequence[str] | None) -> list[Contrast]:
+    sides = ("", "") if a is b else (" in A", " in B")
+    found: list[Contrast] = []
+    for left, right in pairs:
+        arms = [[one for one in run.samples if one["arm"] == arm] for run, arm in ((a, left), (b, right))]
+        found += contrast_arms(*arms, a=left + sides[0], b=right + sides[1], metrics=metrics)
+    return found

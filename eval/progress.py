@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -21,11 +20,11 @@ class Bar(Protocol):
 
 @contextmanager
 def progress(label: str, total: int | None, *, initial: int = 0) -> Iterator[Bar]:
-    """A bar that appears after five seconds. Without tqdm, as in the system's Python, at most one line in five seconds."""
+    """A bar that appears after five seconds; none without tqdm, as in the system's Python."""
     try:
         from tqdm import tqdm
     except ImportError:
-        yield _Lines(label, total, initial)
+        yield _NoBar()
         return
     look: Any = {"unit": "", "delay": DELAY_S, "mininterval": 1.0, "dynamic_ncols": True, "file": sys.stderr}
     with tqdm(desc=label, total=total, initial=initial, **look) as bar:
@@ -40,13 +39,6 @@ def tracked(label: str, items: Collection[T]) -> Iterator[T]:
             bar.update()
 
 
-class _Lines:
-    def __init__(self, label: str, total: int | None, initial: int) -> None:
-        self._label, self._of, self._done = label, f" of {total}" if total else "", initial
-        self._said = time.monotonic()
-
+class _NoBar:
     def update(self, n: int = 1) -> None:
-        self._done += n
-        if time.monotonic() - self._said >= DELAY_S:
-            self._said = time.monotonic()
-            print(f"{self._label}: {self._done}{self._of}", file=sys.stderr)
+        pass

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from eval.errors import CommandError
+from eval.metrics import is_time
 from eval.run import Sample, read_record, read_samples
 
 KINDS = ("replay", "serve", "quality", "recall", "bench")
@@ -28,6 +30,7 @@ UNITS = {
 """Metric -> the counts of a replay for it: found cached, shown before by the conversation, computed again, and the total."""
 
 Cell = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Recorded:
         return str(self.record["kind"])
 
     @property
-    def results(self) -> Mapping[str, Any]:
+    def results(self) -> dict[str, Any]:
         """The figures that the command computed."""
         return dict(self.record["results"])
 
@@ -82,19 +85,16 @@ def read_recorded(path: Path) -> Recorded:
         CommandError: no record, one that `python -m eval` did not write, or invalid samples.
     """
     folder = (path.parent if path.name == "record.json" else path).resolve()
-    record = read_record(folder)
-    if record["kind"] not in KINDS:
-        raise CommandError(f"{folder / 'record.json'}: kind {record['kind']!r} is not one of {', '.join(KINDS)}")
-    for name in ("versions", "machine", "spec", "results"):
-        if not isinstance(record.get(name), dict):
-            raise CommandError(f"{folder / 'record.json'} has no {name}: it was not written by `python -m eval`")
-    rows = read_samples(folder)
+    record, rows = read_record(folder), read_samples(folder)
     try:
+        cells, rows = (
+            _cells(record["results"]),
+            [row for row in rows if "cell" in row],
+        )  # others describe a replay's trace
         if record["kind"] != "replay":
-            return Recorded(folder, record, [_checked(row) for row in rows], _cells(record["results"]))
-        rows = [row for row in rows if "cell" in row]  # The other rows describe the trace.
+            return Recorded(folder, record, [_finite(row) for row in rows], cells)
         samples = [one for row in _replayed(rows) for one in _requests(row, record["spec"])]
-        return Recorded(folder, record, samples, _replayed(_cells(record["results"])))
+        return Recorded(folder, record, samples, _replayed(cells))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CommandError(f"{folder}: its samples or cells were not written by `python -m eval`: {error!r}") from None
 
@@ -124,32 +124,39 @@ def varied(cells: Iterable[Cell]) -> dict[str, list[Any]]:
     return {key: list(each.values()) for key, each in found.items() if len(each) > 1}
 
 
+def middle(metric: str, found: Mapping[str, Any] | None) -> tuple[float, ...]:
+    """(value, low, high): the median of times, else the mean, with its interval; () if it was not measured."""
+    found = found or {}
+    value = found.get("value", found.get("p50" if is_time(metric) else "mean"))
+    if value is None or not math.isfinite(value):
+        return ()
+    return float(value), *(value if found.get(end) is None else found[end] for end in ("low", "high"))
+
+
+def grouped(rows: Iterable[T], key: Callable[[T], Any]) -> list[tuple[Any, list[T]]]:
+    """The rows by a JSON key, in order of appearance."""
+    groups: dict[str, list[T]] = {}
+    for row in rows:
+        groups.setdefault(json.dumps(key(row), sort_keys=True), []).append(row)
+    return [(key(taken[0]), taken) for taken in groups.values()]
+
+
 # Private, in order of use
 
 
-def _checked(row: Sample) -> Sample:
-    if not isinstance(row["metrics"], dict) or not isinstance(row["cell"], dict):
-        raise TypeError("metrics and cell must be objects")
-    numbers = {name: value for name, value in row["metrics"].items() if _is_number(value)}
-    return {**row, "arm": str(row["arm"]), "request": str(row["request"]), "metrics": numbers}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _finite(row: Sample) -> Sample:
+    metrics = {name: value for name, value in row["metrics"].items() if value is not None and math.isfinite(value)}
+    return {**row, "request": str(row["request"]), "metrics": metrics}
 
 
 def _cells(results: Mapping[str, Any]) -> list[Cell]:
     """The cells with their throughput, and a replay's shares, among the metrics."""
     cells: list[Cell] = []
     for one in results.get("cells") or []:
-        metrics = {name: {"mean": value} for name, value in (one.get("throughput") or {}).items()}
-        saved = one.get("saved") or {}
-        for name, (*_, unit) in UNITS.items():
-            metrics |= {name: {"mean": saved[unit]["value"], **saved[unit]}} if unit in saved else {}
-        cells.append({"arm": "", **one, "metrics": metrics | one.get("metrics", {})})
-    for one in cells:
-        if not isinstance(one["cell"], dict) or not isinstance(one["metrics"], dict):
-            raise TypeError("metrics and cell must be objects")
+        saved, throughput = one.get("saved") or {}, one.get("throughput") or {}
+        metrics = {name: saved[unit] for name, (*_, unit) in UNITS.items() if unit in saved}
+        metrics |= {name: {"value": value} for name, value in throughput.items()} | one.get("metrics", {})
+        cells.append({"arm": "", **one, "metrics": metrics})
     return cells
 
 
@@ -181,18 +188,13 @@ def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:
     # Neighbours in a trace share chunks, so blocks are resampled, as long as replay's own.
     length = max(1, spec["block"] // row["bin"])
     # Divided by the mean number of chunks, so that the mean over bins is the share of all chunks, as replay reports it.
-    mean = {name: fmean(row[unit[-1]]) for name, unit in UNITS.items() if row.get(unit[-1])}
+    shares = {
+        name: (np.add(row[hits], row[dropped]) - row[lost]) / np.mean(row[total])
+        for name, (hits, dropped, lost, total) in UNITS.items()
+        if any(row.get(total) or ())
+    }
     return [
-        {
-            "arm": row["arm"],
-            "cell": row["cell"],
-            "request": str(i),
-            "block": i // length,
-            "metrics": {
-                name: (row[hits][i] + row[dropped][i] - row[lost][i]) / mean[name]
-                for name, (hits, dropped, lost, _) in UNITS.items()
-                if mean.get(name)
-            },
-        }
-        for i in range(len(row["chunks"]))
+        {"arm": row["arm"], "cell": row["cell"], "request": str(i), "block": i // length}
+        | {"metrics": dict(zip(shares, map(float, values), strict=True))}
+        for i, values in enumerate(zip(*shares.values(), strict=True))
     ]

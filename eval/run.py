@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,19 +51,16 @@ class Run:
 
     def __enter__(self) -> Run:
         for name, value in self._spec.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except ValueError:
-                raise CommandError(f"{name}: expected a finite number, got {value}") from None
+            if isinstance(value, float) and not math.isfinite(value):
+                raise CommandError(f"{name}: expected a finite number, got {value}")
         self._git = git_state()
         try:
             self._resume()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write(complete=False)
         except OSError as error:
-            raise CommandError(
-                f"{self.folder} cannot be written: {error.strerror}; name another folder with --out"
-            ) from None
+            told = f"{self.folder} cannot be written: {error.strerror}; name another folder with --out"
+            raise CommandError(told) from None
         return self
 
     def __exit__(
@@ -70,10 +68,8 @@ class Run:
     ) -> None:
         self._write(complete=kind is None)
         if kind is not None and self.samples:
-            told = (
-                f"{len(self.samples)} samples are in {self.folder}; the same command with --out {self.folder} goes on"
-            )
-            print(told, file=sys.stderr)
+            told = f"{len(self.samples)} samples are in {self.folder}"
+            print(f"{told}; the same command with --out {self.folder} goes on", file=sys.stderr)
 
     def __contains__(self, key: str) -> bool:
         return key in self._keys
@@ -121,12 +117,12 @@ class Run:
         if record["complete"]:
             raise CommandError(f"{self.folder} holds a complete run: name another folder")
         self.samples = read_samples(self.folder)
-        if self.samples and (record["kind"], record["spec"]) != (self._kind, self._spec):
-            names = record["spec"].keys() | self._spec.keys()
-            changed = sorted(name for name in names if record["spec"].get(name) != self._spec.get(name))
-            raise CommandError(f"{self.folder} was begun with other settings: {', '.join(changed) or 'the command'}")
         self._keys = {sample["key"] for sample in self.samples}
         if self.samples:
+            begun = {"the command": record["kind"], **record["spec"]}
+            now = {"the command": self._kind, **self._spec}
+            if changed := sorted(name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name)):
+                raise CommandError(f"{self.folder} was begun with other settings: {', '.join(changed)}")
             self._git = _resumed(record["git"], self._git)
         # A sample whose line was cut off is dropped, since the next one must not be appended to it.
         path = self.folder / "samples.jsonl"
@@ -151,10 +147,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / "record.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CommandError(f"{folder} holds no record.json") from None
     except (OSError, ValueError) as error:
-        raise CommandError(f"{path}: {error}") from None
+        raise CommandError(f"{folder} holds no record.json that can be read: {error}") from None
     if not isinstance(record, dict) or "kind" not in record:
         raise CommandError(f"{path} has no kind: it was not written by `python -m eval`")
     return record
@@ -163,16 +157,9 @@ def read_record(folder: Path) -> dict[str, Any]:
 def read_samples(folder: Path) -> list[Sample]:
     """All complete samples of a run's folder, in the order of the file; an incomplete last line is left out."""
     path = folder / "samples.jsonl"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path}: {error}") from None
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
     samples = []
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            break
+    for number, line in enumerate(whole.splitlines(), 1):
         try:
             samples.append(json.loads(line))
         except ValueError as error:
@@ -182,9 +169,7 @@ def read_samples(folder: Path) -> list[Sample]:
 
 def _resumed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """A run's `git` when it continues with the state `now`; dirty if it ever was."""
-    others = list(begun.get("resumed_with", []))
-    if now["sha"] not in (begun["sha"], *others):
-        others.append(now["sha"])
+    _, *others = dict.fromkeys([begun["sha"], *begun.get("resumed_with", []), now["sha"]])
     known = {"sha": begun["sha"], "dirty": begun["dirty"] or now["dirty"]}
     return known | ({"resumed_with": others} if others else {})
 

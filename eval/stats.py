@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from scipy import stats
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Statistic = Literal["ratio of medians", "ratio of p90", "difference of means"]
 QUANTILES = {"ratio of medians": 0.5, "ratio of p90": 0.9}
 MIN_BLOCKS = 8
-"""With fewer blocks single values are resampled."""
+"""With fewer blocks single values are resampled; with fewer values or blocks an interval is too narrow for a verdict."""
 BATCH = 2_000_000
 """Counts drawn at once: 16 MB."""
 
@@ -44,14 +45,9 @@ def summary(
     """
     if not values:
         raise ValueError("no values")
-    taken, units = np.asarray(values, dtype=float), _units(len(values), blocks)
-    sums, sizes = np.bincount(units, weights=taken), np.bincount(units)
-    low, high = _ends(
-        [
-            _quantiles(taken, counts[:, units], 0.5) if of_median else (counts @ sums) / (counts @ sizes)
-            for counts in _draw(len(sums), draws, len(values) if of_median else len(sums))
-        ]
-    )
+    taken, q = np.asarray(values, dtype=float)[:, None], 0.5 if of_median else None
+    units = _units(len(values), blocks)
+    low, high = _ends([_figures(taken, units, counts, q)[0] for counts in _draw(units, draws)])
     p50, p90, p99 = map(float, np.quantile(taken, [0.5, 0.9, 0.99]))
     return {"mean": math.fsum(values) / len(values), "p50": p50, "p90": p90, "p99": p99, "low": low, "high": high}
 
@@ -84,54 +80,28 @@ def contrast(
         raise ValueError("a contrast needs at least one pair, and finite values")
     if blocks is not None and len(blocks) != len(pairs):
         raise ValueError(f"{len(pairs)} pairs but {len(blocks)} blocks")
-    units = _units(len(values), blocks)
-    num_units = int(units.max()) + 1
-    arms = _arms(values, units, np.ones((1, num_units)), statistic)
-    batches = _draw(num_units, draws, len(values))
-    spread = [_distance(_arms(values, units, counts, statistic), statistic) for counts in batches]
-    found = [float(_distance(arms, statistic)[0]), *_ends(spread)]
+    units, q = _units(len(values), blocks), QUANTILES.get(statistic)
+    whole = _figures(values, units, np.ones((1, units.max() + 1)), q)
+    spread = [_distance(_figures(values, units, counts, q), q) for counts in _draw(units, draws)]
+    found = [float(_distance(whole, q)[0]), *_ends(spread)]
     value, low, high = found if all(map(math.isfinite, found)) else (None, None, None)
     return {
         "statistic": statistic,
-        "a_value": float(arms[0, 0]),
-        "b_value": float(arms[1, 0]),
+        "a_value": float(whole[0, 0]),
+        "b_value": float(whole[1, 0]),
         "value": value,
         "low": low,
         "high": high,
         "n": len(values),
         "num_blocks": None if blocks is None else len(set(blocks)),
-        "p": _p_value(values, units) if statistic == "difference of means" else None,
+        "p": None if q else _p_value(values, units),
     }
 
 
 # Private, in order of use
 
 
-def _draw(num_units: int, draws: int, width: int) -> Iterator[Floats]:
-    """[batch of draws, num_units] how often each unit was drawn, in batches that fit in memory with `width` numbers a draw."""
-    rng, batch = np.random.default_rng(0), max(1, BATCH // max(num_units, width))
-    if draws <= batch:
-        yield _all_at_once(num_units, draws)
-        return
-    for start in range(0, draws, batch):
-        yield _counts(rng, num_units, min(batch, draws - start))
-
-
-@lru_cache(maxsize=8)
-def _all_at_once(num_units: int, draws: int) -> Floats:
-    return _counts(np.random.default_rng(0), num_units, draws)
-
-
-def _counts(rng: np.random.Generator, num_units: int, draws: int) -> Floats:
-    return rng.multinomial(num_units, np.full(num_units, 1 / num_units), size=draws).astype(np.float64)
-
-
-def _ends(batches: Sequence[Floats]) -> tuple[float, float]:
-    low, high = np.quantile(np.concatenate(batches), [0.025, 0.975])
-    return float(low), float(high)
-
-
-def _units(num_values: int, blocks: Sequence[Hashable] | None) -> NDArray[np.int64]:
+def _units(num_values: int, blocks: Sequence[Hashable] | None) -> Ints:
     """[num_values] the unit of resampling of each value: its block, or the value itself."""
     number = {block: place for place, block in enumerate(dict.fromkeys(blocks or ()))}
     if blocks is None or len(number) < MIN_BLOCKS:
@@ -139,20 +109,25 @@ def _units(num_values: int, blocks: Sequence[Hashable] | None) -> NDArray[np.int
     return np.array([number[block] for block in blocks])
 
 
-def _arms(values: Floats, units: NDArray[np.int64], counts: Floats, statistic: Statistic) -> Floats:
-    """[2, draws] each arm's own figure. values: [num_pairs, 2]; units: [num_pairs]; counts: [draws, num_units]."""
-    if statistic == "difference of means":
-        sums = np.stack([np.bincount(units, weights=values[:, arm]) for arm in (0, 1)])
-        return np.asarray(sums @ counts.T / (counts @ np.bincount(units)))
-    return np.stack([_quantiles(values[:, arm], counts[:, units], QUANTILES[statistic]) for arm in (0, 1)])
+def _draw(units: Ints, draws: int) -> Iterator[Floats]:
+    """[batch of draws, num_units] how often each unit was drawn, in batches that fit in memory with a number for each value."""
+    batch = max(1, BATCH // len(units))
+    for start in range(0, draws, batch):
+        yield _counts(int(units.max()) + 1, min(batch, draws - start), start)
 
 
-def _distance(arms: Floats, statistic: Statistic) -> Floats:
-    """[draws] a / b, NaN where b is zero; or b - a. arms: [2, draws]."""
-    a, b = arms
-    if statistic == "difference of means":
-        return np.asarray(b - a)
-    return np.asarray(np.divide(a, b, out=np.full(len(a), math.nan), where=b > 0))
+@lru_cache(maxsize=8)
+def _counts(num_units: int, draws: int, seed: int) -> Floats:
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(num_units, np.full(num_units, 1 / num_units), size=draws).astype(np.float64)
+
+
+def _figures(values: Floats, units: Ints, counts: Floats, q: float | None) -> Floats:
+    """[num_arms, draws] each arm's q-quantile, or mean. values: [num_values, num_arms]; counts: [draws, num_units]."""
+    if q is not None:
+        return np.stack([_quantiles(arm, counts[:, units], q) for arm in values.T])
+    sums = np.stack([np.bincount(units, weights=arm) for arm in values.T])
+    return np.asarray(sums @ counts.T / (counts @ np.bincount(units)))
 
 
 def _quantiles(values: Floats, weights: Floats, q: float) -> Floats:
@@ -165,7 +140,18 @@ def _quantiles(values: Floats, weights: Floats, q: float) -> Floats:
     return np.asarray(at[0] + (at[1] - at[0]) * (position - below))
 
 
-def _p_value(values: Floats, units: NDArray[np.int64]) -> float | None:
+def _distance(arms: Floats, q: float | None) -> Floats:
+    """[draws] a / b of quantiles, NaN where b is zero; or b - a of means. arms: [2, draws]."""
+    a, b = arms
+    return np.asarray(b - a if q is None else np.divide(a, b, out=np.full(len(a), math.nan), where=b > 0))
+
+
+def _ends(batches: Sequence[Floats]) -> tuple[float, float]:
+    low, high = np.quantile(np.concatenate(batches), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _p_value(values: Floats, units: Ints) -> float | None:
     sizes = np.bincount(units)
     a, b = (np.bincount(units, weights=values[:, arm]) / sizes for arm in (0, 1))
     return None if np.ptp(b - a) <= 1e-12 else float(stats.ttest_rel(b, a).pvalue)

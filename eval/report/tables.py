@@ -14,12 +14,12 @@ from tabulate import tabulate
 
 from eval.contrast import direction, fails_more, has_enough
 from eval.metrics import METRICS, is_time, label, ranked
-from eval.recorded import Recorded, setting_name, varied
+from eval.recorded import Recorded, middle, setting_name, varied
 
 MAX_LIST = 12
 """Longer lists, and lists of objects within rows, are in the record only."""
-KNOWN = {"cells", "overlap", "contrasts", "verdict", "tables", "servers", "ends"}
-KNOWN |= {"skipped", "resumed_at", "note", "notes", "caveats"}
+KNOWN = {"cells", "overlap", "contrasts", "verdict", "tables", "servers", "ends", "skipped", "resumed_at"}
+KNOWN |= {"note", "notes"}
 """Results that are shown in a form of their own."""
 
 
@@ -39,9 +39,11 @@ class Table:
 
 def create_table(title: str, rows: Iterable[Mapping[str, Any]], note: str = "") -> Table:
     """The rows as text; nested objects become columns, and columns without a value are left out."""
-    frame = pd.DataFrame([flat(row) for row in rows]).dropna(axis=1, how="all").astype(object)
-    numbers = {name for name in frame if all(is_figure(value) for value in frame[name].dropna())}
-    return Table(title, frame.where(frame.notna(), None).map(figure), frozenset(map(str, numbers)), note)
+    kept = ({name: value for name, value in flat(row).items() if not _is_rows(value)} for row in rows)
+    frame = pd.DataFrame(kept).dropna(axis=1, how="all").astype(object).map(figure)
+    # A figure begins with a number, such as one with its interval.
+    numbers = [str(name) for name in frame if frame[name].str.fullmatch(r"([-+]?[\d.]+(e-?\d+)?( \[.*)?)?").all()]
+    return Table(title, frame, frozenset(numbers), note)
 
 
 def tables_of(run: Recorded) -> list[Table]:
@@ -53,11 +55,11 @@ def tables_of(run: Recorded) -> list[Table]:
 
 def cells_table(run: Recorded) -> Table:
     """One line per cell and arm: the settings that vary, and the middle of each metric with its interval."""
-    cells = [one for one in run.results.get("cells") or [] if isinstance(one, dict)]
+    cells = run.results.get("cells") or []
     keys = varied(one["cell"] for one in cells)
     rows = []
     for one in cells:
-        figures = {with_unit(name): interval(name, value) for name, value in (one.get("metrics") or {}).items()}
+        figures = {with_unit(name): interval(name, found) for name, found in one.get("metrics", {}).items()}
         rest = {key: value for key, value in one.items() if key not in ("cell", "arm", "metrics", "n", "errors")}
         counted = {"n": one.get("n"), "errors": one.get("errors") or None}
         rows.append({"arm": one.get("arm"), **_settings(one["cell"], keys), **counted, **figures, **rest})
@@ -68,12 +70,12 @@ def quantiles_table(run: Recorded) -> Table:
     """Times by their quantiles, one line per metric, cell and arm."""
     keys = varied(one["cell"] for one in run.cells)
     rows = [
-        {"metric": with_unit(name), "arm": one["arm"], **_settings(one["cell"], keys)}
-        | {{"p50": "median"}.get(key, key): found.get(key) for key in ("mean", "p50", "p90", "p99")}
+        {"metric": with_unit(name), "arm": one["arm"], **_settings(one["cell"], keys), "mean": found["mean"]}
+        | {"median": found["p50"], "p90": found["p90"], "p99": found["p99"]}
         for name in metric_names(run.cells)
         if is_time(name)
         for one in run.cells
-        if isinstance(found := one["metrics"].get(name), dict)
+        if (found := one["metrics"].get(name))
     ]
     return create_table("Times by quantile", rows)
 
@@ -87,6 +89,9 @@ def contrast_table(contrasts: Sequence[Mapping[str, Any]]) -> Table:
         names = {"a": one["a"], "b": one["b"], "metric": label(one["metric"]), "statistic": one["statistic"]}
         figures = {"of a": one.get("a_value"), "of b": one.get("b_value")}
         figures |= {key: one.get(key) for key in ("value", "low", "high", "n", "p")}
+        figures |= {
+            f"{what} {side}": one.get(f"{what}_{side}") or None for what in ("asked", "failed") for side in "ab"
+        }
         found = {"beyond chance": "failures" if fails_more(one) else judged}
         rows.append(_settings(one["cell"], keys) | names | found | figures)
     return create_table("Comparison of arms: ratios are a / b, differences b - a", rows)
@@ -94,39 +99,37 @@ def contrast_table(contrasts: Sequence[Mapping[str, Any]]) -> Table:
 
 def other_tables(results: Mapping[str, Any]) -> list[Table]:
     """Results that no other table shows: a table for each list of objects, and one for all single values."""
-    found, single = [], []
-    for key, value in results.items():
-        if key in KNOWN or value is None:
-            continue
-        parts = {f"{key} {name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
-        found += [create_table(words(name).capitalize(), one) for name, one in parts.items() if _is_rows(one)]
-        single += [{"result": name, "value": one} for name, one in flat({key: value}).items()]
-    return [*found, create_table("Further results", single)]
+    rest = flat({key: value for key, value in results.items() if key not in KNOWN})
+    lists = [create_table(name.capitalize(), value) for name, value in rest.items() if _is_rows(value)]
+    single = [{"result": name, "value": value} for name, value in rest.items() if not _is_rows(value)]
+    return [*lists, create_table("Further results", single)]
 
 
 def servers_table(run: Recorded) -> Table:
-    """The servers' own descriptions, one column per server; nested objects are in the record only."""
-    told = dict.fromkeys(key for one in run.servers.values() for key in one)
-    keys = [key for key in told if not any(_is_nested(one.get(key)) for one in run.servers.values())]
-    rows = [{"server": words(key), **{arm: plain(one.get(key)) for arm, one in run.servers.items()}} for key in keys]
+    """The servers' own descriptions, one column per server."""
+    told = {arm: flat(facts) for arm, facts in run.servers.items()}
+    keys = dict.fromkeys(key for facts in told.values() for key in facts)
+    rows = ({"server": key, **{arm: plain(facts.get(key)) for arm, facts in told.items()}} for key in keys)
     return create_table("What really ran", rows)
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested objects as columns of one row; a figure with an interval is one text."""
+    """Nested objects as columns of one row; a figure with an interval is one text. Long lists of values are left out."""
     found: dict[str, Any] = {}
     for key, value in row.items():
         name = f"{prefix} {words(key)}".strip()
         if isinstance(value, dict):
             found |= {name: interval(key, value)} if {"low", "high"} <= value.keys() else flat(value, name)
-        elif not _is_nested(value) and not (isinstance(value, list) and len(value) > MAX_LIST):
-            found[name] = " ".join(map(figure, value)) if isinstance(value, list) else value
+        elif not isinstance(value, list) or _is_rows(value):
+            found[name] = value
+        elif len(value) <= MAX_LIST:
+            found[name] = " ".join(map(figure, value))
     return found
 
 
 def metric_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """All metrics of the cells, known ones first."""
-    return ranked({name for one in cells for name, found in one["metrics"].items() if isinstance(found, dict)})
+    return ranked({name for one in cells for name in one["metrics"]})
 
 
 def with_unit(metric: str) -> str:
@@ -135,13 +138,10 @@ def with_unit(metric: str) -> str:
     return f"{label(metric)} ({unit})" if unit else label(metric)
 
 
-def interval(metric: str, found: Any) -> Any:
+def interval(metric: str, found: Mapping[str, Any]) -> str:
     """The median of times, else the mean, with its interval: "0.5 [0.4, 0.6]"."""
-    if not isinstance(found, dict):
-        return found
-    value = found.get("value", found.get("p50" if is_time(metric) else "mean"))
-    ends = [found.get("low"), found.get("high")]
-    return figure(value) + (f" [{figure(ends[0])}, {figure(ends[1])}]" if None not in ends else "")
+    value, *ends = map(figure, middle(metric, found) or [None])
+    return f"{value} [{', '.join(ends)}]" if ends and found.get("low") is not None else value
 
 
 def figure(value: Any) -> str:
@@ -149,13 +149,6 @@ def figure(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:.0f}" if value.is_integer() or abs(value) >= 1000 else f"{value:.3g}"
     return "" if value is None or isinstance(value, float) else plain(value)
-
-
-def is_figure(value: Any) -> bool:
-    """Whether a value is a number, or a text that begins with one, such as a number with its interval."""
-    if isinstance(value, str):
-        return re.match(r"[-+]?[\d.]+(e-?\d+)?( \[|$)", value) is not None
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def plain(value: Any) -> str:
@@ -174,13 +167,9 @@ def words(name: Any) -> str:
 
 
 def _settings(cell: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str | None]:
-    applies = {key for key in keys if cell.get(key) is not None or key == "k"}
-    return {words(key): setting_name(key, cell.get(key)) if key in applies else None for key in keys}
+    shown = ((key, cell.get(key)) for key in keys)
+    return {words(key): None if value is None and key != "k" else setting_name(key, value) for key, value in shown}
 
 
 def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict | list) for one in value))
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)

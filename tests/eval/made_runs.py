@@ -15,7 +15,6 @@ from eval.replay.command import main as replay
 from eval.stats import summary
 
 HOSTILE = '<script>alert(1)</script> & "quoted" $x_1$ naïve 漢字 ' + "very-long-" * 12
-NAN = float("nan")
 Sample = dict[str, Any]
 
 

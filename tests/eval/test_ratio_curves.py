@@ -30,7 +30,7 @@ from eval.quality.ratio_curves import (
 )
 from eval.quality.scores import Scorer
 from eval.recorded import Recorded
-from eval.report.chapter import Chapter
+from eval.report.chapter import pictures_of
 from eval.run import Run
 from eval.serve.arms import ARMS
 from eval.task import Request, TextChunk
@@ -242,13 +242,13 @@ def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
     ]
     results = ratio_curves.summarize(rows)
     record = {"kind": "quality", "results": results, "versions": {}, "machine": {}, "spec": {}}
-    chapter = Chapter(Recorded(Path("run"), record, rows, results["cells"]))
-    pictures = [picture for picture in chapter.pictures if picture.title.startswith("Ratio")]
+    run = Recorded(Path("run"), record, rows, results["cells"])
+    pictures = [picture for picture in pictures_of(run) if picture.title.startswith("Ratio")]
     assert len(pictures) == 2
     for picture, value in zip(pictures, (0.5, 0.75), strict=True):
         lines = picture.draw().axes[0].lines
         curves = [[*map(float, line.get_xdata())] for line in lines if len(line.get_xdata()) > 1]  # type: ignore[arg-type]
-        assert curves == [[0, 0.15, 0.5, 1]] * 2
+        assert curves == [[0, 1, 2, 3]] * 2
         assert all({*line.get_ydata()} == {value} for line in lines)  # type: ignore[misc]
 
 

@@ -67,9 +67,9 @@ def test_page_needs_nothing_else(served_page: tuple[Path, str]) -> None:
     names = ("src", "href", "srcset", "xlink:href")
     links = [value or "" for _, attrs in tags.tags for name, value in attrs.items() if name in names]
     assert links
-    assert all(link.startswith("#") for link in links)
-    assert not {"script", "link", "iframe", "object", "img"} & {tag for tag, _ in tags.tags}
-    assert set(re.findall(r"url\((.)", served_page[1])) <= {"#"}
+    assert all(link.startswith(("#", "data:image/svg+xml;base64,")) for link in links)
+    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in tags.tags}
+    assert "url(" not in served_page[1]
     assert "@import" not in served_page[1]
     ids = [attrs["id"] for _, attrs in tags.tags if "id" in attrs]
     assert len(set(ids)) == len(ids)
@@ -128,7 +128,7 @@ def test_every_kind_has_its_charts_and_tables(tmp_path: Path, kind: str) -> None
         if kind == "answers":
             samples = [{**sample, "cell": {}} for sample in samples if sample["cell"].get("ratio", 0.15) == 0.15]
         run = write_run(tmp_path / "run", "quality", samples, summarize(samples, against="random"))
-        expected = ["Ratio varied: kind linked"] if kind == "ratio" else ["Scores"]
+        expected = ["Ratio varied: kind linked"] if kind == "ratio" else []
     else:
         run = write_run(tmp_path / "run", kind, [], told, spec={"bench": "tree"} if kind == "bench" else {})
         expected = []
@@ -136,7 +136,7 @@ def test_every_kind_has_its_charts_and_tables(tmp_path: Path, kind: str) -> None
     assert [picture.title for picture in chapter.pictures] == expected
     assert chapter.tables
     page = write_report(run, out=tmp_path / "out")
-    assert page.count("<svg") == len(expected)
+    assert page.count("<img") == len(expected)
     for table in chapter.tables:
         assert f"<h3>{table.title}</h3>" in page
     if kind in ("bench", "recall"):
@@ -162,7 +162,7 @@ def test_record_without_samples_has_a_page(tmp_path: Path) -> None:
     failed = write_served(tmp_path / "failed", make_failed("ours"), against="ours")
     page = write_report(empty, failed, out=tmp_path / "out")
     assert "10 requests failed" in page
-    assert page.count("<svg") == 0
+    assert page.count("<img") == 0
 
 
 def test_missing_and_infinite_figures_are_empty(tmp_path: Path) -> None:
@@ -199,17 +199,8 @@ def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
     page = write_report(run, out=out)
     tags = Tags(page)
     assert "script" not in {tag for tag, _ in tags.tags}
-    assert "img" not in {tag for tag, _ in tags.tags}
+    assert all((attrs["src"] or "").startswith("data:") for tag, attrs in tags.tags if tag == "img")
     assert HOSTILE in "".join(tags.text)
-
-
-def test_servers_facts_that_are_objects_stay_in_the_record(tmp_path: Path) -> None:
-    """A gate's thirty numbers would push everything else off the page."""
-    samples = make_served({"ours": 1.0, "stock-lpm": 1.0}, requests=3)
-    facts = {"ours": {"device": "cpu", "gate": {"ulps": 1}}, "stock-lpm": {"device": "cpu", "gate": None}}
-    run = write_served(tmp_path / "run", samples, against="stock-lpm", results={"servers": facts})
-    servers = Chapter(read_recorded(run)).servers
-    assert servers.frame.to_dict("list") == {"server": ["device"], "ours": ["cpu"], "stock-lpm": ["cpu"]}
 
 
 def test_results_without_a_table_of_their_own_are_shown(tmp_path: Path) -> None:
@@ -244,7 +235,7 @@ def test_folders_of_one_name_stay_apart(tmp_path: Path) -> None:
     page = write_report(*runs, out=tmp_path / "out")
     assert len(set(re.findall('<a href="(#[^"]*)"', page))) == 2
     ids = [attrs["id"] for _, attrs in Tags(page).tags if "id" in attrs]
-    assert page.count("<svg") == 2
+    assert page.count("<img") == 2
     assert len(set(ids)) == len(ids)
 
 
@@ -270,7 +261,6 @@ def test_conditions_that_changed_are_caveats(tmp_path: Path) -> None:
     run = write_served(tmp_path / "run", samples, against="stock-lpm", results=results, git=git, spec=spec)
     caveats = Chapter(read_recorded(run)).caveats
     for expected in (
-        "went on (2026-01-02T03:00:00)",
         "with other code: ffffffffffff.",
         "not emptied before each cell: ours.",
         "differ in model: ours a-1b, stock-lpm b-8b.",
@@ -292,28 +282,6 @@ def test_an_interruption_stands_beside_the_verdict(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path / "run", "serve", [], results), out=tmp_path / "out")
     top = page[: page.index("</nav>")]
     assert "went on (2026-01-02T03:00:00)" in top
-
-
-@pytest.mark.parametrize(
-    ("named", "applied"),
-    [
-        ({"arms": ["ours=http://a:1,rag", "b=http://a:2"]}, False),
-        ({"arms": ["ours", "b=http://a:2"]}, True),
-        ({"arm": "ours=http://a:1"}, False),
-        ({"arms": ["b=http://a:2"], "reference": None}, True),
-        ({"arms": ["b=http://a:2"], "reference": "http://a:3"}, False),
-        ({"policies": ["off", "shown"]}, True),
-    ],
-)
-def test_settings_of_servers_that_nobody_started_are_left_out(
-    tmp_path: Path, named: dict[str, object], applied: bool
-) -> None:
-    """`model_path random` on a page of someone's own server would be read as that server's model."""
-    spec = {**named, "model_path": "random", "params": 10, "threads": 2, "seed": 3}
-    run = write_run(tmp_path / "run", "serve", [], {"cells": [], "contrasts": [], "verdict": []}, spec=spec)
-    settings = dict(Chapter(read_recorded(run)).facts)["settings"]
-    assert [text in settings for text in ("model_path random", "params 10", "threads 2")] == [applied] * 3
-    assert "seed 3" in settings
 
 
 def test_few_blocks_and_failures_are_no_verdict(tmp_path: Path) -> None:
