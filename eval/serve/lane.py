@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from eval.serve.arms import ARMS, Arm, create_reorderer, request_body
+from eval.serve.arms import Arm, create_reorderer, request_body
 from eval.serve.bystanders import bystanders
-from eval.serve.client import Answer, Message, open_session, send, user_message
+from eval.serve.client import Answer, Message, open_session, send
 from eval.serve.latency import cached_tokens, lane_name, moved_tokens
 from eval.serve.plan import Cell, Plan
 from eval.serve.server_pool import ServerPool, key_of
@@ -44,7 +43,7 @@ class Lane:
         self._session = uuid.uuid4().hex[:8]
         """Part of the conversations' ids, so that no other cell or run continues them."""
         self._body = {"model": servers.model(self.server)} | request_body(arm, plan.body, cell.reuse)
-        self._reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
+        self.reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
         self._offsets = arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
         self._before = predecessors(cell.requests)
         self._histories: dict[str, list[Message]] = {}
@@ -72,18 +71,9 @@ class Lane:
         """Send earlier requests again, several at a time, to restore the server's cache and the histories."""
         await self._send_all(numbers, Load(clients=max(self.cell.load.clients, 4)), None)
 
-    def counts(self) -> dict[str, int]:
-        """Counts of the client-side adapter; {} without one."""
-        return self._reorderer.counts if self._reorderer else {}
-
     def key(self, number: int) -> str:
         """The key in the run of a request's sample."""
         return f"{self.name}/{self.cell.requests[number].id}"
-
-    def close(self) -> None:
-        """Stop the adapter."""
-        if self._reorderer:
-            self._reorderer.close()
 
     # Private, in order of use
 
@@ -104,15 +94,13 @@ class Lane:
                 taken[number] = (planned, due, sent, await self._send(session, number))
                 done[number].set()
 
+            async def client() -> None:
+                for number in waiting:
+                    await one(number, time.perf_counter())
+
             if offsets is None:
-                waiting = deque(numbers)
-
-                async def client() -> None:
-                    while waiting:
-                        number = self._next(waiting, done)
-                        await one(number, time.perf_counter())
-
-                for _ in range(min(load.clients, len(numbers))):
+                waiting = iter(numbers)
+                for _ in range(load.clients):
                     tasks.create_task(client())
             else:
                 start = time.perf_counter() - offsets[numbers[0]]
@@ -121,22 +109,13 @@ class Lane:
                     tasks.create_task(one(number, start + offsets[number]))
         return taken
 
-    def _next(self, waiting: deque[int], done: Mapping[int, asyncio.Event]) -> int:
-        """The first request whose predecessor has been answered; the first at all if there is none."""
-        for number in waiting:
-            before = done.get(self._before[number])
-            if before is None or before.is_set():
-                waiting.remove(number)
-                return number
-        return waiting.popleft()
-
     async def _send(self, session: Any, number: int) -> Answer:
         request = self.cell.requests[number]
-        body, history = dict(self._body), self._history(number)
+        body, talk = dict(self._body), request.conversation
         limits = [limit for limit in (request.max_new_tokens, self._plan.max_new_tokens) if limit]
-        # Our server recognises a conversation by its own answers, which a reference history does not contain.
-        if request.conversation is not None and self.arm.route == "rag" and self._plan.history == "own":
-            body["conversation_id"] = f"{self._session}/{self.name}/{request.conversation}"
+        history = [] if talk is None else self._histories.setdefault(talk, [])
+        if talk is not None and self.arm.route == "rag":
+            body["conversation_id"] = f"{self._session}/{self.name}/{talk}"
         answer = await send(
             session,
             self.url,
@@ -144,30 +123,16 @@ class Lane:
             request,
             history,
             max_new_tokens=min(limits, default=MAX_NEW_TOKENS),
-            reorderer=self._reorderer,
+            reorderer=self.reorderer,
             body=body,
         )
         if answer.ttft_s is not None:
             self.num_answers, self.ttft_s = self.num_answers + 1, self.ttft_s + answer.ttft_s
         if self._reports_cache and answer.prompt_tokens is not None:
             answer.cached_tokens = answer.cached_tokens or 0
-        if request.conversation is not None and answer.error is None:
-            shown = self._histories.setdefault(request.conversation, [])
-            shown += [answer.message, {"role": "assistant", "content": answer.text}]
+        if answer.error is None:
+            history += [answer.message, {"role": "assistant", "content": answer.text}]
         return answer
-
-    def _history(self, number: int) -> list[Message]:
-        request = self.cell.requests[number]
-        if request.conversation is None:
-            return []
-        if self._plan.history == "own":
-            return self._histories.get(request.conversation, [])
-        messages: list[Message] = []
-        while (number := self._before[number]) >= 0:
-            turn = self.cell.requests[number]
-            asked = user_message(ARMS["stock-lpm"], turn, turn.chunks)
-            messages[:0] = [asked, {"role": "assistant", "content": turn.reply or ""}]
-        return messages
 
     def _sample(self, number: int, planned: float, due: float, sent: float, answer: Answer, start: float) -> Sample:
         request = self.cell.requests[number]
@@ -214,9 +179,8 @@ def _times(answer: Answer, wait: float) -> dict[str, float]:
     """Seconds under the names of eval/metrics.py. Tokens of one event are counted separately."""
     assert answer.ttft_s is not None
     times = {"ttft_s": wait + answer.ttft_s, "e2e_s": wait + answer.e2e_s}
-    streaming = (answer.first_text_s or answer.ttft_s) + sum(answer.itl_s) - answer.ttft_s
     if answer.completion_tokens and answer.completion_tokens > 1:
-        times["itl_s"] = streaming / (answer.completion_tokens - 1)
+        times["itl_s"] = ((answer.last_text_s or answer.ttft_s) - answer.ttft_s) / (answer.completion_tokens - 1)
     return times
 
 
