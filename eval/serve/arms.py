@@ -26,6 +26,8 @@ from eval.serve.contextpilot_adapter import ContextPilotReorderer, contextpilot_
 Route = Literal["rag", "chat"]
 EVERY_SERVER = ("--enable-cache-report", "--sleep-on-idle")
 """Report cached tokens in every answer's usage; an idle server uses no core while another is measured."""
+LPM, FCFS = ("--schedule-policy", "lpm"), ("--schedule-policy", "fcfs")
+STOCK_LPM, STOCK_FCFS = ("--stock", *LPM), ("--stock", *FCFS)
 RUNNING = re.compile(r"([\w.+-]+)=(https?://[^/,][^,]*?)(?:/v1)?/?(?:,(chat|rag))?")
 """NAME=URL[,ROUTE]. Addresses for OpenAI clients end in /v1; the routes here begin with it."""
 
@@ -56,21 +58,14 @@ class Arm:
         return "reuse" in self.body
 
 
-def _ours(name: str, summary: str, *flags: str, policy: str = "lpm") -> Arm:
-    return Arm(name, summary, ("--schedule-policy", policy, *flags))
-
-
-def _stock(name: str, summary: str, *flags: str, policy: str = "lpm", adapter: str | None = None) -> Arm:
-    return Arm(name, summary, ("--stock", "--schedule-policy", policy, *flags), route="chat", adapter=adapter)
-
-
 def _fused(name: str, summary: str, *flags: str, order: str | None = None, **reuse: Any) -> Arm:
     """A server with `--reuse fused`. What `flags` and the request's `reuse` leave out is the server's default."""
     body = {"reuse": {"mode": "fused", **reuse}} | ({} if order is None else {"order": order})
-    return Arm(name, summary, ("--schedule-policy", "lpm", "--reuse", "fused", *flags), body=body)
+    return Arm(name, summary, (*LPM, "--reuse", "fused", *flags), body=body)
 
 
 CRAFT = (
+    *FCFS,
     *("--chunkcache-order", "frequency"),
     *("--chunkcache-admission", "promoted"),
     *("--chunkcache-eviction", "promoted"),
@@ -85,28 +80,29 @@ NO_PASS_LIMIT = ("--chunkcache-max-pass-tokens", "10000000")
 CACHEBLEND = {"selector": "deviation", "ratio": 0.15}
 CACHE_CRAFT = {"selector": "context", "ratio": 0.15}
 
-PYTHON_TREE = ("--radix-cache-backend", "python_radix")
-
 ARMS = {
     arm.name: arm
     for arm in (
-        _stock("no-cache", "stock SGLang without prefix caching", "--disable-radix-cache", policy="fcfs"),
-        _stock("stock-fcfs", "stock SGLang, radix cache, first come first served", policy="fcfs"),
-        _stock("stock-lpm", "stock SGLang, radix cache, longest prefix first"),
-        _stock("stock-python-tree", "stock SGLang, its Python radix tree, from which ours derives", *PYTHON_TREE),
-        _stock("stock-hicache", "stock SGLang with HiCache, a tier in host memory", "--enable-hierarchical-cache"),
-        _stock("lmcache", "stock SGLang with LMCache's prefix tier", "--enable-lmcache"),
-        _stock("contextpilot", "ContextPilot reorders in the client, stock SGLang serves", adapter="contextpilot"),
-        _ours("craft", "CRAFT to the letter: frequency order, promoted admission and eviction", *CRAFT, policy="fcfs"),
-        _ours("ours", "our defaults, longest prefix first"),
-        _ours("ours-fcfs", "our defaults, first come first served", policy="fcfs"),
+        Arm("no-cache", "stock SGLang without prefix caching", (*STOCK_FCFS, "--disable-radix-cache"), "chat"),
+        Arm("stock-fcfs", "stock SGLang, radix cache, first come first served", STOCK_FCFS, "chat"),
+        Arm("stock-lpm", "stock SGLang, radix cache, longest prefix first", STOCK_LPM, "chat"),
+        Arm(
+            "stock-python-tree",
+            "the Python radix tree, from which ours derives",
+            (*STOCK_LPM, "--radix-cache-backend", "python_radix"),
+            "chat",
+        ),
+        Arm("stock-hicache", "HiCache, a tier in host memory", (*STOCK_LPM, "--enable-hierarchical-cache"), "chat"),
+        Arm("lmcache", "stock SGLang with LMCache's prefix tier", (*STOCK_LPM, "--enable-lmcache"), "chat"),
+        Arm("contextpilot", "ContextPilot reorders in the client", STOCK_LPM, "chat", adapter="contextpilot"),
+        Arm("craft", "CRAFT to the letter: frequency order, promoted admission and eviction", CRAFT),
+        Arm("ours", "our defaults, longest prefix first", LPM),
+        Arm("ours-fcfs", "our defaults, first come first served", FCFS),
         _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
         _fused("fused-unscored", "the same without scores", "--chunkcache-scoring", "off"),
         _fused("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, order="retriever", **CACHEBLEND),
         _fused("craft+cacheblend", "in CRAFT's order (fig. 16)", *NO_PASS_LIMIT, order="frequency", **CACHEBLEND),
-        _fused(
-            "cache-craft", "Cache-Craft without focus: 15% by context", order="retriever", focus=False, **CACHE_CRAFT
-        ),
+        _fused("cache-craft", "Cache-Craft, no focus: 15% by context", order="retriever", focus=False, **CACHE_CRAFT),
         _fused("cache-craft-focus", "with focus, so less: see recomputed_share", order="retriever", **CACHE_CRAFT),
         _fused("epic", "EPIC: the first 15% of each", order="retriever", selector="first", ratio=0.15),
         _fused("full-reuse", "moved chunks, nothing recomputed", order="retriever", selector="none", ratio=0.0),

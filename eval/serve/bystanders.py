@@ -27,7 +27,7 @@ NUM_TOKENS = 1024
 
 
 @asynccontextmanager
-async def bystanders(count: int, url: str, *, timeout_s: float) -> AsyncIterator[list[float]]:
+async def bystanders(count: int, url: str) -> AsyncIterator[list[float]]:
     """Keep `count` streams going inside; the list holds the gaps between their tokens, in seconds, once it is left.
 
     Raises:
@@ -53,7 +53,7 @@ async def bystanders(count: int, url: str, *, timeout_s: float) -> AsyncIterator
                         await session.post(url + "/abort_request", json={"rid": body["rid"]}, raise_for_status=True)
 
     try:
-        async with open_session(timeout_s=timeout_s) as session, asyncio.TaskGroup() as tasks:
+        async with open_session() as session, asyncio.TaskGroup() as tasks:
             for number in range(count):
                 tasks.create_task(stream(number))
             for each in begun:

@@ -61,7 +61,7 @@ class Answer:
         return dict(fates) if fates else None
 
 
-def open_session(*, timeout_s: float) -> aiohttp.ClientSession:
+def open_session(*, timeout_s: float = 600.0) -> aiohttp.ClientSession:
     """A client without a limit on connections. A request fails after `timeout_s` without any data. Needs a running loop."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),

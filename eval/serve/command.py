@@ -56,7 +56,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("warm_up", "block", "bystanders"), (0, inf)),
     **dict.fromkeys(("max_new_tokens", "threads", "max_total_tokens"), (1, inf)),
     **dict.fromkeys(("clients", "ks"), (1, 10_000)),
-    **dict.fromkeys(("rate", "speed", "timeout_s"), (1e-6, 1e9)),
+    **dict.fromkeys(("rate", "speed"), (1e-6, 1e9)),
     "windows": (1, 10**9),
     "thresholds": (1, 10**6),
     "ratios": (0.0, 1.0),
@@ -82,15 +82,14 @@ def main(argv: Sequence[str]) -> int:
     spec = vars(args) | {"requests_sha256": requests_sha256(everything)}
     spec["model_sha256"] = model_sha256(args.model_path) if starts else None
     figures = partial(summarize, facts=facts, against=args.against)
-    model: AbstractContextManager[Sequence[str]] = nullcontext(())
+    model: AbstractContextManager[list[str]] = nullcontext([])
     if starts:
         model = model_flags(args, everything, args.server_flags)
     with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken, model as flags:
         measure(taken, replace(plan, server_flags=flags), made)
     results = taken.results()
     print(text(results["tables"], floatfmt=".3f"))
-    compared = results["verdict"] or (["Nothing was compared."] if len(arms) > 1 else [])
-    print(*compared, f"record: {folder}", json.dumps(results), sep="\n")
+    print(*results["verdict"], f"record: {folder}", json.dumps(results), sep="\n")
     return 0
 
 
@@ -111,8 +110,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
             raise CommandError(f"--{name} needs --load {kind}")
     arms = parse_arms(args.arms)
     if (args.windows or args.thresholds) and not any(arm.is_ours for arm in arms):
-        option = "windows" if args.windows else "thresholds"
-        raise CommandError(f"--{option} needs an arm that starts a server with our cache among --arms")
+        raise CommandError("--windows and --thresholds need an arm that starts a server with our cache among --arms")
     if args.ratios and not any(arm.is_fused for arm in arms):
         raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
     names = [arm.name for arm in arms]
@@ -180,12 +178,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--ratios", type=float, nargs="+", metavar="R", help="share recomputed, of arms that move KV")
     add = parser.add_argument_group("servers that are started; flags for all of them come after --").add_argument
     add("--model-path", default="random", metavar="M", help="a model, bundled, or random (default)")
-    sizes = "random: millions of parameters (default: %(default)s)"
-    add("--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help=sizes)
+    add("--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters")
     add("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
     add("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; random: 40000)")
-    flush = "also flush the caches of NAME=URL servers before every cell, and reset the access counts of ours"
-    add("--flush", action="store_true", help=flush)
+    add("--flush", action="store_true", help="also empty the caches of NAME=URL servers before every cell")
     add = parser.add_argument_group("the run").add_argument
     add("--out", type=Path, metavar="DIR", help="a new folder, or that of a run to continue (default: runs/<date>)")
     add("--baseline", metavar="RECORD", help="name of the record to compare this one with")
@@ -195,9 +191,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add("--load", choices=LOADS, default="closed", help="when requests are sent; see above")
-    clients = "closed: requests in flight, swept if several (default: 1)"
-    add("--clients", type=int, nargs="+", metavar="N", help=clients)
-    rates = "poisson: requests per second, swept if several (default: 1)"
+    add("--clients", type=int, nargs="+", metavar="N", help="closed: requests in flight; several: swept (default: 1)")
+    rates = "poisson: requests per second; several: swept (default: 1)"
     add("--rates", "--rate", dest="rate", type=float, nargs="+", metavar="R", help=rates)
     add("--speed", type=float, help="trace: seconds of the trace per second (default: 1)")
     add("--max-new-tokens", type=int, help="maximum length of an answer (default: the trace's, else 8)")
@@ -210,8 +205,6 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--block", type=int, metavar="N", help=block)
     add("--bystanders", type=int, default=0, metavar="N", help="plain requests that decode during blocks (default: 0)")
     add("--fresh", action="store_true", help="make every chunk unique: the costs if nothing can be reused")
-    silence = "seconds without data from the server (default: 600)"
-    add("--timeout", dest="timeout_s", type=float, default=600.0, metavar="S", help=silence)
 
 
 def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:

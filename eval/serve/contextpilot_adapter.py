@@ -26,11 +26,7 @@ IMPORT = "from contextpilot.server.live_index import ContextPilot"
 
 
 class ContextPilotReorderer:
-    """The online use of ContextPilot: each request is reordered by the index of earlier requests. One instance serves one arm.
-
-    Args:
-        python: a Python in which contextpilot is installed; None: this one.
-    """
+    """The online use of ContextPilot: each request is reordered by the index of earlier ones. None as `python`: this one."""
 
     def __init__(self, python: Path | None = None) -> None:
         self._child = subprocess.Popen(

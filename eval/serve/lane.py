@@ -19,7 +19,7 @@ from eval.serve.client import Answer, Message, open_session, send
 from eval.serve.latency import cached_tokens, lane_name, moved_tokens
 from eval.serve.plan import Cell, Plan
 from eval.serve.server_pool import ServerPool, key_of
-from eval.serve.workload import Load, arrivals, predecessors
+from eval.serve.workload import Load, arrivals
 from eval.stats import quantile
 
 Sample = dict[str, Any]
@@ -28,24 +28,26 @@ MAX_NEW_TOKENS = 8
 
 
 class Lane:
-    """Sends its cell's requests to its arm's server, block by block; each arm sees its own answers in later turns.
-
-    Args:
-        arm, cell, plan: what is measured.
-        servers: starts the arm's server if it does not run.
-    """
+    """Sends its cell's requests to its arm's server, block by block; each arm sees its own answers in later turns."""
 
     def __init__(self, arm: Arm, cell: Cell, plan: Plan, servers: ServerPool) -> None:
         self.arm, self.cell, self._plan = arm, cell, plan
         self.name, self.server = lane_name(cell.label, arm.name), key_of(arm, cell)
         self.url = servers.open(self.server, arm)
-        self._reports_cache = servers.reports_cache(self.server)
+        self._reports_cache = servers.facts[str(self.server)]["enable_cache_report"]
+        """A missing count of cached tokens then means zero: SGLang omits a zero."""
         self._session = uuid.uuid4().hex[:8]
         """Part of the conversations' ids, so that no other cell or run continues them."""
         self._body = {"model": servers.model(self.server)} | request_body(arm, plan.body, cell.reuse)
         self.reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
         self._offsets = arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
-        self._before = predecessors(cell.requests)
+        self._before: list[int] = []
+        """For each request the number of the turn before it; -1 for a single request or the first turn."""
+        last: dict[str, int] = {}
+        for number, request in enumerate(cell.requests):
+            talk = request.conversation or f"\0{number}"
+            self._before.append(last.get(talk, -1))
+            last[talk] = number
         self._histories: dict[str, list[Message]] = {}
         self.clock_s = 0.0
         """Seconds that this lane has been under load."""
@@ -57,23 +59,22 @@ class Lane:
 
         With bystanders one more sample follows, of their block. Raises CommandError if a bystander fails.
         """
-        async with bystanders(self._plan.bystanders, self.url, timeout_s=self._plan.timeout_s) as gaps:
+        async with bystanders(self._plan.bystanders, self.url) as gaps:
             start = time.perf_counter()
             taken = await self._send_all(numbers, self.cell.load, self._offsets)
             loaded_s = time.perf_counter() - start
         samples = [self._sample(number, *taken[number], start) for number in numbers]
         if gaps:
-            samples.append(self._bystander_sample(numbers[0], gaps, loaded_s))
+            p50, p99 = (quantile(gaps, q) for q in (0.5, 0.99))
+            row = self._row(f"bystanders:{numbers[0]}", numbers[0])
+            row |= {"due_s": self.clock_s, "done_s": self.clock_s + loaded_s, "gaps_s": [round(gap, 6) for gap in gaps]}
+            samples.append(row | {"metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99}})
         self.clock_s += loaded_s
         return samples
 
     async def replay(self, numbers: Sequence[int]) -> None:
         """Send earlier requests again, several at a time, to restore the server's cache and the histories."""
         await self._send_all(numbers, Load(clients=max(self.cell.load.clients, 4)), None)
-
-    def key(self, number: int) -> str:
-        """The key in the run of a request's sample."""
-        return f"{self.name}/{self.cell.requests[number].id}"
 
     # Private, in order of use
 
@@ -83,7 +84,7 @@ class Lane:
         """Number -> (planned, due, sent, answer), in seconds of `time.perf_counter`."""
         taken: dict[int, tuple[float, float, float, Answer]] = {}
         done = {number: asyncio.Event() for number in numbers}
-        async with open_session(timeout_s=self._plan.timeout_s) as session, asyncio.TaskGroup() as tasks:
+        async with open_session() as session, asyncio.TaskGroup() as tasks:
 
             async def one(number: int, planned: float) -> None:
                 due = planned
@@ -112,19 +113,12 @@ class Lane:
     async def _send(self, session: Any, number: int) -> Answer:
         request = self.cell.requests[number]
         body, talk = dict(self._body), request.conversation
-        limits = [limit for limit in (request.max_new_tokens, self._plan.max_new_tokens) if limit]
+        limit = min(filter(None, (request.max_new_tokens, self._plan.max_new_tokens)), default=MAX_NEW_TOKENS)
         history = [] if talk is None else self._histories.setdefault(talk, [])
         if talk is not None and self.arm.route == "rag":
             body["conversation_id"] = f"{self._session}/{self.name}/{talk}"
         answer = await send(
-            session,
-            self.url,
-            self.arm,
-            request,
-            history,
-            max_new_tokens=min(limits, default=MAX_NEW_TOKENS),
-            reorderer=self.reorderer,
-            body=body,
+            session, self.url, self.arm, request, history, max_new_tokens=limit, reorderer=self.reorderer, body=body
         )
         if answer.ttft_s is not None:
             self.num_answers, self.ttft_s = self.num_answers + 1, self.ttft_s + answer.ttft_s
@@ -164,15 +158,6 @@ class Lane:
     def _row(self, request: str, number: int) -> Sample:
         is_warm_up = number < self._plan.warm_up
         return {"arm": self.arm.name, "cell": dict(self.cell.label), "request": request, "warm_up": is_warm_up}
-
-    def _bystander_sample(self, first: int, gaps: Sequence[float], loaded_s: float) -> Sample:
-        p50, p99 = (quantile(gaps, q) for q in (0.5, 0.99))
-        return self._row(f"bystanders:{first}", first) | {
-            "due_s": self.clock_s,
-            "done_s": self.clock_s + loaded_s,
-            "gaps_s": [round(gap, 6) for gap in gaps],
-            "metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99},
-        }
 
 
 def _times(answer: Answer, wait: float) -> dict[str, float]:

@@ -14,6 +14,7 @@ from typing import Any
 from eval.contrast import contrast_arms, has_enough, sentences
 from eval.metrics import METRICS
 from eval.outcome import interval
+from eval.recorded import cell_name
 from eval.stats import quantile, summary
 
 Sample = Mapping[str, Any]
@@ -101,7 +102,7 @@ def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
         {
             "metric": METRICS[row["metric"]].label,
             "ratio": f"{row['a']} / {row['b']}",
-            "cell": _cell_text(row["cell"]),
+            "cell": cell_name(row["cell"]),
             "of": row["statistic"].removeprefix("ratio of "),
             "value and interval": interval(row, 2) if has_enough(row) else f"{row['value']:.2f}, too few",
             "n": row["n"],
@@ -191,7 +192,7 @@ def _figures_of(row: Row) -> Row:
     metrics, rates, others = defaultdict(dict, row["metrics"]), row["throughput"], row["bystanders"] or {}
     return {
         "arm": row["arm"],
-        "cell": _cell_text(row["cell"]),
+        "cell": cell_name(row["cell"]),
         "n": row["n"],
         "errors": row["errors"] or None,
         **{f"ttft {of}": metrics["ttft_s"].get(of) for of in ("p50", "p90", "p99")},
@@ -207,7 +208,3 @@ def _figures_of(row: Row) -> Row:
         "others' itl p99": others.get("p99_s"),
         "overhead": row.get("overhead_share"),
     }
-
-
-def _cell_text(cell: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in cell.items())

@@ -50,8 +50,6 @@ class Plan:
     seed: int = 0
     flush: bool = False
     """Also flush running servers before every cell; servers that are started always begin a cell with an empty cache."""
-    timeout_s: float = 600.0
-    """Seconds without data from the server."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why), `resumed_at` (dates),
     `overhead` (cell and arm -> seconds of our cache and of all times to first token)."""

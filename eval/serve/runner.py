@@ -139,20 +139,22 @@ def _take(
         blocks = [_blocks(lane.cell, plan) for lane in lanes]
         for number in range(max(map(len, blocks))):
             for lane, own in turned(list(zip(lanes, blocks, strict=True)), number):
-                if number < len(own) and lane.key(own[number][0]) not in run:
+                if number < len(own) and _keys(lane.arm, lane.cell)[own[number][0]] not in run:
                     _take_block(run, servers, loop, lane, own[number], number)
                     bar.update(len(own[number]))
         for lane, started in zip(lanes, before, strict=True):
             if lane.reorderer:
                 plan.facts.setdefault("adapters", {})[lane.name] = lane.reorderer.counts
             if started and (ended := servers.seconds(lane.server, lane.url)):
-                overhead = _overhead(lane, ended[0] - started[0], ended[1])
+                tree_s, order_s = ended[0] - started[0], ended[1] * lane.num_answers
+                share = (tree_s + order_s) / lane.ttft_s if lane.ttft_s else None
+                overhead = {"tree_s": tree_s, "order_s": order_s, "ttft_s": lane.ttft_s, "share": share}
                 plan.facts.setdefault("overhead", {})[lane.name] = overhead
 
 
 def _restore(run: Run, loop: asyncio.Runner, lane: Lane) -> None:
     """After an interruption, continue the lane's clock and send what it has served again to the server, unmeasured."""
-    served = [number for number in range(len(lane.cell.requests)) if lane.key(number) in run]
+    served = [number for number, key in enumerate(_keys(lane.arm, lane.cell)) if key in run]
     if served:
         label = dict(lane.cell.label)
         lane.clock_s = max(s["done_s"] for s in run.samples if s["arm"] == lane.arm.name and s["cell"] == label)
@@ -170,13 +172,6 @@ def _take_block(
         told = f"{len(errors)} of {len(samples)} requests failed: {errors[0]}"
         print(f"eval: {lane.arm.name}: {told}", file=sys.stderr)
     run.add_all((f"{lane.name}/{sample['request']}", {**sample, "block": block}) for sample in samples)
-
-
-def _overhead(lane: Lane, tree_s: float, order_s: float) -> dict[str, float | None]:
-    """Seconds of our tree and of the order decisions of what the lane sent, and their share of the times to first token."""
-    order_s *= lane.num_answers
-    share = (tree_s + order_s) / lane.ttft_s if lane.ttft_s else None
-    return {"tree_s": tree_s, "order_s": order_s, "ttft_s": lane.ttft_s, "share": share}
 
 
 def _keys(arm: Arm, cell: Cell) -> list[str]:

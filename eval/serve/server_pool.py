@@ -63,7 +63,8 @@ class ServerPool:
 
     def __init__(self, plan: Plan, logs: Path) -> None:
         self._plan, self._logs = plan, logs
-        self._facts: dict[str, Any] = plan.facts.setdefault("servers", {})
+        self.facts: dict[str, dict[str, Any]] = plan.facts.setdefault("servers", {})
+        """Each server's description of itself, by its key as text."""
         self._running: dict[Key, tuple[Server, ExitStack]] = {}
         self._served: dict[Key, str] = {}
         self._stack = ExitStack()
@@ -98,7 +99,7 @@ class ServerPool:
         url = arm.url or self._running[key][0].url
         if key not in self._served:
             self._served[key] = _model_of(key, url)
-            self._facts[str(key)] = facts = self._describe(key, arm, url, flags)
+            self.facts[str(key)] = facts = self._describe(key, arm, url, flags)
             if arm.route == "chat" and facts["enable_cache_report"] is False:  # the other route has fates
                 told = "does not report cached tokens: start it with --enable-cache-report"
                 print(f"eval: {key} {told}", file=sys.stderr)
@@ -108,26 +109,25 @@ class ServerPool:
         """The model's name in requests."""
         return self._served[key]
 
-    def reports_cache(self, key: Key) -> bool:
-        """Whether a missing count of cached tokens means zero: SGLang omits a zero."""
-        return bool(self._facts[str(key)]["enable_cache_report"])
-
     def flush(self, key: Key, url: str) -> None:
         """Flush the server's cache; a running server's only with `plan.flush`. Records a cache that is not empty."""
-        facts = self._facts[str(key)]
+        facts = self.facts[str(key)]
         if key not in self._running and not self._plan.flush:
             facts["flushed"] = False
             return
-        flushed = _succeeds(f"{url}/flush_cache?timeout={FLUSH_S}")
-        if facts["chunk_cache"]:
-            _succeeds(f"{url}/chunkcache/forget")  # otherwise a later cell would use access counts of an earlier one
-        if not flushed and facts.get("flushed") is not False:
-            print(f"eval: {key}: POST /flush_cache failed, so its cache is not empty", file=sys.stderr)
-        facts["flushed"] = flushed and facts.get("flushed", True)
+        try:
+            if facts["chunk_cache"]:
+                post(f"{url}/chunkcache/forget")  # otherwise a later cell would use access counts of an earlier one
+            post(f"{url}/flush_cache?timeout={FLUSH_S}", timeout_s=FLUSH_S + 30)
+            facts.setdefault("flushed", True)
+        except CommandError as error:
+            if facts.get("flushed") is not False:
+                print(f"eval: {key}: its cache is not empty: {error}", file=sys.stderr)
+            facts["flushed"] = False
 
     def seconds(self, key: Key, url: str) -> tuple[float, float] | None:
         """Seconds since the start that our cache matched and inserted, and mean seconds of an order decision; None of others."""
-        stats = _ask(url + "/chunkcache/stats") if self._facts[str(key)]["chunk_cache"] else {}
+        stats = _ask(url + "/chunkcache/stats") if self.facts[str(key)]["chunk_cache"] else {}
         ranks = [rank for rank in stats.get("ranks", []) if "match_seconds" in rank]
         tree = [rank["match_seconds"] + rank["insert_seconds"] for rank in ranks]
         return (sum(tree), 1e-6 * (stats.get("order_us_mean") or 0.0)) if tree else None
@@ -195,14 +195,7 @@ def _model_of(key: Key, url: str) -> str:
 
 
 def _ask(url: str) -> dict[str, Any]:
+    """What a GET brings; {} if it fails."""
     with suppress(CommandError):
         return get(url, timeout_s=60)
     return {}
-
-
-def _succeeds(url: str) -> bool:
-    """Whether a POST without a body does."""
-    with suppress(CommandError):
-        post(url, timeout_s=FLUSH_S + 30)
-        return True
-    return False

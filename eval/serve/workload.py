@@ -85,17 +85,6 @@ def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
     return order
 
 
-def predecessors(requests: Sequence[Request]) -> list[int]:
-    """For each request the number of the turn before it; -1 for a single request or the first turn."""
-    last: dict[str | None, int] = {}
-    before = []
-    for number, request in enumerate(requests):
-        before.append(last.get(request.conversation, -1))
-        if request.conversation is not None:
-            last[request.conversation] = number
-    return before
-
-
 def fresh(requests: Sequence[Request]) -> list[Request]:
     """The requests with chunks of their own, so that none occurs twice and nothing can be reused: what reuse costs then."""
     return [

@@ -166,8 +166,8 @@ def test_table_shows_arms_cells_and_ratios() -> None:
     results = summarize(samples, facts={}, against="stock-lpm")
     arms, ratios = (table["rows"] for table in results["tables"])
     assert [(row["arm"], row["cell"], row["n"], row["errors"]) for row in arms] == [
-        ("stock-lpm", "k=5", 8, None),
-        ("ours", "k=5", 8, 1),
+        ("stock-lpm", "k 5", 8, None),
+        ("ours", "k 5", 8, 1),
     ]
     assert {row["value and interval"] for row in ratios} == {"1.00, too few"}
     assert all(name in text(results["tables"]) for name in ("ttft p50", "stock-lpm / ours"))

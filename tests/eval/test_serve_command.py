@@ -156,7 +156,7 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
         (["--load", "poisson", "--rates", "2", "2"], "given twice"),
         (["--load", "trace"], "arrival"),
         (["--ratios", "0.1"], "--ratios needs an arm that moves KV"),
-        (["--windows", "10"], "--windows needs"),
+        (["--windows", "10"], "--windows and --thresholds need"),
         (["--requests", "10"], "--warm-up 10 leaves none of 10"),
         (["--block", "-1"], "--block: -1 is not between 0 and inf"),
         (["--against", "nobody"], "not one of the arms"),
