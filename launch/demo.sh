@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Purpose: see it work: set up, index some passages, start the server on the bundled model, send RAG traffic, print what was
 #   reused, stop.
-#   launch/demo.sh [options of `python -m eval demo`, for example --requests 200 or --json]
+#   launch/demo.sh [options of `python -m eval demo`, for example --requests 200]
 # Machine: any with Linux and Python 3.11 or newer; two cores and 4 GB of memory do, no GPU needed.
 # Minutes: about 2, plus the set-up the first time (see setup.sh).
 # Exit code: 0 if chunks were reused and the model answered from them, else 1; 2 for a wrong option.

@@ -13,14 +13,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
+import shutil
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
-from urllib.parse import urlsplit
+from typing import Any, Literal, cast
 
 from eval.errors import CommandError
 from eval.serve.contextpilot_adapter import ContextPilotReorderer, contextpilot_missing
@@ -28,6 +26,10 @@ from eval.serve.contextpilot_adapter import ContextPilotReorderer, contextpilot_
 Route = Literal["rag", "chat"]
 EVERY_SERVER = ("--enable-cache-report", "--sleep-on-idle")
 """Report cached tokens in every answer's usage; an idle server uses no core while another is measured."""
+LPM, FCFS = ("--schedule-policy", "lpm"), ("--schedule-policy", "fcfs")
+STOCK_LPM, STOCK_FCFS = ("--stock", *LPM), ("--stock", *FCFS)
+RUNNING = re.compile(r"([\w.+-]+)=(https?://[^/,][^,]*?)(?:/v1)?/?(?:,(chat|rag))?")
+"""NAME=URL[,ROUTE]. Addresses for OpenAI clients end in /v1; the routes here begin with it."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +58,14 @@ class Arm:
         return "reuse" in self.body
 
 
-def _ours(name: str, summary: str, *flags: str, policy: str = "lpm") -> Arm:
-    return Arm(name, summary, ("--schedule-policy", policy, *flags))
-
-
-def _stock(name: str, summary: str, *flags: str, policy: str = "lpm", adapter: str | None = None) -> Arm:
-    return Arm(name, summary, ("--stock", "--schedule-policy", policy, *flags), route="chat", adapter=adapter)
-
-
 def _fused(name: str, summary: str, *flags: str, order: str | None = None, **reuse: Any) -> Arm:
     """A server with `--reuse fused`. What `flags` and the request's `reuse` leave out is the server's default."""
     body = {"reuse": {"mode": "fused", **reuse}} | ({} if order is None else {"order": order})
-    return Arm(name, summary, ("--schedule-policy", "lpm", "--reuse", "fused", *flags), body=body)
+    return Arm(name, summary, (*LPM, "--reuse", "fused", *flags), body=body)
 
 
 CRAFT = (
+    *FCFS,
     *("--chunkcache-order", "frequency"),
     *("--chunkcache-admission", "promoted"),
     *("--chunkcache-eviction", "promoted"),
@@ -85,28 +80,29 @@ NO_PASS_LIMIT = ("--chunkcache-max-pass-tokens", "10000000")
 CACHEBLEND = {"selector": "deviation", "ratio": 0.15}
 CACHE_CRAFT = {"selector": "context", "ratio": 0.15}
 
-PYTHON_TREE = ("--radix-cache-backend", "python_radix")
-
 ARMS = {
     arm.name: arm
     for arm in (
-        _stock("no-cache", "stock SGLang without prefix caching", "--disable-radix-cache", policy="fcfs"),
-        _stock("stock-fcfs", "stock SGLang, radix cache, first come first served", policy="fcfs"),
-        _stock("stock-lpm", "stock SGLang, radix cache, longest prefix first"),
-        _stock("stock-python-tree", "stock SGLang, its Python radix tree, from which ours derives", *PYTHON_TREE),
-        _stock("stock-hicache", "stock SGLang with HiCache, a tier in host memory", "--enable-hierarchical-cache"),
-        _stock("lmcache", "stock SGLang with LMCache's prefix tier", "--enable-lmcache"),
-        _stock("contextpilot", "ContextPilot reorders in the client, stock SGLang serves", adapter="contextpilot"),
-        _ours("craft", "CRAFT to the letter: frequency order, promoted admission and eviction", *CRAFT, policy="fcfs"),
-        _ours("ours", "our defaults, longest prefix first"),
-        _ours("ours-fcfs", "our defaults, first come first served", policy="fcfs"),
+        Arm("no-cache", "stock SGLang without prefix caching", (*STOCK_FCFS, "--disable-radix-cache"), "chat"),
+        Arm("stock-fcfs", "stock SGLang, radix cache, first come first served", STOCK_FCFS, "chat"),
+        Arm("stock-lpm", "stock SGLang, radix cache, longest prefix first", STOCK_LPM, "chat"),
+        Arm(
+            "stock-python-tree",
+            "the Python radix tree, from which ours derives",
+            (*STOCK_LPM, "--radix-cache-backend", "python_radix"),
+            "chat",
+        ),
+        Arm("stock-hicache", "HiCache, a tier in host memory", (*STOCK_LPM, "--enable-hierarchical-cache"), "chat"),
+        Arm("lmcache", "stock SGLang with LMCache's prefix tier", (*STOCK_LPM, "--enable-lmcache"), "chat"),
+        Arm("contextpilot", "ContextPilot reorders in the client", STOCK_LPM, "chat", adapter="contextpilot"),
+        Arm("craft", "CRAFT to the letter: frequency order, promoted admission and eviction", CRAFT),
+        Arm("ours", "our defaults, longest prefix first", LPM),
+        Arm("ours-fcfs", "our defaults, first come first served", FCFS),
         _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
         _fused("fused-unscored", "the same without scores", "--chunkcache-scoring", "off"),
         _fused("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, order="retriever", **CACHEBLEND),
         _fused("craft+cacheblend", "in CRAFT's order (fig. 16)", *NO_PASS_LIMIT, order="frequency", **CACHEBLEND),
-        _fused(
-            "cache-craft", "Cache-Craft without focus: 15% by context", order="retriever", focus=False, **CACHE_CRAFT
-        ),
+        _fused("cache-craft", "Cache-Craft, no focus: 15% by context", order="retriever", focus=False, **CACHE_CRAFT),
         _fused("cache-craft-focus", "with focus, so less: see recomputed_share", order="retriever", **CACHE_CRAFT),
         _fused("epic", "EPIC: the first 15% of each", order="retriever", selector="first", ratio=0.15),
         _fused("full-reuse", "moved chunks, nothing recomputed", order="retriever", selector="none", ratio=0.0),
@@ -137,28 +133,14 @@ def parse_arms(texts: Sequence[str]) -> list[Arm]:
 
 def parse_arm(text: str) -> Arm:
     """A name of ARMS, or NAME=URL[,chat|rag]. Raises CommandError for anything else."""
-    name, equals, rest = text.partition("=")
-    if not equals:
-        if name not in ARMS:
-            raise CommandError(f"--arms: no arm {name!r}; choose from {', '.join(ARMS)}, or NAME=URL[,chat|rag]")
-        return ARMS[name]
-    if not re.fullmatch(r"[\w.+-]+", name):
-        raise CommandError(f"--arms: {text!r}: a name has letters, digits, and . + - _ only")
-    url, comma, route = rest.rpartition(",") if "," in rest else (rest, "", "")
-    if comma and route not in get_args(Route):
-        raise CommandError(f"--arms: {text!r}: expected chat or rag after the comma, got {route!r}")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise CommandError(f"--arms: {text!r}: expected NAME=http://HOST:PORT[,chat|rag]")
+    if text in ARMS:
+        return ARMS[text]
+    if (found := RUNNING.fullmatch(text)) is None:
+        choices = f"choose from {', '.join(ARMS)}, or NAME=http://HOST:PORT[,chat|rag]"
+        raise CommandError(f"--arms: no arm {text!r}; {choices}")
+    name, url, route = found.groups()
     known = ARMS.get(name, Arm(name, "a running server", route="chat"))
-    # Addresses for OpenAI clients end in /v1; the routes here begin with it.
-    url = url.rstrip("/").removesuffix("/v1")
-    return replace(known, url=url, route=cast(Route, route) if comma else known.route)
-
-
-def server_flags(arm: Arm, common: Sequence[str]) -> list[str]:
-    """The launcher's flags: the arm's, then `common`, which overrides them, and those of every measured server."""
-    return [*arm.flags, *(flag for flag in EVERY_SERVER if flag not in common), *common]
+    return replace(known, url=url, route=cast(Route, route or known.route))
 
 
 def request_body(arm: Arm, extra: Mapping[str, Any], reuse: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,34 +153,17 @@ def skip_reason(arm: Arm, *, contextpilot_python: Path | None = None) -> str | N
     """Why this arm cannot run here, or None. Looks for packages and a GPU; starts no server."""
     if arm.adapter == "contextpilot":
         return contextpilot_missing(contextpilot_python)
-    if arm.url is None and arm.name == "stock-hicache" and not _has_gpu():
-        return "HiCache copies KV with CUDA kernels, and nvidia-smi finds no GPU here"
-    if arm.url is None and arm.name == "lmcache":
-        return _lmcache_missing()
-    return None
-
-
-def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> ContextPilotReorderer | None:
-    """A fresh reorderer for one pass over the requests; None for an arm without adapter. Raises CommandError: `skip_reason`'s."""
-    if arm.adapter is None:
+    if arm.url is not None or arm.name not in ("stock-hicache", "lmcache"):
         return None
-    if reason := skip_reason(arm, contextpilot_python=contextpilot_python):
-        raise CommandError(reason)
-    return ContextPilotReorderer(contextpilot_python)
-
-
-def _lmcache_missing() -> str | None:
-    """LMCache needs CUDA for its kernels, must be importable by SGLang, and stores KV in a process that the user starts."""
-    if importlib.util.find_spec("lmcache") is None:
-        return "lmcache is not installed: pip install lmcache into SGLang's environment, on a machine with CUDA"
-    if not _has_gpu():
-        return "lmcache needs CUDA, and nvidia-smi finds no GPU here"
-    if not {"LMCACHE_MP_HOST", "LMCACHE_CONFIG_FILE"} & os.environ.keys():
+    if shutil.which("nvidia-smi") is None:
+        return f"{arm.name} needs CUDA, and there is no nvidia-smi here"
+    if arm.name == "lmcache" and importlib.util.find_spec("lmcache") is None:
+        return "lmcache is not installed: pip install lmcache into SGLang's environment"
+    if arm.name == "lmcache" and not {"LMCACHE_MP_HOST", "LMCACHE_CONFIG_FILE"} & os.environ.keys():
         return "lmcache needs a running `lmcache server`, and its address in LMCACHE_MP_HOST and LMCACHE_MP_PORT (5555)"
     return None
 
 
-def _has_gpu() -> bool:
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False, timeout=20).returncode == 0
-    return False
+def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> ContextPilotReorderer | None:
+    """A fresh reorderer for one pass over the requests of an arm that `skip_reason` admits; None for an arm without adapter."""
+    return ContextPilotReorderer(contextpilot_python) if arm.adapter else None

@@ -27,64 +27,43 @@ NUM_TOKENS = 1024
 
 
 @asynccontextmanager
-async def bystanders(count: int, url: str, *, timeout_s: float) -> AsyncIterator[list[float]]:
+async def bystanders(count: int, url: str) -> AsyncIterator[list[float]]:
     """Keep `count` streams going inside; the list holds the gaps between their tokens, in seconds, once it is left.
 
     Raises:
         CommandError: a stream fails, for example since the server is not SGLang.
     """
     gaps: list[float] = []
-    if not count:
-        yield gaps
-        return
-    streams = [_Stream(url, number) for number in range(count)]
+    arrivals: list[list[float]] = []
+    begun, stop = [asyncio.Event() for _ in range(count)], asyncio.Event()
+
+    async def stream(number: int) -> None:
+        while not stop.is_set():
+            times: list[float] = []
+            arrivals.append(times)
+            sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
+            body = {"rid": uuid.uuid4().hex, "text": f"{number}. Count the stars.", "sampling_params": sampling}
+            post = session.post(url + "/generate", json=body | {"stream": True}, raise_for_status=True)
+            async with post as response:
+                async for event in events(response):
+                    # Tokens of one event arrive at the same time.
+                    times += [time.perf_counter()] * (event["meta_info"]["completion_tokens"] - len(times))
+                    begun[number].set()
+                    if stop.is_set():  # a server notices a closed connection seconds later only
+                        await session.post(url + "/abort_request", json={"rid": body["rid"]}, raise_for_status=True)
+
     try:
-        async with open_session(timeout_s=timeout_s) as session, asyncio.TaskGroup() as tasks:
-            for stream in streams:
-                tasks.create_task(stream.run(session))
-            for stream in streams:
-                await stream.begun.wait()
+        async with open_session() as session, asyncio.TaskGroup() as tasks:
+            for number in range(count):
+                tasks.create_task(stream(number))
+            for each in begun:
+                await each.wait()
             begin = time.perf_counter()
             yield gaps
             end = time.perf_counter()
-            for stream in streams:
-                stream.is_stopped = True
-    except* CommandError as errors:
-        raise errors.exceptions[0] from None
-    for stream in streams:
-        for times in stream.arrivals:
-            gaps += [late - early for early, late in pairwise(times) if begin < late <= end]
-
-
-class _Stream:
-    """One request after the other; `arrivals` has the times of each one's tokens."""
-
-    def __init__(self, url: str, number: int) -> None:
-        self._url, self._number = url, number
-        self.is_stopped = False
-        """Set from outside: the stream then ends with its next token."""
-        self.begun = asyncio.Event()
-        self.arrivals: list[list[float]] = []
-
-    async def run(self, session: aiohttp.ClientSession) -> None:
-        while not self.is_stopped:
-            self.arrivals.append([])
-            try:
-                await self._read(session, self.arrivals[-1])
-            except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
-                raise CommandError(f"{self._url}/generate, for --bystanders: {type(error).__name__}: {error}") from None
-
-    async def _read(self, session: aiohttp.ClientSession, times: list[float]) -> None:
-        body = {
-            "rid": uuid.uuid4().hex,
-            "text": f"{self._number}. Count the stars.",
-            "sampling_params": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0},
-            "stream": True,
-        }
-        async with session.post(self._url + "/generate", json=body, raise_for_status=True) as response:
-            async for event in events(response):
-                # Tokens of one event arrive at the same time.
-                times += [time.perf_counter()] * (event["meta_info"]["completion_tokens"] - len(times))
-                self.begun.set()
-                if self.is_stopped:  # a server notices a closed connection seconds later only
-                    await session.post(self._url + "/abort_request", json={"rid": body["rid"]}, raise_for_status=True)
+            stop.set()
+    except* (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as errors:
+        error = errors.exceptions[0]
+        raise CommandError(f"{url}/generate, for --bystanders: {type(error).__name__}: {error}") from None
+    for times in arrivals:
+        gaps += [late - early for early, late in pairwise(times) if begin < late <= end]

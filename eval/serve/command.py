@@ -3,16 +3,16 @@
     python -m eval serve --task trace --data my.jsonl --requests 60            a random model, ours against stock SGLang
     python -m eval serve --task mtrag --data DIR --model-path M --load poisson --rates 1 2 4 -- --mem-fraction-static 0.4
     python -m eval serve --arms a=http://host:8000 ours=http://host:30000,rag  servers that already run
-    python -m eval serve --parameter window --task ragpulse --data DIR         one setting varied, by default as in the papers
+    python -m eval serve --windows 10 100 1000 --task ragpulse --data DIR      one setting varied
 
 One server per arm, all with the same model and flags. The requests are cut into blocks, and each block is sent to every arm, one
 arm at a time, in rotating order; each arm keeps the cache that its own traffic filled. Cells of a sweep are measured one after
 the other, with the caches flushed in between (of running servers: only with --flush). Cells that need servers of their own
 (--windows, --thresholds) are interleaved, too.
 
---load closed keeps at most --clients requests in flight. With poisson, bursty (gaps Gamma, --burstiness times the variance) and
-trace (the requests' own times) requests are sent at their arrival times, so waiting in the server's queue is part of the times. A
-turn of a conversation waits for the previous answer. Every block begins with an idle server.
+--load closed keeps at most --clients requests in flight. With poisson and trace (the requests' own times) requests are sent at
+their arrival times, so waiting in the server's queue is part of the times. A turn of a conversation waits for the previous
+answer. Every block begins with an idle server.
 
 Time to first token is from when a request was due, including the client-side reordering of an arm that has one, to the first
 event of the stream. With --bystanders N, N plain requests decode during each block, and the times between their tokens are
@@ -27,126 +27,132 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
 
 from eval.errors import CommandError
 from eval.outcome import text
+from eval.random_model import SHAPES
 from eval.record import model_sha256
 from eval.run import Run, new_folder
-from eval.serve.arms import add_arm_options, parse_arms
+from eval.serve.arms import Arm, add_arm_options, parse_arms
 from eval.serve.latency import summarize
-from eval.serve.options import (
-    add_load_options,
-    add_server_options,
-    check_load_options,
-    loads,
-    make_plan,
-    model_flags,
-    split_flags,
-)
-from eval.serve.plan import Cell
-from eval.serve.runner import check, load_facts, measure
-from eval.serve.workload import fresh, interleave
+from eval.serve.options import DEFAULT_PARAMS, model_flags, split_flags
+from eval.serve.plan import Cell, Plan
+from eval.serve.runner import load_facts, measure
+from eval.serve.server_pool import key_of
+from eval.serve.workload import Load, arrivals, fresh, interleave
+from eval.stats import MIN_BLOCKS
 from eval.task import Request, add_task_options, load_requests, requests_sha256
 
-
-@dataclass(frozen=True)
-class Parameter:
-    """A preset of a sweep: `option` is the swept one; `values` and `arms` are defaults, () if the user must give them."""
-
-    summary: str
-    option: str
-    values: tuple[float, ...]
-    arms: tuple[str, ...]
-
-
-POLICIES = ("no-cache", "stock-lpm", "craft", "ours")
-PARAMETERS = {
-    "rate": Parameter("requests per second (CRAFT fig. 13a)", "rates", (), POLICIES),
-    "batch": Parameter("requests in flight (CRAFT fig. 13b)", "clients", (1, 2, 4, 8), POLICIES),
-    "k": Parameter("chunks of a request (CRAFT fig. 13c)", "ks", (2, 5, 10), POLICIES),
-    "window": Parameter(
-        "requests that the access table counts (CRAFT fig. 14)", "windows", (10, 100, 1000, 10**6), ("craft", "ours")
-    ),
-    "threshold": Parameter("accesses that promote a chunk (CRAFT fig. 15)", "thresholds", (1, 2, 3, 5), ("craft",)),
-    "ratio": Parameter(
-        "share of moved tokens that is recomputed (FusionRAG, Cache-Craft)",
-        "ratios",
-        (0, 0.05, 0.15, 0.3, 0.5, 1),
-        ("stock-lpm", "fused", "cacheblend", "epic"),
-    ),
+LOADS = {"closed": "clients", "poisson": "rate", "trace": "speed"}
+"""Kind of load -> its option, by default 1."""
+AT_ONCE = 8
+"""Conversations that take turns in an open loop; in a closed one as many as clients."""
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("warm_up", "block", "bystanders"), (0, inf)),
+    **dict.fromkeys(("max_new_tokens", "threads", "max_total_tokens"), (1, inf)),
+    **dict.fromkeys(("clients", "ks"), (1, 10_000)),
+    **dict.fromkeys(("rate", "speed"), (1e-6, 1e9)),
+    "windows": (1, 10**9),
+    "thresholds": (1, 10**6),
+    "ratios": (0.0, 1.0),
 }
+"""Least and most of the options."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print tables and the verdict; returns the exit code."""
-    args = parse(argv)
-    arms = parse_arms(args.arms)
+    args, arms = parse(argv)
     requests = {k: _requests(args, k) for k in args.ks or [args.k]}
     everything = [request for listed in requests.values() for request in listed]
-    if args.history == "reference" and any(r.conversation is not None and r.reply is None for r in everything):
-        raise CommandError(f"--history reference: task {args.task} has turns without a reply; use own")
     if args.load == "closed" and all(request.arrival_s is not None for request in everything):
         print("eval: --load closed does not use the requests' own times; --load trace does", file=sys.stderr)
     folder = args.out or new_folder("serve")
     facts = load_facts(folder)
     plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
     made = cells(args, requests)
-    check(plan, made)
+    for cell, arm in itertools.product(made, arms):  # before a folder is created or a server is started
+        arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
+        key_of(arm, cell)
     starts = any(arm.url is None for arm in arms)
     spec = vars(args) | {"requests_sha256": requests_sha256(everything)}
     spec["model_sha256"] = model_sha256(args.model_path) if starts else None
-    figures = partial(summarize, facts=facts, against=args.against, arms=arms, cells=made)
-    model: AbstractContextManager[Sequence[str]] = nullcontext(())
+    figures = partial(summarize, facts=facts, against=args.against)
+    model: AbstractContextManager[list[str]] = nullcontext([])
     if starts:
         model = model_flags(args, everything, args.server_flags)
     with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken, model as flags:
         measure(taken, replace(plan, server_flags=flags), made)
     results = taken.results()
     print(text(results["tables"], floatfmt=".3f"))
-    compared = results["verdict"] or (["Nothing was compared."] if len(arms) > 1 else [])
-    print(*compared, f"record: {folder}", json.dumps(results), sep="\n")
+    print(*results["verdict"], f"record: {folder}", json.dumps(results), sep="\n")
     return 0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The checked options; `server_flags` holds the flags after `--`. Raises CommandError."""
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
+    """The checked options and arms; `server_flags` holds the flags after `--`. Raises CommandError."""
     argv, flags = split_flags(argv)
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     args.server_flags = flags
-    if args.parameter is not None:
-        args = parser.parse_args([*_preset(args, has_load="--load" in argv), *argv], args)
-    elif args.values:
-        raise CommandError("--values needs --parameter")
-    check_load_options(args)
+    for name, (least, most) in RANGES.items():
+        given = getattr(args, name)
+        values = given if isinstance(given, list) else [given]
+        if wrong := [value for value in values if value is not None and not least <= value <= most]:
+            raise CommandError(f"--{name.replace('_', '-')}: {wrong[0]} is not between {least:,} and {most:,}")
+        if len(set(values)) < len(values):
+            raise CommandError(f"--{name}: a value is given twice: {' '.join(map(str, values))}")
+    for kind, name in LOADS.items():
+        if args.load != kind and getattr(args, name) is not None:
+            raise CommandError(f"--{name} needs --load {kind}")
     arms = parse_arms(args.arms)
     if (args.windows or args.thresholds) and not any(arm.is_ours for arm in arms):
-        option = "windows" if args.windows else "thresholds"
-        raise CommandError(f"--{option} needs an arm that starts a server with our cache among --arms")
+        raise CommandError("--windows and --thresholds need an arm that starts a server with our cache among --arms")
     if args.ratios and not any(arm.is_fused for arm in arms):
         raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
     names = [arm.name for arm in arms]
     args.against = args.against or ("stock-lpm" if "stock-lpm" in names else names[0])
     if args.against not in names:
         raise CommandError(f"--against {args.against} is not one of the arms: {', '.join(names)}")
-    return args
+    return args, arms
+
+
+def make_plan(args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, **more: Any) -> Plan:
+    """The plan that the options select; `more`: its other fields."""
+    measured = num_requests - args.warm_up
+    if measured < 1:
+        raise CommandError(
+            f"--warm-up {args.warm_up} leaves none of {num_requests} requests to measure; send more, or fewer to warm up"
+        )
+    block = _default_block(args, max(1, measured // MIN_BLOCKS)) if args.block is None else args.block
+    blocks = -(-measured // block) if block else 1
+    if blocks < MIN_BLOCKS and len(arms) > 1:
+        enough = f"--requests >= {args.warm_up + MIN_BLOCKS * block}" if block else "another --block"
+        print(f"eval: too few blocks for a verdict: {blocks}, less than {MIN_BLOCKS}; give {enough}", file=sys.stderr)
+    given = {field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)}
+    body = {"ignore_eos": True} if args.ignore_eos else {}
+    return Plan(**{**given, "arms": arms, "block": block, "body": body, **more})
 
 
 def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Request]]) -> list[Cell]:
     """Every combination of the swept options; `requests` by their number of chunks, that of --ks or --k."""
-    made = []
-    for (label, load), k, window, threshold, ratio in itertools.product(
-        loads(args), requests, args.windows or [None], args.thresholds or [None], args.ratios or [None]
+    made, option = [], LOADS[args.load]
+    given = getattr(args, option)
+    values = given if isinstance(given, list) else [given or 1]
+    for value, k, window, threshold, ratio in itertools.product(
+        values, requests, args.windows or [None], args.thresholds or [None], args.ratios or [None]
     ):
-        swept = {"k": k if args.ks else None, "window": window, "threshold": threshold, "ratio": ratio}
+        swept = {option: value if len(values) > 1 else None, "k": k if args.ks else None}
+        swept |= {"window": window, "threshold": threshold, "ratio": ratio}
         knobs = {"--chunkcache-window-requests": window, "--chunkcache-promotion-threshold": threshold}
         made.append(
             Cell(
-                label={**label, **{name: value for name, value in swept.items() if value is not None}},
+                label={name: value for name, value in swept.items() if value is not None},
                 requests=requests[k],
-                load=load,
+                load=Load(args.load, **{option: value}),
                 flags=tuple(str(x) for flag, value in knobs.items() if value is not None for x in (flag, value)),
                 reuse={"ratio": ratio} if ratio is not None else {},
             )
@@ -164,27 +170,41 @@ def _parser() -> argparse.ArgumentParser:
     add_arm_options(parser, default=["stock-lpm", "ours"])
     parser.add_argument("--against", metavar="ARM", help="the arm to compare with (default: stock-lpm, or the first)")
     add_task_options(parser)
-    add_load_options(parser)
-    group = parser.add_argument_group("sweeps: every combination is a cell")
-    group.add_argument("--ks", type=int, nargs="+", metavar="K", help="chunks per request")
-    group.add_argument("--windows", type=int, nargs="+", metavar="N", help="--chunkcache-window-requests")
-    group.add_argument("--thresholds", type=int, nargs="+", metavar="N", help="--chunkcache-promotion-threshold")
-    group.add_argument("--ratios", type=float, nargs="+", metavar="R", help="share recomputed, of arms that move KV")
-    presets = "; ".join(f"{name}: {preset.summary}, as --{preset.option}" for name, preset in PARAMETERS.items())
-    group.add_argument("--parameter", choices=PARAMETERS, help=f"one sweep with the arms it applies to: {presets}")
-    group.add_argument("--values", nargs="+", metavar="V", help="of --parameter (default: the papers')")
-    add_server_options(parser)
+    _add_load_options(parser)
+    add = parser.add_argument_group("sweeps: every combination is a cell").add_argument
+    add("--ks", type=int, nargs="+", metavar="K", help="chunks per request")
+    add("--windows", type=int, nargs="+", metavar="N", help="--chunkcache-window-requests")
+    add("--thresholds", type=int, nargs="+", metavar="N", help="--chunkcache-promotion-threshold")
+    add("--ratios", type=float, nargs="+", metavar="R", help="share recomputed, of arms that move KV")
+    add = parser.add_argument_group("servers that are started; flags for all of them come after --").add_argument
+    add("--model-path", default="random", metavar="M", help="a model, bundled, or random (default)")
+    add("--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters")
+    add("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
+    add("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; random: 40000)")
+    add("--flush", action="store_true", help="also empty the caches of NAME=URL servers before every cell")
+    add = parser.add_argument_group("the run").add_argument
+    add("--out", type=Path, metavar="DIR", help="a new folder, or that of a run to continue (default: runs/<date>)")
+    add("--baseline", metavar="RECORD", help="name of the record to compare this one with")
     return parser
 
 
-def _preset(args: argparse.Namespace, *, has_load: bool) -> list[str]:
-    """The options that --parameter stands for; those on the command line come after them and win."""
-    preset = PARAMETERS[args.parameter]
-    values = args.values or [f"{value:g}" if value % 1 else str(int(value)) for value in preset.values]
-    if not values:
-        raise CommandError(f"--parameter {args.parameter} needs --values: {preset.summary}")
-    open_loop = ["--load", "poisson"] if args.parameter == "rate" and not has_load else []
-    return ["--arms", *preset.arms, *open_loop, f"--{preset.option}", *values]
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("load").add_argument
+    add("--load", choices=LOADS, default="closed", help="when requests are sent; see above")
+    add("--clients", type=int, nargs="+", metavar="N", help="closed: requests in flight; several: swept (default: 1)")
+    rates = "poisson: requests per second; several: swept (default: 1)"
+    add("--rates", "--rate", dest="rate", type=float, nargs="+", metavar="R", help=rates)
+    add("--speed", type=float, help="trace: seconds of the trace per second (default: 1)")
+    add("--max-new-tokens", type=int, help="maximum length of an answer (default: the trace's, else 8)")
+    add("--ignore-eos", action="store_true", help="answers of exactly that length (SGLang, vLLM)")
+    add("--warm-up", type=int, default=10, metavar="N", help="first requests, not measured (default: 10)")
+    block = (
+        "requests per block; 0: all. Default: 10, or fewer for at least 8 blocks; with several clients at least 4 for "
+        "each, in an open loop at least 20, because concurrency, rate and queue build up within a block only"
+    )
+    add("--block", type=int, metavar="N", help=block)
+    add("--bystanders", type=int, default=0, metavar="N", help="plain requests that decode during blocks (default: 0)")
+    add("--fresh", action="store_true", help="make every chunk unique: the costs if nothing can be reused")
 
 
 def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:
@@ -192,4 +212,12 @@ def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:
     requests = fresh(requests) if args.fresh else requests
     if args.load == "trace":
         return requests
-    return interleave(requests, args.conversations or (max(args.clients) if args.load == "closed" else 8))
+    return interleave(requests, max(args.clients or [1]) if args.load == "closed" else AT_ONCE)
+
+
+def _default_block(args: argparse.Namespace, eighth: int) -> int:
+    """A block short enough for 8 blocks, but long enough for rate, queue and concurrency to build up within it."""
+    if args.load != "closed":
+        return max(20, eighth)
+    clients = max(args.clients or [1])
+    return max(min(10, eighth), 4 * clients if clients > 1 else 1)

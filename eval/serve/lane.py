@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from eval.serve.arms import ARMS, Arm, create_reorderer, request_body
+from eval.serve.arms import Arm, create_reorderer, request_body
 from eval.serve.bystanders import bystanders
-from eval.serve.client import Answer, Message, open_session, send, user_message
+from eval.serve.client import Answer, Message, open_session, send
 from eval.serve.latency import cached_tokens, lane_name, moved_tokens
 from eval.serve.plan import Cell, Plan
 from eval.serve.server_pool import ServerPool, key_of
-from eval.serve.workload import Load, arrivals, predecessors
+from eval.serve.workload import Load, arrivals
 from eval.stats import quantile
 
 Sample = dict[str, Any]
@@ -29,24 +28,26 @@ MAX_NEW_TOKENS = 8
 
 
 class Lane:
-    """Sends its cell's requests to its arm's server, block by block; each arm sees its own answers in later turns.
-
-    Args:
-        arm, cell, plan: what is measured.
-        servers: starts the arm's server if it does not run.
-    """
+    """Sends its cell's requests to its arm's server, block by block; each arm sees its own answers in later turns."""
 
     def __init__(self, arm: Arm, cell: Cell, plan: Plan, servers: ServerPool) -> None:
         self.arm, self.cell, self._plan = arm, cell, plan
         self.name, self.server = lane_name(cell.label, arm.name), key_of(arm, cell)
         self.url = servers.open(self.server, arm)
-        self._reports_cache = servers.reports_cache(self.server)
+        self._reports_cache = servers.facts[str(self.server)]["enable_cache_report"]
+        """A missing count of cached tokens then means zero: SGLang omits a zero."""
         self._session = uuid.uuid4().hex[:8]
         """Part of the conversations' ids, so that no other cell or run continues them."""
         self._body = {"model": servers.model(self.server)} | request_body(arm, plan.body, cell.reuse)
-        self._reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
+        self.reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
         self._offsets = arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
-        self._before = predecessors(cell.requests)
+        self._before: list[int] = []
+        """For each request the number of the turn before it; -1 for a single request or the first turn."""
+        last: dict[str, int] = {}
+        for number, request in enumerate(cell.requests):
+            talk = request.conversation or f"\0{number}"
+            self._before.append(last.get(talk, -1))
+            last[talk] = number
         self._histories: dict[str, list[Message]] = {}
         self.clock_s = 0.0
         """Seconds that this lane has been under load."""
@@ -58,32 +59,22 @@ class Lane:
 
         With bystanders one more sample follows, of their block. Raises CommandError if a bystander fails.
         """
-        async with bystanders(self._plan.bystanders, self.url, timeout_s=self._plan.timeout_s) as gaps:
+        async with bystanders(self._plan.bystanders, self.url) as gaps:
             start = time.perf_counter()
             taken = await self._send_all(numbers, self.cell.load, self._offsets)
             loaded_s = time.perf_counter() - start
         samples = [self._sample(number, *taken[number], start) for number in numbers]
         if gaps:
-            samples.append(self._bystander_sample(numbers[0], gaps, loaded_s))
+            p50, p99 = (quantile(gaps, q) for q in (0.5, 0.99))
+            row = self._row(f"bystanders:{numbers[0]}", numbers[0])
+            row |= {"due_s": self.clock_s, "done_s": self.clock_s + loaded_s, "gaps_s": [round(gap, 6) for gap in gaps]}
+            samples.append(row | {"metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99}})
         self.clock_s += loaded_s
         return samples
 
     async def replay(self, numbers: Sequence[int]) -> None:
         """Send earlier requests again, several at a time, to restore the server's cache and the histories."""
         await self._send_all(numbers, Load(clients=max(self.cell.load.clients, 4)), None)
-
-    def counts(self) -> dict[str, int]:
-        """Counts of the client-side adapter; {} without one."""
-        return self._reorderer.counts if self._reorderer else {}
-
-    def key(self, number: int) -> str:
-        """The key in the run of a request's sample."""
-        return f"{self.name}/{self.cell.requests[number].id}"
-
-    def close(self) -> None:
-        """Stop the adapter."""
-        if self._reorderer:
-            self._reorderer.close()
 
     # Private, in order of use
 
@@ -93,7 +84,7 @@ class Lane:
         """Number -> (planned, due, sent, answer), in seconds of `time.perf_counter`."""
         taken: dict[int, tuple[float, float, float, Answer]] = {}
         done = {number: asyncio.Event() for number in numbers}
-        async with open_session(timeout_s=self._plan.timeout_s) as session, asyncio.TaskGroup() as tasks:
+        async with open_session() as session, asyncio.TaskGroup() as tasks:
 
             async def one(number: int, planned: float) -> None:
                 due = planned
@@ -104,15 +95,13 @@ class Lane:
                 taken[number] = (planned, due, sent, await self._send(session, number))
                 done[number].set()
 
+            async def client() -> None:
+                for number in waiting:
+                    await one(number, time.perf_counter())
+
             if offsets is None:
-                waiting = deque(numbers)
-
-                async def client() -> None:
-                    while waiting:
-                        number = self._next(waiting, done)
-                        await one(number, time.perf_counter())
-
-                for _ in range(min(load.clients, len(numbers))):
+                waiting = iter(numbers)
+                for _ in range(load.clients):
                     tasks.create_task(client())
             else:
                 start = time.perf_counter() - offsets[numbers[0]]
@@ -121,53 +110,23 @@ class Lane:
                     tasks.create_task(one(number, start + offsets[number]))
         return taken
 
-    def _next(self, waiting: deque[int], done: Mapping[int, asyncio.Event]) -> int:
-        """The first request whose predecessor has been answered; the first at all if there is none."""
-        for number in waiting:
-            before = done.get(self._before[number])
-            if before is None or before.is_set():
-                waiting.remove(number)
-                return number
-        return waiting.popleft()
-
     async def _send(self, session: Any, number: int) -> Answer:
         request = self.cell.requests[number]
-        body, history = dict(self._body), self._history(number)
-        limits = [limit for limit in (request.max_new_tokens, self._plan.max_new_tokens) if limit]
-        # Our server recognises a conversation by its own answers, which a reference history does not contain.
-        if request.conversation is not None and self.arm.route == "rag" and self._plan.history == "own":
-            body["conversation_id"] = f"{self._session}/{self.name}/{request.conversation}"
+        body, talk = dict(self._body), request.conversation
+        limit = min(filter(None, (request.max_new_tokens, self._plan.max_new_tokens)), default=MAX_NEW_TOKENS)
+        history = [] if talk is None else self._histories.setdefault(talk, [])
+        if talk is not None and self.arm.route == "rag":
+            body["conversation_id"] = f"{self._session}/{self.name}/{talk}"
         answer = await send(
-            session,
-            self.url,
-            self.arm,
-            request,
-            history,
-            max_new_tokens=min(limits, default=MAX_NEW_TOKENS),
-            reorderer=self._reorderer,
-            body=body,
+            session, self.url, self.arm, request, history, max_new_tokens=limit, reorderer=self.reorderer, body=body
         )
         if answer.ttft_s is not None:
             self.num_answers, self.ttft_s = self.num_answers + 1, self.ttft_s + answer.ttft_s
         if self._reports_cache and answer.prompt_tokens is not None:
             answer.cached_tokens = answer.cached_tokens or 0
-        if request.conversation is not None and answer.error is None:
-            shown = self._histories.setdefault(request.conversation, [])
-            shown += [answer.message, {"role": "assistant", "content": answer.text}]
+        if answer.error is None:
+            history += [answer.message, {"role": "assistant", "content": answer.text}]
         return answer
-
-    def _history(self, number: int) -> list[Message]:
-        request = self.cell.requests[number]
-        if request.conversation is None:
-            return []
-        if self._plan.history == "own":
-            return self._histories.get(request.conversation, [])
-        messages: list[Message] = []
-        while (number := self._before[number]) >= 0:
-            turn = self.cell.requests[number]
-            asked = user_message(ARMS["stock-lpm"], turn, turn.chunks)
-            messages[:0] = [asked, {"role": "assistant", "content": turn.reply or ""}]
-        return messages
 
     def _sample(self, number: int, planned: float, due: float, sent: float, answer: Answer, start: float) -> Sample:
         request = self.cell.requests[number]
@@ -200,23 +159,13 @@ class Lane:
         is_warm_up = number < self._plan.warm_up
         return {"arm": self.arm.name, "cell": dict(self.cell.label), "request": request, "warm_up": is_warm_up}
 
-    def _bystander_sample(self, first: int, gaps: Sequence[float], loaded_s: float) -> Sample:
-        p50, p99 = (quantile(gaps, q) for q in (0.5, 0.99))
-        return self._row(f"bystanders:{first}", first) | {
-            "due_s": self.clock_s,
-            "done_s": self.clock_s + loaded_s,
-            "gaps_s": [round(gap, 6) for gap in gaps],
-            "metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99},
-        }
-
 
 def _times(answer: Answer, wait: float) -> dict[str, float]:
     """Seconds under the names of eval/metrics.py. Tokens of one event are counted separately."""
     assert answer.ttft_s is not None
     times = {"ttft_s": wait + answer.ttft_s, "e2e_s": wait + answer.e2e_s}
-    streaming = (answer.first_text_s or answer.ttft_s) + sum(answer.itl_s) - answer.ttft_s
     if answer.completion_tokens and answer.completion_tokens > 1:
-        times["itl_s"] = streaming / (answer.completion_tokens - 1)
+        times["itl_s"] = ((answer.last_text_s or answer.ttft_s) - answer.ttft_s) / (answer.completion_tokens - 1)
     return times
 
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eval.contrast import contrast_arms, has_enough, sentences
 from eval.metrics import METRICS
-from eval.serve.expected import hit_shares
+from eval.outcome import interval
+from eval.recorded import cell_name
 from eval.stats import quantile, summary
-
-if TYPE_CHECKING:
-    from eval.serve.arms import Arm
-    from eval.serve.plan import Cell
 
 Sample = Mapping[str, Any]
 Row = dict[str, Any]
@@ -26,36 +23,21 @@ FATES = ("exact", "relocated", "recomputed", "computed")
 TIMES = ("ttft_s", "e2e_s")
 CONTRASTED = (*TIMES, "cached_share", "prefill_tokens")
 BYSTANDERS = ("itl_bystander_p50_s", "itl_bystander_p99_s")
-DRAWS = 1000
+NOTE = "seconds; others' itl: between tokens of requests that only decode; missed: planned hits that did not come true"
 
 
-def summarize(
-    samples: Sequence[Sample],
-    *,
-    facts: Mapping[str, Any],
-    against: str,
-    arms: Sequence[Arm] = (),
-    cells: Sequence[Cell] = (),
-) -> dict[str, Any]:
+def summarize(samples: Sequence[Sample], *, facts: Mapping[str, Any], against: str) -> dict[str, Any]:
     """`results` of a serve run.
 
     Args:
         samples: of `eval.serve.runner.measure`.
         facts: `servers`, `skipped`, `adapters`, `overhead`, `resumed_at`, of `measure`.
         against: the arm to compare all others with, cell by cell.
-        arms, cells: what is measured, for the hit shares; the cells' requests in any order.
     """
     by_arm = _grouped(samples, lambda sample: sample["arm"])
     rows = cell_rows(samples)
-    known = {arm.name: arm for arm in arms}
     for row in rows:
         row["overhead_share"] = (facts.get("overhead") or {}).get(lane_name(row["cell"], row["arm"]), {}).get("share")
-        if (cell := next((cell for cell in cells if cell.label == row["cell"]), None)) and row["arm"] in known:
-            asked = [s for s in _requests(by_arm[row["arm"]]) if s["cell"] == row["cell"] and "error" not in s]
-            found = hit_shares(asked, known[row["arm"]], cell, facts.get("servers", {}))
-            row |= found
-            shares = {name: {"mean": share} for name, share in found.items() if name in METRICS and share is not None}
-            row["metrics"] = shares | row["metrics"]
     contrasts = [
         contrast
         for arm in by_arm
@@ -86,22 +68,20 @@ def cell_rows(samples: Sequence[Sample]) -> list[Row]:
 
 def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
     """Throughput of one arm in one cell per second of load; None if the server does not count tokens, or without answers."""
-    loaded = loaded_s(samples)
     answered = [sample for sample in samples if "error" not in sample]
     amounts = {
         "requests_per_s": [1 for _ in answered],
         "output_tokens_per_s": [sample["completion_tokens"] for sample in answered],
         "prompt_tokens_per_s": [sample["prompt_tokens"] for sample in answered],
     }
-    is_known = {name: bool(each) and None not in each and loaded > 0 for name, each in amounts.items()}
-    return {name: sum(each) / loaded if is_known[name] else None for name, each in amounts.items()}
+    loaded = loaded_s(samples)
+    return {name: sum(each) / loaded if each and None not in each else None for name, each in amounts.items()}
 
 
 def loaded_s(samples: Sequence[Sample]) -> float:
     """Seconds under load: over the arm's blocks, first due to last done."""
-    blocks = _grouped(samples, lambda sample: sample["block"])
-    spans = (max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks.values())
-    return float(sum(spans))
+    blocks = _grouped(samples, lambda sample: sample["block"]).values()
+    return float(sum(max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks))
 
 
 def cached_tokens(fates: Mapping[str, int] | None, reported: int | None) -> int | None:
@@ -117,25 +97,22 @@ def moved_tokens(fates: Mapping[str, int] | None, fused_hit: int | None) -> int:
 def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
     """The figures as tables, times in seconds; columns without any figure are left out."""
     figures = [_figures_of(row) for row in rows]
-    kept = [name for name in (figures[0] if figures else ()) if any(row[name] not in (None, "") for row in figures)]
+    kept = {name for row in figures for name, value in row.items() if value not in (None, "")}
     ratios = [
         {
             "metric": METRICS[row["metric"]].label,
             "ratio": f"{row['a']} / {row['b']}",
-            "cell": _cell_text(row["cell"]),
+            "cell": cell_name(row["cell"]),
             "of": row["statistic"].removeprefix("ratio of "),
-            "value": round(row["value"], 3),
-            "interval": f"[{row['low']:.2f}, {row['high']:.2f}]" if has_enough(row) else "too few",
+            "value and interval": interval(row, 2) if has_enough(row) else f"{row['value']:.2f}, too few",
             "n": row["n"],
         }
         for row in contrasts
         if row["metric"] in (*TIMES, *BYSTANDERS) and row["value"] is not None
     ]
-    note = (
-        "seconds; others' itl: between tokens of requests that only decode; missed: planned hits that did not come true"
-    )
+    shown = [{name: value for name, value in row.items() if name in kept} for row in figures]
     return [
-        {"title": "Arms under load", "rows": [{name: row[name] for name in kept} for row in figures], "note": note},
+        {"title": "Arms under load", "rows": shown, "note": NOTE},
         *([{"title": "Ratios of times (above 1, the second is faster)", "rows": ratios}] if ratios else []),
     ]
 
@@ -182,6 +159,7 @@ def _row(group: Sequence[Sample]) -> Row:
     pairs = [(cached_tokens(s["fates"], s["cached_tokens"]), s["prompt_tokens"]) for s in asked]
     known = [(cached, tokens) for cached, tokens in pairs if cached is not None and tokens]
     gaps = [gap for sample in group for gap in sample.get("gaps_s", ())]
+    others = {"p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "max_s": max(gaps)} if gaps else {}
     fated = [sample["fates"] for sample in asked if sample["fates"]]
     fates = {fate: sum(found[fate] for found in fated) for fate in FATES} if fated else None
     return {
@@ -196,9 +174,7 @@ def _row(group: Sequence[Sample]) -> Row:
         "planned_missed": sum(max(0, p - hit) for p, hit in hits) / sum(p for p, _ in hits) if hits else None,
         "fallbacks": dict(Counter(reason for cache in told for reason in cache.get("fallbacks") or ())),
         "throughput": throughput(asked),
-        "bystanders": {"n": len(gaps), "p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "max_s": max(gaps)}
-        if gaps
-        else None,
+        "bystanders": {"n": len(gaps), **others} if gaps else None,
     }
 
 
@@ -208,7 +184,7 @@ def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
         return None
     # Requests of a block were sent together, so their times are correlated; with too few blocks single requests are resampled.
     values, blocks = zip(*taken, strict=True)
-    return summary(values, blocks, of_median=METRICS[name].unit == "s", draws=DRAWS)
+    return summary(values, blocks, of_median=METRICS[name].unit == "s", draws=1000)
 
 
 def _figures_of(row: Row) -> Row:
@@ -216,7 +192,7 @@ def _figures_of(row: Row) -> Row:
     metrics, rates, others = defaultdict(dict, row["metrics"]), row["throughput"], row["bystanders"] or {}
     return {
         "arm": row["arm"],
-        "cell": _cell_text(row["cell"]),
+        "cell": cell_name(row["cell"]),
         "n": row["n"],
         "errors": row["errors"] or None,
         **{f"ttft {of}": metrics["ttft_s"].get(of) for of in ("p50", "p90", "p99")},
@@ -228,12 +204,7 @@ def _figures_of(row: Row) -> Row:
         "recomputed of moved": row["recomputed_share"],
         "missed": row["planned_missed"],
         "found": metrics["hit_share"].get("mean"),
-        "expected": metrics["expected_hit_share"].get("mean"),
         "others' itl p50": others.get("p50_s"),
         "others' itl p99": others.get("p99_s"),
         "overhead": row.get("overhead_share"),
     }
-
-
-def _cell_text(cell: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in cell.items())

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from eval.serve.workload import Load
 
 if TYPE_CHECKING:
     from eval.serve.arms import Arm
     from eval.task import Request
-
-History = Literal["own", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +42,14 @@ class Plan:
     """Number of first requests of each cell that are sent and kept, but marked."""
     max_new_tokens: int | None = None
     """Maximum length of an answer; None: the request's own."""
-    history: History = "own"
     bystanders: int = 0
     """Streams that decode while a block is measured (bystanders.py)."""
     body: Mapping[str, Any] = field(default_factory=dict)
     """Added to the requests of all arms."""
     contextpilot_python: Path | None = None
     seed: int = 0
-    max_servers: int = 6
     flush: bool = False
     """Also flush running servers before every cell; servers that are started always begin a cell with an empty cache."""
-    resume_warm_up: int = 100
-    """Since its cache is lost, a continued run first sends each arm its last requests again, this many, and the other turns of
-    their conversations and of unfinished ones. They are not measured."""
-    timeout_s: float = 600.0
-    """Seconds without data from the server."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why), `resumed_at` (dates),
     `overhead` (cell and arm -> seconds of our cache and of all times to first token)."""

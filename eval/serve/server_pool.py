@@ -6,13 +6,11 @@ server's own description of its configuration is stored as facts. An arm of ours
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
-import threading
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from eval.errors import CommandError
 from eval.http import get, post
 from eval.record import portable
-from eval.serve.arms import Arm, server_flags
+from eval.serve.arms import EVERY_SERVER, Arm
 from eval.server import Server
 
 if TYPE_CHECKING:
@@ -65,29 +63,19 @@ class ServerPool:
 
     def __init__(self, plan: Plan, logs: Path) -> None:
         self._plan, self._logs = plan, logs
-        self._facts: dict[str, Any] = plan.facts.setdefault("servers", {})
+        self.facts: dict[str, dict[str, Any]] = plan.facts.setdefault("servers", {})
+        """Each server's description of itself, by its key as text."""
         self._running: dict[Key, tuple[Server, ExitStack]] = {}
         self._served: dict[Key, str] = {}
-        self._handlers: dict[int, Any] = {}
-        """The previous handlers of the signals that were set."""
+        self._stack = ExitStack()
 
     def __enter__(self) -> ServerPool:
-        # Servers run in sessions of their own, so that Ctrl-C does not reach them; they would outlive a terminated parent.
-        in_main = threading.current_thread() is threading.main_thread()  # no other can set handlers
-        for sign in (signal.SIGTERM, signal.SIGHUP) if in_main else ():
-            if (handler := signal.getsignal(sign)) not in (signal.SIG_IGN, None):  # ignored: as under nohup
-                self._handlers[sign] = handler
-                signal.signal(sign, _interrupt)
+        self._stack.enter_context(_interrupted_by_signals())
+        self._stack.callback(self.keep, ())
         return self
 
     def __exit__(self, *_: object) -> None:
-        for sign in self._handlers:  # a closing terminal sends SIGHUP more than once
-            signal.signal(sign, signal.SIG_IGN)
-        try:
-            self.keep(())
-        finally:
-            for sign, handler in self._handlers.items():
-                signal.signal(sign, handler)
+        self._stack.close()
 
     def keep(self, keys: Collection[Key]) -> None:
         """Stop all started servers but these."""
@@ -101,7 +89,7 @@ class ServerPool:
         Raises:
             CommandError: the server does not start, is not reachable, or lacks the cache that the arm needs.
         """
-        flags = server_flags(arm, [*self._plan.server_flags, *key.flags]) if arm.url is None else []
+        flags = [*arm.flags, *EVERY_SERVER, *self._plan.server_flags, *key.flags] if arm.url is None else []
         if arm.url is None and key not in self._running:
             log = self._logs / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', str(key))}.log"
             server = Server(flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0)
@@ -111,37 +99,35 @@ class ServerPool:
         url = arm.url or self._running[key][0].url
         if key not in self._served:
             self._served[key] = _model_of(key, url)
-            self._facts[str(key)] = facts = self._describe(key, arm, url, flags)
+            self.facts[str(key)] = facts = self._describe(key, arm, url, flags)
             if arm.route == "chat" and facts["enable_cache_report"] is False:  # the other route has fates
-                print(
-                    f"eval: {key} does not report cached tokens: start it with --enable-cache-report", file=sys.stderr
-                )
+                told = "does not report cached tokens: start it with --enable-cache-report"
+                print(f"eval: {key} {told}", file=sys.stderr)
         return url
 
     def model(self, key: Key) -> str:
         """The model's name in requests."""
         return self._served[key]
 
-    def reports_cache(self, key: Key) -> bool:
-        """Whether a missing count of cached tokens means zero: SGLang omits a zero."""
-        return bool(self._facts[str(key)]["enable_cache_report"])
-
     def flush(self, key: Key, url: str) -> None:
         """Flush the server's cache; a running server's only with `plan.flush`. Records a cache that is not empty."""
-        facts = self._facts[str(key)]
+        facts = self.facts[str(key)]
         if key not in self._running and not self._plan.flush:
             facts["flushed"] = False
             return
-        flushed = _succeeds(f"{url}/flush_cache?timeout={FLUSH_S}")
-        if facts["chunk_cache"]:
-            _succeeds(f"{url}/chunkcache/forget")  # otherwise a later cell would use access counts of an earlier one
-        if not flushed and facts.get("flushed") is not False:
-            print(f"eval: {key}: POST /flush_cache failed, so its cache is not empty", file=sys.stderr)
-        facts["flushed"] = flushed and facts.get("flushed", True)
+        try:
+            if facts["chunk_cache"]:
+                post(f"{url}/chunkcache/forget")  # otherwise a later cell would use access counts of an earlier one
+            post(f"{url}/flush_cache?timeout={FLUSH_S}", timeout_s=FLUSH_S + 30)
+            facts.setdefault("flushed", True)
+        except CommandError as error:
+            if facts.get("flushed") is not False:
+                print(f"eval: {key}: its cache is not empty: {error}", file=sys.stderr)
+            facts["flushed"] = False
 
     def seconds(self, key: Key, url: str) -> tuple[float, float] | None:
         """Seconds since the start that our cache matched and inserted, and mean seconds of an order decision; None of others."""
-        stats = _ask(url + "/chunkcache/stats") if self._facts[str(key)]["chunk_cache"] else {}
+        stats = _ask(url + "/chunkcache/stats") if self.facts[str(key)]["chunk_cache"] else {}
         ranks = [rank for rank in stats.get("ranks", []) if "match_seconds" in rank]
         tree = [rank["match_seconds"] + rank["insert_seconds"] for rank in ranks]
         return (sum(tree), 1e-6 * (stats.get("order_us_mean") or 0.0)) if tree else None
@@ -168,17 +154,34 @@ class ServerPool:
         return {
             "model": Path(str(info.get("model_path") or self._served[key])).name,
             **{field: info.get(field) for field in SERVER_FIELDS},
-            "weights_dtype": _weights_dtype(info.get("model_path")),
             "chunk_cache": bool(stats.get("ranks")),
             "gate": [gate for rank in stats.get("ranks", []) if (gate := rank.get("gate"))] or None,
-            "flags": portable({"flags": flags})["flags"],
+            **portable({"flags": flags}),
         }
 
 
-def _interrupt(_: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, also if asyncio handles Ctrl-C or a shell's background job ignores it."""
-    handler = signal.getsignal(signal.SIGINT)
-    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP interrupt like Ctrl-C, once: a closing terminal sends SIGHUP again while servers are stopped.
+
+    Servers run in sessions of their own, which no signal reaches; they would outlive a terminated parent.
+    """
+
+    def interrupt(sign: int, frame: FrameType | None) -> None:
+        for each in handlers:
+            signal.signal(each, signal.SIG_IGN)
+        on_sigint = signal.getsignal(signal.SIGINT)  # asyncio's in a loop; a shell's background job ignores it
+        (on_sigint if callable(on_sigint) else signal.default_int_handler)(sign, frame)
+
+    found = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {sign: handler for sign, handler in found.items() if handler != signal.SIG_IGN}  # ignored: under nohup
+    for sign in handlers:
+        signal.signal(sign, interrupt)
+    try:
+        yield
+    finally:
+        for sign, handler in handlers.items():
+            signal.signal(sign, handler)
 
 
 def _model_of(key: Key, url: str) -> str:
@@ -191,27 +194,8 @@ def _model_of(key: Key, url: str) -> str:
         raise CommandError(f"{key}: {url}/v1/models names no model: it is not an OpenAI-compatible server") from None
 
 
-def _weights_dtype(model_path: str | None) -> str | None:
-    """The dtype that the server's `dtype` auto selects; None if the model's folder is not local."""
-    try:
-        config = json.loads((Path(str(model_path)) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    found = config.get("dtype") or config.get("torch_dtype")
-    return str(found) if found else None
-
-
 def _ask(url: str) -> dict[str, Any]:
-    try:
+    """What a GET brings; {} if it fails."""
+    with suppress(CommandError):
         return get(url, timeout_s=60)
-    except CommandError:
-        return {}
-
-
-def _succeeds(url: str) -> bool:
-    """Whether a POST without a body does."""
-    try:
-        post(url, timeout_s=FLUSH_S + 30)
-    except CommandError:
-        return False
-    return True
+    return {}

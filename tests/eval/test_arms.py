@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from eval.serve.arms import (
     parse_arm,
     parse_arms,
     request_body,
-    server_flags,
     skip_reason,
 )
 from radix_ext import ChunkId, Span
@@ -55,7 +54,7 @@ def test_flags_are_sglangs(arm: Arm) -> None:
     server_args = pytest.importorskip("sglang.srt.server_args")
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     server_args.ServerArgs.add_cli_args(parser)
-    _, rest = parse_launcher(server_flags(arm, ["--model-path", "m"]))
+    _, rest = parse_launcher([*arm.flags, *EVERY_SERVER, "--model-path", "m"])
     args, unknown = parser.parse_known_args(rest)
     assert unknown == []
     assert args.enable_cache_report
@@ -164,13 +163,6 @@ class Cached:
     preprocessed: bool = False
 
 
-def test_server_flags_let_the_caller_win() -> None:
-    """SGLang takes the last of a flag given twice; a switch is not given twice."""
-    flags = server_flags(ARMS["ours"], ["--sleep-on-idle", "--schedule-policy", "fcfs"])
-    assert flags == [*ARMS["ours"].flags, EVERY_SERVER[0], "--sleep-on-idle", "--schedule-policy", "fcfs"]
-    assert server_flags(ARMS["stock-lpm"], [])[0] == "--stock"
-
-
 def test_request_body_leaves_the_arm_alone() -> None:
     """A swept ratio counts for arms that move KV, and for no later request."""
     swept = {"ratio": 0.3}
@@ -203,11 +195,10 @@ def test_endpoints(text: str, url: str, route: str) -> None:
     [
         ("our", "no arm 'our'; choose from no-cache, stock-fcfs"),
         ("", "no arm ''"),
-        ("a/b=http://h", "letters, digits"),
-        ("=http://h", "letters, digits"),
-        ("a=", "expected NAME=http://HOST:PORT"),
-        ("a=localhost:8000", "expected NAME=http://HOST:PORT"),
-        ("a=http://h,grpc", "expected chat or rag after the comma, got 'grpc'"),
+        *(
+            (text, "or NAME=http://HOST")
+            for text in ("a/b=http://h", "=http://h", "a=", "a=localhost:80", "a=http://h,grpc")
+        ),
     ],
 )
 def test_nonsense_gets_one_line(text: str, message: str) -> None:
@@ -235,33 +226,24 @@ def test_options_name_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("".join(f"{arm.name}:{arm.summary}".split()) in text for arm in ARMS.values())
 
 
-def test_lmcache_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Package, GPU, and the process that holds what it stores: each missing one by name; an endpoint needs none of them."""
+def test_rivals_on_a_gpu_say_what_they_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GPU, package, and the process that holds what LMCache stores; an endpoint needs none of them."""
+    lmcache, hicache = ARMS["lmcache"], ARMS["stock-hicache"]
     found: dict[str, Any] = {}
     monkeypatch.setattr("importlib.util.find_spec", found.get)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("LMCACHE_MP_HOST", raising=False)
     monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
-    assert "not installed" in str(skip_reason(ARMS["lmcache"]))
+    assert all("needs CUDA" in str(skip_reason(arm)) for arm in (lmcache, hicache))
+    assert all(skip_reason(replace(arm, url=URL)) is None for arm in (lmcache, hicache))
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert skip_reason(hicache) is None
+    assert "not installed" in str(skip_reason(lmcache))
     found["lmcache"] = True
-    assert "finds no GPU" in str(skip_reason(ARMS["lmcache"]))
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    assert "lmcache server" in str(skip_reason(ARMS["lmcache"]))
+    assert "lmcache server" in str(skip_reason(lmcache))
     monkeypatch.setenv("LMCACHE_MP_HOST", "127.0.0.1")
-    assert skip_reason(ARMS["lmcache"]) is None
-    found.clear()
-    assert skip_reason(parse_arm(f"lmcache={URL}")) is None
-
-
-def test_hicache_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is named with the reason, and not started to fail; a running server is somebody else's."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "CUDA" in str(skip_reason(ARMS["stock-hicache"]))
-    assert skip_reason(parse_arm(f"stock-hicache={URL}")) is None
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    assert skip_reason(ARMS["stock-hicache"]) is None
+    assert skip_reason(lmcache) is None
 
 
 def test_only_adapters_reorder() -> None:

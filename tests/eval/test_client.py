@@ -74,7 +74,8 @@ def test_times_are_those_of_the_stream(endpoint: FakeEndpoint) -> None:
     assert answer.ttft_s is not None
     assert answer.first_text_s is not None
     assert endpoint.delay_s <= answer.ttft_s <= answer.first_text_s <= answer.e2e_s
-    assert len(answer.itl_s) == 2
+    assert answer.last_text_s is not None
+    assert answer.first_text_s <= answer.last_text_s <= answer.e2e_s
     assert (answer.completion_tokens, answer.cached_tokens) == (3, (answer.prompt_tokens or 0) // 2)
     assert answer.fates is None
 
@@ -106,31 +107,14 @@ def test_adapter_that_fails_is_an_error() -> None:
     assert ask("http://127.0.0.1:9", "why?", reorderer=Broken()).error == "ValueError: no JSON"
 
 
-FATES = {"exact": 1, "relocated": 0, "recomputed": 0, "computed": 2}
-
-
 @pytest.mark.parametrize(
     "event",
-    [
-        {"choices": ["no object"]},
-        {"choices": 5},
-        {"choices": [{"delta": {"content": ["a", "list"]}}]},
-        {"usage": "none"},
-        {"usage": {"prompt_tokens": "12"}},
-        {"usage": {"prompt_tokens_details": [3]}},
-        {"chunkcache": ["a"]},
-        {"chunkcache": {"fates": [1, 2]}},
-        {"chunkcache": {"fates": FATES | {"exact": None}}},
-        {"chunkcache": {"fates": FATES, "chunks_hit": "two"}},
-        {"chunkcache": {"fates": FATES, "order": 2}},
-    ],
+    [{"choices": ["no object"]}, {"choices": 5}, {"choices": [{"delta": {"content": ["a"]}}]}, {"usage": "none"}],
 )
 def test_odd_answers_are_errors(odd: FakeEndpoint, event: dict[str, Any]) -> None:
-    """One answer of another shape must not end the whole run, here or where it is counted."""
+    """One answer of another shape must not end the whole run."""
     odd.odd_event = event
-    answer = ask(odd.url, "why?", RAG)
-    assert answer.error is not None
-    assert (answer.fates, answer.chunkcache) == (None, None)
+    assert ask(odd.url, "why?").error is not None
 
 
 @pytest.mark.parametrize(
@@ -141,7 +125,7 @@ def test_odd_answers_are_errors(odd: FakeEndpoint, event: dict[str, Any]) -> Non
         ("dropped", "Client"),
         ("unfinished", "broke off before [DONE]"),
         ("empty", "without a token"),
-        ("garbage", "not a JSON object: {not JSON"),
+        ("garbage", "JSONDecodeError: Expecting"),
         ("complaint", "out of memory"),
     ],
 )

@@ -80,42 +80,26 @@ def test_a_repeated_chunk_stays_twice(reorderer: ContextPilotReorderer) -> None:
     assert order(reorderer, request("c", "a", "c")) == ["a", "c", "c"]
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("raise", "AttributeError: Can't pickle"), ("lose", "other chunks")])
-def test_a_failure_keeps_the_retrievers_order(reorderer: ContextPilotReorderer, kind: str, reason: str) -> None:
-    """It is counted by what went wrong, and the next request is reordered again."""
+@pytest.mark.parametrize("kind", ["raise", "lose"])
+def test_a_failure_keeps_the_retrievers_order(reorderer: ContextPilotReorderer, kind: str) -> None:
+    """It is counted, and the next request is reordered again."""
     assert order(reorderer, request("z", kind, "a")) == ["z", kind, "a"]
     assert order(reorderer, request("z", "a")) == ["a", "z"]
     assert reorderer.counts == {"reordered": 1, "errors": 1}
-    assert [reason in text for text in reorderer.errors] == [True]
 
 
-def test_a_child_that_dies_is_replaced(reorderer: ContextPilotReorderer) -> None:
-    """A load must not end with it."""
-    assert order(reorderer, request("z", "die", "a")) == ["z", "die", "a"]
-    assert order(reorderer, request("z", "a")) == ["a", "z"]
-    assert reorderer.errors == {"the worker ended with 3": 1}
-
-
-def test_close_ends_the_child(reorderer: ContextPilotReorderer) -> None:
-    """And one that was never asked has none."""
-    order(reorderer, request("b", "a"))
-    child = reorderer._child
-    assert child is not None
-    reorderer.close()
-    assert child.returncode == 0
-    ContextPilotReorderer().close()
-
-
-def test_one_chunk_needs_no_child() -> None:
-    """There is nothing to order."""
-    it = ContextPilotReorderer(Path("/nowhere/python"))
-    assert order(it, request("a")) == ["a"]
+def test_a_child_that_dies_is_told(reorderer: ContextPilotReorderer) -> None:
+    """From then on the arm would be another one."""
+    with pytest.raises(CommandError, match="process ended with 3"):
+        order(reorderer, request("z", "die", "a"))
 
 
 def test_the_arm_is_made_of_it(fake: None) -> None:
     """The Python that runs the harness will do where it has the package."""
     assert skip_reason(ARMS["contextpilot"]) is None
-    assert isinstance(create_reorderer(ARMS["contextpilot"]), ContextPilotReorderer)
+    made = create_reorderer(ARMS["contextpilot"])
+    assert made is not None
+    made.close()
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +111,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     reason = contextpilot_missing(Path(sys.executable))
     assert reason is not None
     assert "No module named 'a_package_it_needs'" in reason
-    assert "pip install contextpilot" in reason
-    with pytest.raises(CommandError, match="does not import"):
-        create_reorderer(ARMS["contextpilot"])
+    assert "pip install" in reason
 
 
 def test_a_python_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -149,7 +149,10 @@ def test_verdict_tells_of_the_cache_and_the_table_of_times() -> None:
     assert "prompt tokens computed: ours is 57.5 tokens lower than stock-lpm" in said
     arms, ratios = (table["rows"] for table in results["tables"])
     assert [(row["arm"], row["cached"]) for row in arms] == [("stock-lpm", 0.25), ("ours", 0.25)]
-    assert [(row["of"], row["value"]) for row in ratios] == [("medians", 1.0), ("p90", 1.0)]
+    assert [(row["of"], row["value and interval"]) for row in ratios] == [
+        ("medians", "1.00 [1.00, 1.00]"),
+        ("p90", "1.00 [1.00, 1.00]"),
+    ]
 
 
 def test_nothing_taken_yet_has_results() -> None:
@@ -163,10 +166,10 @@ def test_table_shows_arms_cells_and_ratios() -> None:
     results = summarize(samples, facts={}, against="stock-lpm")
     arms, ratios = (table["rows"] for table in results["tables"])
     assert [(row["arm"], row["cell"], row["n"], row["errors"]) for row in arms] == [
-        ("stock-lpm", "k=5", 8, None),
-        ("ours", "k=5", 8, 1),
+        ("stock-lpm", "k 5", 8, None),
+        ("ours", "k 5", 8, 1),
     ]
-    assert {row["interval"] for row in ratios} == {"too few"}
+    assert {row["value and interval"] for row in ratios} == {"1.00, too few"}
     assert all(name in text(results["tables"]) for name in ("ttft p50", "stock-lpm / ours"))
 
 

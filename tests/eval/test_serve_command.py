@@ -17,7 +17,8 @@ import pytest
 
 from eval.errors import CommandError
 from eval.run import Run, read_record, read_samples
-from eval.serve.command import main
+from eval.serve.command import cells, main, make_plan, parse
+from eval.serve.options import split_flags
 from eval.server import free_port
 from tests.eval.fake_endpoint import FakeEndpoint, serving
 
@@ -147,19 +148,19 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (["--rate", "1"], "--rates needs --load poisson or bursty"),
-        (["--load", "poisson", "--rates", "0"], "rate must be a finite number above 0 but is 0"),
-        (["--load", "poisson", "--rates", "1", "nan"], "--rate: nan is not between 0.0 and inf"),
-        (["--load", "trace", "--speed", "nan"], "speed must be a finite number above 0 but is nan"),
+        (["--rate", "1"], "--rate needs --load poisson"),
+        (["--load", "poisson", "--clients", "2"], "--clients needs --load closed"),
+        (["--load", "poisson", "--rates", "1", "0"], "--rate: 0.0 is not between 1e-06 and"),
+        (["--load", "trace", "--speed", "nan"], "--speed: nan is not between 1e-06 and"),
         (["--arms", "fused", "--ratios", "nan"], "--ratios: nan is not between 0.0 and 1.0"),
         (["--load", "poisson", "--rates", "2", "2"], "given twice"),
         (["--load", "trace"], "arrival"),
         (["--ratios", "0.1"], "--ratios needs an arm that moves KV"),
-        (["--windows", "10"], "--windows needs"),
+        (["--windows", "10"], "--windows and --thresholds need"),
         (["--requests", "10"], "--warm-up 10 leaves none of 10"),
         (["--block", "-1"], "--block: -1 is not between 0 and inf"),
         (["--against", "nobody"], "not one of the arms"),
-        (["--history", "reference", "--task", "nonsense"], "unknown"),
+        (["--task", "nonsense"], "unknown"),
     ],
 )
 def test_nonsense_is_one_clear_line(tmp_path: Path, wrong: list[str], told: str) -> None:
@@ -168,6 +169,49 @@ def test_nonsense_is_one_clear_line(tmp_path: Path, wrong: list[str], told: str)
         main(["--arms", "a=http://127.0.0.1:9", "--requests", "30", "--out", str(tmp_path / "r"), *wrong])
     assert "\n" not in str(error.value)
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("load", "requests", "block"),
+    [
+        (["--load", "closed"], 210, 10),
+        (["--load", "closed"], 50, 5),
+        (["--load", "closed"], 12, 1),
+        (["--clients", "1", "8"], 50, 32),
+        (["--load", "poisson"], 50, 20),
+        (["--load", "poisson"], 810, 100),
+        (["--block", "0"], 50, 0),
+    ],
+)
+def test_block_leaves_enough_blocks_and_an_open_loop_its_queue(load: list[str], requests: int, block: int) -> None:
+    """A block of one request at a time would be a closed loop, whatever the rate, and keep one of eight clients busy."""
+    assert make_plan(parse(load)[0], (), requests).block == block
+
+
+def test_too_few_blocks_for_a_verdict_are_said_before_the_load(capsys: pytest.CaptureFixture[str]) -> None:
+    """An hour of load that can say nothing should not be begun by mistake; the number named is enough."""
+    args, arms = parse(["--load", "poisson", "--warm-up", "10"])
+    make_plan(args, arms, 100)
+    assert "too few blocks for a verdict: 5, less than 8; give --requests >= 170" in capsys.readouterr().err
+    make_plan(args, arms, 170)
+    make_plan(args, arms[:1], 100)
+    assert capsys.readouterr().err == ""
+
+
+def test_only_what_is_swept_is_a_label() -> None:
+    """Records of runs without a sweep can then be compared whatever their load."""
+    assert [cell.label for cell in cells(parse(["--load", "poisson", "--rates", "2"])[0], {None: ()})] == [{}]
+    swept = cells(parse(["--clients", "1", "4", "--ratios", ".5", "--arms", "fused"])[0], {None: ()})
+    assert [(cell.label, cell.load.clients, cell.reuse) for cell in swept] == [
+        ({"clients": clients, "ratio": 0.5}, clients, {"ratio": 0.5}) for clients in (1, 4)
+    ]
+    (window,) = cells(parse(["--windows", "10"])[0], {None: ()})
+    assert (window.label, window.flags) == ({"window": 10}, ("--chunkcache-window-requests", "10"))
+
+
+def test_flags_behind_the_dashes_are_the_servers() -> None:
+    assert split_flags(["--k", "3", "--", "--page-size", "1", "--"]) == (["--k", "3"], ["--page-size", "1", "--"])
+    assert parse(["--k", "3", "--", "--page-size", "1"])[0].server_flags == ["--page-size", "1"]
 
 
 def test_requests_own_times_are_not_left_out_without_a_word(

@@ -107,9 +107,20 @@ def test_interrupted_start_leaves_no_server(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("on_sigint", [signal.default_int_handler, signal.SIG_IGN])
 def test_signals_stop_all_servers(
-    tmp_path: Path, sign: signal.Signals, on_sigint: Any, request: pytest.FixtureRequest
+    tmp_path: Path,
+    sign: signal.Signals,
+    on_sigint: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing else would: they are sessions of their own, which a closed terminal does not reach."""
+    """Nothing else would: a closed terminal does not reach them. It sends one hangup and its shell another."""
+    stop = Server.__exit__
+
+    def hang_up_and_stop(server: Server, *error: Any) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        stop(server, *error)
+
+    monkeypatch.setattr(Server, "__exit__", hang_up_and_stop)
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, on_sigint)))
     running: list[int] = []
     before = signal.getsignal(sign)
@@ -120,21 +131,6 @@ def test_signals_stop_all_servers(
     assert len(running) == 1
     assert not is_alive(running[0])
     assert signal.getsignal(sign) == before
-
-
-def test_second_hangup_does_not_stop_the_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal that is closed sends one, and its shell another."""
-    stop = Server.__exit__
-
-    def hang_up_and_stop(server: Server, *error: Any) -> None:
-        signal.raise_signal(signal.SIGHUP)
-        stop(server, *error)
-
-    monkeypatch.setattr(Server, "__exit__", hang_up_and_stop)
-    with ServerPool(Plan([OURS]), tmp_path) as pool:
-        pool.open(Key("ours", ()), OURS)
-        (pid,) = pids(pool)
-    assert not is_alive(pid)
 
 
 def test_under_nohup_a_hangup_stays_ignored(tmp_path: Path) -> None:
