@@ -121,9 +121,14 @@ def measure(mode: type[Mode], args: argparse.Namespace) -> int:
     spec["requests_sha256"] = requests_sha256(asked.requests)
     with (
         Run(folder, kind="quality", spec=spec, summarize=summarize, baseline=args.baseline) as run,
-        open_servers(args, asked.requests, asked.facts, folder) as servers,
+        model_flags(args, asked.requests, args.server_flags) as flags,
     ):
-        answer_all(run, asked, servers, args.clients)
+        plan = Plan(arms=(), server_flags=flags, threads=args.threads, facts=asked.facts)
+        try:
+            with ServerPool(plan, folder / "logs") as servers:
+                answer_all(run, asked, servers, args.clients)
+        finally:  # the servers' descriptions, also for a run that goes on with servers of its own
+            (folder / FACTS).write_text(json.dumps(asked.facts, indent=1) + "\n", encoding="utf-8")
     show(folder)
     return 0
 
@@ -203,20 +208,6 @@ def make_scorer(args: argparse.Namespace, arms: Sequence[Arm]) -> Scorer:
         raise CommandError("--judge-url needs --judge-model")
     judge = Judge(judge_url, args.judge_model, key_env=args.judge_key_env) if judge_url else None
     return Scorer(has_gold=known == {True}, bert=bert, judge=judge)
-
-
-@contextmanager
-def open_servers(
-    args: argparse.Namespace, requests: Sequence[Request], facts: dict[str, Any], folder: Path
-) -> Iterator[ServerPool]:
-    """Servers that are stopped on exit. `facts["servers"]` describes them, also those before an interruption."""
-    with model_flags(args, requests, args.server_flags) as flags:
-        plan = Plan(arms=(), server_flags=flags, threads=args.threads, facts=facts)
-        try:
-            with ServerPool(plan, folder / "logs") as pool:
-                yield pool
-        finally:
-            (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 # Private
