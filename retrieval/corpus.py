@@ -55,16 +55,6 @@ def read_documents(source: str | Path) -> Iterator[Document]:
     return _with_text(_read_all(path), f"no documents in {path}: looked for {suffixes} that contain text")
 
 
-def count_documents(source: str | Path) -> int | None:
-    """An upper bound of the number of documents of `read_documents`; None if row files would have to be read for it."""
-    num = 0
-    for _, name in _corpus_files(Path(source)):
-        if name.lower().endswith(ROW_SUFFIXES):
-            return None
-        num += 1
-    return num
-
-
 def read_dataset(
     name: str, *, split: str, config: str | None, id_field: str | None, title_field: str | None, text_field: str
 ) -> Iterator[Document]:

@@ -97,7 +97,6 @@ def test_any_query_is_answered(index: Path, capfd: pytest.CaptureFixture[str], q
         (["build", "DOCS", "--out", "TMP/new", "--dim", "x"], "invalid int value"),
         (["build", "DOCS", "--out", "TMP/new", "--factory", "Nonsense"], "factory 'Nonsense'"),
         (["build", "DOCS", "--out", "TMP/new", "--bm25", "klingon"], "klingon"),
-        (["build", "DOCS", "--out", "TMP/new", "--bm25-memory-mib", "1"], "--bm25-memory-mib"),
         (["build", "DOCS", "--out", "TMP/new", "--tokenizer", "TMP/no-tokenizer"], "no-tokenizer"),
         (["build", "DOCS", "--out", "INDEX", "--dim", "17"], "was built with encoder"),
         (["build", "DOCS", "--out", "INDEX", "--chunk-tokens", "99"], "was built with max_tokens 256, not 99"),

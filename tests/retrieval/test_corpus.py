@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from retrieval import corpus
-from retrieval.corpus import clean, count_documents, read_dataset, read_documents
+from retrieval.corpus import clean, read_dataset, read_documents
 from retrieval.errors import RetrievalError
 from retrieval.passage import Document
 
@@ -186,15 +186,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
-
-
-def test_documents_are_counted_where_that_is_cheap(tmp_path: Path) -> None:
-    """A progress bar has a total for a folder of files, and none for rows."""
-    write(tmp_path / "a.txt", "x")
-    write(tmp_path / "b/c.md", "x")
-    assert (count_documents(tmp_path), count_documents(tmp_path / "a.txt")) == (2, 1)
-    write_rows(tmp_path / "d.jsonl", {"text": "x"})
-    assert count_documents(tmp_path) is None
 
 
 ROWS = {"docid": [1, 2, 3], "name": ["A", None, "C"], "body": ["One", " ", "Three\u0000"]}
