@@ -90,22 +90,12 @@ def _add_index(parser: argparse.ArgumentParser, *, searched: bool = False, loads
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("sources", nargs="*", metavar="SOURCE", help=".txt, .md, .jsonl or .jsonl.gz files, or folders of them")
+    add("sources", nargs="+", metavar="SOURCE", help=".txt, .md, .jsonl or .jsonl.gz files, or folders of them")
     add("--out", type=Path, required=True, metavar="DIR", help="the index's directory")
-    add = parser.add_argument_group("a data set instead of files, or in addition to them").add_argument
-    add("--dataset", metavar="NAME", help="for Hugging Face `datasets`: a hub name or a local path")
-    add("--dataset-config", metavar="NAME", help="configuration of the data set")
-    add("--split", default="train", help="split of the data set (default: train)")
-    add("--id-field", metavar="FIELD", help="field with the document's id; default: the row's number")
-    add("--title-field", metavar="FIELD", help="field with the title")
-    text = "field with the text; .jsonl files use id, title and text (default: text)"
-    add("--text-field", metavar="FIELD", default="text", help=text)
     kept = "settings that the index keeps (given at the first build; later builds may leave them out)"
     add_flags(parser.add_argument_group(kept).add_argument, IndexSettings, EncoderFlags)
     add = parser.add_argument_group("options of this run").add_argument
     add("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
-    text = f"passages that a model encodes per batch (default: {DEVICE_BATCH})"
-    add("--batch-size", type=int, metavar="N", default=DEVICE_BATCH, help=text)
     add("--json", action="store_true", help="print the report as one JSON object")
 
 
@@ -113,12 +103,10 @@ def _build(args: argparse.Namespace) -> None:
     """Make an index of documents. Run it again to continue after an interruption, or to add more or changed documents; a server
     that has the index open switches to the new generation by itself."""
     from retrieval.build import build_index
-    from retrieval.corpus import read_dataset, read_documents
+    from retrieval.corpus import read_documents
     from retrieval.model_path import BUNDLED
     from retrieval.tokens import WORDS, load_tokens
 
-    if not args.sources and not args.dataset:
-        raise RetrievalError("no documents given: name files or folders, or use --dataset")
     there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
     settings = replace(there or IndexSettings(), **given(args, IndexSettings))
     if settings.tokens not in (WORDS, BUNDLED) and Path(settings.tokens).exists():
@@ -127,9 +115,6 @@ def _build(args: argparse.Namespace) -> None:
     spec, encoder = _encoder(args, there)
     settings = replace(settings, tokens_name=tokens.name, encoder=spec)
     parts = [read_documents(source) for source in args.sources]
-    if args.dataset:
-        columns = {"id_field": args.id_field, "title_field": args.title_field, "text_field": args.text_field}
-        parts.append(read_dataset(args.dataset, split=args.split, config=args.dataset_config, **columns))
     with progress_bars() as progress:
         documents, options = chain.from_iterable(parts), BuildOptions()
         report = build_index(
@@ -147,8 +132,6 @@ def _encoder(args: argparse.Namespace, there: IndexSettings | None) -> tuple[dic
     """The encoder's spec, and the encoder; None for the embedded one. `there`: settings of the index in `args.out`."""
     from retrieval.encoder import load_encoder
 
-    if args.batch_size < 1:
-        raise RetrievalError("--batch-size must be at least 1")
     named = given(args, EncoderFlags)
     wanted = EncoderFlags(**named)
     is_embedded = wanted.encoder == EncoderFlags.encoder
@@ -157,9 +140,8 @@ def _encoder(args: argparse.Namespace, there: IndexSettings | None) -> tuple[dic
         spec = {**there.encoder, **named}  # what differs is refused by the build
         if is_embedded and there.encoder["kind"] == "hashed":
             return spec, None
-        moved = None if is_embedded else wanted.encoder
-        batch = args.batch_size
-        return spec, load_encoder(there.encoder, folder=args.out, override=moved, device=args.device, batch_size=batch)
+        moved, place = None if is_embedded else wanted.encoder, {"folder": args.out, "device": args.device}
+        return spec, load_encoder(there.encoder, **place, override=moved, batch_size=DEVICE_BATCH)
     if is_embedded:
         if wanted.dim < 2:
             raise RetrievalError("--dim must be at least 2")
@@ -169,7 +151,7 @@ def _encoder(args: argparse.Namespace, there: IndexSettings | None) -> tuple[dic
     encoder = SentenceEncoder(
         wanted.encoder,
         device=args.device,
-        batch_size=args.batch_size,
+        batch_size=DEVICE_BATCH,
         query_prefix=wanted.query_prefix,
         passage_prefix=wanted.passage_prefix,
         normalize=wanted.normalize,

@@ -23,6 +23,7 @@ NPROBE = 128
 TOP_N = 10
 """Neighbours per passage: FusionRAG's figure 7a is above 80% from ten on."""
 DEVICE_BATCH = 64
+"""Passages that a model encodes at once."""
 
 
 def _flag(default: Any, name: str, text: str, **rest: Any) -> Any:

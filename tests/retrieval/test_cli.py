@@ -88,7 +88,7 @@ def test_any_query_is_answered(index: Path, capfd: pytest.CaptureFixture[str], q
         (["build", "DOCS/nothing", "--out", "TMP/new"], "no such file or folder"),
         (["build", "TMP", "--out", "TMP/new"], "TMP"),
         (["build", "DOCS/../x.pdf", "--out", "TMP/new"], "no such file"),
-        (["build", "--out", "TMP/new"], "no documents given"),
+        (["build", "--out", "TMP/new"], "required: SOURCE"),
         (["build", "DOCS", "--out", "FILE"], "FILE"),
         (["build", "DOCS", "--out", "FILE/below"], "FILE/below"),
         (["build", "DOCS", "--out", "TMP/new", "--chunk-tokens", "1"], "at least 8 tokens"),
