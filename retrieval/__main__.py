@@ -90,23 +90,12 @@ def _add_index(parser: argparse.ArgumentParser, *, searched: bool = False, loads
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("sources", nargs="*", metavar="SOURCE", help=".txt, .md, .jsonl or .jsonl.gz files, or folders of them")
+    add("sources", nargs="+", metavar="SOURCE", help=".txt, .md, .jsonl or .jsonl.gz files, or folders of them")
     add("--out", type=Path, required=True, metavar="DIR", help="the index's directory")
-    add = parser.add_argument_group("a data set instead of files, or in addition to them").add_argument
-    add("--dataset", metavar="NAME", help="for Hugging Face `datasets`: a hub name or a local path")
-    add("--dataset-config", metavar="NAME", help="configuration of the data set")
-    add("--split", default="train", help="split of the data set (default: train)")
-    add("--id-field", metavar="FIELD", help="field with the document's id; default: the row's number")
-    add("--title-field", metavar="FIELD", help="field with the title")
-    text = "field with the text; .jsonl files use id, title and text (default: text)"
-    add("--text-field", metavar="FIELD", default="text", help=text)
     kept = "settings that the index keeps (given at the first build; later builds may leave them out)"
     add_flags(parser.add_argument_group(kept).add_argument, IndexSettings, EncoderFlags)
     add = parser.add_argument_group("options of this run").add_argument
     add("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
-    text = f"passages that a model encodes per batch (default: {DEVICE_BATCH})"
-    add("--batch-size", type=int, metavar="N", default=DEVICE_BATCH, help=text)
-    add_flags(add, BuildOptions)
     add("--json", action="store_true", help="print the report as one JSON object")
 
 
@@ -114,13 +103,10 @@ def _build(args: argparse.Namespace) -> None:
     """Make an index of documents. Run it again to continue after an interruption, or to add more or changed documents; a server
     that has the index open switches to the new generation by itself."""
     from retrieval.build import build_index
-    from retrieval.corpus import count_documents, read_dataset, read_documents
+    from retrieval.corpus import read_documents
     from retrieval.model_path import BUNDLED
     from retrieval.tokens import WORDS, load_tokens
 
-    if not args.sources and not args.dataset:
-        raise RetrievalError("no documents given: name files or folders, or use --dataset")
-    options = BuildOptions(**given(args, BuildOptions))
     there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
     settings = replace(there or IndexSettings(), **given(args, IndexSettings))
     if settings.tokens not in (WORDS, BUNDLED) and Path(settings.tokens).exists():
@@ -129,20 +115,10 @@ def _build(args: argparse.Namespace) -> None:
     spec, encoder = _encoder(args, there)
     settings = replace(settings, tokens_name=tokens.name, encoder=spec)
     parts = [read_documents(source) for source in args.sources]
-    if args.dataset:
-        columns = {"id_field": args.id_field, "title_field": args.title_field, "text_field": args.text_field}
-        parts.append(read_dataset(args.dataset, split=args.split, config=args.dataset_config, **columns))
-    counts = [None if args.dataset else 0, *map(count_documents, args.sources)]
-    total = None if None in counts else sum(filter(None, counts))
     with progress_bars() as progress:
+        documents, options = chain.from_iterable(parts), BuildOptions()
         report = build_index(
-            chain.from_iterable(parts),
-            args.out,
-            settings,
-            tokens=tokens,
-            encoder=encoder,
-            options=options,
-            progress=lambda stage, done, of: progress(stage, done, total if stage == "read" else of),
+            documents, args.out, settings, tokens=tokens, encoder=encoder, options=options, progress=progress
         )
     if args.json:
         print(json.dumps(asdict(report)))
@@ -154,8 +130,8 @@ def _build(args: argparse.Namespace) -> None:
 
 def _encoder(args: argparse.Namespace, there: IndexSettings | None) -> tuple[dict[str, Any], Encoder | None]:
     """The encoder's spec, and the encoder; None for the embedded one. `there`: settings of the index in `args.out`."""
-    if args.batch_size < 1:
-        raise RetrievalError("--batch-size must be at least 1")
+    from retrieval.encoder import load_encoder
+
     named = given(args, EncoderFlags)
     wanted = EncoderFlags(**named)
     is_embedded = wanted.encoder == EncoderFlags.encoder
@@ -164,8 +140,8 @@ def _encoder(args: argparse.Namespace, there: IndexSettings | None) -> tuple[dic
         spec = {**there.encoder, **named}  # what differs is refused by the build
         if is_embedded and there.encoder["kind"] == "hashed":
             return spec, None
-        moved = None if is_embedded else wanted.encoder
-        return spec, _load_encoder(args.out, there, moved, args.device, args.batch_size)
+        moved, place = None if is_embedded else wanted.encoder, {"folder": args.out, "device": args.device}
+        return spec, load_encoder(there.encoder, **place, override=moved, batch_size=DEVICE_BATCH)
     if is_embedded:
         if wanted.dim < 2:
             raise RetrievalError("--dim must be at least 2")
@@ -175,20 +151,12 @@ def _encoder(args: argparse.Namespace, there: IndexSettings | None) -> tuple[dic
     encoder = SentenceEncoder(
         wanted.encoder,
         device=args.device,
-        batch_size=args.batch_size,
+        batch_size=DEVICE_BATCH,
         query_prefix=wanted.query_prefix,
         passage_prefix=wanted.passage_prefix,
         normalize=wanted.normalize,
     )
     return encoder.spec(), encoder
-
-
-def _load_encoder(
-    folder: Path, settings: IndexSettings, moved: str | None, device: str | None, batch_size: int
-) -> Encoder:
-    from retrieval.encoder import load_encoder
-
-    return load_encoder(settings.encoder, folder=folder, override=moved, device=device, batch_size=batch_size)
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
@@ -282,9 +250,11 @@ def _add_remove(parser: argparse.ArgumentParser) -> None:
 def _remove(args: argparse.Namespace) -> None:
     """Hide passages or documents of an index; a build that still finds them adds them again."""
     from retrieval.build import remove_passages
+    from retrieval.encoder import load_encoder
 
     def load() -> Encoder:
-        return _load_encoder(args.index, read_settings(args.index), args.encoder, args.device, DEVICE_BATCH)
+        spec, place = read_settings(args.index).encoder, {"folder": args.index, "override": args.encoder}
+        return load_encoder(spec, **place, device=args.device, batch_size=DEVICE_BATCH)
 
     with progress_bars() as progress:
         ids = [_text(name) for name in args.ids]

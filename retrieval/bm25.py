@@ -24,20 +24,11 @@ from numpy.typing import NDArray
 
 from retrieval.errors import CorruptIndexError, RetrievalError
 
-LANGUAGES = (
-    *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
-    *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
-)
-"""tantivy's stemmers; "none" leaves words unchanged."""
-
 MAX_WORD_BYTES = 100
 """Longer "words" are dropped: they are encoded data, and each would be a term of its own."""
 
 MAX_QUERY_TERMS = 1024
 """Lucene's limit for the clauses of one query. A question has about a dozen words, so the limit affects pasted documents only."""
-
-MIN_MEMORY_BYTES = 15_000_000
-"""The minimum that tantivy's writer accepts."""
 
 LOCK_SUFFIX = ".lock"
 
@@ -53,15 +44,9 @@ class Bm25Index:
 
     @staticmethod
     def create(folder: Path, *, language: str) -> Bm25Index:
-        """Create an empty index in a folder that is new or empty.
-
-        Raises:
-            RetrievalError: the folder is not empty, or there is no stemmer for `language`.
-        """
-        analyzer = _analyzer(language)
+        """Create an empty index in a folder that is new or empty. Raises RetrievalError: there is no stemmer for `language`."""
+        analyzer = create_analyzer(language)
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise RetrievalError(f"{folder}: a BM25 index is created in an empty folder, but this one has files")
         return _load(folder, language, analyzer)
 
     @staticmethod
@@ -73,7 +58,7 @@ class Bm25Index:
                 bits are not detected here but by the manifest's checksums.
             RetrievalError: there is no stemmer for `language`.
         """
-        analyzer = _analyzer(language)
+        analyzer = create_analyzer(language)
         _check_exists(folder)
         with _damage_named(f"{folder} is damaged or no BM25 index in {language!r}"):
             if os.access(folder, os.W_OK):
@@ -95,14 +80,12 @@ class Bm25Index:
         Args:
             add: consumed lazily; rows ascending, none of them live unless it is in `remove` too.
             remove: rows; unknown ones are ignored.
-            memory_bytes: the writer's buffer, at least MIN_MEMORY_BYTES; a full buffer becomes a segment on disk.
+            memory_bytes: the writer's buffer; a full buffer becomes a segment on disk.
         Raises:
             RetrievalError: `memory_bytes` is too small, the folder is read-only, or another writer holds its lock. A killed
                 process releases the lock, and the next commit deletes its files.
             ValueError: tantivy could not write, for example because the disk is full.
         """
-        if memory_bytes < MIN_MEMORY_BYTES:
-            raise RetrievalError(f"BM25 needs at least {MIN_MEMORY_BYTES:,} bytes to write, got {memory_bytes:,}")
         try:
             # One thread: rows stay in order inside a segment, and the thread that reads the corpus keeps its core.
             writer = self._index.writer(memory_bytes, 1)
@@ -132,11 +115,8 @@ class Bm25Index:
         Of a query with more than MAX_QUERY_TERMS distinct words the rarest are looked up.
 
         Raises:
-            RetrievalError: `k` is less than 1.
             CorruptIndexError: tantivy failed on a damaged file.
         """
-        if k < 1:
-            raise RetrievalError(f"k must be at least 1, got {k}")
         searcher = self._searcher
         with _damage_named("the BM25 index is damaged"):
             words = list(dict.fromkeys(self._analyzer.analyze(_utf8(query))))
@@ -165,14 +145,10 @@ def link_copy(source: Path, target: Path) -> None:
     writers. On file systems without hard links files are copied. No writer may be active in `source`.
 
     Raises:
-        RetrievalError: `target` exists.
         CorruptIndexError: `source` is not an index.
     """
     _check_exists(source)
-    try:
-        target.mkdir(parents=True)
-    except FileExistsError as error:
-        raise RetrievalError(f"{target} exists: a copy of a BM25 index needs a new folder") from error
+    target.mkdir(parents=True)
     for file in _files(source):
         try:
             os.link(file, target / file.name)
@@ -211,20 +187,18 @@ def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer) -> Bm25In
     return Bm25Index(index, analyzer, schema)
 
 
-def check_language(language: str) -> None:
-    """Raises RetrievalError if there is no stemmer for it."""
-    if language != "none" and language not in LANGUAGES:
-        raise RetrievalError(f"BM25 has no stemmer for {language!r}; choose from none, {', '.join(LANGUAGES)}")
+def create_analyzer(language: str) -> tantivy.TextAnalyzer:
+    """Cuts text into words: runs of letters and digits, lower case, without accents, stemmed unless `language` is "none".
 
-
-def _analyzer(language: str) -> tantivy.TextAnalyzer:
-    """Cuts text into words: runs of letters and digits, lower case, without accents, stemmed."""
-    check_language(language)
+    Raises:
+        RetrievalError: tantivy has no stemmer for this language.
+    """
     builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.remove_long(MAX_WORD_BYTES))
     builder = builder.filter(tantivy.Filter.lowercase()).filter(tantivy.Filter.ascii_fold())
-    if language != "none":
-        builder = builder.filter(tantivy.Filter.stemmer(language))
-    return builder.build()
+    try:
+        return (builder if language == "none" else builder.filter(tantivy.Filter.stemmer(language))).build()
+    except ValueError as error:
+        raise RetrievalError(f"BM25: {error}; give a language's English name, or none") from None
 
 
 def _utf8(text: str) -> str:

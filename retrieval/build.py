@@ -89,9 +89,9 @@ def build_index(
     cut = _cutter(settings, tokens)  # refuse invalid settings before they are written to the directory
     check_factory("Flat" if settings.factory == "auto" else settings.factory, settings.dim)
     if settings.bm25_language is not None:
-        from retrieval.bm25 import check_language  # only here: an index without BM25 does not need tantivy
+        from retrieval.bm25 import create_analyzer  # only here: an index without BM25 does not need tantivy
 
-        check_language(settings.bm25_language)
+        create_analyzer(settings.bm25_language)
     folder.mkdir(parents=True, exist_ok=True)
     with writer_lock(folder):
         if not (folder / SETTINGS).exists():

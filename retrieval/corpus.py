@@ -1,4 +1,4 @@
-"""Reads documents: files and folders of text, Markdown and JSON Lines, and data sets of the library `datasets`.
+"""Reads documents: files and folders of text, Markdown and JSON Lines.
 
 One document is in memory at a time. Ids are stable: the path relative to the source folder, or the row's own id. `clean`
 replaces characters that a tokenizer, a database or a terminal cannot handle. Ids that occur twice are not detected here.
@@ -25,9 +25,6 @@ ROW_SUFFIXES = (".jsonl", ".jsonl.gz")
 MAX_DOCUMENT_BYTES = 1 << 28
 """A text file or row of more than 256 MiB is refused as a mistake: it would be held in memory as a whole."""
 
-DATASET_LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
-"""The loader of `datasets` for a single file, by its suffix without `.gz`."""
-
 _BOM = b"\xef\xbb\xbf"
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")  # control characters except whitespace
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -51,42 +48,7 @@ def read_documents(source: str | Path) -> Iterator[Document]:
         raise RetrievalError(f"no such file or folder: {path}")
     if path.is_file() and not _is_corpus_file(path.name):
         raise RetrievalError(f"{path}: not one of {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}")
-    suffixes = ", ".join(TEXT_SUFFIXES + ROW_SUFFIXES)
-    return _with_text(_read_all(path), f"no documents in {path}: looked for {suffixes} that contain text")
-
-
-def count_documents(source: str | Path) -> int | None:
-    """An upper bound of the number of documents of `read_documents`; None if row files would have to be read for it."""
-    num = 0
-    for _, name in _corpus_files(Path(source)):
-        if name.lower().endswith(ROW_SUFFIXES):
-            return None
-        num += 1
-    return num
-
-
-def read_dataset(
-    name: str, *, split: str, config: str | None, id_field: str | None, title_field: str | None, text_field: str
-) -> Iterator[Document]:
-    """The rows of a data set as documents, those without text left out. Rows are streamed: nothing is copied to a cache.
-
-    Args:
-        name: a name on the hub, a folder written by `save_to_disk`, or a file or folder of Parquet, JSON, CSV or Arrow.
-        split: one of the data set's; a single file has the split "train".
-        config: the data set's configuration (also called subset); None if it has only one.
-        id_field: strings or integers; None: ids are `NAME/SPLIT:ROW`, NAME without its folders, rows counted from 1.
-        title_field: strings or null; None leaves titles empty.
-        text_field: strings or null.
-    Raises:
-        RetrievalError: `datasets` is not installed; the data set, split, configuration or field does not exist (names the
-            existing ones) or cannot be reached; while iterating: a row cannot be read, or no document.
-    """
-    wanted = {"id": id_field, "title": title_field, "text": text_field}
-    fields = {key: field for key, field in wanted.items() if field is not None}
-    rows = _open_dataset(name, split, config, list(dict.fromkeys(fields.values())))
-    label = f"{Path(name).name}/{split}"
-    found = _dataset_documents(rows, label, fields)
-    return _with_text(found, f"no documents in data set {label}: no row has text")
+    return _with_text(path)
 
 
 def clean(text: str) -> str:
@@ -97,23 +59,20 @@ def clean(text: str) -> str:
     return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
-def _with_text(documents: Iterator[Document], if_none: str) -> Iterator[Document]:
+def _with_text(source: Path) -> Iterator[Document]:
     empty = True
-    for document in documents:
-        if document.text.strip():
-            empty = False
-            yield document
-    if empty:
-        raise RetrievalError(if_none)
-
-
-def _read_all(source: Path) -> Iterator[Document]:
     for path, name in _corpus_files(source):
         read = _read_rows if name.lower().endswith(ROW_SUFFIXES) else _read_text
         try:
-            yield from read(path, clean(name))
+            for document in read(path, clean(name)):
+                if document.text.strip():
+                    empty = False
+                    yield document
         except OSError as error:
             raise RetrievalError(f"{path}: {error.strerror or error}") from error
+    if empty:
+        suffixes = ", ".join(TEXT_SUFFIXES + ROW_SUFFIXES)
+        raise RetrievalError(f"no documents in {source}: looked for {suffixes} that contain text")
 
 
 def _is_corpus_file(name: str) -> bool:
@@ -214,58 +173,3 @@ def _document(row: dict[str, Any], place: str, default_id: str) -> Document:
         title=" ".join(clean(row.get("title") or "").split()),
         text=clean(row.get("text") or ""),
     )
-
-
-def _open_dataset(name: str, split: str, config: str | None, fields: list[str]) -> Any:
-    """An iterable of rows, dicts of the given fields."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise RetrievalError("reading a data set needs the package `datasets`: pip install datasets") from error
-    try:
-        datasets.disable_progress_bars()
-        rows = _load(datasets, name, split, config)
-        names = rows.column_names or list(next(iter(rows), {}))
-        if missing := [field for field in fields if field not in names]:
-            raise RetrievalError(
-                f"data set {name!r} has no field {missing[0]!r}; its fields: {', '.join(names) or 'none'}"
-            )
-        return rows.select_columns(fields)  # so that images and audio of a row are not decoded
-    except RetrievalError:
-        raise
-    except Exception as error:  # of four libraries, without a common class
-        raise RetrievalError(f"data set {name!r}: {_one_line(error)}") from error
-
-
-def _load(datasets: Any, name: str, split: str, config: str | None) -> Any:
-    path = Path(name)
-    saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()  # by save_to_disk
-    if saved:
-        data = datasets.load_from_disk(name)
-        splits = data if isinstance(data, dict) else {str(data.split or split): data}
-        if split not in splits:
-            raise RetrievalError(f"data set {name!r} has no split {split!r}; its splits: {', '.join(splits)}")
-        return splits[split]
-    if not path.is_file():
-        return datasets.load_dataset(name, config, split=split, streaming=True)
-    loader = DATASET_LOADERS.get(Path(name.removesuffix(".gz")).suffix)
-    if loader is None:
-        raise RetrievalError(f"data set {name!r}: not one of {', '.join(DATASET_LOADERS)}")
-    return datasets.load_dataset(loader, data_files=name, split=split, streaming=True)
-
-
-def _dataset_documents(rows: Any, label: str, fields: dict[str, str]) -> Iterator[Document]:
-    iterator = iter(rows)
-    for number in count(1):
-        place = f"{label}:{number}"
-        try:
-            row = next(iterator, None)
-        except Exception as error:  # readers and the network share no class of error
-            raise RetrievalError(f"{place}: {_one_line(error)}") from error
-        if row is None:
-            return
-        yield _document({key: row.get(field) for key, field in fields.items()}, place, place)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

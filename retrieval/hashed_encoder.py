@@ -15,6 +15,7 @@ Knows no language: a stem is a word's first letters. Scripts without spaces give
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,11 @@ BATCH = 4096
 """Passages counted and projected at a time, which bounds the memory."""
 
 
+@dataclass(kw_only=True, eq=False)
 class HashedEncoder:
-    """See the module. Immutable, so threads may share it.
+    """See the module. Not changed after it was made, so threads may share it.
 
-    Args:
+    Attributes:
         num_passages: passages of the sample that have a word.
         mean_len: mean number of stems of a passage in the sample.
         used: [u] int64, ascending: the buckets that the sample fills.
@@ -78,29 +80,22 @@ class HashedEncoder:
         leading: [u, rank] float16, singular vectors; 0 in all other buckets. rank is less than dim.
         dim: columns of every vector.
         seed: of the random columns.
+        rarity, projection: see the module; made from the others.
     """
 
-    def __init__(
-        self,
-        *,
-        num_passages: int,
-        mean_len: float,
-        used: NDArray[np.int64],
-        num_with: NDArray[np.int64],
-        leading: NDArray[np.float16],
-        dim: int,
-        seed: int,
-    ) -> None:
-        self._state: dict[str, Any] = {
-            "num_passages": num_passages,
-            "mean_len": mean_len,
-            "used": used,
-            "num_with": num_with,
-        }
-        self._state |= {"leading": leading, "dim": dim, "seed": seed}
-        self.dim, self.mean_len = dim, mean_len
-        self.rarity = _rarity(used, num_with, num_passages)
-        self.projection = _projection(used, leading.astype(np.float32), dim=dim, seed=seed)
+    num_passages: int
+    mean_len: float
+    used: NDArray[np.int64]
+    num_with: NDArray[np.int64]
+    leading: NDArray[np.float16]
+    dim: int
+    seed: int
+    rarity: NDArray[np.float32] = field(init=False)
+    projection: NDArray[np.float32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rarity = _rarity(self.used, self.num_with, self.num_passages)
+        self.projection = _projection(self.used, self.leading.astype(np.float32), dim=self.dim, seed=self.seed)
 
     def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """[n, dim] float32 of length 1, or 0 for a text without a word."""
@@ -116,8 +111,9 @@ class HashedEncoder:
 
     def save(self, path: Path) -> None:
         """Write the state as one npz file, at most NUM_BUCKETS * (2 rank + 16) bytes."""
+        state = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         with path.open("wb") as file:
-            np.savez_compressed(file, version=STATE_VERSION, **self._state)
+            np.savez_compressed(file, version=STATE_VERSION, **state)
 
     @classmethod
     def load(cls, path: Path) -> HashedEncoder:

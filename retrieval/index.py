@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.dense import best_of, create_segment, is_exact, read_faiss, search_segments
+from retrieval.dense import Segment, best_of, create_segment, is_exact, read_faiss, search_segments
 from retrieval.errors import CorruptIndexError
 from retrieval.manifest import (
     PASSAGES,
@@ -44,31 +45,21 @@ Found = tuple[NDArray[np.float32], NDArray[np.int64]]
 """Scores [n, k] and rows [n, k], best first; -inf and -1 where there are fewer."""
 
 
+@dataclass(frozen=True, eq=False)
 class Index:
-    """One generation of an index directory, open for searching. Immutable, so any thread may search.
+    """One generation of an index directory, open for searching. Immutable, so any thread may search."""
 
-    `state`: see `state_of`, of the files before they were opened.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        settings: IndexSettings,
-        manifest: Manifest,
-        store: PassageStore,
-        vectors: VectorFile,
-        faiss_indexes: Mapping[str, Any],
-        bm25: Bm25Index | None,
-        removed: NDArray[np.int64],
-        state: Mapping[str, FileState],
-    ) -> None:
-        self.folder, self.settings, self.manifest, self.state = folder, settings, manifest, state
-        self.store, self.bm25, self.removed = store, bm25, removed
-        self.faiss_indexes, self._vectors = faiss_indexes, vectors
-        vectors.map()
-        self.segments = tuple(
-            create_segment(faiss_indexes[entry.file], entry.first_row, removed) for entry in manifest.segments
-        )
+    folder: Path
+    settings: IndexSettings
+    manifest: Manifest
+    store: PassageStore
+    vector_file: VectorFile
+    faiss_indexes: Mapping[str, Any]
+    segments: tuple[Segment, ...]
+    bm25: Bm25Index | None
+    removed: NDArray[np.int64]
+    state: Mapping[str, FileState]
+    """See `state_of`, of the files before they were opened."""
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool, earlier: Index | None = None) -> Index:
@@ -120,7 +111,7 @@ class Index:
 
     def vectors(self, first: int, last: int) -> NDArray[np.float32]:
         """[last - first, dim] float32: the vectors of rows `[first, last)`, removed ones included."""
-        return self._vectors.read(first, last)
+        return self.vector_file.read(first, last)
 
     def is_live(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `rows` can be found."""
@@ -128,14 +119,14 @@ class Index:
 
     def check_encoder(self, encoder: Encoder) -> None:
         """See the function of this name."""
-        check_encoder(self.store, self._vectors, encoder)
+        check_encoder(self.store, self.vector_file, encoder)
 
     # Private, in order of use
 
     def _rescored(self, queries: NDArray[np.float32], *, k: int, nprobe: int) -> Found:
         _, rows = search_segments(self.segments, queries, k=PROPOSALS * k, nprobe=nprobe)
         distinct, places = np.unique(np.maximum(rows, 0), return_inverse=True)
-        stored = self._vectors.read_rows(distinct)
+        stored = self.vector_file.read_rows(distinct)
         scores = np.einsum("nd,nkd->nk", queries, stored[places.reshape(rows.shape)])
         return best_of(np.where(rows < 0, np.float32(-np.inf), scores), rows, k=k)
 
@@ -169,7 +160,9 @@ class Index:
             bm25 = Bm25Index.open(folder / manifest.bm25, language=settings.bm25_language)
             if bm25.num_docs != manifest.num_rows - len(removed):  # a folder that is being deleted opens as empty
                 raise CorruptIndexError(f"{folder / manifest.bm25}: holds {bm25.num_docs} passages")
-        return cls(folder, settings, manifest, store, vectors, indexes, bm25, removed, state)
+        vectors.map()
+        segments = tuple(create_segment(indexes[part.file], part.first_row, removed) for part in manifest.segments)
+        return cls(folder, settings, manifest, store, vectors, indexes, segments, bm25, removed, state)
 
 
 def check_rows(store: PassageStore, vectors: VectorFile, manifest: Manifest) -> None:

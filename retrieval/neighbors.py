@@ -9,12 +9,10 @@ because passages that are retrieved for one question tend to be each other's nei
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +22,7 @@ from retrieval.manifest import sync
 from retrieval.progress import Progress
 
 BATCH_ROWS = 1024
-"""Passages whose neighbours are searched in one batch; a killed run loses at most one batch."""
+"""Passages whose neighbours are searched in one batch."""
 
 
 def nearest(index: Index, first: int, last: int, *, n: int, nprobe: int) -> dict[int, list[int]]:
@@ -52,100 +50,54 @@ def nearest(index: Index, first: int, last: int, *, n: int, nprobe: int) -> dict
 
 
 def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: Progress) -> int:
-    """Write the neighbors file of a whole index.
-
-    Lines are written to a hidden file next to `path`, which is renamed when complete. An interrupted run continues after its
-    last complete line if index, generation and settings are the same; otherwise it starts again.
+    """Write the neighbors file of a whole index; returns the number of its lines.
 
     Args:
         progress: called with ("neighbors", rows done, rows in all) after every batch.
-
-    Returns:
-        Number of lines that this run wrote.
-
     Raises:
         RetrievalError: see `nearest`, or the file cannot be written.
     """
-    served = hashlib.blake2b(index.manifest.to_json().encode(), digest_size=8).hexdigest()
-    partial = path.with_name(f".{path.name}.{served}-{n}-{nprobe}.partial")
-    num_lines = 0
-    with _completed(path, partial):
-        for stale in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-            if stale != partial:
-                stale.unlink()
-        start = _resume(index, partial)
-        with partial.open("a", encoding="ascii") as file:
-            for first in range(start, index.num_rows, BATCH_ROWS):
-                last = min(first + BATCH_ROWS, index.num_rows)
-                for line in _lines(index, nearest(index, first, last, n=n, nprobe=nprobe)):
-                    file.write(line)
-                    num_lines += 1
-                file.flush()
-                progress("neighbors", last, index.num_rows)
-    return num_lines
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for first in range(0, index.num_rows, BATCH_ROWS):
+            last = min(first + BATCH_ROWS, index.num_rows)
+            near = nearest(index, first, last, n=n, nprobe=nprobe)
+            names = index.store.ids(sorted({*near, *(row for others in near.values() for row in others)}))
+            yield from ({"id": names[row], "neighbors": [names[other] for other in near[row]]} for row in near)
+            progress("neighbors", last, index.num_rows)
+
+    return _write(path, rows())
 
 
 def write_corpus(index: Index, path: Path, *, progress: Progress) -> int:
-    """Write the corpus file of a whole index atomically; returns the number of passages.
+    """Write the corpus file of a whole index; returns the number of passages.
 
     Raises:
         RetrievalError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     is_live = index.is_live(np.arange(index.num_rows))
-    num_lines = 0
-    with _completed(path, partial), partial.open("w", encoding="ascii") as file:
+
+    def rows() -> Iterator[dict[str, Any]]:
         for row, passage in index.store.iterate(0, index.num_rows):
             if is_live[row]:
-                file.write(json.dumps({"id": passage.id, "text": passage.content}) + "\n")
-                num_lines += 1
+                yield {"id": passage.id, "text": passage.content}
                 progress("corpus", row + 1, index.num_rows)
-    return num_lines
+
+    return _write(path, rows())
 
 
-# Private, in order of use
-
-
-@contextmanager
-def _completed(path: Path, partial: Path) -> Iterator[None]:
-    """Rename the partial file when its content is on disk."""
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Write one JSON object per line, to a hidden file next to `path` that is renamed when it is complete and on disk."""
     if path.suffix == ".gz":
         raise RetrievalError(f"{path}: this command writes plain text; leave out .gz, or compress the file afterwards")
+    partial, num_lines = path.with_name(f".{path.name}.partial"), 0
     try:
-        yield
+        with partial.open("w", encoding="ascii") as file:
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+                num_lines += 1
         sync(partial)
         partial.replace(path)
     except OSError as error:
         raise RetrievalError(f"{path}: {error.strerror}") from None
-
-
-def _resume(index: Index, partial: Path) -> int:
-    """Truncate an interrupted run's file after its last complete line; returns the row to continue with."""
-    if not partial.exists():
-        return 0
-    num_lines, size, last_line = 0, 0, b""
-    with partial.open("r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            num_lines, size, last_line = num_lines + 1, size + len(line), line
-        live = np.flatnonzero(index.is_live(np.arange(index.num_rows)))
-        row = int(live[num_lines - 1]) if 0 < num_lines <= len(live) else -1
-        if row < 0 or not _is_line_of(index, row, last_line):  # no complete line, or a line of another index
-            row, size = -1, 0
-        file.truncate(size)
-    return row + 1
-
-
-def _is_line_of(index: Index, row: int, line: bytes) -> bool:
-    try:
-        return bool(json.loads(line)["id"] == index.store.get([row])[0].id)
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _lines(index: Index, neighbors: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    rows = sorted({*neighbors, *(row for others in neighbors.values() for row in others)})
-    names = index.store.ids(rows)
-    for row, others in neighbors.items():
-        yield json.dumps({"id": names[row], "neighbors": [names[other] for other in others]}) + "\n"
+    return num_lines

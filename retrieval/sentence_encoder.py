@@ -10,12 +10,10 @@ precedence: the caller's prefix ("" for none), the model's own `prompts`, the pr
 from __future__ import annotations
 
 import importlib
-import logging
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,10 +128,9 @@ def own_prefixes(path_or_name: str, prompts: Mapping[str, str | None]) -> tuple[
 def _load_model(path_or_name: str, device: str | None) -> Any:
     try:
         _hide_broken_torchvision()
-        with _quiet():
-            from sentence_transformers import SentenceTransformer
+        from sentence_transformers import SentenceTransformer
 
-            return SentenceTransformer(path_or_name, device=device)
+        return SentenceTransformer(path_or_name, device=device)
     except ModuleNotFoundError as err:
         if err.name in ("sentence_transformers", "transformers", "torch"):
             raise RetrievalError(
@@ -153,23 +150,3 @@ def _hide_broken_torchvision() -> None:
         pass
     except (ImportError, OSError, RuntimeError):
         sys.modules["torchvision"] = None  # type: ignore[assignment]  # makes an import fail and a search find nothing
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress progress bars and notices while a model loads."""
-    from transformers.utils import logging as transformers_logging
-
-    loggers = [logging.getLogger(name) for name in ("sentence_transformers", "transformers")]
-    levels = [logger.level for logger in loggers]
-    bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bar:
-            transformers_logging.enable_progress_bar()

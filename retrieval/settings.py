@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.errors import CorruptIndexError
 
 SETTINGS = "settings.json"
 K = 5
@@ -23,21 +23,17 @@ NPROBE = 128
 TOP_N = 10
 """Neighbours per passage: FusionRAG's figure 7a is above 80% from ten on."""
 DEVICE_BATCH = 64
+"""Passages that a model encodes at once."""
 
 
-def _flag(default: Any, name: str, text: str, *, shown: Any = None, **rest: Any) -> Any:
-    """A field with a flag. `shown`: its default in the help, if that is not `default` itself; `rest`: of `add_argument`."""
-    told = default if shown is None else shown
-    text += "" if told in (None, True) else f" (default: {told})"
+def _flag(default: Any, name: str, text: str, **rest: Any) -> Any:
+    """A field with a flag; `rest`: of `add_argument`."""
+    text += "" if default in (None, True) else f" (default: {default})"
     return field(default=default, metadata={"flag": name, "help": text, "rest": rest})
 
 
 def _language(word: str) -> str | None:
     return None if word == "off" else word
-
-
-def mib(word: str) -> int:
-    return int(word) << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,28 +125,14 @@ class BuildOptions:
     Attributes:
         fit_passages: size of the sample on which the embedded encoder is fitted.
         encode_batch: passages per call of the encoder.
-        bm25_memory_bytes: buffer of BM25's writer.
+        bm25_memory_bytes: buffer of BM25's writer, at least 15 MB.
         seed: of the samples and of the embedded encoder.
-    Raises:
-        RetrievalError: a value is too small.
     """
 
-    fit_passages: int = _flag(
-        100_000,
-        "--fit-passages",
-        "passages in the sample on which the default encoder is fitted",
-        type=int,
-        metavar="N",
-    )
+    fit_passages: int = 100_000
     encode_batch: int = 1024
-    bm25_memory_bytes: int = _flag(
-        256 << 20, "--bm25-memory-mib", "buffer for writing the BM25 index", shown=256, type=mib, metavar="N"
-    )
+    bm25_memory_bytes: int = 256 << 20
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.bm25_memory_bytes < 15_000_000 or self.fit_passages < 1:
-            raise RetrievalError("--bm25-memory-mib must be at least 15, --fit-passages at least 1")
 
 
 def add_flags(add: Callable[..., Any], *kinds: type[Any]) -> None:

@@ -10,6 +10,7 @@ an older generation of the index can still read its rows. The manifest, not this
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -44,8 +45,6 @@ CREATE INDEX IF NOT EXISTS duplicate_documents ON duplicates (document);
 _COLUMNS = "row, id, document, title, text, start, end, num_tokens, checksum"
 _FIELDS = attrgetter(*Passage.__slots__)
 _LOCK_TIMEOUT_S = 60.0
-_MAX_VARIABLES = 30_000
-"""Below SQLite's limit of 32,766 in one statement."""
 _WRITER_CACHE_KIB = 1 << 18
 _PAGE_ROWS = 1000
 """Rows fetched at a time while iterating. No statement stays open between fetches, so writing during an iteration is safe."""
@@ -219,11 +218,9 @@ class PassageStore:
 
     # Private, in order of use
 
-    def _select(self, columns: str, rows: Iterable[int]) -> Iterator[tuple[Any, ...]]:
-        distinct = sorted({int(row) for row in rows})
-        for first in range(0, len(distinct), _MAX_VARIABLES):
-            part = distinct[first : first + _MAX_VARIABLES]
-            yield from self._all(f"SELECT {columns} FROM passages WHERE row IN ({','.join('?' * len(part))})", part)
+    def _select(self, columns: str, rows: Iterable[int]) -> list[tuple[Any, ...]]:
+        wanted = json.dumps([int(row) for row in rows])  # one parameter, since SQLite limits their number
+        return self._all(f"SELECT {columns} FROM passages WHERE row IN (SELECT value FROM json_each(?))", (wanted,))
 
     def _count(self, query: str) -> int:
         return int(self._all(query, ())[0][0])

@@ -17,23 +17,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from eval.errors import CommandError
-from eval.http import get
 from eval.quality.greedy import REFERENCE, FullPrefill, ask
 from eval.quality.mode import Job, Mode, Servers
-from eval.quality.scores import normalized_f1_of, summarize_arms
+from eval.quality.scores import summarize_arms
 from eval.run import Sample
-from eval.serve.arms import Arm, add_arm_options, create_reorderer, parse_arms, skip_reason
+from eval.serve.arms import Arm, add_arm_options, create_reorderer, parse_arm, parse_arms, skip_reason
 from eval.serve.client import Message
 from eval.task import Request, TextChunk, load_requests
 
 DEFAULT_ARMS = ("stock-lpm", "craft", "ours", "full-reuse", "fused")
-OTHERWISE = (
-    "{name}: {n} prompts tokenised differently: the text is the reference's, but chunks inside the user message become other "
-    "tokens, so answers may differ without any reuse"
-)
 
 
 class Answers(Mode):
@@ -43,10 +37,9 @@ class Answers(Mode):
 
     def __init__(self, args: argparse.Namespace) -> None:
         arms = parse_arms(args.arms)
-        if args.against not in {REFERENCE.name, *(arm.name for arm in arms)}:
-            raise CommandError(f"--against: {args.against} is not one of {REFERENCE.name}, {', '.join(args.arms)}")
         requests = load_requests(args)
-        self._reference = replace(REFERENCE, url=args.reference and reference_url(args.reference))
+        url = args.reference and parse_arm(f"{REFERENCE.name}={args.reference}").url
+        self._reference = replace(REFERENCE, url=url)
         self._full = FullPrefill()
         self._histories = fixed_histories(requests)
         super().__init__(args, [self._reference, *arms], requests)
@@ -55,10 +48,7 @@ class Answers(Mode):
     def add_options(parser: argparse.ArgumentParser) -> None:
         """Arms, the reference server, a judge."""
         add_arm_options(parser, default=DEFAULT_ARMS)
-        parser.add_argument("--against", metavar="ARM", default=REFERENCE.name, help="arm to compare the others with")
-        text = (
-            "address of a server of ours (http://HOST:PORT) that computes full prefill, instead of one started for it"
-        )
+        text = "address of a server of ours that computes full prefill, instead of one started for it"
         parser.add_argument("--reference", metavar="URL", help=text)
         group = parser.add_argument_group("faithfulness, by a judge model")
         group.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint")
@@ -73,18 +63,18 @@ class Answers(Mode):
                 print(f"eval quality: without {arm.name}: {reason}", file=sys.stderr)
                 continue
             both = zip(self.requests, self._orders(arm), strict=True)
-            jobs = [Job(key_of(arm, request), partial(self._one, arm, request, chunks)) for request, chunks in both]
+            jobs = [Job(self.key(arm.name, one), partial(self._one, arm, one, chunks)) for one, chunks in both]
             yield ([arm] if arm is self._reference else [self._reference, arm]), jobs
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Cells, contrasts with one arm, and normalised F1 if full reuse and full prefill were measured."""
-        results = summarize_arms(samples, against=self.args.against)
-        told = tokenised_otherwise(samples)
-        return results | {
-            "normalized_f1": normalized_f1_of(results["cells"]),
-            "tokenised_otherwise": told,
-            "notes": [OTHERWISE.format(name=name, n=n) for name, n in told.items()],
-        }
+        """Cells, contrasts with full prefill, and by arm the prompts whose length differs from full prefill's.
+
+        Their text is the same, but other tokens: answers may then differ without any reuse.
+        """
+        having = [row for row in samples if "order" in row]
+        lengths = {row["request"]: row["prompt_tokens"] for row in having if row["arm"] == REFERENCE.name}
+        others = Counter(row["arm"] for row in having if row["prompt_tokens"] != lengths.get(row["request"]))
+        return summarize_arms(samples, against=REFERENCE.name) | {"tokenised_otherwise": dict(others)}
 
     def _orders(self, arm: Arm) -> list[Sequence[TextChunk]]:
         """The chunks of each request as the arm's client sends them."""
@@ -100,42 +90,23 @@ class Answers(Mode):
         self, arm: Arm, request: Request, chunks: Sequence[TextChunk], servers: Servers
     ) -> Iterator[tuple[str, Sample]]:
         ids, history = [chunk.id for chunk in request.chunks], self._histories[request.id]
-        alone = replace(request, conversation=None)  # the messages already contain the history
         reference, endpoint = servers[REFERENCE.name], servers[arm.name]
         metrics: dict[str, float] = {}
         try:
             if arm is self._reference:
-                answer = self._full.ask(reference, alone, ids, history)
+                answer = self._full.ask(reference, request, ids, history)
             else:
-                answer = ask(endpoint, alone, chunks, history)
+                answer = ask(endpoint, request, chunks, history)
                 # A server that gets the chunks as text tokenises them itself, so only that server can compute its own prompt.
-                own = self._full.ask(reference if arm.route == "rag" else endpoint, alone, answer.order, history)
-                given = self._full.ask(reference, alone, ids, history)
+                own = self._full.ask(reference if arm.route == "rag" else endpoint, request, answer.order, history)
+                given = self._full.ask(reference, request, ids, history)
                 metrics = self.scorer.agreement(answer, own, "full") | self.scorer.agreement(answer, given, "retriever")
         except CommandError as error:
-            yield key_of(arm, request), self.sample(arm.name, request, error)
+            yield self.sample(arm.name, request, error)
             return
         metrics |= self.scorer.gold(answer.text, request) | self.scorer.faithfulness(answer.text, request)
         counts: dict[str, Any] = {"prompt_tokens": answer.num_prompt, "cached_tokens": answer.num_cached}
-        yield key_of(arm, request), self.sample(arm.name, request, answer, metrics, order=[*answer.order], **counts)
-
-
-def reference_url(text: str) -> str:
-    """The address of `--reference`. Raises CommandError for an invalid address, and for a server without our cache."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc or "," in text:
-        raise CommandError(f"--reference: expected http://HOST:PORT and nothing else, got {text!r}")
-    url = text.rstrip("/").removesuffix("/v1")
-    try:
-        has_cache = bool(get(f"{url}/chunkcache/stats").get("ranks"))
-    except CommandError:
-        has_cache = False
-    if not has_cache:
-        raise CommandError(
-            f"--reference: {url}/chunkcache/stats does not answer like our server, and only our server can compute full prefill "
-            "of every arm's prompt; without --reference one is started"
-        )
-    return url
+        yield self.sample(arm.name, request, answer, metrics, order=[*answer.order], **counts)
 
 
 def fixed_histories(requests: Sequence[Request]) -> dict[str, list[Message]]:
@@ -151,15 +122,3 @@ def fixed_histories(requests: Sequence[Request]) -> dict[str, list[Message]]:
         if reply := request.reply or next(iter(request.answers), ""):
             before += [{"role": "user", "content": request.question}, {"role": "assistant", "content": reply}]
     return histories
-
-
-def key_of(arm: Arm, request: Request) -> str:
-    """The sample's key."""
-    return f"answers/{arm.name}/{request.id}"
-
-
-def tokenised_otherwise(samples: Sequence[Sample]) -> dict[str, int]:
-    """Arm -> the number of its prompts whose length differs from the reference's although their text is the same."""
-    having = [row for row in samples if "order" in row]
-    lengths = {row["request"]: row["prompt_tokens"] for row in having if row["arm"] == REFERENCE.name}
-    return dict(Counter(row["arm"] for row in having if row["prompt_tokens"] != lengths.get(row["request"])))

@@ -1,7 +1,7 @@
 """BERTScore (Zhang et al. 2020) with an encoder from a local folder: each token is matched with its most similar one.
 
-No inverse document frequencies and no rescaling, so values depend on encoder and layer. The record names both, and only values
-of the same encoder and layer can be compared. [CLS] and [SEP] do not count.
+The encoder's last layer, without inverse document frequencies and rescaling. Only values of the same encoder, which the record
+names, can be compared. [CLS] and [SEP] do not count.
 
 torchmetrics has BERTScore too, but with texts of different lengths in one call it scores answers against other answers'
 references (1.9.0: it sorts by length and un-sorts with the same permutation instead of its inverse; torchmetrics issue 2728).
@@ -28,12 +28,11 @@ class BertScore:
 
     Args:
         folder: a transformers encoder with its tokenizer; nothing is downloaded.
-        layer: the layer whose outputs are compared, from 1; None: the last one.
     Raises:
-        CommandError: no such encoder, or no such layer.
+        CommandError: no such encoder.
     """
 
-    def __init__(self, folder: Path, *, layer: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         if not (folder / "config.json").exists():
             raise CommandError(f"--bert-encoder: {folder} is not the folder of an encoder: it has no config.json")
         from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
@@ -46,17 +45,13 @@ class BertScore:
             self._model: Any = AutoModel.from_pretrained(folder, local_files_only=True).eval()
         except (OSError, ValueError) as error:
             raise CommandError(f"--bert-encoder: {folder}: {str(error).splitlines()[0]}") from None
-        config = self._model.config
-        self.layer = config.num_hidden_layers if layer is None else layer
-        if not 1 <= self.layer <= config.num_hidden_layers:
-            raise CommandError(f"--bert-layer must be in 1..{config.num_hidden_layers} for {folder.name}, got {layer}")
         self.name = folder.name
-        self._max_tokens = min(MAX_TOKENS, config.max_position_embeddings)
+        self._max_tokens = min(MAX_TOKENS, self._model.config.max_position_embeddings)
         self._embedded: dict[str, Tensor] = {}
 
     def spec(self) -> dict[str, Any]:
         """Encoder and layer, on which the values depend, for the record."""
-        return {"encoder": self.name, "layer": self.layer, "idf": False, "rescaled": False}
+        return {"encoder": self.name, "layer": self._model.config.num_hidden_layers, "idf": False, "rescaled": False}
 
     def score(self, answer: str, references: Sequence[str]) -> float:
         """The best F1 over the references, at least one, -1 to 1; a text without tokens: 0, two of them: 1."""
@@ -71,7 +66,7 @@ class BertScore:
             inputs = self._tokenizer(text, return_special_tokens_mask=True, return_tensors="pt", **limits)
             kept = ~inputs.pop("special_tokens_mask")[0].bool()
             with torch.inference_mode():
-                states = self._model(**inputs, output_hidden_states=True).hidden_states[self.layer][0, kept]
+                states = self._model(**inputs).last_hidden_state[0, kept]
             self._embedded[text] = torch.nn.functional.normalize(states.float(), dim=-1)
         return self._embedded[text]
 

@@ -8,6 +8,7 @@ so intervals and the paired t-test are over conversations.
 from __future__ import annotations
 
 import argparse
+import random
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,13 +19,16 @@ from eval.errors import CommandError
 from eval.quality.greedy import Endpoint, Greedy, ask
 from eval.quality.mode import Job, Mode, Servers
 from eval.quality.scores import summarize_arms
-from eval.quality.world_questions import add_hop_option, world_conversations
 from eval.run import Sample
 from eval.serve.arms import ARMS, Arm
 from eval.serve.client import Message
-from eval.task import Request, load_requests
+from eval.task import SEARCHED_K, Request, TextChunk, load_requests
 
 POLICIES = ("off", "shown", "paper")
+TURNS = 5
+"""Of a generated conversation."""
+PASSAGES = 8
+"""Of a generated conversation: the largest number in a prompt of the bundled model's training."""
 
 
 class Dedup(Mode):
@@ -33,32 +37,37 @@ class Dedup(Mode):
     name, summary = "dedup", "repeated chunks left out (CRAFT fig. 7)"
 
     def __init__(self, args: argparse.Namespace) -> None:
-        if len(set(args.policies)) < 2:
+        policies = list(dict.fromkeys(args.policies))
+        if len(policies) < 2:
             raise CommandError(f"--policies needs at least two different policies, got {' '.join(args.policies)}")
-        is_made = args.task == "world" or args.hop == 2
-        requests = world_conversations(args) if is_made else load_requests(args)
+        requests = world_conversations(args) if args.task == "world" else load_requests(args)
         self.conversations = group(requests)
         if not self.conversations:
             raise CommandError(
                 f"--task {args.task}: no conversation of several turns; world, mtrag, sharegpt have them"
             )
-        super().__init__(args, [policy_arm(policy) for policy in dict.fromkeys(args.policies)], requests)
+        super().__init__(args, [policy_arm(policy) for policy in policies], requests)
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         """The policies."""
         text = "policies to compare; the first one is the baseline"
         parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["off", "shown"], help=text)
-        add_hop_option(parser)
 
     def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
         """A job per conversation."""
-        last = self.arms[-1]
-        yield self.arms, [Job(key_of(last, turns[-1]), partial(self._one, turns)) for turns in self.conversations]
+        last = self.arms[-1].name
+        yield self.arms, [Job(self.key(last, turns[-1]), partial(self._one, turns)) for turns in self.conversations]
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """As `summarize`."""
-        return summarize(samples, against=self.arms[0].name)
+        """Cells and contrasts over all turns, and over the turns in which a policy left a chunk out."""
+        touched = {row["request"] for row in samples if row.get("num_dropped")}
+        repeated = [row for row in samples if row["request"] in touched]
+        return summarize_arms(samples, against=self.arms[0].name) | {
+            "num_turns": len({row["request"] for row in samples}),
+            "num_deduplicated": len(touched),
+            "deduplicated_turns": summarize_arms(repeated, against=self.arms[0].name),
+        }
 
     def _one(self, turns: Sequence[Request], servers: Servers) -> Iterator[tuple[str, Sample]]:
         answers = [converse(endpoint, turns) for endpoint in servers.values()]
@@ -72,8 +81,7 @@ class Dedup(Mode):
                     more["prompt_tokens"] = answer.num_prompt
                     if isinstance(first, Greedy) and first is not answer:
                         metrics |= self.scorer.agreement(answer, first, "policy")
-                row = self.sample(endpoint.arm.name, request, answer, metrics, **more)
-                yield key_of(endpoint.arm, request), row
+                yield self.sample(endpoint.arm.name, request, answer, metrics, **more)
 
 
 def policy_arm(policy: str) -> Arm:
@@ -106,17 +114,26 @@ def converse(endpoint: Endpoint, turns: Sequence[Request]) -> list[Greedy | Comm
     return found
 
 
-def key_of(arm: Arm, request: Request) -> str:
-    """The sample's key."""
-    return f"dedup/{arm.name}/{request.id}"
+def world_conversations(args: argparse.Namespace) -> list[Request]:
+    """Conversations, each about a few passages of its own world. Every turn retrieves k of them, its answer's among them.
 
+    Raises:
+        CommandError: unsuitable options.
+    """
+    from eval.world.world import World
 
-def summarize(samples: Sequence[Sample], *, against: str) -> dict[str, Any]:
-    """Cells and contrasts over all turns, and contrasts over the turns in which a chunk was left out."""
-    touched = {row["request"] for row in samples if row.get("num_dropped")}
-    repeated = [row for row in samples if row["request"] in touched]
-    return summarize_arms(samples, against=against) | {
-        "num_turns": len({row["request"] for row in samples}),
-        "num_deduplicated": len(touched),
-        "deduplicated_turns": summarize_arms(repeated, against=against),
-    }
+    k = SEARCHED_K if args.k is None else args.k
+    if not 1 <= k <= PASSAGES or args.data is not None or args.hub is not None:
+        raise CommandError(f"conversations of task world are generated: --k in 1..{PASSAGES}, neither --data nor --hub")
+    requests: list[Request] = []
+    for number in range(-(-args.requests // TURNS)):
+        rng = random.Random(f"{args.seed} conversation {number}")
+        world = World(rng.getrandbits(60), PASSAGES, num_kinds=1)
+        for turn, question in enumerate(rng.sample([one for one in world.questions if one.hop == 1], TURNS)):
+            gold = [world.passage(passage_id) for passage_id in question.gold_passage_ids]
+            others = rng.sample([passage for passage in world.passages if passage not in gold], k - len(gold))
+            shown = rng.sample([*gold, *others], k)
+            chunks = tuple(TextChunk(f"{number}-{passage.id}", passage.text) for passage in shown)
+            gold_ids, name = tuple(f"{number}-{passage.id}" for passage in gold), f"world:{number}"
+            requests.append(Request(f"{name}:{turn}", question.question, chunks, question.answers, gold_ids, name))
+    return requests[: args.requests]

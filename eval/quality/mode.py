@@ -12,17 +12,16 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 from eval.errors import CommandError
-from eval.http import get
 from eval.progress import progress
 from eval.quality.bert_score import BertScore
 from eval.quality.greedy import REFERENCE, Endpoint, Greedy
 from eval.quality.judge import Judge
-from eval.quality.scores import AGREEMENT_NOTE, UNKNOWN_NOTE, Scorer, Weights, block_of, knows_answers, rounded
+from eval.quality.scores import Scorer, Weights, block_of, knows_answers, rounded
 from eval.random_model import SHAPES
 from eval.record import model_sha256
 from eval.recorded import read_recorded
@@ -81,9 +80,9 @@ class Mode(ABC):
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Results of the samples so far; also called with none."""
 
-    def status(self, results: Mapping[str, Any]) -> int:
-        """The exit code."""
-        return 0
+    def key(self, arm: str, request: Request, *label: object) -> str:
+        """Identifies a sample; `label` tells those of one arm and request apart."""
+        return "/".join(map(str, (self.name, arm, request.id, *label)))
 
     def sample(
         self,
@@ -92,15 +91,18 @@ class Mode(ABC):
         answer: Greedy | CommandError,
         metrics: Mapping[str, float] | None = None,
         *,
+        label: Iterable[object] = (),
         cell: Mapping[str, Any] | None = None,
         **more: Any,
-    ) -> Sample:
-        """A row of samples.jsonl: the answer with its metrics, or its error."""
+    ) -> tuple[str, Sample]:
+        """Its key, and a row of samples.jsonl: the answer with its metrics, or its error."""
         row: Sample = {"arm": arm, "cell": dict(cell or {}), "mode": self.name, "request": request.id}
         row |= {"warm_up": False, "block": block_of(request)}
         if isinstance(answer, CommandError):
-            return row | more | {"metrics": {}, "fates": None, "error": str(answer)}
-        return row | {"metrics": rounded(metrics or {}), "fates": answer.fates, "answer": answer.text} | more
+            found: Sample = {"metrics": {}, "fates": None, "error": str(answer)}
+        else:
+            found = {"metrics": rounded(metrics or {}), "fates": answer.fates, "answer": answer.text}
+        return self.key(arm, request, *label), row | found | more
 
 
 def measure(mode: type[Mode], args: argparse.Namespace) -> int:
@@ -113,14 +115,22 @@ def measure(mode: type[Mode], args: argparse.Namespace) -> int:
     def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         return asked.figures(samples) | asked.scorer.spec() | asked.facts
 
-    spec = spec_of(args, asked.arms, asked.requests)
+    spec = {key: value for key, value in vars(args).items() if key not in ("run", "clients")}
+    starts = any(arm.url is None for arm in asked.arms)
+    spec["model_sha256"] = model_sha256(args.model_path) if starts else None
+    spec["requests_sha256"] = requests_sha256(asked.requests)
     with (
         Run(folder, kind="quality", spec=spec, summarize=summarize, baseline=args.baseline) as run,
-        open_servers(args, asked.requests, asked.facts, folder) as servers,
+        model_flags(args, asked.requests, args.server_flags) as flags,
     ):
-        answer_all(run, asked, servers, args.clients)
+        plan = Plan(arms=(), server_flags=flags, threads=args.threads, facts=asked.facts)
+        try:
+            with ServerPool(plan, folder / "logs") as servers:
+                answer_all(run, asked, servers, args.clients)
+        finally:  # the servers' descriptions, also for a run that goes on with servers of its own
+            (folder / FACTS).write_text(json.dumps(asked.facts, indent=1) + "\n", encoding="utf-8")
     show(folder)
-    return asked.status(run.results())
+    return 0
 
 
 def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
@@ -152,8 +162,8 @@ def show(folder: Path) -> None:
     run = read_recorded(folder)
     for table in tables_of(run):
         print(f"{table.title}\n\n{table.text()}\n")
-    notes = [*run.results.get("notes", []), run.results.get("note")]
-    told = [*run.results["verdict"], *(f"Note: {note}" for note in notes if note)]
+    note = run.results.get("note")
+    told = [*run.results["verdict"], *([f"Note: {note}"] if note else [])]
     print(*told, f"record: {folder}", json.dumps(run.results), sep="\n")
 
 
@@ -166,11 +176,10 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
     add("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; bundled: 100000)")
     text = (
         "real: score right answers; none: score agreement with full prefill only. auto: the bundled model is real for the "
-        "task world only, a --model-path is real, a running server is not unless it reports the bundled model"
+        "task world only, a --model-path is real, a running server is not"
     )
     add("--weights", choices=get_args(Weights), default="auto", help=text)
     add("--bert-encoder", type=Path, metavar="DIR", help="BERTScore with the encoder in this folder")
-    add("--bert-layer", type=int, metavar="N", help="layer of the encoder (default: the last one)")
     add("--max-new-tokens", type=int, default=40, help="maximum length of an answer (default: 40)")
     text = "per token, for KL; 0: no KL (default: 100)"
     add("--top-logprobs", type=int, default=TOP_LOGPROBS, metavar="N", help=text)
@@ -191,48 +200,14 @@ def check_options(args: argparse.Namespace) -> None:
 
 def make_scorer(args: argparse.Namespace, arms: Sequence[Arm]) -> Scorer:
     """The scorer that the options select. Raises CommandError for a missing encoder or judge."""
-    started = [args.model_path] if not arms or any(arm.url is None for arm in arms) else []
-    models = [*started, *(served_model(arm.url) for arm in arms if arm.url is not None)]
-    has_gold = {knows_answers(model, args.task, args.weights) for model in models} == {True}  # each may be refused
-    is_unknown = None in models and args.weights == "auto"
-    bert = BertScore(args.bert_encoder, layer=args.bert_layer) if args.bert_encoder else None
+    models = {args.model_path if arm.url is None else None for arm in arms}
+    known = {knows_answers(model, args.task, args.weights) for model in models}  # each may be refused
+    bert = BertScore(args.bert_encoder) if args.bert_encoder else None
     judge_url = getattr(args, "judge_url", None)
     if judge_url and not args.judge_model:
         raise CommandError("--judge-url needs --judge-model")
     judge = Judge(judge_url, args.judge_model, key_env=args.judge_key_env) if judge_url else None
-    return Scorer(has_gold=has_gold, bert=bert, judge=judge, note=UNKNOWN_NOTE if is_unknown else AGREEMENT_NOTE)
-
-
-def served_model(url: str) -> str | None:
-    """`bundled` if the server reports the bundled model; None for any other, because its weights are unknown."""
-    named: list[Any] = []
-    with suppress(CommandError):  # not SGLang, or no server at all, which is reported at the first request
-        named.append(get(f"{url}/server_info").get("model_path"))
-    with suppress(CommandError, AttributeError, TypeError):
-        named += [model.get("id") for model in get(f"{url}/v1/models").get("data", [])]
-    return "bundled" if any(Path(str(name)).name == "bundled_model" for name in named) else None
-
-
-@contextmanager
-def open_servers(
-    args: argparse.Namespace, requests: Sequence[Request], facts: dict[str, Any], folder: Path
-) -> Iterator[ServerPool]:
-    """Servers that are stopped on exit. `facts["servers"]` describes them, also those before an interruption."""
-    with model_flags(args, requests, args.server_flags) as flags:
-        plan = Plan(arms=(), server_flags=flags, threads=args.threads, facts=facts)
-        try:
-            with ServerPool(plan, folder / "logs") as pool:
-                yield pool
-        finally:
-            (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-
-
-def spec_of(args: argparse.Namespace, arms: Sequence[Arm], requests: Sequence[Request]) -> dict[str, Any]:
-    """Everything that identifies a measurement: settings, requests, and the model if servers are started."""
-    settings = {key: value for key, value in vars(args).items() if key not in ("run", "clients")}
-    starts = any(arm.url is None for arm in arms)
-    sha256 = model_sha256(args.model_path) if starts else None
-    return {**settings, "model_sha256": sha256, "requests_sha256": requests_sha256(requests)}
+    return Scorer(has_gold=known == {True}, bert=bert, judge=judge)
 
 
 # Private

@@ -10,16 +10,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eval.errors import CommandError
-from eval.quality.scores import block_of
 from eval.task import Request, TextChunk, load_requests
 
-KINDS = ("one-hop", "two-hop", "order", "linked")
 UNSEEN = 1 << 60  # first seed of worlds that training never draws
 CLIP_CHARS = 600  # of a real passage: the model's context is 4,096 tokens, and it reads such text nearly byte by byte
-
 SPARE = 4  # ratio of retrieved passages to passages in the prompt
 
 
@@ -28,9 +25,6 @@ class Case:
     """One question with its chunks in prompt order, and the chunks after which they are captured."""
 
     request: Request
-    kind: str
-    block: str
-    """The case's block of the bootstrap; see `block_of`."""
     strangers: tuple[TextChunk, ...]
     """As many as chunks, none of them in the prompt."""
     neighbors: dict[str, tuple[TextChunk, ...]]
@@ -38,28 +32,17 @@ class Case:
 
 
 def world_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Questions about worlds that training never draws, the same number for each kind and number of chunks."""
-    from eval.world.world import World, linked_questions, order_questions
+    """Questions about a world that training never draws, each about a sentence that only the passage before it explains."""
+    from eval.world.world import World, linked_questions
 
-    for kind in args.kinds:
-        world = World(args.seed | UNSEEN, links=kind == "linked")
-        corpus = [TextChunk(p.id, p.text) for p in world.passages]
-        for num_chunks in args.chunks:
-            rng = random.Random(f"{args.seed} {kind} {num_chunks}")
-            asked = [q for q in world.questions if q.hop == (2 if kind == "two-hop" else 1)]
-            rng.shuffle(asked)
-            for number, question in enumerate(asked[: args.requests]):
-                if kind == "linked":
-                    passages = world.linked_context(num_chunks, rng)
-                    question = rng.choice(linked_questions(passages))
-                else:
-                    passages = list(world.context(question, num_chunks, rng))
-                if kind == "order":
-                    question = rng.choice(order_questions(passages)[:2])  # the model never learned "after"
-                chunks = tuple(TextChunk(p.id, p.text) for p in passages)
-                request = Request(f"{kind}:{num_chunks}:{number}", question.question, chunks, question.answers)
-                block = " ".join(question.gold_passage_ids)
-                yield make_case(request, kind, block, corpus, max(args.neighbors), rng)
+    world, rng = World(args.seed | UNSEEN, links=True), random.Random(f"{args.seed} linked {args.k}")
+    corpus = [TextChunk(p.id, p.text) for p in world.passages]
+    for number in range(args.requests):
+        passages = world.linked_context(args.k, rng)
+        asked = rng.choice(linked_questions(passages))
+        chunks = tuple(TextChunk(p.id, p.text) for p in passages)
+        request = Request(f"linked:{number}", asked.question, chunks, asked.answers, asked.gold_passage_ids)
+        yield make_case(request, corpus, max(args.neighbors), rng)
 
 
 def data_cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -67,30 +50,24 @@ def data_cases(args: argparse.Namespace) -> Iterator[Case]:
 
     More passages are retrieved than shown: strangers and neighbours are taken from all retrieved passages.
     """
-    asked = argparse.Namespace(**vars(args) | {"k": SPARE * max(args.chunks)})
-    requests = load_requests(asked)
+    requests = load_requests(argparse.Namespace(**vars(args) | {"k": SPARE * args.k}))
     clipped = {c.id: TextChunk(c.id, c.text[:CLIP_CHARS]) for request in requests for c in request.chunks}
-    corpus = list(clipped.values())
-    for num_chunks in args.chunks:
-        rng = random.Random(f"{args.seed} {args.task} {num_chunks}")
-        for request in (request for request in requests if len(request.chunks) >= num_chunks):
-            chunks = tuple(clipped[c.id] for c in request.chunks[:num_chunks])
-            alone = Request(f"{request.id}:{num_chunks}", request.question, chunks, request.answers)
-            yield make_case(alone, args.task, block_of(request), corpus, max(args.neighbors), rng)
+    rng = random.Random(f"{args.seed} {args.task} {args.k}")
+    for request in (request for request in requests if len(request.chunks) >= args.k):
+        chunks = tuple(clipped[c.id] for c in request.chunks[: args.k])
+        yield make_case(replace(request, chunks=chunks), list(clipped.values()), max(args.neighbors), rng)
 
 
-def make_case(
-    request: Request, kind: str, block: str, corpus: Sequence[TextChunk], num_neighbors: int, rng: random.Random
-) -> Case:
+def make_case(request: Request, corpus: Sequence[TextChunk], num_neighbors: int, rng: random.Random) -> Case:
     """The case with strangers and neighbours from `corpus`. Raises CommandError if the corpus has too few."""
     chunks = request.chunks
     shown = {chunk.text for chunk in chunks}
     others = [chunk for chunk in corpus if chunk.text not in shown]
     if len(others) < max(len(chunks), num_neighbors):
-        raise CommandError(f"{kind}: {len(others)} passages besides the prompt's are too few")
+        raise CommandError(f"{request.id}: {len(others)} passages besides the prompt's are too few")
     rank = ranker(others)
     neighbors = {chunk.id: tuple(rank(chunk.text, num_neighbors)) for chunk in chunks}
-    return Case(request, kind, block, tuple(rng.sample(others, len(chunks))), neighbors)
+    return Case(request, tuple(rng.sample(others, len(chunks))), neighbors)
 
 
 def ranker(corpus: Sequence[TextChunk]) -> Callable[[str, int], list[TextChunk]]:

@@ -9,7 +9,7 @@ chunk, so that all selectors move the same KV:
     preprocessed   after the top-n passages nearest to it by words, none of them in the prompt (FusionRAG 3.1)
 
 Captures are isolated: every question has unique `cache_salt`s, one per capture and one for full prefill. `set` runs last because
-it computes chunks that it does not reuse, which creates new sources. Samples count moved chunks from other sources as foreign.
+it computes chunks that it does not reuse, which creates new sources. A chunk that is moved from another source ends the run.
 
 Ratio 0 (`full-reuse`) and ratio 1 (`all`) are the same for all selectors and run once. `context` includes its focus
 (Cache-Craft algorithm 1), which skips chunks and so recomputes less than the ratio; `context-all` runs without it. The measured
@@ -21,9 +21,9 @@ from __future__ import annotations
 import argparse
 import random
 import secrets
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,9 +32,8 @@ from eval.errors import CommandError
 from eval.http import post
 from eval.quality.greedy import FULL_PREFILL, Endpoint, FullPrefill, Greedy, ask
 from eval.quality.mode import Job, Mode, Servers
-from eval.quality.ratio_cases import KINDS, Case, data_cases, world_cases
+from eval.quality.ratio_cases import Case, data_cases, world_cases
 from eval.quality.scores import FULL_REUSE, cells_of
-from eval.quality.text_metrics import normalized_f1
 from eval.run import Sample
 from eval.serve.arms import ARMS, Arm
 from eval.task import TextChunk
@@ -51,6 +50,9 @@ PAIRED_RATIO = 0.15
 PAIRED = tuple((a, b) for b in ("query", "context", "context-all") for a in ("random", "first"))
 PAIRED_METRICS = ("em", "f1", "rouge_l", "same", "kl")
 
+Capture = Mapping[str, Any]
+"""`capture`: one of CAPTURES; `neighbors`: the top-n of `preprocessed`. Part of a sample's cell."""
+
 
 class Cell(NamedTuple):
     """One way to reuse: the sample's arm, its swept settings, and the request's fields."""
@@ -58,19 +60,6 @@ class Cell(NamedTuple):
     arm: str
     label: dict[str, float]
     reuse: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Capture:
-    """How chunks are captured; `neighbors` is the top-n of `preprocessed`."""
-
-    name: str
-    neighbors: int | None = None
-
-    @property
-    def label(self) -> dict[str, Any]:
-        """For a sample's cell."""
-        return {"capture": self.name} | ({} if self.neighbors is None else {"neighbors": self.neighbors})
 
 
 class RatioCurves(Mode):
@@ -81,75 +70,83 @@ class RatioCurves(Mode):
     def __init__(self, args: argparse.Namespace) -> None:
         if not all(0 <= ratio <= 1 for ratio in args.ratios):
             raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
-        if min(args.chunks) < 2 or min(args.neighbors) < 1:
-            raise CommandError("--chunks must be at least 2 and --neighbors at least 1")
-        self.cases = list(world_cases(args) if args.task == "world" else data_cases(args))
-        if not self.cases:
-            raise CommandError(f"--task {args.task}: no request has {min(args.chunks)} chunks")
-        self.cells = make_cells(args.selectors, args.ratios, ablation=not args.no_ablation)
-        self.captures = make_captures(args)
+        if args.k < 2 or min(args.neighbors) < 1:
+            raise CommandError("--k must be at least 2 and --neighbors at least 1")
+        cases = list(world_cases(args) if args.task == "world" else data_cases(args))
+        if not cases:
+            raise CommandError(f"--task {args.task}: no request has {args.k} chunks")
+        self.cases, self.cells = cases, make_cells(args.selectors, args.ratios)
+        self.captures = make_captures(args.captures, args.neighbors)
         arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
-        super().__init__(args, [arm], [case.request for case in self.cases])
+        super().__init__(args, [arm], [case.request for case in cases])
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        """Selectors, ratios, questions, captures."""
-        parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS))
+        """Selectors, ratios, captures."""
+        parser.set_defaults(k=6)
+        text = "context and context-all: also Cache-Craft's alphas, and without each of its parts"
+        parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS), help=text)
         parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
-        parser.add_argument("--chunks", nargs="+", type=int, default=[4, 6], help="chunks in a prompt, instead of --k")
-        text = "of question, task world: --requests of each kind and size"
-        parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help=text)
         parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
         parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
-        parser.add_argument("--no-ablation", action="store_true", help="do not measure Cache-Craft's parts and alphas")
 
     def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
         """A job per case."""
-        last = self.captures[-1], self.cells[-1]
-        yield self.arms, [Job(key_of(case, *last), partial(self.take, case)) for case in self.cases]
-
-    def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """As `summarize`."""
-        return summarize(samples)
-
-    def status(self, results: Mapping[str, Any]) -> int:
-        """1 if a moved chunk had another source than its capture."""
-        return int(any("foreign" in where for found in results["sources"].values() for where in found))
+        arm, label = self.cells[-1].arm, label_of(self.captures[-1], self.cells[-1])
+        yield self.arms, [Job(self.key(arm, one.request, *label), partial(self.take, one)) for one in self.cases]
 
     def take(self, case: Case, servers: Servers) -> Iterator[tuple[str, Sample]]:
         """The samples of one case: full prefill, then each capture's cells on fresh KV."""
         (endpoint,) = servers.values()
-        request = case.request
-        more = {"block": case.block, "num_chunks": len(request.chunks)}
+        request, num_chunks = case.request, len(case.request.chunks)
         full = FullPrefill().ask(endpoint, request, [chunk.id for chunk in request.chunks])
         gold = self.scorer.gold(full.text, request)
-        row = self.sample(FULL_PREFILL, request, full, gold, cell={"kind": case.kind}, **more)
-        yield f"ratio/{request.id}/{FULL_PREFILL}", row | {"fates": None}
+        yield self.sample(FULL_PREFILL, request, full, gold, num_chunks=num_chunks, fates=None)
         for capture in self.captures:
             salt = secrets.token_hex(16)
             behind = bring_in(endpoint, capture, case, salt, random.Random(f"{self.args.seed} {request.id}"))
             for way in self.cells:
                 answer = ask(endpoint, request, request.chunks, reuse=way.reuse, order="retriever", cache_salt=salt)
+                check_sources(answer, behind)
                 metrics = self.scorer.gold(answer.text, request) | self.scorer.agreement(answer, full, "full")
-                found = {"sources": sources_of(answer, behind), "fallbacks": answer.info["fallbacks"]}
-                cell = {"kind": case.kind, **capture.label, **way.label}
-                row = self.sample(way.arm, request, answer, metrics, cell=cell, **more, **found)
-                yield key_of(case, capture, way), row
+                cell, more = {**capture, **way.label}, {"num_chunks": num_chunks, "fallbacks": answer.info["fallbacks"]}
+                yield self.sample(way.arm, request, answer, metrics, cell=cell, label=label_of(capture, way), **more)
+
+    def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Cells with normalised F1 and measured shares, and paired differences between selectors.
+
+        `ends`: selector -> arms whose cells are also points of its curve: ratios 0 and 1, which run once for all selectors.
+        """
+        cells = cells_of(samples)
+        for cell in cells:
+            cell |= shares(cell["fates"]) if cell["fates"] else {}
+        by_arm: dict[str, list[Sample]] = defaultdict(list)
+        for row in samples:
+            if row["cell"].get("ratio") == PAIRED_RATIO and "alpha" not in row["cell"]:
+                by_arm[row["arm"]].append(row)
+        contrasts = [
+            each for a, b in PAIRED for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
+        ]
+        names = {cell["arm"] for cell in cells}
+        ends = [end for end in (FULL_REUSE, ALL) if end in names]
+        curves = {arm: ends for arm in SELECTORS if arm in names and arm not in UNRATED}
+        return {"cells": cells, "contrasts": contrasts, "verdict": sentences(contrasts), "ends": curves}
 
 
-def make_captures(args: argparse.Namespace) -> list[Capture]:
+def make_captures(names: Sequence[str], neighbors: Sequence[int]) -> list[Capture]:
     """One capture per name; for `preprocessed` one per top-n."""
-    return [Capture(name, n) for name in args.captures for n in (args.neighbors if name == "preprocessed" else [None])]
+    several = [{"capture": "preprocessed", "neighbors": n} for n in neighbors]
+    return [one for name in names for one in (several if name == "preprocessed" else [{"capture": name}])]
 
 
-def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: bool) -> list[Cell]:
+def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
     """All cells in the order in which they run: `set` last."""
     cells = [Cell(FULL_REUSE, {"ratio": 0.0}, _reuse("none", 0.0))]
     for selector in (name for name in selectors if name not in UNRATED):
         cells += [Cell(selector, {"ratio": r}, _reuse(selector, r)) for r in ratios if 0 < r < 1]
     if 1 in ratios:
         cells.append(Cell(ALL, {"ratio": 1.0}, _reuse("first", 1.0)))
-    if ablation:
+    if {"context", "context-all"} & set(selectors):
         parts: dict[str, dict[str, Any]] = {"no beta": {"without": ["beta"]}, "no cci": {"without": ["cci"]}}
         found: list[tuple[str, dict[str, float], dict[str, Any]]] = []
         found += [(f"context, {name}", {}, part) for name, part in parts.items()]
@@ -163,10 +160,15 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float], *, ablation: b
     return cells
 
 
+def label_of(capture: Capture, cell: Cell) -> list[str]:
+    """For the keys of samples."""
+    return [f"{name}={value}" for name, value in ({**capture} | cell.label).items()]
+
+
 def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: random.Random) -> dict[str, int]:
     """Capture the case's chunks on the server under `salt`; chunk id -> number of chunks before it at the capture."""
     chunks = case.request.chunks
-    if capture.name == "live":
+    if capture["capture"] == "live":
         behind: dict[str, int] = {}
         strangers = list(case.strangers)
         shuffled = rng.sample(chunks, len(chunks))
@@ -176,7 +178,7 @@ def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: r
             ask(endpoint, request, mixed, reuse="exact", order="retriever", cache_salt=salt)
             behind |= {chunk.id: 2 * i + 1 for i, chunk in enumerate(half)}
         return behind
-    neighbors = {chunk.id: case.neighbors[chunk.id][: capture.neighbors or 0] for chunk in chunks}
+    neighbors = {chunk.id: case.neighbors[chunk.id][: capture.get("neighbors", 0)] for chunk in chunks}
     for each in dict.fromkeys(near for found in neighbors.values() for near in found):
         _preprocess(endpoint.url, each, (), salt)  # in the store, so that it can be moved before a chunk
     for chunk in chunks:
@@ -184,65 +186,11 @@ def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: r
     return {chunk_id: len(found) for chunk_id, found in neighbors.items()}
 
 
-def sources_of(answer: Greedy, behind: Mapping[str, int]) -> dict[str, int]:
-    """Numbers of moved chunks by source; `own` for that of the capture, else `foreign`."""
-    found: Counter[str] = Counter()
+def check_sources(answer: Greedy, behind: Mapping[str, int]) -> None:
+    """Raise CommandError if a chunk was moved from another source than its capture: selectors would not move the same KV."""
     for source in answer.info["reuse"]["sources"]:
-        where = source["from"]
-        if where != "gap":
-            where += ", own" if source["variant_prefix"] == behind.get(source["chunk"]) else ", foreign"
-        found[where] += 1
-    return dict(found)
-
-
-def key_of(case: Case, capture: Capture, cell: Cell) -> str:
-    """The sample's key."""
-    label = ",".join(f"{name}={value}" for name, value in (capture.label | cell.label).items())
-    return f"ratio/{case.request.id}/{cell.arm}/{label}"
-
-
-def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Cells with normalised F1 and measured shares, paired differences between selectors, and sources of moved chunks.
-
-    `ends`: selector -> arms whose cells are also points of its curve: ratios 0 and 1, which run once for all selectors.
-    """
-    cells = cells_of(samples)
-    add_normalized_f1(cells)
-    for cell in cells:
-        cell |= shares(cell["fates"]) if cell["fates"] else {}
-    by_arm: dict[str, list[Sample]] = defaultdict(list)
-    for row in samples:
-        if row["cell"].get("ratio") == PAIRED_RATIO and "alpha" not in row["cell"]:
-            by_arm[row["arm"]].append(row)
-    contrasts = [
-        each for a, b in PAIRED for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
-    ]
-    names = {cell["arm"] for cell in cells}
-    ends = [end for end in (FULL_REUSE, ALL) if end in names]
-    return {
-        "cells": cells,
-        "contrasts": contrasts,
-        "verdict": sentences(contrasts),
-        "ends": {arm: ends for arm in SELECTORS if arm in names and arm not in UNRATED},
-        "sources": _counted(samples, "sources"),
-        "fallbacks": _counted(samples, "fallbacks"),
-    }
-
-
-def add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
-    """Set `normalized_f1` of each cell with an F1; None if full reuse loses nothing."""
-    means = {
-        (cell["arm"], cell["cell"]["kind"], cell["cell"].get("capture")): cell["metrics"]["f1"]["mean"]
-        for cell in cells
-        if cell["arm"] in (FULL_REUSE, FULL_PREFILL) and "f1" in cell["metrics"]
-    }
-    for cell in cells:
-        kind, capture = cell["cell"]["kind"], cell["cell"].get("capture")
-        # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so 0 is full reuse without preprocessing.
-        zero = means.get((FULL_REUSE, kind, "alone" if capture == "preprocessed" else capture))
-        one = means.get((FULL_PREFILL, kind, None))
-        if capture is not None and zero is not None and one is not None:
-            cell["normalized_f1"] = normalized_f1(cell["metrics"]["f1"]["mean"], full_reuse=zero, full_prefill=one)
+        if source["from"] != "gap" and source["variant_prefix"] != behind.get(source["chunk"]):
+            raise CommandError(f"{source['chunk']} was moved from another source than its capture: {source}")
 
 
 def shares(fates: Mapping[str, int]) -> dict[str, float]:
@@ -257,14 +205,6 @@ def shares(fates: Mapping[str, int]) -> dict[str, float]:
 
 
 # Private, in order of use
-
-
-def _counted(samples: Sequence[Sample], name: str) -> dict[str, dict[str, int]]:
-    """Sums over the samples of each capture."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in (row for row in samples if name in row):
-        found[row["cell"]["capture"]].update(row[name])
-    return {capture: dict(counts) for capture, counts in found.items()}
 
 
 def _reuse(selector: str, ratio: float) -> dict[str, Any]:

@@ -32,12 +32,9 @@ if TYPE_CHECKING:
 Weights = Literal["auto", "real", "none"]
 FULL_REUSE = "full-reuse"
 """Arms: the ends of normalised F1."""
-AGREEMENT_NOTE = (
-    "these weights know nothing of this text: the figures measure how far answers agree, not whether they are right"
-)
-UNKNOWN_NOTE = (
-    "the harness cannot know whether these weights read such text: --weights real scores right answers; measured is how far "
-    "answers agree"
+NOTE = (
+    "the figures measure how far answers agree, not whether they are right: these weights know nothing of this text, or the "
+    "harness cannot know whether they do, and --weights real scores right answers"
 )
 
 
@@ -58,17 +55,10 @@ def knows_answers(model: str | None, task: str, weights: Weights) -> bool:
 
 
 class Scorer:
-    """Scores answers. `has_gold`: the result of `knows_answers`; `note`: the reason if it is false."""
+    """Scores answers. `has_gold`: the result of `knows_answers`."""
 
-    def __init__(
-        self,
-        *,
-        has_gold: bool,
-        bert: BertScore | None = None,
-        judge: Judge | None = None,
-        note: str = AGREEMENT_NOTE,
-    ) -> None:
-        self.has_gold, self._bert, self._judge, self._note = has_gold, bert, judge, note
+    def __init__(self, *, has_gold: bool, bert: BertScore | None = None, judge: Judge | None = None) -> None:
+        self.has_gold, self._bert, self._judge = has_gold, bert, judge
 
     def gold(self, answer: str, request: Request) -> dict[str, float]:
         """Scores against the request's right answers; {} if there are none or the model cannot know them."""
@@ -103,7 +93,7 @@ class Scorer:
 
     def spec(self) -> dict[str, Any]:
         """Settings on which the figures depend, apart from the answers."""
-        found: dict[str, Any] = {} if self.has_gold else {"note": self._note}
+        found: dict[str, Any] = {} if self.has_gold else {"note": NOTE}
         if self._bert is not None:
             found["bert_score"] = self._bert.spec()
         if self._judge is not None:
@@ -135,20 +125,13 @@ def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str) -> dic
 
 
 def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each arm and cell, in order of appearance: number of samples, number of failures, metrics and fates."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    """For each arm and cell, in order of appearance: number of samples, number of failures, metrics and fates, normalised F1."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
-        groups.setdefault((sample["arm"], json.dumps(sample["cell"], sort_keys=True)), []).append(sample)
-    return [_cell(taken) for taken in groups.values()]
-
-
-def normalized_f1_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arm -> normalised F1 (FusionRAG equation 11) of the mean F1s; {} unless both ends were measured."""
-    means = {cell["arm"]: cell["metrics"]["f1"]["mean"] for cell in cells if "f1" in cell["metrics"]}
-    if not {FULL_REUSE, FULL_PREFILL} <= means.keys():
-        return {}
-    ends = {"full_reuse": means[FULL_REUSE], "full_prefill": means[FULL_PREFILL]}
-    return {name: normalized_f1(value, **ends) for name, value in means.items()}
+        groups.setdefault(json.dumps([sample["arm"], sample["cell"]], sort_keys=True), []).append(sample)
+    cells = [_cell(taken) for taken in groups.values()]
+    _add_normalized_f1(cells)
+    return cells
 
 
 # Private, in order of use
@@ -172,3 +155,15 @@ def _interval_of(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str,
     taken = [sample for sample in samples if metric in sample["metrics"]]
     blocks = [sample.get("block") for sample in taken]
     return rounded(summary([sample["metrics"][metric] for sample in taken], None if None in blocks else blocks))
+
+
+def _add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
+    """FusionRAG equation 11 of the mean F1s, where both ends were measured; None if full reuse loses nothing."""
+    scored = [cell for cell in cells if "f1" in cell["metrics"]]
+    means = {(cell["arm"], cell["cell"].get("capture")): cell["metrics"]["f1"]["mean"] for cell in scored}
+    for cell in scored:
+        # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so 0 is full reuse without preprocessing.
+        capture = {"preprocessed": "alone"}.get(cell["cell"].get("capture"), cell["cell"].get("capture"))
+        if {(FULL_REUSE, capture), (FULL_PREFILL, None)} <= means.keys():
+            ends = {"full_reuse": means[FULL_REUSE, capture], "full_prefill": means[FULL_PREFILL, None]}
+            cell["normalized_f1"] = normalized_f1(cell["metrics"]["f1"]["mean"], **ends)

@@ -12,10 +12,9 @@ import pytest
 
 from eval.errors import CommandError
 from eval.quality.command import main
-from eval.quality.dedup import Dedup, converse, group, policy_arm, summarize
+from eval.quality.dedup import Dedup, converse, group, policy_arm, world_conversations
 from eval.quality.greedy import Endpoint, Greedy
 from eval.quality.mode import answer_all
-from eval.quality.world_questions import world_conversations
 from eval.task import Request, TextChunk
 from tests.eval.fake_chat import Body, FakeChat, chatting
 
@@ -24,7 +23,7 @@ TURNS = [Request(f"t:1:{n}", f"question {n}?", CHUNK, conversation="1") for n in
 
 
 def world(**changed: Any) -> list[Request]:
-    known = {"task": "world", "requests": 20, "k": 4, "hop": 1, "seed": 0, "data": None, "hub": None}
+    known = {"task": "world", "requests": 20, "k": 4, "seed": 0, "data": None, "hub": None}
     return world_conversations(Namespace(**known | changed))
 
 
@@ -32,20 +31,18 @@ def endpoint_of(fake: FakeChat, policy: str = "off") -> Endpoint:
     return Endpoint(fake.url, "fake", policy_arm(policy), 8, 2)
 
 
-@pytest.mark.parametrize("hop", [1, 2])
-def test_world_conversations_repeat_chunks_and_hold_their_answers(hop: int) -> None:
-    """Without repeated chunks the test would compare a server with itself; a question's passages are always retrieved."""
-    conversations = group(world(hop=hop))
+def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
+    """Without repeated chunks the test would compare a server with itself; a question's passage is always retrieved."""
+    conversations = group(world())
     assert [len(turns) for turns in conversations] == [5, 5, 5, 5]
     for turns in conversations:
         shown = [chunk.id for turn in turns for chunk in turn.chunks]
         assert len(set(shown)) <= 8 < len(shown) == 20
         assert len({turn.question for turn in turns}) == 5
         for turn in turns:
-            assert len(set(turn.gold_ids)) == hop
             assert set(turn.gold_ids) <= {chunk.id for chunk in turn.chunks}
             assert any(turn.answers[1] in chunk.text for chunk in turn.chunks if chunk.id in turn.gold_ids)
-    assert world(hop=hop) == world(hop=hop)
+    assert world() == world()
     ids = [{chunk.id for turn in turns for chunk in turn.chunks} for turns in conversations]
     assert not ids[0] & ids[1]  # each conversation has a world of its own
 
@@ -108,7 +105,7 @@ class FakeServers:
         return "fake"
 
 
-OPTIONS = {"task": "t", "hop": 1, "policies": ["off", "shown"], "model_path": "random", "weights": "auto"}
+OPTIONS: dict[str, Any] = {"task": "t", "policies": ["off", "shown"], "model_path": "random", "weights": "auto"}
 OPTIONS |= {"bert_encoder": None, "max_new_tokens": 8, "top_logprobs": 2}
 
 
@@ -137,7 +134,9 @@ def test_turns_that_changed_are_summed_apart() -> None:
     """Most first turns cannot differ, and would hide what happens to the others."""
     rows = [make_row("off", "1", 1.0), make_row("off", "2", 1.0)]
     rows += [make_row("shown", "1", 1.0), make_row("shown", "2", 0.5, num_dropped=3)]
-    results = summarize(rows, against="dedup off")
+    mode = Dedup.__new__(Dedup)
+    mode.arms = [policy_arm("off"), policy_arm("shown")]
+    results = mode.figures(rows)
     assert (results["num_turns"], results["num_deduplicated"]) == (2, 1)
     (over_all,), (changed,) = results["contrasts"], results["deduplicated_turns"]["contrasts"]
     assert (over_all["n"], over_all["value"]) == (2, -0.25)
@@ -148,10 +147,8 @@ def test_turns_that_changed_are_summed_apart() -> None:
     ("options", "said"),
     [
         (["--policies", "off", "off"], "at least two different policies"),
-        (["--k", "9"], "--k must be in 1..8"),
-        (["--hop", "2", "--k", "1"], "--k must be in 2..8"),
-        (["--hop", "2", "--task", "mtrag"], "--hop 2 is for task world"),
-        (["--data", "x"], "it takes neither"),
+        (["--k", "9"], "--k in 1..8"),
+        (["--data", "x"], "neither --data nor --hub"),
         (["--requests", "1"], "no conversation of several turns"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from eval.errors import CommandError
 from eval.quality.command import main
-from eval.quality.permutation import draw_orders, in_given_order, in_turn, summarize
+from eval.quality.permutation import Permutation, draw_orders, in_given_order
 from eval.run import read_record, read_samples
 from eval.serve.arms import ARMS
 from eval.task import Request, TextChunk
@@ -48,23 +48,6 @@ def test_orders_are_asked_as_drawn_and_once(tmp_path: Path, capsys: pytest.Captu
     assert [(cell["n"], cell["num_answers"]) for cell in record["results"]["cells"]] == [(2, 2), (2, 20)]
 
 
-def test_two_hop_questions_show_both_passages(tmp_path: Path) -> None:
-    """One-hop questions are answered in any order; these need two facts, whose passages are among the chunks."""
-    with chatting(FakeChat(last_chunk)) as fake:
-        run(fake, tmp_path / "run", "--hop", "2")
-        bodies = fake.received
-    asked = {body["messages"][-1]["content"]: body["chunks"] for body in bodies}
-    assert len(asked) == 2
-    for question, chunks in asked.items():
-        subject = question.rpartition(" by the ")[2].split()[
-            1
-        ]  # Which crop is grown in the city visited by the engineer X?
-        assert any(f" {subject} " in chunk["text"] for chunk in chunks)
-        assert len(chunks) == 3
-    assert len({row["block"] for row in read_samples(tmp_path / "run")}) == 2
-    assert all(len(row["block"].split()) == 2 for row in read_samples(tmp_path / "run"))
-
-
 def test_an_order_dependent_model_is_found_out(tmp_path: Path) -> None:
     """The metric must be able to say no: this model's answers follow the last chunk."""
     with chatting(FakeChat(last_chunk)) as fake:
@@ -98,7 +81,11 @@ def test_orders_are_the_same_for_every_run() -> None:
     assert orders == draw_orders(request, 50, seed=0) != draw_orders(request, 50, seed=1)
     assert all(sorted(order) == [0, 1, 2] for order in orders)
     assert len(set(orders)) == 6
-    assert in_turn(request) == (0, 1, 2)
+    assert orders[0] == (0, 1, 2)  # the retriever's
+
+
+def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return Permutation.__new__(Permutation).figures(rows)
 
 
 def make_row(request: str, number: int, f1: float) -> dict[str, Any]:
@@ -111,7 +98,7 @@ def test_mean_and_deviation_by_hand() -> None:
     rows = [make_row("1", n, f1) for n, f1 in enumerate([0.5, 0.0, 1.0])]
     rows += [make_row("2", n, f1) for n, f1 in enumerate([1.0, 0.0, 0.0])]
     rows += [make_row("3", n, 0.3) for n in range(3)]
-    results = summarize(rows)
+    results = figures_of(rows)
     assert results["requests"][0]["metrics"]["f1"] == {"baseline": 0.5, "mean": 0.5, "sd": 0.5}
     assert results["within_sd"]["f1"] == pytest.approx(2 / 3)
     (found,) = results["contrasts"]
@@ -121,33 +108,17 @@ def test_mean_and_deviation_by_hand() -> None:
 def test_orders_of_one_request_are_one_sample() -> None:
     """A hundred orders of two requests are no two hundred draws: one always right, one never, so [0, 1] it is."""
     rows = [make_row(request, n, f1) for request, f1 in (("1", 0.0), ("2", 1.0)) for n in range(101)]
-    given, drawn = summarize(rows)["cells"]
+    given, drawn = figures_of(rows)["cells"]
     found = drawn["metrics"]["f1"]
     assert (drawn["n"], drawn["num_answers"], found["mean"], found["low"], found["high"]) == (2, 200, 0.5, 0, 1)
     assert given["metrics"]["f1"] == found
 
 
-def test_verdict_says_what_other_orders_did() -> None:
-    """With right answers the mean difference, without them the share of answers that stay, each with its interval."""
-    rows = [make_row(f"{n}", order, [1.0, 0.5][order]) for n in range(9) for order in range(2)]
-    said = summarize(rows)["verdict"]
-    assert said[0] == (
-        "F1 of words, random orders less the given one: -0.5 on average, 95% interval [-0.5, -0.5], over 9 requests."
-    )
-    for row in rows:
-        row["metrics"] = {"same_given": 1.0} if row["permutation"] else {}
-    said = summarize(rows)["verdict"]
-    assert said == ["Answers to random orders: nothing differs, over 9 requests."]
-    rows[1]["metrics"] = {"same_given": 0.0}
-    (told,) = summarize(rows)["verdict"]
-    assert told.startswith("Answers to random orders: 88.9% of answers are those to the given order, 95% interval [")
-
-
 def test_summary_of_nothing_and_of_failures() -> None:
     """A run interrupted at its start still writes a record."""
-    assert summarize([])["requests"] == []
+    assert figures_of([])["requests"] == []
     failed = make_row("1", 0, 0.5) | {"metrics": {}, "error": "refused"}
-    assert summarize([failed])["cells"][0]["errors"] == 1
+    assert figures_of([failed])["cells"][0]["errors"] == 1
 
 
 def test_arms_that_reorder_are_told_not_to() -> None:

@@ -21,17 +21,16 @@ from eval.quality.ratio_cases import CLIP_CHARS, Case, data_cases, make_case, ra
 from eval.quality.ratio_curves import (
     CAPTURES,
     SELECTORS,
-    Capture,
     RatioCurves,
     bring_in,
-    key_of,
+    check_sources,
+    label_of,
     make_captures,
     make_cells,
 )
 from eval.quality.scores import Scorer
 from eval.recorded import Recorded
 from eval.report.chapter import pictures_of
-from eval.run import Run
 from eval.serve.arms import ARMS
 from eval.task import Request, TextChunk
 from tests.eval.fake_chat import Body, FakeChat, chatting
@@ -46,14 +45,14 @@ def answer(body: Body) -> str:
     return "wrong" if isinstance(reuse, dict) and reuse["selector"] == "none" else "right"
 
 
-def make_test_case(num_chunks: int = 4, gold: tuple[str, ...] = ("Right.",), name: str = "t:1") -> Case:
+def make_test_case(num_chunks: int = 4, name: str = "t:1") -> Case:
     corpus = [TextChunk(f"p{i}", f"word{i} word{i // 4} common") for i in range(20)]
-    request = Request(name, "Who?", tuple(corpus[:num_chunks]), gold)
-    return make_case(request, "order", "p0", corpus, 3, random.Random(0))
+    request = Request(name, "Who?", tuple(corpus[:num_chunks]), ("Right.",), ("p0",))
+    return make_case(request, corpus, 3, random.Random(0))
 
 
 def options(**changed: Any) -> Namespace:
-    known = {"kinds": ["one-hop"], "chunks": [4], "requests": 3, "neighbors": [2], "seed": 0, "task": "world"}
+    known = {"k": 4, "requests": 3, "neighbors": [2], "seed": 0, "task": "world"}
     return Namespace(**known | changed)
 
 
@@ -65,7 +64,7 @@ def mode_of(cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES) -
     """The mode without its cases and options."""
     mode = RatioCurves.__new__(RatioCurves)
     mode.args, mode.scorer, mode.cells = Namespace(seed=0), GOLD, cells
-    mode.captures = [Capture(name, 3 if name == "preprocessed" else None) for name in names]
+    mode.captures = make_captures(names, [3])
     return mode
 
 
@@ -76,14 +75,13 @@ def rows_of(fake: FakeChat, case: Case, cells: list[ratio_curves.Cell], names: t
 
 def test_cells_run_ends_once_and_set_last() -> None:
     """Ratio 0 and 1 are the same for all; what `set` computes must not become a source of others."""
-    cells = make_cells(SELECTORS, [0, 0.15, 0.5, 1], ablation=True)
+    cells = make_cells(SELECTORS, [0, 0.15, 0.5, 1])
     ends = [(cell.arm, cell.label) for cell in cells if cell.label["ratio"] in (0, 1)]
     assert ends == [("full-reuse", {"ratio": 0}), ("all", {"ratio": 1}), ("set", {"ratio": 0})]
     assert cells[-1].arm == "set"
     asked = {json.dumps(cell.reuse, sort_keys=True) for cell in cells}
     assert len(asked) == len(cells)  # equal ones would hit each other's KV
-    case = make_test_case()
-    assert len({key_of(case, Capture("alone"), cell) for cell in cells}) == len(cells)
+    assert len({(cell.arm, *label_of({"capture": "alone"}, cell)) for cell in cells}) == len(cells)
     by_name = {(cell.arm, json.dumps(cell.label)): cell.reuse for cell in cells}
     assert by_name["context-all", '{"ratio": 0.5}'] == {
         "mode": "fused",
@@ -97,8 +95,7 @@ def test_cells_run_ends_once_and_set_last() -> None:
 
 def test_a_capture_for_each_number_of_neighbors() -> None:
     """FusionRAG fig. 17; other captures have no neighbours to vary."""
-    made = make_captures(options(captures=list(CAPTURES), neighbors=[1, 5]))
-    assert [capture.label for capture in made] == [
+    assert make_captures(CAPTURES, [1, 5]) == [
         {"capture": "alone"},
         {"capture": "live"},
         {"capture": "preprocessed", "neighbors": 1},
@@ -126,13 +123,13 @@ def test_ranker_prefers_rare_words() -> None:
 @pytest.mark.parametrize(
     ("capture", "expected"),
     [
-        (Capture("alone"), {0}),
-        (Capture("preprocessed", 3), {3}),
-        (Capture("preprocessed", 1), {1}),
-        (Capture("live"), {1, 3}),
+        ({"capture": "alone"}, {0}),
+        ({"capture": "preprocessed", "neighbors": 3}, {3}),
+        ({"capture": "preprocessed", "neighbors": 1}, {1}),
+        ({"capture": "live"}, {1, 3}),
     ],
 )
-def test_every_chunk_is_captured_once_where_the_capture_says(capture: Capture, expected: set[int]) -> None:
+def test_every_chunk_is_captured_once_where_the_capture_says(capture: dict[str, Any], expected: set[int]) -> None:
     case = make_test_case()
     with chatting(FakeChat(answer)) as fake:
         behind = bring_in(endpoint_of(fake), capture, case, "salt", random.Random(0))
@@ -142,7 +139,7 @@ def test_every_chunk_is_captured_once_where_the_capture_says(capture: Capture, e
 
 def test_questions_and_captures_are_kept_apart() -> None:
     """Full prefill never shares a salt with moved chunks, nor one capture with another."""
-    cells = make_cells(["first", "set"], [0, 0.15, 1], ablation=False)
+    cells = make_cells(["first", "set"], [0, 0.15, 1])
     with chatting(FakeChat(answer)) as fake:
         rows = [row for name in ("t:1", "t:2") for _, row in rows_of(fake, make_test_case(name=name), cells)]
         chats = [body for body in fake.received if "messages" in body]
@@ -159,11 +156,10 @@ def test_questions_and_captures_are_kept_apart() -> None:
         ("all", 1.0, 1.0),
         ("set", 1.0, 1.0),
     ]
-    assert all(set(row["sources"]) == {"host, own"} for row in live)
     assert {row["block"] for row in rows} == {"p0"}  # both cases are about the same passage
 
 
-def test_foreign_sources_are_found() -> None:
+def test_a_foreign_source_is_refused() -> None:
     """A chunk moved from another capture than the case's would compare selectors on different KV."""
     sources = [
         {"chunk": "p0", "from": "device", "variant_prefix": 2},
@@ -171,7 +167,13 @@ def test_foreign_sources_are_found() -> None:
         {"chunk": "p2", "from": "gap", "variant_prefix": 0},
     ]
     moved = Greedy("x", [], [], (), 10, 0, {"reuse": {"sources": sources}})
-    assert ratio_curves.sources_of(moved, {"p0": 2, "p1": 1}) == {"device, own": 1, "host, foreign": 1, "gap": 1}
+    check_sources(moved, {"p0": 2, "p1": 0})
+    with pytest.raises(CommandError, match="p1 was moved from another source"):
+        check_sources(moved, {"p0": 2, "p1": 1})
+
+
+def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return RatioCurves.__new__(RatioCurves).figures(rows)
 
 
 FATES = {"exact": 10, "relocated": 60, "recomputed": 20, "computed": 10}
@@ -179,17 +181,13 @@ FATES = {"exact": 10, "relocated": 60, "recomputed": 20, "computed": 10}
 
 def make_row(arm: str, capture: str, request: str, f1: float, ratio: float = 0.15) -> dict[str, Any]:
     metrics = {"em": f1, "f1": f1, "rouge_l": f1, "same": f1, "kl": f1 / 10}
-    cell = {"kind": "order", "capture": capture, "ratio": ratio}
-    more = {"request": request, "sources": {"host, own": 1}, "fallbacks": ["late"]}
-    return {"arm": arm, "cell": cell, "metrics": metrics, "fates": FATES, **more}
+    cell = {"capture": capture, "ratio": ratio}
+    return {"arm": arm, "cell": cell, "metrics": metrics, "fates": FATES, "request": request}
 
 
 def make_rows() -> list[dict[str, Any]]:
     """Full prefill 1, full reuse 0.5 alone and 0.75 preprocessed, query 0.75 and 1, random 0.5."""
-    rows = [
-        {"arm": "full-prefill", "cell": {"kind": "order"}, "request": r, "metrics": {"f1": 1.0}, "fates": None}
-        for r in "ab"
-    ]
+    rows = [{"arm": "full-prefill", "cell": {}, "request": r, "metrics": {"f1": 1.0}, "fates": None} for r in "ab"]
     for capture, arm, values in (
         ("alone", "full-reuse", (0.0, 1.0)),
         ("alone", "query", (0.5, 1.0)),
@@ -205,7 +203,7 @@ def make_rows() -> list[dict[str, Any]]:
 
 
 def test_figures_by_hand() -> None:
-    results = ratio_curves.summarize(make_rows())
+    results = figures_of(make_rows())
     found = {(cell["arm"], cell["cell"].get("capture")): cell for cell in results["cells"]}
     assert found["query", "alone"]["metrics"]["f1"]["mean"] == 0.75
     assert found["query", "alone"]["normalized_f1"] == 0.5
@@ -216,16 +214,14 @@ def test_figures_by_hand() -> None:
     assert shares == [0.1, 0.8, 0.25]
     (f1,) = [each for each in results["contrasts"] if each["metric"] == "f1"]
     assert (f1["a"], f1["b"], f1["value"], f1["n"]) == ("random", "query", 0.25, 2)
-    assert f1["cell"] == {"kind": "order", "capture": "alone", "ratio": 0.15}
+    assert f1["cell"] == {"capture": "alone", "ratio": 0.15}
     assert results["ends"] == {"random": ["full-reuse"], "query": ["full-reuse"]}
-    assert results["sources"] == {"alone": {"host, own": 6}, "preprocessed": {"host, own": 4}}
-    assert results["fallbacks"]["alone"] == {"late": 6}
 
 
 def test_data_without_right_answers_gives_agreement_and_kl_alone() -> None:
     row = make_row("random", "alone", "a", 0.5)
     row["metrics"] = {"same": 0.5, "kl": 0.05}
-    results = ratio_curves.summarize([row])
+    results = figures_of([row])
     assert "normalized_f1" not in results["cells"][0]
     assert set(results["cells"][0]["metrics"]) == {"same", "kl"}
 
@@ -240,7 +236,7 @@ def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
         for ratio in ratios
         for request in "ab"
     ]
-    results = ratio_curves.summarize(rows)
+    results = figures_of(rows)
     record = {"kind": "quality", "results": results, "versions": {}, "machine": {}, "spec": {}}
     run = Recorded(Path("run"), record, rows, results["cells"])
     pictures = [picture for picture in pictures_of(run) if picture.title.startswith("Ratio")]
@@ -252,36 +248,18 @@ def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
         assert all({*line.get_ydata()} == {value} for line in lines)  # type: ignore[misc]
 
 
-def test_nothing_taken_has_figures(tmp_path: Path) -> None:
+def test_nothing_taken_has_figures() -> None:
     """A run that is interrupted at once still leaves a valid record."""
-    with Run(
-        tmp_path / "run",
-        kind="quality",
-        spec={},
-        summarize=lambda rows: ratio_curves.summarize(rows),
-    ) as run:
-        assert run.results()["cells"] == []
-
-
-def test_world_cases_are_what_was_asked_for() -> None:
-    """As many questions a kind and size; a question about the order names a passage of its prompt."""
-    args = options(kinds=["one-hop", "two-hop", "order"], chunks=[4, 6])
-    cases = list(world_cases(args))
-    assert [(c.kind, len(c.request.chunks)) for c in cases] == [
-        (kind, n) for kind in ("one-hop", "two-hop", "order") for n in (4, 6) for _ in range(3)
-    ]
-    assert all(len(near) == 2 for case in cases for near in case.neighbors.values())
-    for case in cases:
-        assert any(case.request.answers[1] in chunk.text for chunk in case.request.chunks)
-    assert cases == list(world_cases(args))
-    assert len({case.request.id for case in cases}) == len(cases)
-    assert all(case.block for case in cases)
+    assert figures_of([])["cells"] == []
 
 
 def test_linked_questions_come_from_a_world_with_links() -> None:
     """Each is about a passage that speaks of another one without naming it."""
-    cases = list(world_cases(options(kinds=["linked"])))
+    cases = list(world_cases(options()))
+    assert cases == list(world_cases(options()))
+    assert len({case.request.id for case in cases}) == 3
     assert [len(case.request.chunks) for case in cases] == [4, 4, 4]
+    assert all(len(near) == 2 for case in cases for near in case.neighbors.values())
     for case in cases:
         _, kind, _, verb, *_ = case.request.answers[0].split()  # The company Lumex visited Kelton.
         assert any(f" the {kind} {verb} " in chunk.text for chunk in case.request.chunks)
@@ -299,15 +277,9 @@ def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
     for name, rows in (("passages", passages), ("questions", questions)):
         with gzip.open(folder / f"{name}.jsonl.gz", "wt") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
-    task = {"task": "hotpotqa", "data": tmp_path, "hub": None, "corpus": None, "retriever": "given", "scale": 1, "k": 1}
+    task = {"task": "hotpotqa", "data": tmp_path, "hub": None, "corpus": None, "retriever": "given", "scale": 1}
     cases = list(data_cases(options(**task)))
-    assert {(c.request.question, c.kind, len(c.request.chunks)) for c in cases} == {
-        (q, "hotpotqa", 4) for q in ("q4", "q9")
-    }
-    sizes = list(data_cases(options(**task, chunks=[3, 4])))
-    assert (
-        len({c.block for c in sizes if c.request.question == "q9"}) == 1
-    )  # the same question with 3 and with 4 passages
+    assert {(c.request.question, len(c.request.chunks)) for c in cases} == {(q, 4) for q in ("q4", "q9")}
     assert all(len(c.text) <= CLIP_CHARS for case in cases for c in (*case.request.chunks, *case.strangers))
 
 
@@ -315,7 +287,7 @@ def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
     ("argv", "said"),
     [
         (["--ratios", "1.5"], "--ratios must be in 0..1"),
-        (["--chunks", "1"], "--chunks must be at least 2"),
+        (["--k", "1"], "--k must be at least 2"),
         (["--weights", "real", "--model-path", "random"], "the random weights know nothing of world"),
     ],
 )

@@ -18,7 +18,6 @@ from eval.quality.scores import (
     block_of,
     cells_of,
     knows_answers,
-    normalized_f1_of,
     rounded,
     summarize_arms,
 )
@@ -134,9 +133,9 @@ def test_equal_answers_have_no_p_value() -> None:
 
 def test_normalized_f1_needs_both_ends() -> None:
     f1s = {"full-prefill": 0.8, "full-reuse": 0.4, "x": 0.7}
-    cells = cells_of([make_row(arm, "1", f1) for arm, f1 in f1s.items()])
-    assert normalized_f1_of(cells) == {"full-prefill": 1.0, "full-reuse": 0.0, "x": pytest.approx(0.75)}
-    assert normalized_f1_of(cells[1:]) == {}
+    rows = [make_row(arm, "1", f1) for arm, f1 in f1s.items()]
+    assert [cell["normalized_f1"] for cell in cells_of(rows)] == [1.0, 0.0, pytest.approx(0.75)]
+    assert not any("normalized_f1" in cell for cell in cells_of(rows[1:]))
 
 
 def test_what_moves_together() -> None:

@@ -1,4 +1,4 @@
-"""Documents from files and data sets: what is read, what it is called, and what is refused."""
+"""Documents from files: what is read, what it is called, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import json
 import os
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from retrieval import corpus
-from retrieval.corpus import clean, count_documents, read_dataset, read_documents
+from retrieval.corpus import clean, read_documents
 from retrieval.errors import RetrievalError
 from retrieval.passage import Document
 
@@ -186,108 +185,3 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
-
-
-def test_documents_are_counted_where_that_is_cheap(tmp_path: Path) -> None:
-    """A progress bar has a total for a folder of files, and none for rows."""
-    write(tmp_path / "a.txt", "x")
-    write(tmp_path / "b/c.md", "x")
-    assert (count_documents(tmp_path), count_documents(tmp_path / "a.txt")) == (2, 1)
-    write_rows(tmp_path / "d.jsonl", {"text": "x"})
-    assert count_documents(tmp_path) is None
-
-
-ROWS = {"docid": [1, 2, 3], "name": ["A", None, "C"], "body": ["One", " ", "Three\u0000"]}
-EXPECTED = [Document("1", "A", "One"), Document("3", "C", "Three ")]
-
-
-def dataset(name: Path | str, **changes: Any) -> list[Document]:
-    """All documents of a data set with the columns of ROWS."""
-    arguments = {"split": "train", "config": None, "id_field": "docid", "title_field": "name", "text_field": "body"}
-    return list(read_dataset(str(name), **{**arguments, **changes}))
-
-
-@pytest.fixture(scope="module")
-def datasets_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ROWS in every form that is read."""
-    datasets = pytest.importorskip("datasets")
-    folder = tmp_path_factory.mktemp("datasets")
-    rows = datasets.Dataset.from_dict(ROWS)
-    rows.save_to_disk(folder / "saved")
-    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(folder / "splits")
-    for name in ("rows.parquet", "folder/train.parquet", "folder/test.parquet"):
-        write(folder / name, b"")
-        rows.to_parquet(folder / name)
-    rows.to_csv(folder / "rows.csv")
-    rows.to_json(folder / "rows.jsonl")
-    rows.to_json(folder / "rows.jsonl.gz", compression="gzip")
-    return folder
-
-
-@pytest.mark.parametrize(
-    "name", ["saved", "splits", "folder", "rows.parquet", "rows.csv", "rows.jsonl", "rows.jsonl.gz"]
-)
-def test_dataset_is_read_from_disk(datasets_dir: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each form gives the same documents, and no progress bar."""
-    assert dataset(datasets_dir / name) == EXPECTED
-    assert capfd.readouterr() == ("", "")
-
-
-def test_dataset_without_ids_and_titles(datasets_dir: Path) -> None:
-    """Rows are called by data set, split and number."""
-    assert dataset(datasets_dir / "splits", split="test", id_field=None, title_field=None) == [
-        Document("splits/test:1", "", "One")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("splits", {"split": "dev"}, "has no split 'dev'; its splits: train, test"),
-        ("folder", {"split": "dev"}, r"Available splits: \['train', 'test'\]"),
-        ("folder", {"config": "en"}, r"BuilderConfig 'en' not found. Available: \['default'\]"),
-        ("rows.jsonl", {"text_field": "text"}, "has no field 'text'; its fields: docid, name, body"),
-        ("saved", {"id_field": "_id"}, "has no field '_id'; its fields: docid, name, body"),
-        ("saved", {"text_field": "docid"}, "saved/train:1: the text must be a string, got int"),
-        ("none", {}, "none"),
-    ],
-)
-def test_dataset_that_is_not_so_is_refused(
-    datasets_dir: Path, name: str, changes: dict[str, str], message: str
-) -> None:
-    """With the names of what there is."""
-    with pytest.raises(RetrievalError, match=message) as error:
-        dataset(datasets_dir / name, **changes)
-    assert "\n" not in str(error.value)
-
-
-def test_dataset_of_an_unknown_kind_or_broken_is_refused(datasets_dir: Path) -> None:
-    """Neither traceback nor silence."""
-    with pytest.raises(RetrievalError, match=r"not one of \.parquet"):
-        dataset(write(datasets_dir / "rows.xlsx", "x"))
-    with pytest.raises(RetrievalError, match=r"broken\.parquet"):
-        dataset(write(datasets_dir / "broken.parquet", "x"))
-
-
-def test_dataset_without_text_is_refused(tmp_path: Path) -> None:
-    """As an empty folder is."""
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({**ROWS, "body": [None] * 3}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(RetrievalError, match="no documents in data set saved/train"):
-        dataset(tmp_path / "saved")
-
-
-def test_dataset_on_the_hub_is_refused_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is neither on disk nor to be had."""
-    pytest.importorskip("datasets")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(RetrievalError, match="data set 'no-such-user/no-such-data'"):
-        dataset("no-such-user/no-such-data")
-
-
-def test_dataset_without_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to install."""
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(RetrievalError, match="pip install datasets"):
-        dataset("x")

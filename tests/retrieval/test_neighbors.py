@@ -1,11 +1,10 @@
-"""Neighbours of passages: the right ones, a killed run continues, the preprocessing reads the files, FusionRAG's figure."""
+"""Neighbours of passages: the right ones, whole files, and the preprocessing reads them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -23,13 +22,11 @@ from sglang_chunkcache.preprocess import read_corpus, read_neighbors
 class FakeIndex:
     """What the module uses of an `Index`, over vectors in memory; row r is the passage `p<r>`."""
 
-    def __init__(self, vectors: Sequence[Sequence[float]], *, removed: Sequence[int] = (), generation: int = 1) -> None:
+    def __init__(self, vectors: Sequence[Sequence[float]], *, removed: Sequence[int] = ()) -> None:
         self.all = np.array(vectors, np.float32).reshape(len(vectors), -1)
         self.removed = list(removed)
-        self.manifest = SimpleNamespace(to_json=lambda: json.dumps([generation, self.all.tolist(), self.removed]))
         self.num_rows = len(vectors)
         self.store = self
-        self.searched: list[int] = []
 
     def vectors(self, first: int, last: int) -> NDArray[np.float32]:
         return self.all[first:last]
@@ -38,7 +35,6 @@ class FakeIndex:
         return ~np.isin(rows, self.removed)
 
     def search_dense(self, queries: NDArray[np.float32], *, k: int, nprobe: int) -> tuple[Any, NDArray[np.int64]]:
-        self.searched.append(len(queries))
         scores = queries @ self.all.T
         scores[:, self.removed] = -np.inf
         rows = np.argsort(-scores, axis=1, kind="stable")
@@ -56,8 +52,8 @@ class FakeIndex:
         yield from zip(range(first, last), self.get(range(first, last)), strict=True)
 
 
-def make_index(vectors: Sequence[Sequence[float]], *, removed: Sequence[int] = (), generation: int = 1) -> Index:
-    return cast(Index, FakeIndex(vectors, removed=removed, generation=generation))
+def make_index(vectors: Sequence[Sequence[float]], *, removed: Sequence[int] = ()) -> Index:
+    return cast(Index, FakeIndex(vectors, removed=removed))
 
 
 def on_circle(num: int) -> list[list[float]]:
@@ -110,54 +106,19 @@ def test_file_holds_every_live_passage(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir()] == ["n.jsonl"]
 
 
-@pytest.fixture
-def batches_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the neighbours would be read as all of them; the next run writes the whole file."""
     monkeypatch.setattr(neighbors, "BATCH_ROWS", 4)
-
-
-def interrupt(index: Index, path: Path, *, after_rows: int) -> None:
-    """A run that dies after a batch, in the middle of the next line."""
+    index, path = make_index(on_circle(10)), tmp_path / "n.jsonl"
 
     def die(stage: str, done: int, total: int | None) -> None:
-        if done >= after_rows:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write_neighbors(index, path, n=2, nprobe=1, progress=die)
-    (partial,) = path.parent.glob(".*.partial")
-    with partial.open("a") as file:
-        file.write('{"id": "p9", "nei')
-
-
-@pytest.mark.usefixtures("batches_of_four")
-def test_interrupted_run_goes_on(tmp_path: Path) -> None:
-    """The second run searches what is missing only, and the file is what one run would have written."""
-    path, index = tmp_path / "n.jsonl", make_index(on_circle(10))
-    interrupt(index, path, after_rows=4)
     assert not path.exists()
-    again = FakeIndex(on_circle(10))
-    assert write(cast(Index, again), path) == 6
-    assert again.searched == [4, 2]
-    write(index, tmp_path / "whole.jsonl")
-    assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
-
-
-@pytest.mark.usefixtures("batches_of_four")
-@pytest.mark.parametrize("change", ["generation", "n", "damage"])
-def test_interrupted_run_of_something_else_is_dropped(tmp_path: Path, change: str) -> None:
-    """Neighbours of two generations, or of two settings, are never mixed, and no partial file remains."""
-    path, index = tmp_path / "n.jsonl", make_index(on_circle(10))
-    interrupt(index, path, after_rows=4)
-    if change == "generation":
-        index = make_index(on_circle(10), removed=[1], generation=2)
-    if change == "damage":
-        (partial,) = tmp_path.glob(".*.partial")
-        partial.write_text("\0\n")
-    n = 3 if change == "n" else 2
-    write(index, path, n=n)
-    write(index, tmp_path / "whole.jsonl", n=n)
-    assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert write(index, path) == 10
+    assert [file.name for file in tmp_path.iterdir()] == ["n.jsonl"]
 
 
 def test_the_preprocessing_reads_both_files(tmp_path: Path) -> None:

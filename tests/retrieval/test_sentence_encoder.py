@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import logging
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -206,14 +205,3 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(RetrievalError, match="encoders extra"):
         make_encoder("any")
-
-
-def test_loading_is_silent_and_leaves_the_loggers_alone(
-    model_dir: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A command's last line of output is its answer; bars would be in it."""
-    level = logging.getLogger("sentence_transformers").level
-    make_encoder(model_dir).encode_passages(TEXTS)
-    captured = capfd.readouterr()
-    assert (captured.out, captured.err, caplog.records) == ("", "", [])
-    assert logging.getLogger("sentence_transformers").level == level
