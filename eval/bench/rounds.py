@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eval.errors import CommandError
 from eval.outcome import Row, interval
+from eval.progress import tracked
 from eval.run import Run, Sample
 from eval.stats import contrast
 
@@ -26,13 +26,11 @@ WARM_UP_MS, REP_MS = 1, 20
 def take_rounds(run: Run, cell: Mapping[str, Any], arms: Mapping[str, Take], num_rounds: int) -> None:
     """Take the rounds of a cell that the run lacks, each written at once; round 0 is a warm-up, `num_rounds` follow."""
     name = "/".join(map(str, cell.values()))
-    for number in range(num_rounds + 1):
-        if f"{name}/{number}/{next(iter(arms))}" in run:
-            continue
+    missing = [number for number in range(num_rounds + 1) if f"{name}/{number}/{next(iter(arms))}" not in run]
+    for number in tracked(name, missing):
         taken = {arm: arms[arm](number) for arm in turned(list(arms), number)}
         about = {"cell": dict(cell), "request": str(number), "warm_up": not number}
         run.add_all((f"{name}/{number}/{arm}", {"arm": arm, **about, **taken[arm]}) for arm in arms)
-    print(f"{name}: done", file=sys.stderr, flush=True)
 
 
 def turned(arms: Sequence[str], number: int) -> list[str]:
