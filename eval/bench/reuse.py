@@ -181,9 +181,10 @@ class Bench:
         told = answer.chunkcache or {}
         report = told.get("reuse") or {}
         metrics = {"ttft_s": answer.ttft_s}
-        metrics |= {f"{phase}_s": report["ms"].get(phase, 0) / 1000 for phase in PHASES if "ms" in report}
-        if moved := sum((answer.fates or {}).get(fate, 0) for fate in ("relocated", "recomputed")):
-            metrics["recomputed_share"] = answer.fates["recomputed"] / moved
+        if "ms" in report:
+            metrics |= {f"{phase}_s": report["ms"].get(phase, 0) / 1000 for phase in PHASES}
+            moved, recomputed = (answer.fates[fate] for fate in ("relocated", "recomputed"))
+            metrics["recomputed_share"] = recomputed / max(1, moved + recomputed)
         return {
             "metrics": metrics,
             "prompt_tokens": answer.prompt_tokens,
