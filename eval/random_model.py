@@ -39,22 +39,13 @@ def write_random_model(out: Path, shape: Shape, texts: Iterable[str], *, seed: i
     """Write model, tokenizer and chat template; returns `out`."""
     define_torchvision_ops()
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    from eval.world.tokenizer import train_tokenizer
+
     special = ["<|bos|>", "<|eos|>", "<|pad|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=shape.vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    core.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token=special[0], eos_token=special[1], pad_token=special[2]
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    names = dict(zip(("bos_token", "eos_token", "pad_token"), special, strict=True))
+    tokenizer = train_tokenizer(texts, shape.vocab, special, chat_template=CHAT_TEMPLATE, **names)
     tokenizer.save_pretrained(out)
     torch.manual_seed(seed)
     config = LlamaConfig(

@@ -4,9 +4,9 @@
 
     set ── an index for each domain ── Retriever ── k ids for each question ── one sample: recall, overlap, neighbours
 
-DIR holds a folder for each set: passages.jsonl.gz and questions.jsonl.gz or conversations.jsonl.gz (eval/data/question_set.py);
-`--sets NAME/FILE` names another file. Passages are not cut. Single questions are shuffled. A conversation's turn is searched by
-its question (`last`), its last N questions (`turns:N`) or the set's self-contained version (`rewrite`).
+DIR holds a folder for each set: passages.jsonl.gz and questions.jsonl.gz or conversations.jsonl.gz (eval/data/question_set.py).
+Passages are not cut. Single questions are shuffled. A conversation's turn is searched by its question (`last`), its last two
+questions (`turns:2`) or the set's self-contained version (`rewrite`).
 
 Overlap compares a list with earlier ones, because only KV that was computed before can be reused (CRAFT 3.1):
 
@@ -25,7 +25,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -40,7 +39,10 @@ if TYPE_CHECKING:
     from retrieval.index import Index
 
 SETS = ("squad", "hotpotqa", "2wikimqa", "musique", "nq", "triviaqa", "mtrag")
-FILES = ("questions.jsonl.gz", "conversations.jsonl.gz")
+QUERIES = ("last", "turns:2", "rewrite")
+SEED = 0
+DIM, NPROBE = 512, 128
+"""Of the embedded encoder; lists visited in an IVF index."""
 Mode = Literal["bm25", "dense", "fusion"]
 NEIGHBORS = range(2, 16)
 """Numbers of neighbours for which FusionRAG's figure 7a is measured."""
@@ -55,9 +57,6 @@ NOTES = {
 def main(argv: Sequence[str]) -> int:
     """Ask all questions, print tables and the verdict; returns the exit code."""
     args = _parser().parse_args(argv)
-    for name in ("k", "nprobe", "limit", "dim"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise CommandError(f"--{name} must be at least 1, got {getattr(args, name)}")
     try:
         from eval.outcome import tell
         from retrieval import RetrievalError
@@ -72,35 +71,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_set(data: Path, name: str, queries: Sequence[str], *, seed: int, limit: int | None) -> dict[str, TaskData]:
+def read_set(folder: Path, queries: Sequence[str], *, limit: int | None) -> dict[str, TaskData]:
     """A set for each kind of query, `last` alone for single questions; the requests' questions are the queries.
 
     Args:
-        name: a folder of `data`, or a file in such a folder.
         limit: maximum number of questions, taken after the shuffle; None: all.
     Raises:
-        CommandError: a file is missing or invalid, or a gold passage is not among those that its question searches.
+        CommandError: a file is missing or invalid.
     """
-    path = data / name
-    if not path.is_file():
-        path /= next((file for file in FILES if (path / file).exists()), FILES[0])
-    if path.name == FILES[0]:
-        single = read_questions(path.parent, name)
-        shuffled = list(single.requests)
-        random.Random(seed).shuffle(shuffled)
-        found = {"last": replace(single, requests=tuple(shuffled))}
+    if not (path := folder / "conversations.jsonl.gz").exists():
+        single = read_questions(folder, folder.name)
+        requests = random.Random(SEED).sample(single.requests, len(single.requests))
+        found = {"last": replace(single, requests=tuple(requests))}
     else:
-        turns = read_conversations(path, name)
-        found = {query: _last(turns, query) for query in queries if query != "rewrite"}
-        if "rewrite" in queries:
-            found["rewrite"] = read_conversations(path, name, field="rewrite")
-    for query, asked in found.items():
-        if not asked.requests:
-            raise CommandError(f"{path}: no " + ("rewrites" if query == "rewrite" else "questions"))
-        for request in asked.requests:
-            domain = asked.domains.get(request.id, "")
-            if wrong := [gold for gold in request.gold_ids if asked.domains.get(gold, "") != domain and domain]:
-                raise CommandError(f"{path}: {request.id}: gold passage {wrong[0]!r} is not of domain {domain!r}")
+        turns = read_conversations(path, folder.name)
+        known = {"last": lambda: turns, "turns:2": lambda: _last_two(turns)}
+        known["rewrite"] = lambda: read_conversations(path, folder.name, field="rewrite")
+        found = {query: known[query]() for query in queries}
     return {query: replace(asked, requests=asked.requests[:limit]) for query, asked in found.items()}
 
 
@@ -226,31 +213,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, required=True, metavar="DIR", help="folder with a folder for each set")
     add("--sets", nargs="+", default=list(SETS), metavar="NAME", help=f"default: {' '.join(SETS)}")
     add("--modes", nargs="+", choices=get_args(Mode), default=list(get_args(Mode)), help="default: all")
-    queries = ["last", "turns:2", "rewrite"]
-    add("--query", nargs="+", type=_query, default=queries, help=f"for a turn; default: {' '.join(queries)}")
+    add("--query", nargs="+", choices=QUERIES, default=list(QUERIES), help="for a turn; default: all")
     add("--k", type=int, default=5, metavar="N", help="passages for each question; default: 5")
     add("--limit", type=int, metavar="N", help="N questions of each set only")
-    add("--seed", type=int, default=0, metavar="N", help="of the order of single questions")
     add("--encoder", metavar="PATH", help="a sentence-transformers model instead of the embedded encoder")
-    add("--dim", type=int, default=512, metavar="N", help="dimensions of the embedded encoder; default: 512")
     add("--factory", default="Flat", metavar="NAME", help="FAISS factory string; default: Flat")
-    add("--nprobe", type=int, default=128, metavar="N", help="lists visited in an IVF index; default: 128")
     add("--out", type=Path, metavar="DIR", help="folder of the record; an interrupted run continues")
     return parser
-
-
-def _query(word: str) -> str:
-    kind, _, number = word.partition(":")
-    if word not in ("last", "rewrite") and not (kind == "turns" and number.isdecimal() and int(number)):
-        raise argparse.ArgumentTypeError(f"must be last, rewrite or turns:N with N at least 1, got {word!r}")
-    return word
 
 
 def _measure(run: Run, args: argparse.Namespace) -> None:
     """Take the samples that the run does not have, all of a set, query and mode at once."""
     encoder = _encoder(args.encoder)
     for name in args.sets:
-        asked = read_set(args.data, name, args.query, seed=args.seed, limit=args.limit)
+        asked = read_set(args.data / name, args.query, limit=args.limit)
         keys = {(query, mode): f"{name} {query} {_arm(mode, encoder)}" for query in asked for mode in args.modes}
         missing = [cell for cell, key in keys.items() if f"{key} {asked[cell[0]].requests[0].id}" not in run]
         if not missing:
@@ -288,7 +264,7 @@ def _search(
         is_split=False,
         factory=args.factory,
         bm25_language=None if modes == {"dense"} else "english",  # words need another library
-        encoder=encoder.spec() if encoder else {"kind": "hashed", "dim": args.dim},
+        encoder=encoder.spec() if encoder else {"kind": "hashed", "dim": DIM},
     )
     some = next(iter(asked.values()))
     requests = tuple({request.id: request for data in asked.values() for request in data.requests}.values())
@@ -298,73 +274,73 @@ def _search(
     for passages, inside in replace(some, requests=requests, domains=domains).by_domain():
         names = {request.id for request in inside}
         with TemporaryDirectory(prefix="eval-recall-") as folder:
-            retriever = open_index(passages, Path(folder), settings, encoder=encoder, seed=args.seed)
+            retriever = open_index(passages, Path(folder), settings, encoder=encoder, seed=SEED)
             for query, mode in cells:
                 chosen = [request for request in asked[query].requests if request.id in names]
                 questions = [request.question for request in chosen]
-                found = search(retriever, questions, k=args.k, mode=mode, nprobe=args.nprobe)
+                found = search(retriever, questions, k=args.k, mode=mode, nprobe=NPROBE)
                 for request, hits in zip(chosen, found, strict=True):
                     ranked[query, mode, request.id] = [hit.passage.id for hit in hits]
             if any(query == "last" and mode != "bm25" for query, mode in cells):
-                neighbors |= _nearest(retriever.index, nprobe=args.nprobe)
+                neighbors |= _nearest(retriever.index)
     return ranked, neighbors
 
 
-def _nearest(index: Index, *, nprobe: int) -> dict[str, list[str]]:
+def _nearest(index: Index) -> dict[str, list[str]]:
     from retrieval.neighbors import BATCH_ROWS, nearest
 
     names = index.store.ids(range(index.num_rows))
     found: dict[str, list[str]] = {}
     for first in range(0, index.num_rows, BATCH_ROWS):
         last = min(first + BATCH_ROWS, index.num_rows)
-        near = nearest(index, first, last, n=max(NEIGHBORS), nprobe=nprobe)
+        near = nearest(index, first, last, n=max(NEIGHBORS), nprobe=NPROBE)
         found |= {names[row]: [names[other] for other in others] for row, others in near.items()}
     return found
 
 
-def _last(turns: TaskData, query: str) -> TaskData:
-    """Each turn searched by its conversation's last questions, oldest first, one in a line."""
-    num = 1 if query == "last" else int(query.removeprefix("turns:"))
-    asked: defaultdict[str | None, list[str]] = defaultdict(list)
+def _last_two(turns: TaskData) -> TaskData:
+    """Each turn searched by its conversation's last two questions, the older first, one in a line."""
+    asked: dict[str | None, str] = {}
     requests = []
     for request in turns.requests:
-        asked[request.conversation].append(request.question)
-        requests.append(replace(request, question="\n".join(asked[request.conversation][-num:])))
+        before = asked.get(request.conversation)
+        requests.append(replace(request, question=f"{before}\n{request.question}" if before else request.question))
+        asked[request.conversation] = request.question
     return replace(turns, requests=tuple(requests))
 
 
 def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A table per metric, with a row per set and query and a column per arm, and one of the neighbours."""
-    rows: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-    near: list[dict[str, Any]] = []
+    import pandas as pd
+
+    from eval.outcome import table
+
+    rows, near = [], []
     for cell in cells:
         data, query = cell["cell"]["data"], cell["cell"]["query"]
-        name = data if query == "last" else f"{data}, {query}"
-        for metric, figures in cell["metrics"].items():
-            rows[metric].setdefault(name, {"set": name})[cell["arm"]] = figures["mean"]
-        for reading, shares in cell["neighbors"].items():
-            shown = {f"n = {n}": shares[str(n)] for n in SHOWN_NEIGHBORS}
-            near.append({"set": data, "arm": cell["arm"], "reading": reading} | shown)
-    tables: list[dict[str, Any]] = []
-    for metric in sorted(rows, key=lambda name: "@" not in name):
-        found = [*rows[metric].values()]
-        note = {"note": NOTES[metric]} if metric in NOTES else {}
-        means = _mean([row for row in found if ", " not in row["set"]])
-        tables.append({"title": metric, "rows": found + means, **note})
-    kinds = dict.fromkeys((row["arm"], row["reading"]) for row in near)
-    near += [one for kind in kinds for one in _mean([row for row in near if (row["arm"], row["reading"]) == kind])]
-    return tables + ([{"title": "passages found together that are neighbours", "rows": near}] if near else [])
+        about = {"set": data if query == "last" else f"{data}, {query}", "arm": cell["arm"]}
+        rows.append(about | {metric: figures["mean"] for metric, figures in cell["metrics"].items()})
+        for reading, by_n in cell["neighbors"].items():
+            near.append({**about, "reading": reading} | {f"n = {n}": by_n[str(n)] for n in SHOWN_NEIGHBORS})
+    frame, tables = pd.DataFrame(rows), list[dict[str, Any]]()
+    for metric in sorted(frame.columns.drop(["set", "arm"]), key=lambda name: "@" not in name):
+        wide = frame.pivot_table(index="set", columns="arm", values=metric, sort=False)
+        sets = wide[[", " not in name for name in wide.index]]
+        if len(sets) > 1:
+            wide.loc["mean of sets"] = sets.mean()
+        told = wide.round(4).astype(object).where(wide.notna(), None).reset_index()
+        tables.append(table(metric, _records(told), NOTES.get(metric)))
+    if near:
+        frame = pd.DataFrame(near)
+        means = frame.drop(columns="set").groupby(["arm", "reading"], sort=False).mean().round(4).reset_index()
+        near += _records(means.assign(set="mean of sets")) if frame["set"].nunique() > 1 else []
+        tables.append(table("passages found together that are neighbours", near))
+    return tables
 
 
-def _mean(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row of the numbers' means over sets; none for a single set."""
-    if len(rows) < 2:
-        return []
-    means = {
-        name: round(fmean(row[name] for row in rows if name in row), 4) if isinstance(value, float) else value
-        for name, value in rows[0].items()
-    }
-    return [means | {"set": "mean of sets"}]
+def _records(frame: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = frame.to_dict("records")
+    return rows
 
 
 def _verdict(frame: Any) -> list[str]:

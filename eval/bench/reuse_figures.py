@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from eval.bench.rounds import by_cell, told_ratio
 from eval.outcome import Row, interval, table
 from eval.run import Sample
-from eval.stats import contrast, quantile
+from eval.stats import quantile
 
 PHASES = ("lookup", "relocate", "select", "recompute")
 DRAWS = 2000
@@ -21,26 +22,19 @@ DRAWS = 2000
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """Verdict and tables of every prompt length. `wrong` must be 0. Rounds lack no arm."""
     tables, verdict = [], []
-    for tokens in dict.fromkeys(one["cell"]["tokens"] for one in samples):
-        taken = [one for one in samples if one["cell"]["tokens"] == tokens and not one["warm_up"]]
-        arms = dict.fromkeys(
-            one["arm"] for one in samples if one["cell"]["tokens"] == tokens
-        )  # those of round 0 are in order
-        rounds = {arm: [one for one in taken if one["arm"] == arm] for arm in arms}
-        if not taken:
-            continue
-        rows = [_row(arm, rounds) for arm in rounds]
-        wrong = sum(bool(one["wrong"]) for one in taken)
-        note = f"{len(rounds['full'])} rounds, {wrong} samples with other fates than their arm's; phases are shares of full, too."
-        tables.append(table(f"{tokens} tokens: time to first token", rows, note))
-        if crossed := _crossovers(rounds):
+    for cell, arms in by_cell(samples):
+        name, rows = f"{cell['tokens']} tokens", [_row(arm, arms) for arm in arms]
+        wrong = sum(bool(one["wrong"]) for taken in arms.values() for one in taken)
+        note = f"{len(arms['full'])} rounds, {wrong} samples with other fates than their arm's; phases are shares of full, too."
+        tables.append(table(f"{name}: time to first token", rows, note))
+        if crossed := _crossovers(arms):
             note = "Interpolated; none: it pays at every measured ratio."
-            tables.append(table(f"{tokens} tokens: ratio from which on moving does not pay", crossed, note))
+            tables.append(table(f"{name}: ratio from which on moving does not pay", crossed, note))
         verdict += [
-            f"{tokens} tokens, {row['arm']}: full prefill takes {row['full / arm']} times as long to the first token "
+            f"{name}, {row['arm']}: full prefill takes {row['full / arm']} times as long to the first token "
             f"(share {row['share of full']})."
             for row in rows
-            if row["arm"] not in ("full", "exact", "stock")
+            if "/" in row["arm"]
         ]
     return {"verdict": verdict, "tables": tables, "wrong": sum(bool(one["wrong"]) for one in samples)}
 
@@ -61,17 +55,14 @@ def crossover(points: Sequence[tuple[float, float]]) -> float:
 # Private, in order of use
 
 
-def _row(arm: str, rounds: Mapping[str, Sequence[Sample]]) -> Row:
-    samples = rounds[arm]
-    times = _times(samples)
+def _row(arm: str, arms: Mapping[str, Sequence[Sample]]) -> Row:
+    samples, times, full_s = arms[arm], _times(arms[arm]), median(_times(arms["full"]))
     row: Row = {"arm": arm, "median (s)": round(median(times), 4), "p90 (s)": round(quantile(times, 0.9), 4)}
     for base in ("full", "stock"):
-        if base in rounds:
-            pairs = list(zip(times, _times(rounds[base]), strict=True))
-            row[f"share of {base}"] = interval(contrast(pairs))
-            row[f"{base} / arm"] = round(median(_times(rounds[base])) / median(times), 2)
+        if base in arms:
+            row[f"share of {base}"] = told_ratio(samples, arms[base], "ttft_s")
+            row[f"{base} / arm"] = round(median(_times(arms[base])) / median(times), 2)
     if "lookup_s" in samples[0]["metrics"]:
-        full_s = median(_times(rounds["full"]))
         phases = {phase: [one["metrics"][f"{phase}_s"] for one in samples] for phase in PHASES}
         phases["rest"] = [took - sum(parts) for took, *parts in zip(times, *phases.values(), strict=True)]
         row["recomputed"] = round(mean(one["metrics"]["recomputed_share"] for one in samples), 3)
@@ -83,21 +74,23 @@ def _times(samples: Sequence[Sample]) -> list[float]:
     return [one["metrics"]["ttft_s"] for one in samples]
 
 
-def _crossovers(rounds: Mapping[str, Sequence[Sample]]) -> list[Row]:
+def _crossovers(arms: Mapping[str, Sequence[Sample]]) -> list[Row]:
     """One row a sweep, that is a selector and a source with several ratios; intervals over rounds."""
     sweeps: dict[str, dict[float, list[float]]] = {}
-    for arm, samples in rounds.items():
-        if arm.count("/") == 2:
+    for arm, samples in arms.items():
+        if "/" in arm:
             sweep, ratio = arm.rsplit("/", 1)
             sweeps.setdefault(sweep, {})[float(ratio)] = _times(samples)
-    full, rows = np.array(_times(rounds["full"])), []
+    full, rows = np.array(_times(arms["full"])), []
+    # The first draw is the rounds themselves.
     drawn = np.random.default_rng(0).integers(0, len(full), (DRAWS, len(full)))
+    drawn = np.vstack([np.arange(len(full)), drawn])
     for sweep, found in sweeps.items():
         if len(found) > 1:
-            ratios, times = sorted(found), np.array([found[ratio] for ratio in sorted(found)])
-            value = crossover(list(zip(ratios, np.median(times, axis=1) / np.median(full), strict=True)))
+            times = np.array([found[ratio] for ratio in sorted(found)])
             shares = np.median(times[:, drawn], axis=2) / np.median(full[drawn], axis=1)
-            crossed = sorted(crossover(list(zip(ratios, column, strict=True))) for column in shares.T)
+            value, *crossed = (crossover(list(zip(sorted(found), column, strict=True))) for column in shares.T)
+            crossed.sort()
             ends = value, crossed[DRAWS // 40], crossed[-1 - DRAWS // 40]
             rows.append({"selector/source": sweep, "ratio": interval([None if math.isinf(x) else x for x in ends], 2)})
     return rows

@@ -12,7 +12,8 @@ import gc
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, islice
 from time import thread_time
 from typing import Any
 
@@ -21,9 +22,12 @@ from eval.run import Sample
 from radix_ext import AccessTable, Chunk, ChunkId, ChunkPrefixTree, Tier, order_chunks
 
 _NAMESPACE = "bench"
-_WINDOW = 1000
+_WINDOW, _MAX_VISITS = 1000, 64
 Requests = Iterator[list[Chunk]]
-Grown = tuple[ChunkPrefixTree, AccessTable]
+Load = Callable[[int, int], Requests]
+"""Seed and chunks of a request -> requests without end."""
+Build = Callable[[Requests, int], tuple[ChunkPrefixTree, AccessTable]]
+"""Requests and a number of nodes -> a tree of that size."""
 
 
 def topics(seed: int, k: int) -> Requests:
@@ -52,7 +56,7 @@ def chains(seed: int, k: int) -> Requests:
         start += k
 
 
-def grow(requests: Requests, num_nodes: int) -> Grown:
+def grow(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTable]:
     """Serve requests as the front would, until the tree has `num_nodes` nodes."""
     tree, accesses = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
     while len(tree) < num_nodes:
@@ -64,7 +68,7 @@ def grow(requests: Requests, num_nodes: int) -> Grown:
     return tree, accesses
 
 
-def scatter(requests: Requests, num_nodes: int) -> Grown:
+def scatter(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTable]:
     """Insert requests in the given order, so that an adversary's orders are all in the tree."""
     tree, accesses = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
     for number, request in enumerate(requests):
@@ -77,13 +81,13 @@ def scatter(requests: Requests, num_nodes: int) -> Grown:
     return tree, accesses
 
 
-def decision_us(grown: Grown, requests: Requests, *, num_decisions: int, max_visits: int) -> dict[str, float]:
-    """CPU time of `num_decisions` order decisions, microseconds, and the mean chain found, in chunks."""
+def decision_us(build: Build, load: Load, k: int, num_nodes: int, num_decisions: int) -> dict[str, float]:
+    """CPU time of order decisions, microseconds, and the mean chain found, in chunks."""
+    grown, requests = build(load(0, k), num_nodes), load(1, k)
     times, found = [], 0
-    for _ in range(num_decisions):
-        request = next(requests)
+    for request in islice(requests, num_decisions):
         start = thread_time()
-        ordering = order_chunks("tree", "rank", *grown, _NAMESPACE, request, rank=0, max_visits=max_visits)
+        ordering = order_chunks("tree", "rank", *grown, _NAMESPACE, request, rank=0, max_visits=_MAX_VISITS)
         times.append((thread_time() - start) * 1e6)
         found += ordering.held_len
     times.sort()
@@ -103,12 +107,23 @@ def traced_bytes(build: Callable[[], object]) -> int:
     return size
 
 
-def observed(requests: Requests, num_requests: int) -> AccessTable:
-    """An access table after `num_requests` requests."""
-    accesses = AccessTable(_WINDOW)
-    for _ in range(num_requests):
-        accesses.observe(chunk.id for chunk in next(requests))
-    return accesses
+def node_bytes(build: Build, load: Load, num_nodes: int) -> dict[str, float]:
+    """Bytes of a tree, chunk ids included, over its nodes."""
+    return {"bytes": round(traced_bytes(lambda: build(load(0, 10), num_nodes)[0]) / num_nodes)}
+
+
+def table_bytes(load: Load, num_requests: int) -> dict[str, float]:
+    """Bytes of an access table after so many requests."""
+    requests = load(0, 10)
+    next(requests)  # so that the generator's own tables are not counted
+
+    def observe() -> AccessTable:
+        accesses = AccessTable(_WINDOW)
+        for request in islice(requests, num_requests):
+            accesses.observe(chunk.id for chunk in request)
+        return accesses
+
+    return {"bytes": traced_bytes(observe)}
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -127,40 +142,23 @@ def main(argv: Sequence[str]) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m eval bench tree", description="Cost of tree, order and table.")
     parser.add_argument("--nodes", type=int, default=100_000)
-    parser.add_argument("--decisions", type=int, default=3_000)
-    parser.add_argument("--table-requests", type=int, default=3_000)
-    parser.add_argument("--max-visits", type=int, default=64)
+    parser.add_argument("--decisions", type=int, default=3_000, help="and requests that the access table has seen")
     add_out_option(parser)
     options = parser.parse_args(argv)
-
-    def decide(
-        build: Callable[[Requests, int], Grown], load: Callable[[int, int], Requests], k: int
-    ) -> dict[str, float]:
-        grown = build(load(0, k), options.nodes)
-        return decision_us(grown, load(1, k), num_decisions=options.decisions, max_visits=options.max_visits)
-
-    def node_bytes(build: Callable[[Requests, int], Grown], load: Callable[[int, int], Requests]) -> dict[str, float]:
-        return {"bytes": round(traced_bytes(lambda: build(load(0, 10), options.nodes)[0]) / options.nodes)}
-
-    def table_bytes(requests: Requests) -> dict[str, float]:
-        next(requests)  # so that the generator's own tables are not counted
-        return {"bytes": traced_bytes(lambda: observed(requests, options.table_requests))}
-
-    measures: list[tuple[str, dict[str, Any], Callable[[], dict[str, float]]]] = [
-        ("decision", {"requests": "topics", "k": 10}, lambda: decide(grow, topics, 10)),
-        ("decision", {"requests": "permutations", "k": 10}, lambda: decide(scatter, permutations, 10)),
-        ("decision", {"requests": "permutations", "k": 100}, lambda: decide(scatter, permutations, 100)),
-        ("node", {"requests": "topics", "k": 10}, lambda: node_bytes(grow, topics)),
-        ("node", {"requests": "permutations", "k": 10}, lambda: node_bytes(scatter, permutations)),
-        ("node", {"requests": "chains", "k": 10}, lambda: node_bytes(grow, chains)),
-        ("access table", {"requests": "topics", "k": 10}, lambda: table_bytes(topics(0, 10))),
-        ("access table", {"requests": "chains", "k": 10}, lambda: table_bytes(chains(0, 10))),
-    ]
+    nodes, decisions = options.nodes, options.decisions
     with open_run("tree", options, summarize) as run:
-        for arm, cell, measure in measures:
-            key = f"{arm}/{cell['requests']}/{cell['k']}"
-            if key not in run:
+
+        def take(arm: str, load: Load, k: int, measure: Callable[[], dict[str, float]]) -> None:
+            cell = {"requests": load.__name__, "k": k}
+            if (key := f"{arm}/{load.__name__}/{k}") not in run:
                 run.add(key, {"arm": arm, "cell": cell, "request": "all", "metrics": measure()})
+
+        for build, load, k in ((grow, topics, 10), (scatter, permutations, 10), (scatter, permutations, 100)):
+            take("decision", load, k, partial(decision_us, build, load, k, nodes, decisions))
+        for build, load in ((grow, topics), (scatter, permutations), (grow, chains)):
+            take("node", load, 10, partial(node_bytes, build, load, nodes))
+        for load in (topics, chains):
+            take("access table", load, 10, partial(table_bytes, load, decisions))
     tell(run)
     return 0
 

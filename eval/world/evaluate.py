@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from eval.bench.rounds import by_cell
 from eval.outcome import add_out_option, open_run, table, tell
 from eval.run import Sample
 from eval.world.tokenizer import turn_pieces
@@ -27,106 +28,73 @@ from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
 define_torchvision_ops()  # must run before transformers is imported
 
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
 
 MAX_NEW_TOKENS = 40
 BATCH_SIZE = 20
-HOPS = {1: "one hop", 2: "two hops", 0: "order", -1: "linked"}
+HOPS = {"one hop": 1, "two hops": 2, "order": 0, "linked": -1}
+Drawn = tuple[Question, Sequence[Passage]]
+"""A question and its context in the order the model reads it."""
 
 
-class Asked(NamedTuple):
-    """A question, its context in the order the model reads it, and what the model answered."""
+class BundledModel:
+    """Model and tokenizer as stock transformers loads them, in the weights' own bfloat16."""
 
-    question: Question
-    passages: Sequence[Passage]
-    answer: str
+    def __init__(self, path: Path) -> None:
+        self._model = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
 
-    @property
-    def right(self) -> bool:
-        return self.answer == self.question.answers[0]
+    def samples(self, kind: str, num_chunks: int, num_questions: int, *, seed: int = 0) -> list[Sample]:
+        """Exact match, and the wrong answer, of questions from fresh full-size worlds, one for every batch."""
+        rng, samples = random.Random(seed), list[Sample]()
+        while len(samples) < num_questions:
+            world = World(rng.getrandbits(48) | 1 << 60, links=kind == "linked")  # beyond the seeds that training draws
+            drawn = _draw(world, kind, num_chunks, min(BATCH_SIZE, num_questions - len(samples)), rng)
+            for (question, _), answer in zip(drawn, self._answers(drawn), strict=True):
+                is_right = answer == question.answers[0]
+                wrong = {"question": question.question, "answer": answer, "right": question.answers[0]}
+                samples.append({"metrics": {"em": float(is_right)}, "wrong": None if is_right else wrong})
+        return samples
 
-    @property
-    def sample(self) -> Sample:
-        """Exact match, and the wrong answer."""
-        wrong = {"question": self.question.question, "answer": self.answer, "right": self.question.answers[0]}
-        return {"metrics": {"em": float(self.right)}, "wrong": None if self.right else wrong}
-
-
-@torch.inference_mode()
-def ask(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, drawn: Sequence[tuple[Question, Sequence[Passage]]]
-) -> list[Asked]:
-    """Answer one batch greedily, padded on the left; each piece of a prompt is tokenised apart."""
-    prompts = []
-    for question, passages in drawn:
-        head, pieces, tail = turn_pieces([passage.text for passage in passages], question.question, opens=True)
-        encoded = [tokenizer.encode(piece, add_special_tokens=False) for piece in (head, *pieces, tail)]
-        prompts.append([*chain.from_iterable(encoded)])
-    longest = max(map(len, prompts))
-    pad_id = tokenizer.pad_token_id
-    ids = torch.tensor([[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts])
-    out = model.generate(
-        input_ids=ids, attention_mask=(ids != pad_id).long(), max_new_tokens=MAX_NEW_TOKENS, do_sample=False
-    )
-    answers = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
-    return [Asked(question, passages, answer) for (question, passages), answer in zip(drawn, answers, strict=True)]
+    @torch.inference_mode()
+    def _answers(self, drawn: Sequence[Drawn]) -> list[str]:
+        """Answer one batch greedily, padded on the left; each piece of a prompt is tokenised apart."""
+        prompts = []
+        for question, passages in drawn:
+            head, pieces, tail = turn_pieces([passage.text for passage in passages], question.question, opens=True)
+            encoded = [self._tokenizer.encode(piece, add_special_tokens=False) for piece in (head, *pieces, tail)]
+            prompts.append({"input_ids": [*chain.from_iterable(encoded)]})
+        batch = self._tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
+        out = self._model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        answers = self._tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        return list(answers)
 
 
-def evaluate(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    hop: int,
-    num_chunks: int,
-    num_questions: int,
-    seed: int,
-) -> list[Asked]:
-    """Ask questions from a fresh full-size world for every batch."""
-    rng = random.Random(seed)
-    asked: list[Asked] = []
-    while len(asked) < num_questions:
-        world = World(rng.getrandbits(48) | 1 << 60, links=hop == -1)  # beyond the seeds that training draws
-        asked += ask(model, tokenizer, _draw(world, hop, num_chunks, min(BATCH_SIZE, num_questions - len(asked)), rng))
-    return asked
-
-
-def _draw(
-    world: World, hop: int, num_chunks: int, num_questions: int, rng: random.Random
-) -> list[tuple[Question, Sequence[Passage]]]:
-    if hop == -1:
-        drawn: list[tuple[Question, Sequence[Passage]]] = []
+def _draw(world: World, kind: str, num_chunks: int, num_questions: int, rng: random.Random) -> list[Drawn]:
+    if kind == "linked":
+        drawn: list[Drawn] = []
         for _ in range(num_questions):
             passages = world.linked_context(num_chunks, rng)
             told = {passage.id for passage in passages[1::2]}
-            drawn.append(
-                (rng.choice([q for q in linked_questions(passages) if q.gold_passage_ids[1] in told]), passages)
-            )
+            asked = [q for q in linked_questions(passages) if q.gold_passage_ids[1] in told]
+            drawn.append((rng.choice(asked), passages))
         return drawn
-    questions = rng.sample([q for q in world.questions if q.hop == (hop or 1)], num_questions)
+    questions = rng.sample([q for q in world.questions if q.hop == (HOPS[kind] or 1)], num_questions)
     contexts = [world.context(question, num_chunks, rng) for question in questions]
-    if hop == 0:
+    if kind == "order":
         # First and last; "after" is beyond the model, see sglang_chunkcache/bundled_model/README.md.
         questions = [rng.choice(order_questions(passages)[:2]) for passages in contexts]
     return list(zip(questions, contexts, strict=True))
 
 
-def load(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Model and tokenizer as stock transformers loads them, in the weights' own bfloat16."""
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    return model, AutoTokenizer.from_pretrained(path)
-
-
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """Exact match of each kind of question and number of passages, and the wrong answers."""
-    groups: dict[tuple[int, str], list[Sample]] = {}
-    for one in samples:
-        groups.setdefault((one["cell"]["passages"], one["cell"]["questions"]), []).append(one)
     rows = []
-    for (passages, questions), taken in groups.items():
-        rivals = passages // 2 if questions in (HOPS[2], HOPS[-1]) else passages
-        right = mean(one["metrics"]["em"] for one in taken)
-        row = {"passages": passages, "questions": questions, "n": len(taken), "exact match": round(right, 3)}
-        rows.append({**row, "by chance": round(1 / rivals, 3)})
+    for cell, arms in by_cell(samples):
+        taken = arms["bundled-model"]
+        rivals = cell["passages"] // (2 if cell["questions"] in ("two hops", "linked") else 1)
+        right = round(mean(one["metrics"]["em"] for one in taken), 3)
+        rows.append({**cell, "n": len(taken), "exact match": right, "by chance": round(1 / rivals, 3)})
     wrong = [{**one["cell"], **one["wrong"]} for one in samples if one["wrong"]]
     tables = [table("Exact match in worlds that training never saw", rows), table("Wrong answers", wrong[:20])]
     said = [
@@ -147,22 +115,16 @@ def main(argv: Sequence[str]) -> int:
     add("--chunks", type=int, nargs="+", default=[2, 4, 6], help="passages in the context")
     add("--questions", type=int, default=200, help="per kind and number of chunks")
     add("--threads", type=int, default=1)
-    add("--seed", type=int, default=0)
     add_out_option(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    model, tokenizer = load(args.model_path)
+    model = BundledModel(args.model_path)
     with open_run("bundled-model", args, summarize) as run:
         for num_chunks in args.chunks:
-            for hop, kind in HOPS.items():
-                if f"{num_chunks}/{kind}/0" in run:
-                    continue
-                sizes = {"num_chunks": num_chunks, "num_questions": args.questions, "seed": args.seed}
-                asked = evaluate(model, tokenizer, hop=hop, **sizes)
-                about = {"arm": "bundled-model", "cell": {"passages": num_chunks, "questions": kind}}
-                run.add_all(
-                    (f"{num_chunks}/{kind}/{i}", about | {"request": str(i)} | one.sample)
-                    for i, one in enumerate(asked)
-                )
+            for kind in HOPS:
+                if (name := f"{num_chunks}/{kind}") + "/0" not in run:
+                    about = {"arm": "bundled-model", "cell": {"passages": num_chunks, "questions": kind}}
+                    taken = model.samples(kind, num_chunks, args.questions)
+                    run.add_all((f"{name}/{i}", about | {"request": str(i)} | one) for i, one in enumerate(taken))
     tell(run)
     return 0

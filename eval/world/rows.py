@@ -4,11 +4,8 @@ Each piece is tokenised apart, as the server does.
 """
 
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from eval.world.tokenizer import SYSTEM_PROMPTS, turn_pieces
@@ -22,12 +19,10 @@ Place = tuple[int, int]
 
 @dataclass
 class Row:
-    """One training sequence; `answer_of` names the answer each token belongs to (from 1), 0 for none."""
+    """One training sequence, and where its answers are."""
 
     ids: list[int] = field(default_factory=list)
-    answer_of: list[int] = field(default_factory=list)
-    hops: list[int] = field(default_factory=list)
-    """Of each answer."""
+    answers: list[slice] = field(default_factory=list)
     resolve: list[Place] = field(default_factory=list)
     """Value told without a name -> name of the one it is about."""
     look_up: list[Place] = field(default_factory=list)
@@ -45,14 +40,11 @@ class Rows:
 
     def fact_list(self, rng: random.Random) -> Row:
         """Facts told twice; what counts is the value when it comes again."""
-        row = Row([self._begin], [0])
+        row = Row([self._begin])
         for number, sentence in enumerate(sample_fact_list(rng, NUM_FACTS)):
-            ids = self._encode(f" {sentence}")
-            row.ids += ids
-            row.answer_of += [0] * len(ids)
+            row.ids += self._encode(f" {sentence}")
             if number >= NUM_FACTS:
-                row.hops.append(1)
-                row.answer_of[-2] = len(row.hops)  # the value comes before the full stop
+                row.answers.append(slice(len(row.ids) - 2, len(row.ids) - 1))  # the value comes before the full stop
         return row
 
     def conversation(self, rng: random.Random, num_passages: int, num_turns: int, *, share_linked: float = 0.0) -> Row:
@@ -76,39 +68,22 @@ class Rows:
         ids += self._encode(head)
         for passage in passages:
             piece = self._encode(passage)
-            for offset in self._links(piece):
-                kind = self._kinds[piece[offset + 1]]
-                if kind in last:
-                    value = len(ids) + offset + 3
+            # Where "the company visited Kelton" begins.
+            for at in range(3, len(piece) - 3):
+                kind = self._kinds.get(piece[at + 1])
+                if piece[at] == self._the and kind in last:
+                    value = len(ids) + at + 3
                     row.resolve.append((value, last[kind]))
-                    told[ids[last[kind]], piece[offset + 2]] = value
+                    told[ids[last[kind]], piece[at + 2]] = value
             last[self._kinds[piece[1]]] = len(ids) + 2
             ids += piece
         ids += self._encode(tail)
-        row.answer_of += [0] * (len(ids) - len(row.answer_of))
         answer = self._encode(question.answers[0])
         if question.hop == -1:
             _, _, name, verb, *_ = answer
             row.look_up.append((len(ids) + 3, told[name, verb]))
+        row.answers.append(slice(len(ids), len(ids) + len(answer) + 1))
         ids += [*answer, self._end]
-        row.hops.append(question.hop)
-        row.answer_of += [len(row.hops)] * (len(answer) + 1)
-
-    def _links(self, piece: Sequence[int]) -> Iterator[int]:
-        """Where "the company visited Kelton" begins."""
-        for offset in range(3, len(piece) - 3):
-            if piece[offset] == self._the and piece[offset + 1] in self._kinds:
-                yield offset
-
-
-def pad(rows: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and answers' numbers, [rows, longest] int64 each, filled up on the right."""
-    longest = max(len(row.ids) for row in rows)
-    filled = [
-        (row.ids + [pad_id] * (longest - len(row.ids)), row.answer_of + [0] * (longest - len(row.ids))) for row in rows
-    ]
-    ids, answer_of = zip(*filled, strict=True)
-    return torch.tensor(ids), torch.tensor(answer_of)
 
 
 def _sample_system_prompt(rng: random.Random) -> str:

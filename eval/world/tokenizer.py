@@ -10,7 +10,8 @@ Each piece is tokenised apart, so a passage has the same token ids at every plac
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -38,20 +39,27 @@ _EXTRA_TEXT = "The answer is not in the passages. Please ask another question, a
 _SEED = 0
 
 
-def create_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the world's own text; the same every time."""
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], **names: Any
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of texts, the special tokens first; `names`: what else transformers is to know of it."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[PAD, BOS, END, SYSTEM, USER, ASSISTANT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[*special_tokens], initial_alphabet=alphabet, show_progress=False
     )
-    core.train_from_iterator(_training_text(), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, **names)
+
+
+def create_tokenizer() -> PreTrainedTokenizerFast:
+    """Train the tokenizer on the world's own text; the same every time."""
+    return train_tokenizer(
+        _training_text(),
+        VOCAB_SIZE,
+        [PAD, BOS, END, SYSTEM, USER, ASSISTANT],
         bos_token=BOS,
         eos_token=END,
         pad_token=PAD,

@@ -20,7 +20,7 @@ Standard library only; knows nothing of tokens, models or servers.
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
@@ -149,22 +149,12 @@ class World:
     Args:
         seed: any integer.
         num_passages: one per entity, 2 to 200; each kind that occurs occurs at least twice.
-        num_kinds: how many kinds of entities occur, 1 to 3, at most `num_passages // 2`.
+        num_kinds: how many kinds of entities occur, 1 to 3, at most `num_passages // 2`; with links at least 2.
         links: whether each passage also tells a fact about an entity of another kind without naming it; all else is as
             without them.
-    Raises:
-        ValueError: a size is out of its range, or links are wanted among a single kind; names the argument and what it
-            got.
     """
 
     def __init__(self, seed: int, num_passages: int = 200, num_kinds: int = 3, *, links: bool = False) -> None:
-        capacity = sum(len(NAMES[kind]) for kind in ENTITY_KINDS)
-        if not 2 <= num_passages <= capacity:
-            raise ValueError(f"num_passages must be in 2..{capacity} but got {num_passages}")
-        if not 1 <= num_kinds <= min(len(ENTITY_KINDS), num_passages // 2):
-            raise ValueError(f"num_kinds must be in 1..3 and at most num_passages // 2 but got {num_kinds}")
-        if links and num_kinds < 2:
-            raise ValueError(f"num_kinds must be at least 2 with links but got {num_kinds}")
         self._rng = random.Random(seed)
         self._kind_of = self._draw_entities(num_passages, num_kinds)
         self._facts = {name: self._draw_facts(name, kind) for name, kind in self._kind_of.items()}
@@ -178,7 +168,17 @@ class World:
     @cached_property
     def questions(self) -> list[Question]:
         """Every one-hop and two-hop question this world can answer, one-hop first."""
-        return [Question(f"q{number:05d}", *draft) for number, draft in enumerate([*self._one_hop(), *self._two_hop()])]
+        facts = list(chain.from_iterable(self._facts.values()))
+        drafts = [(fact.question, (fact.sentence, fact.value), [fact.subject]) for fact in facts]
+        for first, second in ((one, two) for one in facts for two in self._facts.get(one.value, ())):
+            link = first.relation
+            subject = f"the {link.object_kind} {link.participle} by the {link.subject_kind} {first.subject}"
+            answers = f"{first.sentence} {second.sentence}", second.value
+            drafts.append((second.relation.ask(subject), answers, [first.subject, first.value]))
+        return [
+            Question(f"q{number:05d}", asked, answers, tuple(self._id_of[name] for name in names), hop=len(names))
+            for number, (asked, answers, names) in enumerate(drafts)
+        ]
 
     def passage(self, passage_id: str) -> Passage:
         """The passage of that id; KeyError if there is none."""
@@ -188,11 +188,9 @@ class World:
         """The gold passages and distractors of the same kinds, shuffled: the kind alone never tells the answer.
 
         Raises:
-            ValueError: fewer passages asked for than the question has gold ones, or more than there are of its kinds.
+            ValueError: more passages asked for than there are of the kinds.
         """
         gold = [self.passage(passage_id) for passage_id in question.gold_passage_ids]
-        if num_passages < len(gold):
-            raise ValueError(f"num_passages must be at least {len(gold)} for {question.id} but got {num_passages}")
         chosen = list(gold)
         while len(chosen) < num_passages:
             kind = self._kind_of[gold[len(chosen) % len(gold)].title]
@@ -207,35 +205,22 @@ class World:
         """Passages of two kinds in turn, so that each of the second kind tells a fact about the one right before it.
 
         The questions of `linked_questions` that passages of the second kind answer have `num_passages // 2 - 1` rivals
-        with the same wording each.
-
-        Raises:
-            ValueError: the world has no links, or too few passages of the kinds drawn.
+        with the same wording each. The world must have links.
         """
-        if link_kind(self.passages[0]) is None:
-            raise ValueError("the world must have links")
         kind, other = rng.sample(sorted(set(self._kind_of.values())), 2)
         named = [passage for passage in self.passages if self._kind_of[passage.title] == kind]
-        telling = [p for p in self.passages if self._kind_of[p.title] == other and link_kind(p) == kind]
+        telling = [
+            p for p in self.passages if self._kind_of[p.title] == other and (m := _LINK.search(p.text)) and m[1] == kind
+        ]
         num_telling = num_passages // 2
-        if len(telling) < num_telling or len(named) < num_passages - num_telling:
-            raise ValueError(
-                f"num_passages must fit the world's {len(named)} {kind} and {len(telling)} {other} passages"
-            )
         firsts, seconds = rng.sample(named, num_passages - num_telling), rng.sample(telling, num_telling)
         return [passage for pair in zip_longest(firsts, seconds) for passage in pair if passage is not None]
-
-    def facts(self) -> Iterator[Fact]:
-        """All facts, entity by entity, in the order their passages tell them."""
-        return chain.from_iterable(self._facts.values())
 
     def _draw_entities(self, num_passages: int, num_kinds: int) -> dict[str, str]:
         kinds = self._rng.sample(ENTITY_KINDS, num_kinds)
         pools = {kind: self._rng.sample(NAMES[kind], len(NAMES[kind])) for kind in kinds}
         drawn = [(pools[kind].pop(), kind) for kind in kinds for _ in range(2)]
         rest = [(name, kind) for kind in kinds for name in pools[kind]]
-        if num_passages > len(drawn) + len(rest):
-            raise ValueError(f"num_passages must be at most {len(drawn) + len(rest)} with kinds {kinds}")
         drawn += self._rng.sample(rest, num_passages - len(drawn))
         self._rng.shuffle(drawn)
         return dict(drawn)
@@ -273,18 +258,6 @@ class World:
         text = ". ".join(sentence.removesuffix(".") for sentence in sentences) + "."
         return passage._replace(text=text)
 
-    def _one_hop(self) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], int]]:
-        for fact in self.facts():
-            yield fact.question, (fact.sentence, fact.value), (self._id_of[fact.subject],), 1
-
-    def _two_hop(self) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...], int]]:
-        for link in self.facts():
-            for fact in self._facts.get(link.value, ()):
-                kind = link.relation
-                subject = f"the {kind.object_kind} {kind.participle} by the {kind.subject_kind} {link.subject}"
-                answers = (f"{link.sentence} {fact.sentence}", fact.value)
-                yield fact.relation.ask(subject), answers, (self._id_of[link.subject], self._id_of[link.value]), 2
-
 
 def order_questions(passages: Sequence[Passage]) -> list[Question]:
     """What can be asked about these passages' order, in which they must be shown: first, last, and after each one."""
@@ -297,12 +270,6 @@ def order_questions(passages: Sequence[Passage]) -> list[Question]:
         gold = tuple(each.id for each in passages)
         questions.append(Question(f"o{number:05d}", f"Which passage comes {place}?", answers, gold, hop=0))
     return questions
-
-
-def link_kind(passage: Passage) -> str | None:
-    """The kind of the entity that this passage tells a fact about without naming it, None if it tells none."""
-    match = _LINK.search(passage.text)
-    return match[1] if match else None
 
 
 def linked_questions(passages: Sequence[Passage]) -> list[Question]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,12 +10,12 @@ pytest.importorskip("triton")
 
 import torch
 
-from eval.bench.relocate import SHAPES, Arm, Bench, main, measure, summarize
+from eval.bench.relocate import Bench, main, summarize
 from eval.errors import CommandError
 from eval.recorded import read_recorded
 from sglang_chunkcache.fusion import relocate_kernel
 
-SMALL = ["--device", "cpu", "--shapes", "small", "--tokens", "8", "--rounds", "3"]
+SMALL = ["--device", "cpu", "--quick"]
 
 
 def test_dry_run_without_cuda(tmp_path: Path) -> None:
@@ -27,7 +26,7 @@ def test_dry_run_without_cuda(tmp_path: Path) -> None:
     assert run.kind == "bench"
     assert run.record["spec"]["bench"] == "relocate"
     assert any("the GPU figures are missing" in said for said in run.results["verdict"])
-    assert len(run.samples) == 2 * 3 * 4
+    assert len(run.samples) == 2 * (1 + 3) * 4
     rows = run.results["tables"][0]["rows"]
     assert [row["arm"] for row in rows] == ["copy", "move/torch", "write/torch", "read/torch"] * 2
     assert all((row["share of a plain copy"] is None) == (row["arm"] == "copy") for row in rows)
@@ -38,7 +37,7 @@ def test_dry_run_without_cuda(tmp_path: Path) -> None:
 
 def test_rates_are_of_bytes_read_and_written() -> None:
     """A pass that takes as long as a plain copy has a share of 1, and both have the rate of all bytes twice."""
-    bench = Bench(SHAPES["small"], 8, "scattered", torch.device("cpu"))
+    bench = Bench("small", 8, "scattered", torch.device("cpu"))
     in_pool = sum(buffer[bench.source].nbytes for buffer in bench.buffers)
     assert bench.num_bytes == 2 * in_pool
     assert bench.plain[0].nbytes == in_pool
@@ -55,33 +54,18 @@ def test_rates_are_of_bytes_read_and_written() -> None:
     assert results["wrong"] == ["{'shape': 'small'}: move"]
 
 
-def test_every_round_takes_every_arm_in_turn() -> None:
-    """Each once a round, none always first."""
-    order = []
-
-    def timed(work: Any) -> float:
-        order.append(work())
-        return float(len(order))
-
-    arms = {name: Arm(lambda name=name: name, None) for name in "abc"}  # type: ignore[misc]
-    assert measure(arms, 1, timed) == {"b": 1.0, "c": 2.0, "a": 3.0}
-    assert measure(arms, 2, timed) == {"c": 4.0, "a": 5.0, "b": 6.0}
-    assert "".join(order) == "bcacab"
-
-
 def test_slots_are_apart() -> None:
     """What is moved must not be where it came from; slot 0 is SGLang's own."""
     for slots in ("contiguous", "scattered"):
-        bench = Bench(SHAPES["small"], 8, slots, torch.device("cpu"))
+        bench = Bench("small", 8, slots, torch.device("cpu"))
         assert sorted([*bench.source.tolist(), *bench.target.tolist()]) == list(range(1, 17))
 
 
 def test_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speed of a kernel that writes nothing is none."""
-    bench = Bench(SHAPES["small"], 8, "contiguous", torch.device("cpu"))
+    bench = Bench("small", 8, "contiguous", torch.device("cpu"))
     monkeypatch.setattr(relocate_kernel, "relocate", lambda *_, **__: None)
-    assert bench.check()["move"] is False
-    assert bench.check()["write"] is False
+    assert {"move", "write"} <= set(bench.wrong())
 
 
 def test_cuda_must_be_there_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +73,3 @@ def test_cuda_must_be_there_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(CommandError, match="no CUDA device"):
         main(["--device", "cuda"])
-
-
-@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--tokens", "0"]])
-def test_counts_of_none_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A zero must not become the default."""
-    with pytest.raises(SystemExit) as refused:
-        main([*SMALL, *flags])
-    assert refused.value.code == 2
-    assert "--tokens and --rounds must be at least 1" in capsys.readouterr().err

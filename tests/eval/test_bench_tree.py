@@ -7,7 +7,7 @@ import pytest
 from eval.bench import tree
 from eval.recorded import read_recorded
 
-SMALL = ["--nodes", "2000", "--decisions", "50", "--table-requests", "200"]
+SMALL = ["--nodes", "2000", "--decisions", "50"]
 
 
 @pytest.mark.nightly
@@ -30,7 +30,7 @@ def test_bench_reports_times_and_sizes(tmp_path: Path) -> None:
 
 def test_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured is kept; the same command with the same folder measures the rest."""
-    argv = ["--nodes", "60", "--decisions", "5", "--table-requests", "5", "--out", str(tmp_path)]
+    argv = ["--nodes", "60", "--decisions", "5", "--out", str(tmp_path)]
     with monkeypatch.context() as patch:
         patch.setattr(tree, "traced_bytes", lambda build: 1 / 0)
         with pytest.raises(ZeroDivisionError):

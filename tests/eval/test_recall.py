@@ -59,7 +59,7 @@ def ask(query: str, *gold: str) -> dict[str, Any]:
 def run(data: Path, *flags: str) -> dict[tuple[str, str], dict[str, float]]:
     """(query, arm) -> means; two passages for each question, unless flags say otherwise."""
     out = data / "record"
-    assert main(["--data", str(data), "--sets", "one", "--out", str(out), "--k", "2", "--dim", "4", *flags]) == 0
+    assert main(["--data", str(data), "--sets", "one", "--out", str(out), "--k", "2", *flags]) == 0
     cells = read_record(out)["results"]["cells"]
     return {(cell["cell"]["query"], cell["arm"]): means(cell) for cell in cells}
 
@@ -68,8 +68,8 @@ def means(cell: Mapping[str, Any]) -> dict[str, float]:
     return {name: value["mean"] for name, value in cell["metrics"].items()}
 
 
-def queries(data: Path, *kinds: str, seed: int = 0, limit: int | None = None, name: str = "one") -> list[list[str]]:
-    found = read_set(data, name, kinds or ["last"], seed=seed, limit=limit)
+def queries(data: Path, *kinds: str, limit: int | None = None) -> list[list[str]]:
+    found = read_set(data / "one", kinds or ["last"], limit=limit)
     return [[request.question for request in asked.requests] for asked in found.values()]
 
 
@@ -105,9 +105,6 @@ def test_each_domain_has_an_index_of_its_own(make: Make) -> None:
     assert figures["recall@1"] == 1.0
     assert figures["hit"] == pytest.approx(2 / 6, abs=1e-4)
     assert figures["repeated"] == 0.0
-    make([{**talks[0], "turns": turns["y"]}], name="conversations", passages=passages)
-    with pytest.raises(CommandError, match="gold passage 'p3' is not of domain 'x'"):
-        queries(data)
 
 
 def test_equal_texts_are_one_passage(make: Make) -> None:
@@ -215,11 +212,12 @@ def test_no_samples_make_empty_results() -> None:
 
 
 def test_questions_are_shuffled_and_limited(make: Make) -> None:
-    """By the seed; a limit takes from the shuffled ones, so that it is a sample."""
+    """A limit takes from the shuffled ones, so that it is a sample."""
     data = make([ask(f"question {i}") for i in range(9)])
     (asked,) = queries(data)
     assert sorted(asked) == [f"question {i}" for i in range(9)]
-    assert [asked] == queries(data) != queries(data, seed=1)
+    assert [asked] == queries(data)
+    assert asked != sorted(asked)
     assert queries(data, limit=4) == [asked[:4]]
 
 
@@ -231,18 +229,11 @@ def test_what_a_turn_searches_for(make: Make) -> None:
         ["turn 0", "turn 0\nturn 1", "turn 1\nturn 2", "turn 2\nq"],
         ["rewritten 0", "rewritten 1", "rewritten 2"],
     ]
-    make([{**TALK, "turns": [{"question": "other"}]}], name="conversations_un")
-    assert queries(data, name="one/conversations_un.jsonl.gz") == [["other"]]
-    with pytest.raises(CommandError, match=r"conversations_un\.jsonl\.gz: no rewrites"):
-        queries(data, "rewrite", name="one/conversations_un.jsonl.gz")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--k", "0"], "--k must be at least 1"),
-        (["--nprobe", "-1"], "--nprobe must be at least 1"),
-        (["--limit", "0"], "--limit must be at least 1"),
         (["--sets", "nothing"], r"nothing/passages\.jsonl\.gz does not exist"),
         (["--factory", "Nonsense"], "factory 'Nonsense'"),
     ],
@@ -251,14 +242,6 @@ def test_mistakes_are_one_line(make: Make, flags: list[str], message: str) -> No
     """No traceback."""
     with pytest.raises(CommandError, match=message):
         run(make([ask("apple")]), *flags)
-
-
-@pytest.mark.parametrize("query", ["first", "turns", "turns:", "turns:0", "turns:-1", "turns:x", ""])
-def test_unknown_queries_are_refused(make: Make, query: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what there is."""
-    with pytest.raises(SystemExit):
-        run(make([ask("apple")]), "--query", query)
-    assert "must be last, rewrite or turns:N" in capsys.readouterr().err
 
 
 def shares(requests: Sequence[Sequence[str]], name: str, k: int) -> float:

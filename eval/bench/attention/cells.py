@@ -3,7 +3,7 @@
     scattered   each token as likely as any other           clustered   runs of about 64 tokens, anywhere
     .X..X...XX.....X..                                       ...XXXX......XXXX.
 
-Requests of a batch have the same context and ratio, other positions and pages of their own, in random order over the pool.
+Requests of a batch have the same context and ratio, other positions and slots of their own, in random order over the pool.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, tile_rows
-from sglang_chunkcache.attention.flashinfer_cuda import unsupported_shape
 from sglang_chunkcache.attention.sparse_layout import plan_sparse
 
 PATTERNS = ("scattered", "clustered")
@@ -36,25 +36,12 @@ class Cell:
     batch: int
     ratio: float
 
-    @property
-    def name(self) -> str:
-        """As samples call it."""
-        return f"{self.pattern}/{self.context}/{self.batch}/{self.ratio:g}"
 
-
-def cells_of(
-    patterns: Sequence[str], contexts: Sequence[int], batches: Sequence[int], ratios: Sequence[float]
-) -> list[Cell]:
-    """The grid, context by context and batch by batch; at ratio 1 all patterns are one, after the others."""
-    cells = [
-        Cell(pattern if ratio < 1 else "all", context, batch, ratio)
-        for context in contexts
-        for batch in batches
-        for pattern in patterns
-        for ratio in ratios
-    ]
-    unique = dict.fromkeys(cells)
-    return sorted(unique, key=lambda cell: (contexts.index(cell.context), batches.index(cell.batch), cell.ratio == 1))
+def cells_of(contexts: Sequence[int], batches: Sequence[int], ratios: Sequence[float]) -> list[Cell]:
+    """The grid, context by context and batch by batch; at ratio 1 all patterns are one."""
+    grid = product(contexts, batches, PATTERNS, ratios)
+    cells = (Cell(pattern if ratio < 1 else "all", context, batch, ratio) for context, batch, pattern, ratio in grid)
+    return list(dict.fromkeys(cells))
 
 
 def positions_of(pattern: str, context: int, ratio: float, seed: int) -> Tensor:
@@ -73,81 +60,40 @@ def positions_of(pattern: str, context: int, ratio: float, seed: int) -> Tensor:
     return torch.arange(count) + cuts[run] + run
 
 
-def make_requests(cell: Cell, *, page_size: int, whole: bool = False, contiguous: bool = False) -> list[SparseRequest]:
-    """The cell's batch. Pages are those of a pool that has just enough of them.
+def make_requests(cell: Cell, *, whole: bool = False, contiguous: bool = False) -> list[SparseRequest]:
+    """The cell's batch. Slots are those of a pool that has just enough of them.
 
     Args:
         whole: all tokens are queries, as dense prefill has them.
-        contiguous: pages in order, for attention that knows no pages.
+        contiguous: slots in order, for attention that knows none.
     """
-    num_pages = -(-cell.context // page_size)
     generator = torch.Generator().manual_seed(cell.context + cell.batch)
-    pages = torch.randperm(cell.batch * num_pages, generator=generator)
+    slots = torch.randperm(cell.batch * cell.context, generator=generator)
     if contiguous:
-        pages = torch.arange(cell.batch * num_pages)
+        slots = slots.sort().values
+    pattern, ratio = ("all", 1.0) if whole else (cell.pattern, cell.ratio)
     return [
-        SparseRequest(
-            positions=torch.arange(cell.context)
-            if whole
-            else positions_of(cell.pattern, cell.context, cell.ratio, seed=number),
-            kv_pages=pages[number * num_pages : (number + 1) * num_pages],
-            num_keys=cell.context,
-        )
-        for number in range(cell.batch)
+        SparseRequest(positions_of(pattern, cell.context, ratio, seed=number), own, cell.context)
+        for number, own in enumerate(slots.view(cell.batch, cell.context))
     ]
 
 
-def make_kv(cell: Cell, shape: HeadShape, *, page_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(keys, values), [num_pages, page_size, num_kv_heads, head_dim] each, normally distributed."""
-    size = (cell.batch * -(-cell.context // page_size), page_size, shape.num_kv_heads, shape.head_dim)
-    generator = torch.Generator(device).manual_seed(0)
-    keys, values = (torch.randn(size, dtype=shape.dtype, device=device, generator=generator) for _ in range(2))
-    return keys, values
+def pairs_of(requests: Sequence[SparseRequest]) -> int:
+    """Query-key pairs, which any implementation has to compute."""
+    return sum(int(request.visible().sum()) for request in requests)
 
 
-def make_queries(count: int, shape: HeadShape, *, device: torch.device) -> Tensor:
-    """[count, num_qo_heads, head_dim], normally distributed."""
-    generator = torch.Generator(device).manual_seed(1)
-    size = (count, shape.num_qo_heads, shape.head_dim)
-    return torch.randn(size, dtype=shape.dtype, device=device, generator=generator)
-
-
-def work_of(requests: Sequence[SparseRequest], shape: HeadShape, *, page_size: int) -> dict[str, int]:
-    """What any implementation has to do: query-key pairs, their FLOPs, and bytes in and out with each key read once."""
-    visible = [request.visible() for request in requests]
-    num_queries = sum(counts.numel() for counts in visible)
-    pairs = sum(int(counts.sum()) for counts in visible)
-    # Pages that requests share are read once; of two requests that share one, the longer list counts.
-    held = torch.zeros(1 + max(int(request.kv_pages.max()) for request in requests), dtype=torch.int64)
-    for request, counts in zip(requests, visible, strict=True):
-        num_keys = int(counts[-1]) if counts.numel() else 0
-        pages = request.kv_pages[: -(-num_keys // page_size)].long()
-        filled = (num_keys - page_size * torch.arange(pages.numel())).clamp(max=page_size)
-        held.scatter_reduce_(0, pages, filled, "amax")
-    numbers = 2 * num_queries * shape.num_qo_heads + 2 * int(held.sum()) * shape.num_kv_heads
-    return {
-        "queries": num_queries,
-        "pairs": pairs,
-        "flops": 4 * shape.head_dim * shape.num_qo_heads * pairs,
-        "bytes": numbers * shape.head_dim * shape.dtype.itemsize,
-    }
-
-
-def layouts_of(requests: Sequence[SparseRequest], shape: HeadShape, *, page_size: int) -> dict[str, dict[str, float]]:
-    """Kernel -> pairs that its layout executes over needed ones, MiB of page indices, and CPU seconds of the layout alone.
-
-    Empty for a shape that the kernels do not know.
-    """
-    needed = work_of(requests, shape, page_size=page_size)["pairs"]
+def layouts_of(requests: Sequence[SparseRequest], shape: HeadShape) -> dict[str, dict[str, float]]:
+    """Kernel -> pairs that its layout executes over needed ones, MiB of slot indices, and CPU seconds of the layout alone."""
     figures: dict[str, dict[str, float]] = {}
-    for kernel in () if unsupported_shape(shape, page_size=page_size) else KERNELS:
+    for kernel in KERNELS:
         rows, times = tile_rows(shape, kernel), []
         for _ in range(LAYOUT_REPEATS):
             start = time.thread_time()
-            layout = plan_sparse(requests, page_size=page_size, tile_rows=rows, two_part=kernel == "fa3_two_part")
+            layout = plan_sparse(requests, page_size=1, tile_rows=rows, two_part=kernel == "fa3_two_part")
             times.append(time.thread_time() - start)
+        executed = layout.executed_pairs(rows) / pairs_of(requests)
         size = 4 * layout.num_indices() / 2**20
-        executed = layout.executed_pairs(rows) / needed
         figures[kernel] = {"executed_over_needed": executed, "index_mib": size, "layout_s": median(times)}
     return figures
 
