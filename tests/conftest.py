@@ -17,6 +17,7 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 
 import tests.examples  # noqa: F401  registers Hypothesis's profiles
+from tests.beside import pytest_runtestloop, register_second  # noqa: F401  a hook of ours
 
 if find_spec("torch") is not None:
     from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
@@ -40,6 +41,7 @@ def is_nightly(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("nightly" if is_nightly(config) else "default")
+    register_second(config)
 
 
 @pytest.hookimpl(tryfirst=True)
