@@ -31,11 +31,12 @@ find_python() {
     return 1
 }
 
-# pip without its progress; what it printed comes out whole if it fails.
+# pip without its progress and byte code, which it makes on one core only; what it printed comes out whole if it fails.
 pip_install() {
     local log=.venv/setup.log
     say "installing $*"
-    if ! .venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off "$@" >"$log" 2>&1; then
+    local options=(--no-input --no-compile --disable-pip-version-check --progress-bar off)
+    if ! .venv/bin/python -m pip install "${options[@]}" "$@" >"$log" 2>&1; then
         cat "$log" >&2
         say "failed: pip install $*"
         return 1
@@ -84,5 +85,7 @@ else
     pip_install -e '.[cpu,retrieval,encoders,eval,dev]'
     pip_install --no-deps "$(pinned sglang)" "$(pinned flashinfer-python)" # with their dependencies they would bring CUDA packages
 fi
+say "compiling"
+.venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib || true # some templates and examples do not compile
 echo "$stamp" >.venv/setup.stamp
 say "done"

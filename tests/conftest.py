@@ -6,6 +6,7 @@ full. Without torch or SGLang the tests that need them are skipped; the rest sta
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 
 import tests.examples  # noqa: F401  registers Hypothesis's profiles
+from tests.beside import pytest_runtestloop, register_second  # noqa: F401  a hook of ours
 
 if find_spec("torch") is not None:
     from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
@@ -39,6 +41,7 @@ def is_nightly(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("nightly" if is_nightly(config) else "default")
+    register_second(config)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,6 +56,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+def pytest_collection_finish() -> None:
+    """What the imports of torch and SGLang have left takes a second of each full garbage collection, and stays anyway."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Extension modules complain, after pytest's closing line, of objects that are not freed at the end."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -55,7 +55,7 @@ def assert_clean(server: Server) -> None:
     deadline = time.monotonic() + 300
     while True:
         post(server.url + "/rag/v1/chat/completions", body_of(world_requests(1, seed=5)[0], max_tokens=1))
-        time.sleep(1.0)
+        time.sleep(0.2)
         stats = get(server.url + "/chunkcache/stats")
         rank = stats["ranks"][0]
         clean = (

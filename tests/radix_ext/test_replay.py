@@ -217,17 +217,17 @@ def ragpulse() -> list[list[Chunk]]:
     ("order", "eviction", "capacity", "at_least", "at_most"),
     [
         ("retriever", "lru", None, 0.262, 0.272),
-        ("retriever", "lru", 3000, 0.181, 0.191),
+        pytest.param("retriever", "lru", 3000, 0.181, 0.191, marks=pytest.mark.nightly),
         ("retriever", "lru", 1000, 0.118, 0.128),
         ("frequency", "lru", None, 0.323, 0.333),
-        ("frequency", "lru", 3000, 0.274, 0.284),
+        pytest.param("frequency", "lru", 3000, 0.274, 0.284, marks=pytest.mark.nightly),
         ("frequency", "lru", 1000, 0.213, 0.223),
         ("tree", "lru", None, 0.488, 1),
-        ("tree", "lru", 3000, 0.412, 1),
+        pytest.param("tree", "lru", 3000, 0.412, 1, marks=pytest.mark.nightly),
         ("tree", "lru", 1000, 0.300, 1),
-        ("tree", "promoted", 3000, 0.420, 1),
+        pytest.param("tree", "promoted", 3000, 0.420, 1, marks=pytest.mark.nightly),
         ("tree", "promoted", 1000, 0.320, 1),
-        ("tree", "reused", 3000, 0.435, 1),
+        pytest.param("tree", "reused", 3000, 0.435, 1, marks=pytest.mark.nightly),
         ("tree", "reused", 1000, 0.370, 1),
     ],
 )
@@ -239,6 +239,6 @@ def test_hit_rate_on_ragpulse(
     at_least: float,
     at_most: float,
 ) -> None:
-    """The figures in radix_ext/README.md."""
+    """The figures in radix_ext/README.md; the capacity in the middle is checked nightly."""
     result = run(ragpulse, order=order, eviction=eviction, capacity=capacity)
     assert at_least <= result.chunk_hit_rate <= at_most
