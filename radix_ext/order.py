@@ -3,7 +3,10 @@
 ```
 retriever   as the retriever ranked them
 frequency   descending count in the access table, ties by rank (CRAFT 4.2)
-tree        the deepest cached chain made of this request's chunks only, then the rest by `tail`
+tree        the deepest cached chain made of this request's chunks only, then the rest by `tail`:
+            seen       chunks that the window has seen first, by rank among them and among the others
+            rank       as the retriever ranked them
+            frequency  descending count, ties by rank
 ```
 The search for the deepest chain goes level by level and looks into at most `max_visits` nodes. Where that is enough
 it is exact. On larger trees each level keeps the nodes with most hits, and some chain is always followed to its end.
@@ -19,7 +22,7 @@ from radix_ext.errors import ChunkError, check_at_least, check_choice
 from radix_ext.prefix_tree import ChunkPrefixTree
 
 OrderPolicy = Literal["retriever", "frequency", "tree"]
-TailPolicy = Literal["rank", "frequency"]
+TailPolicy = Literal["seen", "rank", "frequency"]
 ORDER_POLICIES: tuple[OrderPolicy, ...] = get_args(OrderPolicy)
 TAIL_POLICIES: tuple[TailPolicy, ...] = get_args(TailPolicy)
 
@@ -55,7 +58,7 @@ def order_chunks(
     """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither tree nor table.
 
     `tail` matters for `tree` only. Of equally long chains (tokens, then chunks) the one that prefers the retriever's
-    first wins.
+    first wins. `table` must not yet have observed this request, or all of its chunks would count as seen.
 
     Raises:
         PolicyError: unknown policy or tail.
@@ -71,8 +74,7 @@ def order_chunks(
     if policy == "tree":
         path = longest_chain(tree, namespace, tuple(by_id), rank=rank, max_visits=max_visits)
         ordered = [by_id.pop(node.chunk_id) for node in path]
-        rest = list(by_id.values())
-        ordered += _by_frequency(rest, table) if tail == "frequency" else rest
+        ordered += _tail(tail, list(by_id.values()), table)
     else:
         ordered = _by_frequency(chunks, table) if policy == "frequency" else list(chunks)
         path = _usable_path(tree, namespace, ordered, rank)
@@ -162,6 +164,12 @@ def _most_hit(level: list[tuple[ChainNode, int, int]], width: int) -> list[tuple
     """The `width` entries with most hits, still in retriever order: many requests through a node, much below it."""
     kept = sorted(range(len(level)), key=lambda index: -level[index][0].hits)[:width]
     return [level[index] for index in sorted(kept)]
+
+
+def _tail(tail: TailPolicy, chunks: list[Chunk], table: AccessTable) -> list[Chunk]:
+    if tail == "seen":
+        return sorted(chunks, key=lambda chunk: table.count(chunk.id) == 0)
+    return _by_frequency(chunks, table) if tail == "frequency" else chunks
 
 
 def _by_frequency(chunks: Sequence[Chunk], table: AccessTable) -> list[Chunk]:

@@ -61,7 +61,7 @@ def grow(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTab
     tree, accesses = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
     while len(tree) < num_nodes:
         request = next(requests)
-        ordered = order_chunks("tree", "rank", tree, accesses, _NAMESPACE, request, rank=0, max_visits=8).chunks
+        ordered = order_chunks("tree", "seen", tree, accesses, _NAMESPACE, request, rank=0, max_visits=8).chunks
         ids = [chunk.id for chunk in ordered]
         accesses.observe(ids)
         tree.insert(_NAMESPACE, ordered, rank=0, tier=Tier.DEVICE, promoted_len=accesses.promoted_run(ids, 2))
@@ -87,7 +87,7 @@ def decision_us(build: Build, load: Load, k: int, num_nodes: int, num_decisions:
     times, found = [], 0
     for request in islice(requests, num_decisions):
         start = thread_time()
-        ordering = order_chunks("tree", "rank", *grown, _NAMESPACE, request, rank=0, max_visits=_MAX_VISITS)
+        ordering = order_chunks("tree", "seen", *grown, _NAMESPACE, request, rank=0, max_visits=_MAX_VISITS)
         times.append((thread_time() - start) * 1e6)
         found += ordering.held_len
     times.sort()

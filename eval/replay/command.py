@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_axes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the grid: each takes one value or several, all combinations are replayed")
     group.add_argument("--order", nargs="+", choices=ORDER_POLICIES, help="default: tree")
-    text = "order of the remaining chunks under tree; default: rank"
+    text = "order of the remaining chunks under tree; default: seen"
     group.add_argument("--tail", nargs="+", choices=TAIL_POLICIES, help=text)
     group.add_argument("--eviction", nargs="+", choices=EVICTION_POLICIES, help="default: lru")
     group.add_argument("--admission", nargs="+", choices=ADMISSION_POLICIES, help="default: all")

@@ -25,7 +25,7 @@ class Cell:
     """
 
     order: OrderPolicy = "tree"
-    tail: TailPolicy | None = "rank"
+    tail: TailPolicy | None = "seen"
     capacity: int = 0
     capacity_tokens: int = 0
     eviction: EvictionPolicy | None = "lru"
@@ -159,7 +159,7 @@ def _canonical(cell: Cell, has_conversations: bool) -> Cell:
     tail = cell.tail if cell.order == "tree" else None
     eviction = cell.eviction if cell.capacity or cell.capacity_tokens else None
     by_marks = cell.admission == "promoted" or eviction == "promoted"
-    by_counts = by_marks or eviction == "reused" or "frequency" in (cell.order, tail)
+    by_counts = by_marks or eviction == "reused" or cell.order == "frequency" or tail in ("seen", "frequency")
     dedup = cell.dedup or _default_dedup(cell.order)
     return replace(
         cell,

@@ -56,7 +56,7 @@ class Pair:
             min_saved_tokens=limits.min_saved_tokens,
             **knobs,
         )
-        settings = ReplaySettings(order, "rank", "reused", "all", "off", None, None, WINDOW, 2, 64)
+        settings = ReplaySettings(order, "seen", "reused", "all", "off", None, None, WINDOW, 2, 64)
         self.replay = WatchedReplay(settings, self.config, kv_bytes=BYTES, prefill_budget=64, chunk_tokens=1)
         self.server = FusedScheduler(5000, self.config, limits=limits, store_bytes=self.config.store_mib << 20)
         self.recent: list[list[ChunkId]] = []

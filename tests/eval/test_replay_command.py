@@ -14,7 +14,7 @@ import pytest
 
 from eval.__main__ import main
 from eval.replay.command import WORLD_REQUESTS
-from radix_ext import Replay
+from radix_ext import TAIL_POLICIES, Replay
 
 TRACE: list[dict[str, object]] = [
     {"passages": ["a", "b", "a"], "lengths": [5, 7, 5], "timestamp": 0.5},
@@ -43,7 +43,7 @@ def test_report_has_hit_rate_and_settings(tmp_path: Path, capsys: pytest.Capture
     """Plain or gzip. Repeats and empty requests left out. Ids 7 and "7" are one chunk."""
     found = replayed(capsys, write_trace(tmp_path / name, TRACE))
     assert (found["num_requests"], found["num_chunks"], found["chunk_hit_rate"]["value"]) == (3, 7, 2 / 7)
-    assert {"order": "tree", "tail": "rank", "capacity": 0}.items() <= found["cell"].items()
+    assert {"order": "tree", "tail": "seen", "capacity": 0}.items() <= found["cell"].items()
 
 
 def test_token_hits_are_told_where_every_request_has_lengths(
@@ -402,10 +402,10 @@ def test_turn_behind_an_empty_one_is_no_first_turn(tmp_path: Path, capsys: pytes
 def test_grid_leaves_out_what_would_be_the_same_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tail matters to `tree` only, an eviction at limited capacity, a window where something counts."""
     trace = write_trace(tmp_path / "trace.jsonl", TRACE)
-    options = ["--order", "retriever", "tree", "--tail", "rank", "frequency", "--eviction", "lru", "reused"]
+    options = ["--order", "retriever", "tree", "--tail", *TAIL_POLICIES, "--eviction", "lru", "reused"]
     _, results = compare(capsys, trace, *options, "--window", "1", "1000", "--k", "1", "2")
     cells = [cell["cell"] for cell in results["cells"]]
-    assert len(cells) == 2 * (1 + 1 + 2)
+    assert len(cells) == 2 * (1 + 1 + 2 + 2)
     assert {cell["eviction"] for cell in cells} == {None}
     assert [cell["tail"] for cell in cells if cell["order"] == "retriever"] == [None, None]
 

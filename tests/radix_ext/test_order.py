@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radix_ext import (
+    TAIL_POLICIES,
     AccessTable,
     Chunk,
     ChunkError,
@@ -64,6 +65,7 @@ def names_of(ordering: Ordering) -> str:
     [
         ("retriever", "rank", "abcd", 0),
         ("frequency", "rank", "dbac", 0),
+        ("tree", "seen", "cbda", 1),
         ("tree", "rank", "cabd", 1),
         ("tree", "frequency", "cdba", 1),
     ],
@@ -156,9 +158,17 @@ def test_bad_arguments_are_refused() -> None:
 chains = st.lists(st.permutations("abcde").map("".join).flatmap(lambda s: st.integers(0, 5).map(lambda n: s[:n])))
 
 
-@given(chains=chains, request_names=st.permutations("abcdz").map("".join), other=chains)
-def test_unbounded_search_equals_brute_force(chains: list[str], request_names: str, other: list[str]) -> None:
-    """Over all permutations: most tokens, then most chunks, then lexicographically first by retriever rank."""
+@given(
+    chains=chains,
+    request_names=st.permutations("abcdz").map("".join),
+    other=chains,
+    tail=st.sampled_from(TAIL_POLICIES),
+    seen=st.text("abcdez"),
+)
+def test_unbounded_search_equals_brute_force(
+    chains: list[str], request_names: str, other: list[str], tail: TailPolicy, seen: str
+) -> None:
+    """Over all permutations: most tokens, then most chunks, then lexicographically first by retriever rank; then the tail."""
     tree = make_tree(*chains)
     for chain in other:
         tree.insert("", make_chunks(chain), rank=1, tier=Tier.DEVICE, promoted_len=0)
@@ -171,11 +181,16 @@ def test_unbounded_search_equals_brute_force(chains: list[str], request_names: s
         return sum(LENGTHS.get(name, 4) for name in run), length, ranks
 
     best_tokens, best_len, best_ranks = max(map(goodness, permutations(request_names)))
-    ordering = order(request_names, tree)
+    ordering = order(request_names, tree, tail=tail, seen=seen)
     assert (ordering.held_tokens, ordering.held_len) == (best_tokens, best_len)
     assert [-request_names.index(name) for name in names_of(ordering)[:best_len]] == best_ranks
     rest = [name for name in request_names if name not in names_of(ordering)[:best_len]]
-    assert names_of(ordering)[best_len:] == "".join(rest)
+    expected = {
+        "seen": sorted(rest, key=lambda name: name not in seen),
+        "rank": rest,
+        "frequency": sorted(rest, key=lambda name: -seen.count(name)),
+    }
+    assert names_of(ordering)[best_len:] == "".join(expected[tail])
 
 
 def scattered_tree(num_chunks: int, num_chains: int, max_len: int) -> tuple[ChunkPrefixTree, list[Chunk]]:

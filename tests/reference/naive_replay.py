@@ -52,7 +52,9 @@ def _ordered(request: Sequence[str], cached: Cache, counts: Counter[str], order:
         return tuple(request) if order == "retriever" else by_count
     best = max(permutations(request), key=lambda path: _depth(path, cached))  # the first of the deepest
     chain = best[: _depth(best, cached)]
-    return chain + tuple(chunk for chunk in (request if tail == "rank" else by_count) if chunk not in chain)
+    seen = [*(chunk for chunk in request if counts[chunk]), *(chunk for chunk in request if not counts[chunk])]
+    tails = {"seen": seen, "rank": request, "frequency": by_count}
+    return chain + tuple(chunk for chunk in tails[tail] if chunk not in chain)
 
 
 def _depth(path: Path, cached: Cache) -> int:

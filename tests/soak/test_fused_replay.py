@@ -41,7 +41,7 @@ def test_replay_predicts_a_server(tmp_path: Path) -> None:
     """Every request: the order of its chunks and their tokens by fate. At the end: the store."""
     rng, world = random.Random(0), World(77, 60)
     config = ChunkCacheConfig(reuse="fused", min_saved_tokens=0, store_chunks=STORE_CHUNKS, scoring="off")
-    settings = ReplaySettings("tree", "rank", "reused", "all", "shown", None, None, config.window_requests, 2, 64)
+    settings = ReplaySettings("tree", "seen", "reused", "all", "shown", None, None, config.window_requests, 2, 64)
     replay = FusedReplay(settings, config, kv_bytes=1, prefill_budget=BUDGET, chunk_tokens=1)
     total: Counter[str] = Counter()
     with Server(FLAGS, log=tmp_path / "server.log") as server:

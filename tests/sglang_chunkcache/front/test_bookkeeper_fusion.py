@@ -122,7 +122,7 @@ def test_turn_without_chunks_has_no_recipe_to_keep() -> None:
 
 def test_chunks_over_the_threshold_are_kept() -> None:
     """Counted with this request, from exact requests too; spans of the history included."""
-    bench, messages = Bench(**FUSED), [user("one")]
+    bench, messages = Bench(order="retriever", **FUSED), [user("one")]
     assert told(bench.turn(messages, A, B)).keep == frozenset()
     assert told(bench.reply(bench.ask("x", C, B))).keep == {1}
     messages.append(user("two"))

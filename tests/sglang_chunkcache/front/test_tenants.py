@@ -100,7 +100,8 @@ def answers_of(who: Identity, others: Sequence[Identity], *, rounds: int, **knob
 
 
 @pytest.mark.parametrize(
-    ("order", "tail"), [("retriever", "rank"), ("frequency", "rank"), ("tree", "rank"), ("tree", "frequency")]
+    ("order", "tail"),
+    [("retriever", "rank"), ("frequency", "rank"), ("tree", "seen"), ("tree", "rank"), ("tree", "frequency")],
 )
 @pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_a_tenant_sees_nothing_of_another(order: str, tail: str, rounds: int) -> None:
