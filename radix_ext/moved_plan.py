@@ -10,7 +10,7 @@ still counts. It is only promised where a hit follows. Chunks are moved whole or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -41,6 +41,8 @@ class FusionRequest:
     """Parts of `context` to leave out, for ablations: "beta", "cci"."""
     fresh: frozenset[int] = frozenset()
     """Indices of spans that are computed even where a source exists."""
+    plain: bool = False
+    """Whether only KV that was computed alone counts as a source: the neighbours of a chunk to preprocess (FusionRAG eq. 10)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
@@ -192,7 +194,8 @@ def make_plan(
 ) -> ReusePlan:
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
-    `candidates` is asked once per chunk; an empty answer makes the chunk a gap.
+    `candidates` is asked once per chunk; an empty answer makes the chunk a gap. A `plain` request moves chunks for what their KV
+    is, not to save time, so `min_saved_tokens` does not count for it.
     """
     chosen = _choose(spans, start, limit, candidates, fusion)
     if not chosen:
@@ -224,7 +227,7 @@ def make_plan(
             break
         pieces += [*waiting, piece]
         waiting, moved_len, gap_len, recomputed_len = [], moved, gaps, recomputed
-    if pieces and moved_len - recomputed_len < limits.min_saved_tokens:
+    if pieces and not fusion.plain and moved_len - recomputed_len < limits.min_saved_tokens:
         return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT))
     return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len)
 
@@ -262,7 +265,7 @@ def _choose(
     """Span index -> the piece that moves it from its best source."""
     ids = [span.chunk for span in spans]
     offered = {  # among equals the first is taken: one that need not be rotated
-        index: tuple(sorted(candidates(span.chunk), key=lambda option: option.start != span.start))
+        index: tuple(sorted(_admitted(candidates(span.chunk), fusion), key=lambda option: option.start != span.start))
         for index, span in enumerate(spans)
         if span.end <= limit and index not in fusion.fresh and (span.start >= start or fusion.selector == "set")
     }
@@ -288,6 +291,11 @@ def _choose(
             else cfo(1.0, fix_overhead(best.prefix, best.scores, before), span.end - span.start),
         )
     return chosen
+
+
+def _admitted(options: Sequence[Candidate], fusion: FusionRequest) -> Iterable[Candidate]:
+    """The sources that the request may use at all."""
+    return (option for option in options if not (fusion.plain and (option.prefix or option.preprocessed)))
 
 
 def _best(

@@ -2,6 +2,7 @@
 
     recipe   query/0.15/alpha=-/focus=0/without=-/question=9f86d081884c7d65
              the policy                           only where the choice of tokens depends on the question
+    recipe   none/0.0/.../fresh=3/only=5f2ae1c07b9d4e83           of one prompt that preprocesses a chunk
 
 Fused KV is shared between requests by its recipe alone, so the recipe names all that the KV depends on besides its chunks and
 what precedes them; in a conversation the first fused turn's question counts for all later turns. Knows no token's KV and no
@@ -10,6 +11,7 @@ source: the scheduler decides what is moved.
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -72,6 +74,9 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
             *([f"fresh={'+'.join(map(str, sorted(fusion.fresh)))}"] if fusion.fresh else []),
         )
     )
+    if fusion.plain:
+        # What a neighbour without plain KV becomes is not known beforehand, so nothing else may find what this prompt leaves.
+        return f"{policy}/only={secrets.token_hex(8)}"
     if earlier == policy or earlier.startswith(f"{policy}/question="):
         return earlier
     if not fusion.asks_the_question:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -188,6 +188,13 @@ def test_reasons_add_up() -> None:
     assert plan_of("AAABBCCC.", "AC", limits=limits) == ReusePlan((), (NotMoved.GAP_TOO_LONG, NotMoved.NOT_WORTH_IT))
 
 
+def test_plain_neighbors_are_moved_whatever_that_saves() -> None:
+    """Their KV is wanted as it is, not to save time."""
+    limits = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=100)
+    plan = plan_of("AAABB..", "AB", fusion=replace(NONE, plain=True, fresh=frozenset({1})), limits=limits)
+    assert pieces(plan) == [(0, 3, True)]
+
+
 # From where
 
 
@@ -203,6 +210,15 @@ def test_preprocessed_sources_come_first() -> None:
     """FusionRAG computes them ahead to be used, whatever else has seen more of this prompt."""
     ahead = Copy(ids("XY"), where="host", preprocessed=True)
     assert chosen([Copy(ids("AB")), ahead]) is ahead
+
+
+def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
+    """FusionRAG eq. 10: neither what other chunks went into, nor what was preprocessed."""
+    plain = Copy(where="host")
+    others = [Copy(ids("A")), Copy(ids("XY"), where="host", preprocessed=True), Copy(preprocessed=True)]
+    fusion = replace(NONE, plain=True)
+    assert plan_of("AZZ.", {"Z": [*others, plain]}, fusion=fusion).pieces[-1].source is plain
+    assert plan_of("AZZ.", {"Z": others}, fusion=fusion) == ReusePlan((), (NotMoved.NO_SOURCE,))
 
 
 def test_source_that_has_seen_most_of_the_prompt_comes_next() -> None:
@@ -323,7 +339,7 @@ def slow_plan(
             break
         num_hits += 1
     moved, end, _, recomputed = promise(num_hits)
-    if moved and len(moved) - recomputed < limits.min_saved_tokens:
+    if moved and not fusion.plain and len(moved) - recomputed < limits.min_saved_tokens:
         return set(), start, (*reasons, NotMoved.NOT_WORTH_IT)
     return moved, end, tuple(reasons)
 
@@ -359,12 +375,16 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
         data.draw(st.sampled_from([0.0, 0.15, 0.5, 1.0])),
         "r",
         fresh=data.draw(st.frozensets(st.integers(0, 8), max_size=2)),
+        plain=data.draw(st.booleans()),
     )
     small = st.integers(0, 12)
     limits = Limits(data.draw(small), data.draw(small), data.draw(small))
 
     plan = plan_of(layout, sources, start=start, limit=limit, fusion=fusion, limits=limits)
 
+    if fusion.plain:
+        alone = [copy for copies in sources.values() for copy in copies if not copy.prefix and not copy.preprocessed]
+        sources = {letter: [copy for copy in copies if copy in alone] for letter, copies in sources.items()}
     moved, end, reasons = slow_plan(spans, start, limit, sources, fusion, limits)
     assert {p for piece in plan.pieces if piece.source for p in range(piece.start, piece.end)} == moved
     assert plan.fallbacks == reasons

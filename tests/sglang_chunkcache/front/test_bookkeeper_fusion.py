@@ -361,7 +361,9 @@ def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
         frozenset({2}),
     )
     assert spans.is_preprocessing
-    assert spans.fusion.recipe == "none/0.0/alpha=-/focus=0/without=-/fresh=2"
+    assert spans.fusion.plain
+    assert spans.fusion.recipe.startswith("none/0.0/alpha=-/focus=0/without=-/fresh=2/only=")
+    assert spans.fusion.recipe != told(preprocess(bench, C, B, A)).fusion.recipe  # type: ignore[union-attr]
     assert not told(bench.ask("q", A)).is_preprocessing
 
 

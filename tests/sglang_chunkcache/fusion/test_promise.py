@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -657,6 +658,20 @@ def test_preprocessed_chunk_is_moved_first() -> None:
     req = fused(C, B)
     scheduler.serve(req, answer=[50])
     assert report(req).sources[-1].where == "host"
+    scheduler.check()
+
+
+def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
+    """B behind A in a chain has seen A, so only A is matched; B is moved from where it stood alone."""
+    scheduler = make_scheduler()
+    for chunks in ((A, B, C), (B,)):
+        scheduler.serve(rag(*chunks), answer=[50])
+    req = rag(A, B, D, fusion=replace(asks(fresh=[2]), plain=True), keep=[2], is_preprocessing=True)
+    scheduler.serve(req, answer=[50])
+    assert report(req).exact == len(HEAD) + len(A)
+    assert sources(req) == [(1, "device", 0, 0, None)]
+    scheduler.idle()
+    assert variants(scheduler, D) == [((chunk_id(A), chunk_id(B)), D, True, True)]
     scheduler.check()
 
 
