@@ -105,7 +105,7 @@ ARMS = {
         _fused("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, order="retriever", **CACHEBLEND),
         _fused("craft+cacheblend", "in CRAFT's order (fig. 16)", *NO_PASS_LIMIT, order="frequency", **CACHEBLEND),
         _fused(
-            "cache-craft", "Cache-Craft without focus: 15% by context", order="retriever", focus=False, **CACHE_CRAFT
+            "cache-craft", "Cache-Craft without focus: 15% by context", order="retriever", focus="off", **CACHE_CRAFT
         ),
         _fused("cache-craft-focus", "with focus, so less: see recomputed_share", order="retriever", **CACHE_CRAFT),
         _fused("epic", "EPIC: the first 15% of each", order="retriever", selector="first", ratio=0.15),

@@ -182,6 +182,23 @@ def test_moving_must_save_enough(least: int, fallbacks: tuple[str, ...]) -> None
     assert (plan.fallbacks, bool(plan.pieces)) == (fallbacks, not fallbacks)
 
 
+@pytest.mark.parametrize(("budget", "end", "reasons"), [(7, 8, (NotMoved.MEASURING_BUDGET,)), (10, 16, ())])
+def test_measuring_counts_as_its_share_of_the_layers(budget: int, end: int, reasons: tuple[str, ...]) -> None:
+    """Half of them: 16 tokens are measured for 8 and 2 are recomputed. It has a reason of its own."""
+    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, min_saved_tokens=0, measuring_share=0.5)
+    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.125), limits=limits)
+    assert (plan.end, plan.fallbacks) == (end, reasons)
+    assert plan.num_pass_tokens == end // 2 + end // 8
+    assert plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("query", 0.125), limits=limits).end == 16
+
+
+def test_what_is_recomputed_is_told_from_what_is_measured() -> None:
+    """Recomputing alone exceeds the budget here."""
+    limits = Limits(max_pass_tokens=7, max_gap_tokens=0, min_saved_tokens=0, measuring_share=0.01)
+    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.5), limits=limits)
+    assert (plan.end, plan.fallbacks) == (8, (NotMoved.PASS_BUDGET,))
+
+
 def test_reasons_add_up() -> None:
     """A plan cut short may not be worth it for that reason: both are told."""
     limits = Limits(max_pass_tokens=1000, max_gap_tokens=1, min_saved_tokens=5)
@@ -330,12 +347,19 @@ def slow_plan(
 
     num_hits, reasons = 0, []
     while num_hits < len(hits):
-        _, _, gaps, recomputed = promise(num_hits + 1)
+        _, end, gaps, recomputed = promise(num_hits + 1)
         if gaps > limits.max_gap_tokens:
             reasons.append(NotMoved.GAP_TOO_LONG)
             break
         if gaps + recomputed > limits.max_pass_tokens:
             reasons.append(NotMoved.PASS_BUDGET)
+            break
+        is_measured = fusion.selector == "deviation" and 0 < fusion.ratio < 1
+        if (
+            is_measured
+            and gaps + recomputed + math.ceil(limits.measuring_share * (end - start)) > limits.max_pass_tokens
+        ):
+            reasons.append(NotMoved.MEASURING_BUDGET)
             break
         num_hits += 1
     moved, end, _, recomputed = promise(num_hits)
@@ -371,14 +395,14 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
     )
     sources = {letter: data.draw(copies) for letter in "ABCD"}
     fusion = FusionRequest(
-        data.draw(st.sampled_from(["none", "query", "context"])),
+        data.draw(st.sampled_from(["none", "query", "context", "deviation"])),
         data.draw(st.sampled_from([0.0, 0.15, 0.5, 1.0])),
         "r",
         fresh=data.draw(st.frozensets(st.integers(0, 8), max_size=2)),
         plain=data.draw(st.booleans()),
     )
     small = st.integers(0, 12)
-    limits = Limits(data.draw(small), data.draw(small), data.draw(small))
+    limits = Limits(data.draw(small), data.draw(small), data.draw(small), data.draw(st.sampled_from([0.1, 0.5, 1.0])))
 
     plan = plan_of(layout, sources, start=start, limit=limit, fusion=fusion, limits=limits)
 
