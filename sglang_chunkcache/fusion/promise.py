@@ -169,7 +169,8 @@ class Fuser:
             outcome.move = move
             self._pending.append(_Pending(move, last, taken.pop_all()))
         state(req).fused = key.fused
-        self.sources.count_uses(plan)
+        if not spans.is_preprocessing:  # else neighbours would outlive what they are moved for
+            self.sources.count_uses(plan)
         return row[plan.start :], last
 
     def before(self, batch: ScheduleBatch) -> None:

@@ -675,6 +675,18 @@ def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
     scheduler.check()
 
 
+def test_a_neighbor_is_not_used() -> None:
+    """Only requests count: else plain variants, moved again and again, would push out the preprocessed ones."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(B, keep=[0]), answer=[50])
+    scheduler.idle()
+    scheduler.evict(100)
+    req = rag(A, B, D, fusion=replace(asks(fresh=[2]), plain=True), keep=[2], is_preprocessing=True)
+    scheduler.serve(req, answer=[50])
+    assert sources(req)[-1][:2] == (1, "host")
+    assert scheduler.store.stats().num_uses == 0
+
+
 def test_chunk_preprocessed_behind_nothing_is_an_ordinary_variant() -> None:
     """It has seen no neighbour, so nothing is gained by taking it before others."""
     scheduler = make_scheduler()
