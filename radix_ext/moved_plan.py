@@ -10,13 +10,15 @@ still counts. It is only promised where a hit follows. Chunks are moved whole or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from radix_ext.cfo import Attention, best_variant, cfo, fix_overhead
 from radix_ext.chunk import ChunkId, Span
+
+Focus = Literal["off", "spare", "refill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,15 @@ class FusionRequest:
     """Names how the fused KV is made. Requests share fused nodes where it agrees."""
     alpha: float | None = None
     """Cache-Craft's scale of eq. 12. None: solved for so that the mean CFO is `ratio`."""
-    focus: bool = False
-    """Whether chunks that the question does not attend to are spared recomputation (Cache-Craft, algorithm 1)."""
+    focus: Focus = "off"
+    """What becomes of the tokens chosen in chunks that the question does not attend to (Cache-Craft, algorithm 1): "spare" leaves
+    them as moved, "refill" recomputes as many in the other chunks instead."""
     without: frozenset[str] = frozenset()
     """Parts of `context` to leave out, for ablations: "beta", "cci"."""
     fresh: frozenset[int] = frozenset()
     """Indices of spans that are computed even where a source exists."""
+    plain: bool = False
+    """Whether only KV that was computed alone counts as a source: the neighbours of a chunk to preprocess (FusionRAG eq. 10)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
@@ -59,7 +64,7 @@ class FusionRequest:
     @property
     def asks_the_question(self) -> bool:
         """Whether the choice depends on the question: then only requests with the same question share fused KV."""
-        return self.selector == "query" or self.focus
+        return self.selector == "query" or self.focus != "off"
 
 
 class NotMoved(StrEnum):
@@ -68,6 +73,7 @@ class NotMoved(StrEnum):
     NO_SOURCE = "no_source"
     GAP_TOO_LONG = "gap_too_long"
     PASS_BUDGET = "pass_budget"
+    MEASURING_BUDGET = "measuring_budget"
     NOT_WORTH_IT = "not_worth_it"
     NO_ROOM = "no_room"
 
@@ -133,6 +139,8 @@ class ReusePlan:
     """Of `NotMoved`, or a caller's own."""
     recomputed_len: int = 0
     """Moved tokens that the selector will take, estimated."""
+    measured_len: int = 0
+    """What measuring the region costs, in tokens that run through all layers."""
 
     @property
     def start(self) -> int:
@@ -154,7 +162,7 @@ class ReusePlan:
     @property
     def num_pass_tokens(self) -> int:
         """Tokens that go through the model before the extend, as far as the plan can tell."""
-        return self.gap_len + self.recomputed_len
+        return self.gap_len + self.recomputed_len + self.measured_len
 
     @property
     def gap_len(self) -> int:
@@ -168,6 +176,8 @@ class Limits:
     max_pass_tokens: int
     max_gap_tokens: int
     min_saved_tokens: int
+    measuring_share: float = 2 / 32
+    """Share of the model's layers that `deviation` runs the region through to choose; by default as in a model of 32."""
 
 
 def has_room(num_idle: int, num_tokens: int, *, reserve: int, num_after: int) -> bool:
@@ -192,7 +202,8 @@ def make_plan(
 ) -> ReusePlan:
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
-    `candidates` is asked once per chunk; an empty answer makes the chunk a gap.
+    `candidates` is asked once per chunk; an empty answer makes the chunk a gap. A `plain` request moves chunks for what their KV
+    is, not to save time, so `min_saved_tokens` does not count for it.
     """
     chosen = _choose(spans, start, limit, candidates, fusion)
     if not chosen:
@@ -200,7 +211,8 @@ def make_plan(
     pieces: list[Piece] = []
     waiting: list[Piece] = []  # gaps, until a hit after them makes them worth it
     fallbacks: list[str] = []
-    position, moved_len, gap_len, recomputed_len, by_alpha = start, 0, 0, 0, 0
+    position, moved_len, gap_len, recomputed_len, measured_len, by_alpha = start, 0, 0, 0, 0, 0
+    measuring_share = limits.measuring_share if fusion.selector == "deviation" and fusion.is_choice else 0.0
     for index, span in enumerate(spans):
         if span.start < start or span.end > limit:
             continue
@@ -218,15 +230,16 @@ def make_plan(
             break
         by_alpha += _num_by_alpha(piece, fusion)
         recomputed = by_alpha if _goes_by_alpha(fusion) else math.ceil(fusion.ratio * moved) if fusion.recomputes else 0
-        measured = piece.end - start if fusion.selector == "deviation" and fusion.is_choice else 0  # the whole region
-        if max(gaps + recomputed, measured) > limits.max_pass_tokens:
-            fallbacks.append(NotMoved.PASS_BUDGET)
+        measured = math.ceil(measuring_share * (piece.end - start))  # the whole region
+        if gaps + recomputed + measured > limits.max_pass_tokens:
+            alone = gaps + recomputed > limits.max_pass_tokens
+            fallbacks.append(NotMoved.PASS_BUDGET if alone else NotMoved.MEASURING_BUDGET)
             break
         pieces += [*waiting, piece]
-        waiting, moved_len, gap_len, recomputed_len = [], moved, gaps, recomputed
-    if pieces and moved_len - recomputed_len < limits.min_saved_tokens:
+        waiting, moved_len, gap_len, recomputed_len, measured_len = [], moved, gaps, recomputed, measured
+    if pieces and not fusion.plain and moved_len - recomputed_len < limits.min_saved_tokens:
         return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT))
-    return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len)
+    return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len, measured_len)
 
 
 def max_critical(pieces: Sequence[Piece], plan: ReusePlan, fusion: FusionRequest) -> int:
@@ -234,12 +247,17 @@ def max_critical(pieces: Sequence[Piece], plan: ReusePlan, fusion: FusionRequest
     if not fusion.recomputes or (fusion.alpha is None and fusion.ratio == 0):
         return 0
     num_tokens = sum(piece.end - piece.start for piece in pieces)
+    moved = [piece for piece in plan.pieces if piece.source is not None]
     if _goes_by_alpha(fusion):
         # CFO is at least a token's worth, and what a request leaves out of it (`without`) only makes it grow.
-        known = [replace(piece, cfo=1.0) if fusion.without and piece.cfo is not None else piece for piece in pieces]
-        return min(num_tokens, sum(max(1, _num_by_alpha(piece, fusion)) for piece in known))
-    num_moved = sum(piece.source is not None for piece in plan.pieces)  # rounded up for each at most
-    return min(num_tokens, math.ceil(fusion.ratio * plan.moved_len) + num_moved)
+        known = moved if fusion.focus == "refill" else pieces
+        known = [replace(piece, cfo=1.0) if fusion.without and piece.cfo is not None else piece for piece in known]
+        budget = sum(max(1, _num_by_alpha(piece, fusion)) for piece in known)
+    else:
+        budget = math.ceil(fusion.ratio * plan.moved_len) + len(moved)  # rounded up for each at most
+    if fusion.focus == "refill":
+        budget += len(moved)  # and once more
+    return min(num_tokens, budget)
 
 
 def _goes_by_alpha(fusion: FusionRequest) -> bool:
@@ -262,7 +280,7 @@ def _choose(
     """Span index -> the piece that moves it from its best source."""
     ids = [span.chunk for span in spans]
     offered = {  # among equals the first is taken: one that need not be rotated
-        index: tuple(sorted(candidates(span.chunk), key=lambda option: option.start != span.start))
+        index: tuple(sorted(_admitted(candidates(span.chunk), fusion), key=lambda option: option.start != span.start))
         for index, span in enumerate(spans)
         if span.end <= limit and index not in fusion.fresh and (span.start >= start or fusion.selector == "set")
     }
@@ -288,6 +306,11 @@ def _choose(
             else cfo(1.0, fix_overhead(best.prefix, best.scores, before), span.end - span.start),
         )
     return chosen
+
+
+def _admitted(options: Sequence[Candidate], fusion: FusionRequest) -> Iterable[Candidate]:
+    """The sources that the request may use at all."""
+    return (option for option in options if not (fusion.plain and (option.prefix or option.preprocessed)))
 
 
 def _best(

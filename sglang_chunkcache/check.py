@@ -2,7 +2,7 @@
 
     python -m sglang_chunkcache.check --model-path M [any SGLang flag]      load the model, run the start-up gate, stop
     python -m sglang_chunkcache.check --url http://127.0.0.1:30000          the figures of a running server's gate
-    python -m sglang_chunkcache.check --url ... --calibrate FILE --f1 0.9   solve eq. 13 (calibrate.py says how)
+    python -m sglang_chunkcache.check --url ... --calibrate FILE --f1 0.9   solve eq. 13 for `--chunkcache-alpha` (calibrate.py)
 
 The last line of stdout is one JSON object. Exit codes:
 

@@ -28,6 +28,9 @@ SHORT_FLAGS = {
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
 """Names of the selectors; tests check that each has its file in `fusion/selectors/`."""
 
+MAX_ALPHA = 1000.0
+"""Far above the alpha that recomputes every chunk whole."""
+
 MAX_COPIES = 8
 """Device copies of one chunk that a plan looks at, latest first: a popular chunk is cached in hundreds of chains."""
 
@@ -38,9 +41,19 @@ MAX_CAPTURED_TOKENS = 512
 """Of chunks scored and stored after one forward: the answers under way wait for them."""
 
 
-def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
-    """A dataclass field that carries its help text (with the unit), its range and its choices."""
-    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+def knob(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: Any = None,
+    kind: Any = None,
+) -> Any:
+    """A dataclass field that carries its help text (with the unit), its range and its choices. `kind`: the value's type where the
+    default is None, which is in no range."""
+    kind = type(default) if default is not None else kind or str
+    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices, "kind": kind})
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,12 @@ class ChunkCacheConfig:
     """FusionRAG's selector; see fusion/selectors/README.md."""
     recompute_ratio: float = knob(0.15, "share of a request's moved tokens to recompute", low=0.0, high=1.0)
     """FusionRAG's and CacheBlend's operating point."""
+    alpha: float | None = knob(
+        None, "alpha of `context` where a request has none; none: by the ratio", low=0.0, high=MAX_ALPHA, kind=float
+    )
+    """Cache-Craft's eq. 13: what `python -m sglang_chunkcache.check --calibrate` prints for model and traffic."""
+    focus_window: int = knob(3, "layers that must agree on the chunks that a question focuses on", low=1, high=1000)
+    """w of Cache-Craft's algorithm 1, which gives no figure."""
     store_mib: int = knob(1024, "host memory for chunk KV, in MiB", low=1, high=100_000_000)
     """A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
     store_chunks: int = knob(10_000, "chunks in the store", low=1, high=100_000_000)
@@ -185,6 +204,8 @@ class ChunkCacheConfig:
             choices, low, high = (f.metadata.get(k) for k in ("choices", "low", "high"))
             if choices and value not in choices:
                 raise ValueError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
+            if value is None and f.default is None:
+                continue
             if low is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= low):
                 raise ValueError(f"{flag} must be at least {low}, got {value!r}")
             if high is not None and not value <= high:
@@ -215,12 +236,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for f in dataclasses.fields(ChunkCacheConfig):
         if f.metadata.get("internal"):
             continue
-        kind = type(f.default) if f.default is not None else str
         group.add_argument(
             flag_name(f.name),
             *([SHORT_FLAGS[f.name]] if f.name in SHORT_FLAGS else []),
             dest=f.name,
-            type=kind,
+            type=f.metadata["kind"],
             default=f.default,
             choices=f.metadata["choices"],
             help=f"{f.metadata['help']} (default: {f.default!r})".replace("%", "%%"),

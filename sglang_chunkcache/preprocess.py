@@ -3,8 +3,12 @@
     python -m sglang_chunkcache.preprocess --url http://127.0.0.1:30000 --corpus corpus.jsonl --neighbors neighbors.jsonl
 
 A chunk computed after texts that resemble it has attended to texts that are likely to come before it in a prompt. FusionRAG
-(3.1) replaces by it the attention that moving a chunk leaves out. The first pass stores the neighbours, so that they can be
-moved; the second computes each chunk after them. Needs a server started with `--reuse fused`, and two prefills per chunk.
+(3.1) replaces by it the attention that moving a chunk leaves out. The first pass stores every chunk alone; the second moves
+these to a chunk's neighbours' places (eq. 10) and computes the chunk after them. Needs a server started with `--reuse fused`, and
+two prefills per chunk.
+
+A neighbour that the store and the KV pool have lost meanwhile is computed alone again. One that cannot be held even then is
+missing: it is computed in context, and what the chunk becomes depends on the order of the corpus.
 
     corpus      {"id": "d1", "text": "..."}                          one JSON object a line; may be gzipped
     neighbors   {"id": "d1", "neighbors": ["d7", "d3", ...]}         nearest first; a chunk without a line has none
@@ -12,7 +16,8 @@ moved; the second computes each chunk after them. Needs a server started with `-
 Progress goes to stderr; the last line of stdout is one JSON object. Exit codes:
 
     0   every chunk was computed
-    1   single chunks were refused, for example because they are too long together with their neighbours
+    1   single chunks were refused, for example because they are too long together with their neighbours, or a larger share of the
+        neighbours than --max-missing was missing
     2   a mistake in files or flags, or a server that does not answer
 """
 
@@ -23,6 +28,7 @@ import gzip
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +49,7 @@ class Pass:
     chunk_tokens: int = 0
     seconds: float = 0.0
     refused: list[str] = field(default_factory=list)
+    neighbors: Counter[str] = field(default_factory=lambda: Counter(moved=0, computed=0, missing=0))
 
     def summary(self) -> dict[str, Any]:
         """For the JSON line."""
@@ -52,6 +59,7 @@ class Pass:
             "seconds": round(self.seconds, 3),
             "seconds_per_chunk": round(self.seconds / self.chunks, 6) if self.chunks else None,
             "refused": len(self.refused),
+            "neighbors": self.neighbors,
         }
 
 
@@ -61,6 +69,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.top_n < 1:
         parser.error("--top-n: must be at least 1")
+    if not 0 <= args.max_missing <= 1:
+        parser.error("--max-missing: must be from 0 to 1")
     try:
         texts = read_corpus(args.corpus)
         neighbors = read_neighbors(args.neighbors, texts)
@@ -68,14 +78,24 @@ def main(argv: Sequence[str]) -> int:
     except ServerError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    found = result["behind_neighbors"]["neighbors"]
     if not args.json:
         for name in ("alone", "behind_neighbors"):
             one = result[name]
             if one["chunks"]:
                 per_chunk = 1000 * one["seconds_per_chunk"]
                 print(f"{name.replace('_', ' '):17} {one['chunks']:7} chunks {per_chunk:9.1f} ms per chunk")
+        print("neighbors         " + ", ".join(f"{number} {kind}" for kind, number in found.items()))
     print(json.dumps(result))
-    return 1 if result["alone"]["refused"] or result["behind_neighbors"]["refused"] else 0
+    if too_many := found["missing"] > args.max_missing * sum(found.values()):
+        share = found["missing"] / sum(found.values())
+        print(
+            f"{parser.prog}: {share:.1%} of the neighbors were missing, more than --max-missing {args.max_missing:.1%}: "
+            "enlarge the server's KV pool (--mem-fraction-static, --max-total-tokens) or its store "
+            "(--chunkcache-store-mib), or lower --top-n",
+            file=sys.stderr,
+        )
+    return int(bool(too_many or result["alone"]["refused"] or result["behind_neighbors"]["refused"]))
 
 
 def read_corpus(path: Path) -> dict[str, str]:
@@ -147,6 +167,7 @@ def preprocess(
             done.chunks += 1
             done.chunk_tokens += answer["chunk_tokens"]
             done.seconds += answer["seconds"]
+            done.neighbors.update(answer["neighbors"])
             if time.monotonic() - last_s > PROGRESS_S:
                 last_s = time.monotonic()
                 per_chunk = 1000 * done.seconds / done.chunks
@@ -176,6 +197,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--corpus", type=Path, required=True, help="chunks, one JSON object a line")
     parser.add_argument("--neighbors", type=Path, required=True, help="their neighbors, one JSON object a line")
     parser.add_argument("--top-n", type=int, default=10, help="neighbors before a chunk; default: %(default)s")
+    parser.add_argument(
+        "--max-missing",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="share of the neighbors that may be missing, 0 to 1; default: %(default)s",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message of the prompts; default: none")
     parser.add_argument("--api-key", metavar="KEY", help="the API key of the server, or its admin key if it has one")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")

@@ -150,7 +150,7 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
         parts: dict[str, dict[str, Any]] = {"no beta": {"without": ["beta"]}, "no cci": {"without": ["cci"]}}
         found: list[tuple[str, dict[str, float], dict[str, Any]]] = []
         found += [(f"context, {name}", {}, part) for name, part in parts.items()]
-        parts["no focus"] = {"focus": False}
+        parts["no focus"] = {"focus": "off"}
         found += [(f"context, {name}", {"alpha": 1.0}, part) for name, part in parts.items()]
         found += [("context", {"alpha": alpha}, {}) for alpha in ALPHAS]
         at, context = {"ratio": PAIRED_RATIO}, _reuse("context", PAIRED_RATIO)
@@ -209,7 +209,7 @@ def shares(fates: Mapping[str, int]) -> dict[str, float]:
 
 def _reuse(selector: str, ratio: float) -> dict[str, Any]:
     name = selector.removesuffix("-all")
-    return {"mode": "fused", "selector": name, "ratio": float(ratio)} | ({"focus": False} if name != selector else {})
+    return {"mode": "fused", "selector": name, "ratio": float(ratio)} | ({"focus": "off"} if name != selector else {})
 
 
 def _preprocess(url: str, chunk: TextChunk, neighbors: Sequence[TextChunk], salt: str) -> None:

@@ -126,7 +126,9 @@ class FusedReplay:
         nodes = settings.capacity
         self._room = settings.capacity_tokens or (None if nodes is None else int(nodes * chunk_tokens))
         self._settings, self._config, self._kv_bytes, self._budget = settings, config, kv_bytes, prefill_budget
-        self._fusion = FusionRequest(config.selector, config.recompute_ratio, focus=config.selector == "context")
+        self._fusion = FusionRequest(
+            config.selector, config.recompute_ratio, focus="spare" if config.selector == "context" else "off"
+        )
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens, config.min_saved_tokens)
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)

@@ -71,6 +71,8 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
         "mode": "fused",
         "selector": fusion.selector,
         "ratio": _ratio(fusion),
+        "alpha": fusion.alpha,
+        "focus": fusion.focus,
         "sources": [_shown(labels, source) for source in report.sources] if report else [],
         "focused": None if focused is None else [labels[i] for i in focused],
         "gap": report.gap if report else 0,

@@ -17,13 +17,12 @@ from pydantic import (
 )
 
 from radix_ext import FusionRequest
-from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
+from radix_ext.moved_plan import Focus
+from sglang_chunkcache.config import MAX_ALPHA, SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.front.fusion_options import fused_request
 
 MAX_ID_CHARS = 256
 """Conversation ids and chunk labels; they are kept, so they are bounded."""
-MAX_ALPHA = 1000.0
-"""Far above the alpha that recomputes every chunk whole."""
 
 MAX_TURNS = 100
 """User messages that make a query; a query's characters are limited further."""
@@ -63,7 +62,7 @@ class ReuseIn(BaseModel):
     selector: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1, strict=True)
     alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
-    focus: bool | None = Field(default=None, strict=True)
+    focus: Focus | None = None
     without: list[Literal["beta", "cci"]] = Field(default=[], max_length=2)
 
     @field_validator("selector")

@@ -164,7 +164,7 @@ class Drafter:
         rank: int = 0,
         is_over: threading.Event | None = None,
     ) -> Draft:
-        """`chunk` after its neighbours, whose KV is moved there, to be computed and stored (FusionRAG 3.1, eq. 10).
+        """`chunk` after its neighbours, whose plain KV is moved there, to be computed and stored (FusionRAG 3.1, eq. 10).
 
         Args:
             messages: system messages only, before the neighbours.
@@ -188,7 +188,7 @@ class Drafter:
             template_kwargs=template_kwargs,
             encode=encode,
         )
-        fusion = FusionRequest("none", 0.0, fresh=frozenset({len(chunks) - 1}))
+        fusion = FusionRequest("none", 0.0, fresh=frozenset({len(chunks) - 1}), plain=True)
         return Draft(
             array("i", (*pieces.lead, *pieces.intro)),
             (),

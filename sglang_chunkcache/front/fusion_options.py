@@ -1,7 +1,8 @@
 """From a client's options for moved KV to what the scheduler is told: defaults, the recipe, and which chunks go into the store.
 
-    recipe   query/0.15/alpha=-/focus=0/without=-/question=9f86d081884c7d65
+    recipe   query/0.15/alpha=-/focus=off/without=-/question=9f86d081884c7d65
              the policy                           only where the choice of tokens depends on the question
+    recipe   none/0.0/.../fresh=3/only=5f2ae1c07b9d4e83           of one prompt that preprocesses a chunk
 
 Fused KV is shared between requests by its recipe alone, so the recipe names all that the KV depends on besides its chunks and
 what precedes them; in a conversation the first fused turn's question counts for all later turns. Knows no token's KV and no
@@ -10,11 +11,13 @@ source: the scheduler decides what is moved.
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from radix_ext import AccessTable, FusionRequest, Span
+from radix_ext.moved_plan import Focus
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 
@@ -31,12 +34,12 @@ def fused_request(
     selector: str | None = None,
     ratio: float | None = None,
     alpha: float | None = None,
-    focus: bool | None = None,
+    focus: Focus | None = None,
     without: Iterable[str] = (),
 ) -> FusionRequest:
     """The client's options with the server's defaults filled in; the recipe comes with the prompt.
 
-    `focus` is part of Cache-Craft's selector (algorithm 1), so it is on by default for `context` alone.
+    Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them.
 
     Raises:
         RequestError: a server that was started without `--reuse fused`, or an alpha that the selector would not read.
@@ -45,11 +48,13 @@ def fused_request(
     selector = config.selector if selector is None else selector
     if alpha is not None and selector != "context":
         raise RequestError(f"reuse.alpha: selector {selector} has none, only context")
+    if alpha is None and selector == "context":
+        alpha = config.alpha
     return FusionRequest(
         selector=selector,
         ratio=float(config.recompute_ratio if ratio is None else ratio),
         alpha=None if alpha is None else float(alpha),
-        focus=selector == "context" if focus is None else focus,
+        focus=focus or ("spare" if selector == "context" else "off"),
         without=frozenset(without),
     )
 
@@ -67,11 +72,14 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
             fusion.selector,
             repr(fusion.ratio),
             f"alpha={'-' if fusion.alpha is None else repr(fusion.alpha)}",
-            f"focus={fusion.focus:d}",
+            f"focus={fusion.focus}",
             f"without={'+'.join(sorted(fusion.without)) or '-'}",
             *([f"fresh={'+'.join(map(str, sorted(fusion.fresh)))}"] if fusion.fresh else []),
         )
     )
+    if fusion.plain:
+        # What a neighbour without plain KV becomes is not known beforehand, so nothing else may find what this prompt leaves.
+        return f"{policy}/only={secrets.token_hex(8)}"
     if earlier == policy or earlier.startswith(f"{policy}/question="):
         return earlier
     if not fusion.asks_the_question:

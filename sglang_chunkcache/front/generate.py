@@ -1,9 +1,7 @@
-"""Prompts that do not pass SGLang's chat serving: `/rag/v1/generate` and `/chunkcache/preprocess`."""
+"""`/rag/v1/generate`: prompts that do not pass SGLang's chat serving."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -15,8 +13,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_chunkcache.errors import EngineRefusedError
 from sglang_chunkcache.front.answer import answer
-from sglang_chunkcache.front.bodies import GenerateIn, PreprocessIn
-from sglang_chunkcache.front.intake import Intake
+from sglang_chunkcache.front.bodies import GenerateIn
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.request import Planned, RagRequest
 
@@ -51,33 +48,6 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
         media_type="text/event-stream",
         background=parts.engine.create_abort_task(obj),
     )
-
-
-async def preprocess(parts: Parts, intake: Intake, body: PreprocessIn, raw_request: Request) -> dict[str, Any]:
-    """Put a chunk's KV into every rank's store; what became of the prompts' tokens.
-
-    Raises:
-        RequestError: names the field that is wrong.
-    """
-    fates: Counter[str] = Counter()
-    start = time.perf_counter()
-    for rank in range(len(parts.books.mirrors)):
-        planned = await intake.preprocessing(body, raw_request, rank=rank)
-        rag = RagRequest(planned)
-        obj = GenerateReqInput(
-            input_ids=planned.input_ids,
-            sampling_params={"max_new_tokens": 1, "temperature": 0},
-            extra_key=body.extra_key,
-            cache_salt=body.cache_salt,
-        )
-        try:
-            async for _ in parts.engine.run(rag, obj, raw_request):
-                pass
-        except (ValueError, TypeError) as error:
-            raise EngineRefusedError(f"chunk: {error}") from None
-        fates.update(rag.fates() or {})
-    span = planned.spans[-1]
-    return {"chunk_tokens": span.end - span.start, "fates": fates, "seconds": round(time.perf_counter() - start, 6)}
 
 
 async def _events(first: dict[str, Any], outputs: Any, rag: RagRequest) -> AsyncIterator[bytes]:

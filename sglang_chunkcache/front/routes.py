@@ -27,10 +27,11 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, SearchFailedError
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.bodies import PreprocessIn
-from sglang_chunkcache.front.generate import generate, preprocess
+from sglang_chunkcache.front.generate import generate
 from sglang_chunkcache.front.intake import Intake
 from sglang_chunkcache.front.parse import json_object, parse
 from sglang_chunkcache.front.parts import Parts
+from sglang_chunkcache.front.preprocessing import preprocess
 
 Handler = Callable[..., Awaitable[Any]]
 

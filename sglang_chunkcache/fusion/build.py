@@ -10,6 +10,7 @@ from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
+from sglang_chunkcache.fusion.measure import DEVIATION_LAYER
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable
@@ -49,6 +50,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
             max_pass_tokens=config.max_pass_tokens or prefill_budget,
             max_gap_tokens=config.max_gap_tokens,
             min_saved_tokens=config.min_saved_tokens,
+            measuring_share=min(1.0, (DEVIATION_LAYER + 1) / runner.token_to_kv_pool.layer_num),
         ),
         extend_reserve=prefill_budget,
     )

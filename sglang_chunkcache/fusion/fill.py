@@ -55,9 +55,6 @@ MAX_QUESTION_TOKENS = 256
 RESCUE_PIECE = 512
 """Tokens at a time when a region is computed after all."""
 
-FOCUS_WINDOW = 3
-"""Layers that must agree on the focused chunks (w of Cache-Craft's algorithm 1, which gives no figure)."""
-
 
 @dataclass(frozen=True, eq=False)
 class Capture:
@@ -178,17 +175,20 @@ class FusionPass:
         choosers = [_selector_of(move.fusion) for move in moves]
         needs = [set(chooser.needs) for chooser in choosers]
         for move, need in zip(moves, needs, strict=True):
-            if move.fusion.focus and move.fusion.is_choice:
+            if move.fusion.focus != "off" and move.fusion.is_choice:
                 need.add(Need.QUESTION)
         evidence = self._measure(moves, needs)
         critical = []
         for move, chooser, seen in zip(moves, choosers, evidence, strict=True):
             chunks = [_chunk_of(move, piece) for piece in move.moved]
             selection = chooser.select(chunks, move.fusion, seen)
-            if move.fusion.focus and seen.question_by_layer is not None:
-                window = min(FOCUS_WINDOW, len(seen.question_by_layer))
+            if move.fusion.focus != "off" and seen.question_by_layer is not None:
+                window = min(self.config.focus_window, len(seen.question_by_layer))
                 focused, _ = focus.focused_chunks(seen.question_by_layer, window=window)
-                selection = focus.spare_unfocused(selection, focused)
+                if move.fusion.focus == "spare":
+                    selection = focus.spare_unfocused(selection, focused)
+                else:
+                    selection = focus.refill(chooser, chunks, move.fusion, seen, selection, focused)
                 move.focused = [int(move.moved[i].span or 0) for i in sorted(focused)]
             move.fallbacks += selection.fallbacks
             positions = [chunk.start + int(i) for chunk, o in zip(chunks, selection.offsets, strict=True) for i in o]

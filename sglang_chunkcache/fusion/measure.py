@@ -1,7 +1,7 @@
 """Evidence for selectors, measured by passes that write nothing: the pool's bytes are the same before and after.
 
     question    the question over moved KV           -> which tokens it attends to     all layers but the last's end
-    deviation   the promised region, computed again  -> which tokens' KV is off        two layers
+    deviation   the promised region, computed again  -> which tokens' KV is off        two layers, piece by piece
     scores      a chunk over its own KV              -> what the chunk attended to     once per variant
 
 Attention weights are summed piece by piece, in float32; no matrix of queries by keys outlives its piece. Under tensor
@@ -20,11 +20,17 @@ from torch import Tensor
 
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention, StopPass
+from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.fusion.recompute import run_pass
 from sglang_chunkcache.fusion.store import ChunkScores
 
 DEVIATION_LAYER = 1
 """K/V of the second layer is the first that depends on other tokens (CacheBlend compares there; FusionRAG eq. 7)."""
+
+
+PIECE_TOKENS = 2048
+"""Tokens of a promised region that go through these layers at a time, and its gaps. A region may be as long as the context, and
+the memory that SGLang leaves free is for one prefill budget."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,8 @@ class QuestionProbe:
 class DeviationProbe:
     """The promised region `[start, start + n)` of a request: everything after its exact prefix.
 
-    token_ids: [n] int64, gaps included. slots: [start + n] int64, the pool's slots of all positions from 0; those of gaps are
-    not read. chunks: `[start, end)` of each moved chunk, ascending, in the region.
+    token_ids: [n] int64, gaps included. slots: [start + n] int64, the pool's slots of all positions from 0, filled but for
+    gaps. chunks: `[start, end)` of each moved chunk, ascending, in the region.
     """
 
     token_ids: Tensor
@@ -123,8 +129,9 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
 def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[Tensor]:
     """How far moved KV is from that of an ordinary prefill of the promised region, at the second layer.
 
-    The whole region runs through the first layer and the second's projections over the exact prefix. A model of one layer is
-    compared at the first.
+    The region runs through the first layer and the second's projections, `PIECE_TOKENS` at a time. A piece attends to fresh KV of
+    its own and of gaps, and to the pool's of the exact prefix and of earlier pieces' moved chunks: in the first layer KV depends
+    on its token alone, so that is the same but for a rotation's rounding. A model of one layer is compared at the first.
 
     Returns per request, [end] float32, CPU: squared difference of K plus that of V, summed over heads and dimensions; 0 at
     positions without a moved token (CacheBlend; FusionRAG eq. 7, 8).
@@ -133,13 +140,11 @@ def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[
     """
     if not requests:
         return []
-    sequences = [
-        PassSequence(r.token_ids, SparseRequest(torch.arange(r.start, r.end), r.slots[: r.start], r.start))
-        for r in requests
-    ]
-    observer = _DeviationObserver(runner, requests)
-    run_pass(runner, sequences, observer=observer)
-    return _sum_over_ranks(runner, observer.deviation)
+    deviations = [torch.zeros(request.end, device=runner.device) for request in requests]
+    for request, deviation in zip(requests, deviations, strict=True):
+        for start in range(request.start, request.end, PIECE_TOKENS):
+            _measure_piece(runner, request, start, min(start + PIECE_TOKENS, request.end), deviation)
+    return _sum_over_ranks(runner, deviations)
 
 
 def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[ChunkScores]:
@@ -198,28 +203,42 @@ class _QuestionObserver(Observer):
                 raise StopPass
 
 
+def _measure_piece(runner: Any, request: DeviationProbe, start: int, end: int, deviation: Tensor) -> None:
+    """Add the deviation of the region's positions `[start, end)`."""
+    is_moved = torch.zeros(request.end, dtype=torch.bool)
+    for first, last in request.chunks:
+        is_moved[first:last] = True
+    is_run = ~is_moved
+    is_run[: request.start] = False
+    is_run[start:end] = True
+    run, seen = (part[:end].nonzero().flatten() for part in (is_run, ~is_run))
+    moved = is_moved[start:end].nonzero().flatten() + start
+    seen_slots, moved_slots = (request.slots[upload(part, request.slots.device)] for part in (seen, moved))
+    rows = upload(torch.searchsorted(run, moved), runner.device)
+    observer = _DeviationObserver(runner, rows, moved_slots)
+    sequence = PassSequence(request.token_ids[run - request.start], SparseRequest(run, seen_slots, len(seen), seen))
+    run_pass(runner, [sequence], observer=observer)
+    deviation[upload(moved, runner.device)] = observer.deviation
+
+
 class _DeviationObserver(Observer):
-    def __init__(self, runner: Any, requests: Sequence[DeviationProbe]) -> None:
+    """Compares `rows` of the pass with what `slots` hold."""
+
+    def __init__(self, runner: Any, rows: Tensor, slots: Tensor) -> None:
         self._pool = runner.token_to_kv_pool
         self._layer = min(DEVIATION_LAYER, self._pool.layer_num - 1)
-        self._requests = requests
-        self.deviation = [torch.zeros(r.end, device=runner.device) for r in requests]
+        self._rows, self._slots = rows, slots
+        self.deviation = torch.zeros(len(rows), device=runner.device)
 
     def on_kv(self, layer_id: int, keys: Tensor, values: Tensor) -> None:
         if layer_id < self._layer:
             return
-        row = 0
-        for request, deviation in zip(self._requests, self.deviation, strict=True):
-            moved = torch.cat([torch.arange(start, end) for start, end in request.chunks] or [torch.arange(0)])
-            moved = moved.to(keys.device)
-            slots = request.slots.to(keys.device)[moved]
-            for fresh, cached in (
-                (keys, self._pool.get_key_buffer(layer_id)),
-                (values, self._pool.get_value_buffer(layer_id)),
-            ):
-                difference = fresh[row + moved - request.start].float() - cached[slots].float()
-                deviation[moved] += difference.square().sum((1, 2))
-            row += len(request.token_ids)
+        for fresh, cached in (
+            (keys, self._pool.get_key_buffer(layer_id)),
+            (values, self._pool.get_value_buffer(layer_id)),
+        ):
+            difference = fresh[self._rows].float() - cached[self._slots].float()
+            self.deviation += difference.square().sum((1, 2))
         raise StopPass
 
 

@@ -98,14 +98,16 @@ class Fuser:
         """Extend an exact match by fused nodes of the request's recipe and by what can be moved. Takes nothing."""
         assert spans.fusion is not None
         started = time.perf_counter()
-        exact = len(result.device_indices)
         node, found = result.last_device_node, [result.device_indices]
+        if spans.fusion.plain:  # what follows its first chunk in an exact chain was computed after that chunk
+            found, node = self.cache._match_prefix_helper(self.cache.root_node, key[: spans.spans[0].end])
+        exact = sum(map(len, found))
         if any(span.start == exact for span in key.spans):
             values, last = self.cache._match_prefix_helper(node, key[exact:].fused_by(spans.fusion.recipe))
             if values:
                 node, found = last, [*found, *values]
                 state(req).fused = Fused(exact, spans.fusion.recipe)
-        indices = torch.cat(found) if len(found) > 1 else found[0]
+        indices = torch.cat(found) if len(found) > 1 else found[0] if found else result.device_indices[:0]
         try:
             plan = make_plan(
                 spans.spans,
@@ -167,7 +169,8 @@ class Fuser:
             outcome.move = move
             self._pending.append(_Pending(move, last, taken.pop_all()))
         state(req).fused = key.fused
-        self.sources.count_uses(plan)
+        if not spans.is_preprocessing:  # else neighbours would outlive what they are moved for
+            self.sources.count_uses(plan)
         return row[plan.start :], last
 
     def before(self, batch: ScheduleBatch) -> None:

@@ -69,6 +69,12 @@ class Fallback(StrEnum):
         "Gaps and recomputed tokens exceed `--chunkcache-max-pass-tokens`; chunks from there on are computed.",
         "Raise that flag (0 means one prefill budget, `--chunked-prefill-size`) or lower the ratio.",
     )
+    MEASURING_BUDGET = (
+        NotMoved.MEASURING_BUDGET,
+        "What `deviation` measures (two layers over all that is moved, counted as that share of the model's layers), gaps and "
+        "recomputed tokens exceed `--chunkcache-max-pass-tokens` together; chunks from there on are computed.",
+        "Raise that flag (0 means one prefill budget, `--chunked-prefill-size`) or choose another selector.",
+    )
     NOT_WORTH_IT = (
         NotMoved.NOT_WORTH_IT,
         "Moving would save fewer tokens than `--chunkcache-min-saved-tokens`, as always with ratio 1.",

@@ -218,7 +218,7 @@ def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selec
         passages[::-1],
         "Which passage comes first?",
         cache_salt=salt,
-        reuse=fused(selector, 1 / 3, focus=False),
+        reuse=fused(selector, 1 / 3, focus="off"),
     )
     fates = reply["chunkcache"]["fates"]
     moved = fates["relocated"] + fates["recomputed"]
@@ -439,6 +439,7 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["alone"]["chunks"] == result["behind_neighbors"]["chunks"] == 4
+    assert result["behind_neighbors"]["neighbors"] == {"moved": 8, "computed": 0, "missing": 0}
     assert result["stores"][0]["num_variants"] >= 8
     reply = ask(fused_server, passages[1:], "Hello", reuse=fused())
     exact, *moved = passages[1:]
@@ -449,8 +450,8 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
 
 
 def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> None:
-    """Neighbours are moved if they can be; the chunk itself is computed after them and kept."""
-    a, b, c = world.passages[:3]
+    """Neighbours are moved, those without plain KV once they are computed alone; the chunk is computed after them and kept."""
+    a, b, c, d = world.passages[:4]
 
     def prepare(chunk: Passage, *neighbors: Passage) -> dict[str, Any]:
         items = [{"id": p.id, "text": p.text} for p in neighbors]
@@ -463,6 +464,8 @@ def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> N
     after = prepare(c, b, a)
     assert after["fates"]["relocated"] > 0
     assert after["fates"]["computed"] >= after["chunk_tokens"]
+    assert after["neighbors"] == {"moved": 2, "computed": 0, "missing": 0}
+    assert prepare(d, b, c)["neighbors"] == {"moved": 1, "computed": 1, "missing": 0}
     settle(Client(fused_server.url, None))
     reply = ask(fused_server, [a, c], "Hello", cache_salt=salt, reuse=fused())
     assert sources_of(reply)[-1][2] == 2

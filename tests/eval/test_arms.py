@@ -101,7 +101,7 @@ def test_fused_is_what_a_user_gets() -> None:
     assert parse_launcher(list(ARMS["fused"].flags))[0] == defaults
     assert ARMS["fused"].body == {"reuse": {"mode": "fused"}}
     request = fusion_request(ARMS["fused"])
-    assert (request.selector, request.ratio, request.focus) == (defaults.selector, defaults.recompute_ratio, False)
+    assert (request.selector, request.ratio, request.focus) == (defaults.selector, defaults.recompute_ratio, "off")
     for name, arm in ARMS.items():
         if arm.is_fused:
             assert (parse_launcher(list(arm.flags))[0].scoring == "off") == ("unscored" in name)
@@ -110,8 +110,8 @@ def test_fused_is_what_a_user_gets() -> None:
 def test_cache_craft_recomputes_what_it_is_labelled_with() -> None:
     """Alpha is solved for the labelled share; focus would take tokens away afterwards, and has a name of its own."""
     request = fusion_request(ARMS["cache-craft"])
-    assert (request.selector, request.ratio, request.alpha, request.focus) == ("context", 0.15, None, False)
-    assert fusion_request(ARMS["cache-craft-focus"]).focus
+    assert (request.selector, request.ratio, request.alpha, request.focus) == ("context", 0.15, None, "off")
+    assert fusion_request(ARMS["cache-craft-focus"]).focus == "spare"
 
 
 @pytest.mark.parametrize("name", ["cacheblend", "cache-craft", "epic"])

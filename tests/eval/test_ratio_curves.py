@@ -87,7 +87,7 @@ def test_cells_run_ends_once_and_set_last() -> None:
         "mode": "fused",
         "selector": "context",
         "ratio": 0.5,
-        "focus": False,
+        "focus": "off",
     }
     assert by_name["context", '{"ratio": 0.15, "alpha": 2.0}']["alpha"] == 2.0
     assert "focus" not in by_name["context", '{"ratio": 0.5}']

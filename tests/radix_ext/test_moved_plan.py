@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -182,10 +182,34 @@ def test_moving_must_save_enough(least: int, fallbacks: tuple[str, ...]) -> None
     assert (plan.fallbacks, bool(plan.pieces)) == (fallbacks, not fallbacks)
 
 
+@pytest.mark.parametrize(("budget", "end", "reasons"), [(7, 8, (NotMoved.MEASURING_BUDGET,)), (10, 16, ())])
+def test_measuring_counts_as_its_share_of_the_layers(budget: int, end: int, reasons: tuple[str, ...]) -> None:
+    """Half of them: 16 tokens are measured for 8 and 2 are recomputed. It has a reason of its own."""
+    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, min_saved_tokens=0, measuring_share=0.5)
+    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.125), limits=limits)
+    assert (plan.end, plan.fallbacks) == (end, reasons)
+    assert plan.num_pass_tokens == end // 2 + end // 8
+    assert plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("query", 0.125), limits=limits).end == 16
+
+
+def test_what_is_recomputed_is_told_from_what_is_measured() -> None:
+    """Recomputing alone exceeds the budget here."""
+    limits = Limits(max_pass_tokens=7, max_gap_tokens=0, min_saved_tokens=0, measuring_share=0.01)
+    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.5), limits=limits)
+    assert (plan.end, plan.fallbacks) == (8, (NotMoved.PASS_BUDGET,))
+
+
 def test_reasons_add_up() -> None:
     """A plan cut short may not be worth it for that reason: both are told."""
     limits = Limits(max_pass_tokens=1000, max_gap_tokens=1, min_saved_tokens=5)
     assert plan_of("AAABBCCC.", "AC", limits=limits) == ReusePlan((), (NotMoved.GAP_TOO_LONG, NotMoved.NOT_WORTH_IT))
+
+
+def test_plain_neighbors_are_moved_whatever_that_saves() -> None:
+    """Their KV is wanted as it is, not to save time."""
+    limits = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=100)
+    plan = plan_of("AAABB..", "AB", fusion=replace(NONE, plain=True, fresh=frozenset({1})), limits=limits)
+    assert pieces(plan) == [(0, 3, True)]
 
 
 # From where
@@ -203,6 +227,15 @@ def test_preprocessed_sources_come_first() -> None:
     """FusionRAG computes them ahead to be used, whatever else has seen more of this prompt."""
     ahead = Copy(ids("XY"), where="host", preprocessed=True)
     assert chosen([Copy(ids("AB")), ahead]) is ahead
+
+
+def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
+    """FusionRAG eq. 10: neither what other chunks went into, nor what was preprocessed."""
+    plain = Copy(where="host")
+    others = [Copy(ids("A")), Copy(ids("XY"), where="host", preprocessed=True), Copy(preprocessed=True)]
+    fusion = replace(NONE, plain=True)
+    assert plan_of("AZZ.", {"Z": [*others, plain]}, fusion=fusion).pieces[-1].source is plain
+    assert plan_of("AZZ.", {"Z": others}, fusion=fusion) == ReusePlan((), (NotMoved.NO_SOURCE,))
 
 
 def test_source_that_has_seen_most_of_the_prompt_comes_next() -> None:
@@ -314,16 +347,23 @@ def slow_plan(
 
     num_hits, reasons = 0, []
     while num_hits < len(hits):
-        _, _, gaps, recomputed = promise(num_hits + 1)
+        _, end, gaps, recomputed = promise(num_hits + 1)
         if gaps > limits.max_gap_tokens:
             reasons.append(NotMoved.GAP_TOO_LONG)
             break
         if gaps + recomputed > limits.max_pass_tokens:
             reasons.append(NotMoved.PASS_BUDGET)
             break
+        is_measured = fusion.selector == "deviation" and 0 < fusion.ratio < 1
+        if (
+            is_measured
+            and gaps + recomputed + math.ceil(limits.measuring_share * (end - start)) > limits.max_pass_tokens
+        ):
+            reasons.append(NotMoved.MEASURING_BUDGET)
+            break
         num_hits += 1
     moved, end, _, recomputed = promise(num_hits)
-    if moved and len(moved) - recomputed < limits.min_saved_tokens:
+    if moved and not fusion.plain and len(moved) - recomputed < limits.min_saved_tokens:
         return set(), start, (*reasons, NotMoved.NOT_WORTH_IT)
     return moved, end, tuple(reasons)
 
@@ -355,16 +395,20 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
     )
     sources = {letter: data.draw(copies) for letter in "ABCD"}
     fusion = FusionRequest(
-        data.draw(st.sampled_from(["none", "query", "context"])),
+        data.draw(st.sampled_from(["none", "query", "context", "deviation"])),
         data.draw(st.sampled_from([0.0, 0.15, 0.5, 1.0])),
         "r",
         fresh=data.draw(st.frozensets(st.integers(0, 8), max_size=2)),
+        plain=data.draw(st.booleans()),
     )
     small = st.integers(0, 12)
-    limits = Limits(data.draw(small), data.draw(small), data.draw(small))
+    limits = Limits(data.draw(small), data.draw(small), data.draw(small), data.draw(st.sampled_from([0.1, 0.5, 1.0])))
 
     plan = plan_of(layout, sources, start=start, limit=limit, fusion=fusion, limits=limits)
 
+    if fusion.plain:
+        alone = [copy for copies in sources.values() for copy in copies if not copy.prefix and not copy.preprocessed]
+        sources = {letter: [copy for copy in copies if copy in alone] for letter, copies in sources.items()}
     moved, end, reasons = slow_plan(spans, start, limit, sources, fusion, limits)
     assert {p for piece in plan.pieces if piece.source for p in range(piece.start, piece.end)} == moved
     assert plan.fallbacks == reasons

@@ -57,6 +57,18 @@ def predict_focused(inter: Sequence[Sequence[float]], w: int) -> tuple[set[int],
     return None
 
 
+def refilled(
+    by_chunk: Sequence[Sequence[int]], ranked: Sequence[Sequence[int]], focused: Collection[int]
+) -> list[list[int]]:
+    """Focus "refill" for a selector that ranks each chunk's tokens for itself: the tokens of all chunks, taken from the focused
+    ones in equal shares, rounded up. `by_chunk`: the choice without focus; `ranked`: all tokens of each chunk, best first."""
+    budget, room = sum(map(len, by_chunk)), sum(len(ranked[i]) for i in focused)
+    share = min(1.0, budget / room)
+    return [
+        sorted(order[: ceil(round(share * len(order), 6))]) if i in focused else [] for i, order in enumerate(ranked)
+    ]
+
+
 def set_run(chunks: Sequence[Any], prefixes: Sequence[Collection[Any]]) -> tuple[Any, ...]:
     """The longest leading run some order of which is a chain: per chunk of the run the prefix to use. Chunks are unique."""
     for length in range(len(chunks), 0, -1):

@@ -141,10 +141,12 @@ class Scheduler:
         force_miss: bool = False,
         prefill_budget: int | None = None,
         is_chunked: bool = True,
+        rows: Any = None,
     ) -> None:
         """`config` None: SGLang's own RadixCache.
 
         Args:
+            rows: SGLang's `ReqToTokenPool`. None: one of its own.
             prefill_budget: tokens that one batch extends by, None for any number.
             is_chunked: whether prompts are cut to the budget; else a batch's first may exceed it.
         """
@@ -152,7 +154,7 @@ class Scheduler:
         self.prefill_budget, self.is_chunked = prefill_budget, is_chunked
         self.batch: list[tuple[FakeReq, int]] = []  # what the next `forward` computes: up to where
         self.allocator = CountingAllocator(capacity, torch.float32, "cpu", None, False)
-        self.rows = ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
+        self.rows = rows or ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
         params = CacheInitParams(False, self.rows, self.allocator, 1)
         self.cache: Any = RadixCache(params) if config is None else ChunkRadixCache(params, config)
 

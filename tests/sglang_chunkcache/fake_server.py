@@ -18,6 +18,8 @@ class FakeServer:
         self.pending = 0
         """Captures that wait; every other request does one."""
         self.refused: set[str] = set()
+        self.neighbors = {"moved": 2, "computed": 1, "missing": 0}
+        """Of every chunk that has some."""
         self.reply: tuple[int, bytes] | None = None
         fake = self
 
@@ -37,7 +39,12 @@ class FakeServer:
                     self._answer(400, b'{"message": "messages: too long"}')
                 else:
                     fake.pending += 1
-                    self._answer(200, json.dumps({"chunk_tokens": 10, "fates": {}, "seconds": 0.5}).encode())
+                    told = {
+                        "chunk_tokens": 10,
+                        "neighbors": fake.neighbors if body["neighbors"] else {},
+                        "seconds": 0.5,
+                    }
+                    self._answer(200, json.dumps(told).encode())
 
             def _answer(self, status: int, content: bytes) -> None:
                 self.send_response(status)

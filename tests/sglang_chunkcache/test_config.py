@@ -29,7 +29,7 @@ def test_value_below_its_range_is_refused(field: Any) -> None:
     low = field.metadata["low"]
     with pytest.raises(ValueError, match=f"{config.flag_name(field.name)} must be at least {low}"):
         ChunkCacheConfig(**{field.name: low - 1})
-    ChunkCacheConfig(**{field.name: type(field.default)(low)})
+    ChunkCacheConfig(**{field.name: field.metadata["kind"](low)})
 
 
 @pytest.mark.parametrize("field", [f for f in KNOBS if f.metadata["high"] is not None], ids=lambda f: f.name)
@@ -88,8 +88,8 @@ def test_flag_sets_its_field(field: Any) -> None:
     """Every knob has a flag of its type."""
     if field.metadata["choices"]:
         value = field.metadata["choices"][-1]
-    elif isinstance(field.default, int | float):
-        value = type(field.default)(field.metadata["low"] + 1)
+    elif field.metadata["kind"] in (int, float):
+        value = field.metadata["kind"](field.metadata["low"] + 1)
     else:
         value = "text"
     parser = argparse.ArgumentParser()

@@ -56,14 +56,16 @@ def test_every_chunk_alone_then_behind_its_neighbors(
     assert server.chunks == [("A", []), ("B", []), ("C", []), ("A", ["B", "C"]), ("C", ["A"])]
     assert server.pending == 0
     *table, line = capsys.readouterr().out.splitlines()
-    assert len(table) == 2
+    assert len(table) == 3
+    assert table[-1].split(maxsplit=1) == ["neighbors", "4 moved, 2 computed, 0 missing"]
     store = {"pending": 0, "chunks": 3}
     one = {"seconds_per_chunk": 0.5, "refused": 0}
+    nobody, found = {"moved": 0, "computed": 0, "missing": 0}, {"moved": 4, "computed": 2, "missing": 0}
     assert json.loads(line) == {
         "url": server.url,
         "top_n": 10,
-        "alone": {"chunks": 3, "chunk_tokens": 30, "seconds": 1.5, **one},
-        "behind_neighbors": {"chunks": 2, "chunk_tokens": 20, "seconds": 1.0, **one},
+        "alone": {"chunks": 3, "chunk_tokens": 30, "seconds": 1.5, **one, "neighbors": nobody},
+        "behind_neighbors": {"chunks": 2, "chunk_tokens": 20, "seconds": 1.0, **one, "neighbors": found},
         "stores": [store, store],
     }
 
@@ -97,6 +99,22 @@ def test_refused_chunks_are_named_and_counted(
     result = json.loads(out.splitlines()[-1])
     assert (result["alone"]["chunks"], result["alone"]["refused"]) == (2, 1)
     assert (result["behind_neighbors"]["chunks"], result["behind_neighbors"]["refused"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("missing", "flags", "status"),
+    [(1, [], 1), (1, ["--max-missing", "0.25"], 0), (0, ["--max-missing", "0"], 0), (1, ["--max-missing", "0.24"], 1)],
+)
+def test_missing_neighbors_fail_the_command(
+    server: FakeServer, files: list[str], capsys: Any, missing: int, flags: list[str], status: int
+) -> None:
+    """Above the share that may be missing: one line that names what to enlarge. Up to it they are only counted."""
+    server.neighbors = {"moved": 2, "computed": 1, "missing": missing}
+    assert main(["--url", server.url, *files, *flags]) == status
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["behind_neighbors"]["neighbors"]["missing"] == 2 * missing
+    assert err.count("\n") == status
+    assert ("25.0% of the neighbors were missing" in err and "--chunkcache-store-mib" in err) == bool(status)
 
 
 def test_progress_is_shown(server: FakeServer, files: list[str], monkeypatch: Any, capsys: Any) -> None:
@@ -189,6 +207,9 @@ def test_top_n_below_one_is_refused(files: list[str], capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="2"):
         main(["--url", "x", *files, "--top-n", "0"])
     assert "--top-n: must be at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", "x", *files, "--max-missing", "1.5"])
+    assert "--max-missing: must be from 0 to 1" in capsys.readouterr().err
 
 
 # The server

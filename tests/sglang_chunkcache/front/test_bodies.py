@@ -46,9 +46,9 @@ def test_fused_reuse_with_defaults(reuse: Any) -> None:
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_every_selector_is_accepted(selector: str) -> None:
     """By the names in config.py."""
-    wish = {"mode": "fused", "selector": selector, "ratio": 1, "focus": False, "without": ["beta", "cci"]}
+    wish = {"mode": "fused", "selector": selector, "ratio": 1, "focus": "refill", "without": ["beta", "cci"]}
     alpha = {"alpha": 3} if selector == "context" else {}
-    expected = FusionRequest(selector, 1.0, "", alpha.get("alpha"), False, frozenset({"beta", "cci"}))
+    expected = FusionRequest(selector, 1.0, "", alpha.get("alpha"), "refill", frozenset({"beta", "cci"}))
     assert parse(RagFields, {"reuse": wish | alpha}).fusion_request(FUSED) == expected
 
 
@@ -82,7 +82,8 @@ BAD_REUSE: list[tuple[Any, str]] = [
     ({"mode": "fused", "alpha": -1}, "reuse.alpha"),
     ({"mode": "fused", "alpha": float("inf")}, "reuse.alpha"),
     ({"mode": "fused", "alpha": 1e308}, "reuse.alpha"),
-    ({"mode": "fused", "focus": 1}, "reuse.focus"),
+    ({"mode": "fused", "focus": True}, "reuse.focus"),
+    ({"mode": "fused", "focus": "on"}, "reuse.focus"),
     ({"mode": "fused", "without": "beta"}, "reuse.without"),
     ({"mode": "fused", "without": ["gamma"]}, "reuse.without.0"),
     ({"mode": "fused", "without": ["beta"] * 3}, "reuse.without"),

@@ -69,8 +69,8 @@ def test_fused_request_reaches_the_scheduler() -> None:
     bench = Bench(**FUSED, selector="first", recompute_ratio=0.25)
     reuse = told(bench.ask("q", A, B, fusion=fused(bench))).fusion
     assert reuse is not None
-    assert (reuse.selector, reuse.ratio, reuse.focus, reuse.alpha) == ("first", 0.25, False, None)
-    assert reuse.recipe == "first/0.25/alpha=-/focus=0/without=-"
+    assert (reuse.selector, reuse.ratio, reuse.focus, reuse.alpha) == ("first", 0.25, "off", None)
+    assert reuse.recipe == "first/0.25/alpha=-/focus=off/without=-"
 
 
 def test_recipe_knows_the_question_of_query() -> None:
@@ -149,6 +149,8 @@ def test_report_becomes_the_answer() -> None:
         "mode": "fused",
         "selector": "query",
         "ratio": 0.15,
+        "alpha": None,
+        "focus": "off",
         "sources": [
             {"chunk": "a", "from": "host", "variant_prefix": 2, "overlap": 1, "cfo": 0.5},
             {"chunk": "b", "from": "gap", "variant_prefix": 0, "overlap": 0, "cfo": None},
@@ -325,7 +327,7 @@ def test_plan_is_explained() -> None:
         "selector": "context",
         "ratio": 0.15,
         "alpha": 2.0,
-        "focus": True,
+        "focus": "spare",
         "without": ["cci"],
         "recipe": plan.fusion.recipe,
     }
@@ -361,7 +363,9 @@ def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
         frozenset({2}),
     )
     assert spans.is_preprocessing
-    assert spans.fusion.recipe == "none/0.0/alpha=-/focus=0/without=-/fresh=2"
+    assert spans.fusion.plain
+    assert spans.fusion.recipe.startswith("none/0.0/alpha=-/focus=off/without=-/fresh=2/only=")
+    assert spans.fusion.recipe != told(preprocess(bench, C, B, A)).fusion.recipe  # type: ignore[union-attr]
     assert not told(bench.ask("q", A)).is_preprocessing
 
 

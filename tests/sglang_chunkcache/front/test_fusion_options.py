@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from radix_ext import AccessTable, ChunkId, FusionRequest, Span
+from radix_ext.moved_plan import Focus
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.fusion_options import check_fused, fused_request, recipe_of, spans_to_keep
@@ -23,16 +24,25 @@ def test_what_is_left_out_is_the_servers() -> None:
 
 
 def test_what_is_given_wins() -> None:
-    """Zeros and False are given, too."""
-    given = fused_request(FUSED, selector="context", ratio=0, alpha=0, focus=False, without=["cci", "beta"])
-    assert given == FusionRequest("context", 0.0, "", 0.0, False, frozenset({"beta", "cci"}))
+    """Zeros are given, too."""
+    given = fused_request(FUSED, selector="context", ratio=0, alpha=0, focus="off", without=["cci", "beta"])
+    assert given == FusionRequest("context", 0.0, "", 0.0, "off", frozenset({"beta", "cci"}))
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_focus_is_cache_crafts(selector: str) -> None:
     """It comes with `context` alone, unless asked for."""
-    assert fused_request(FUSED, selector=selector).focus is (selector == "context")
-    assert fused_request(FUSED, selector=selector, focus=True).focus
+    assert fused_request(FUSED, selector=selector).focus == ("spare" if selector == "context" else "off")
+    assert fused_request(FUSED, selector=selector, focus="refill").focus == "refill"
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_servers_alpha_is_for_context(selector: str) -> None:
+    """What `check --calibrate` printed; a request's own wins, and no other selector reads it."""
+    calibrated = replace(FUSED, alpha=1.5, selector=selector)
+    expected = 1.5 if selector == "context" else None
+    assert fused_request(calibrated).alpha == fused_request(calibrated, ratio=0.5).alpha == expected
+    assert fused_request(calibrated, selector="context", alpha=0.0).alpha == 0.0
 
 
 @pytest.mark.parametrize(
@@ -54,7 +64,8 @@ def test_every_choice_is_in_the_recipe() -> None:
         replace(base, selector="first"),
         replace(base, ratio=0.25),
         replace(base, alpha=0.15),
-        replace(base, focus=True),
+        replace(base, focus="spare"),
+        replace(base, focus="refill"),
         replace(base, without=frozenset({"beta"})),
         replace(base, without=frozenset({"beta", "cci"})),
         replace(base, fresh=frozenset({0})),
@@ -71,12 +82,12 @@ def test_recipe_is_canonical() -> None:
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("focus", [False, True])
-def test_question_counts_where_the_choice_depends_on_it(selector: str, focus: bool) -> None:
+@pytest.mark.parametrize("focus", ["off", "spare", "refill"])
+def test_question_counts_where_the_choice_depends_on_it(selector: str, focus: Focus) -> None:
     """`query` and any focus look at the question; the others choose the same tokens for every question."""
     reuse = FusionRequest(selector, 0.15, "", focus=focus)
     differs = recipe_of(reuse, QUESTION) != recipe_of(reuse, (1, 2, 4))
-    assert differs is (selector == "query" or focus)
+    assert differs is (selector == "query" or focus != "off")
 
 
 def test_recipe_without_a_question() -> None:

@@ -26,11 +26,11 @@ from sglang_chunkcache.front.routes import Routes
 from sglang_chunkcache.front.sampling import SamplingCheck
 from sglang_chunkcache.front.search import RagSearch
 from sglang_chunkcache.wire.message import decode, encode
-from sglang_chunkcache.wire.report import Explanation, Report, Source
+from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import MARK_KEY, checked, unpack
 from sglang_chunkcache.wire.state import ExplainRequest, RankState
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
-from tests.sglang_chunkcache.front.front_bench import SECRET, A, B, Bench, CharTokenizer, make_output
+from tests.sglang_chunkcache.front.front_bench import SECRET, A, B, Bench, C, CharTokenizer, D, make_output
 
 # FastAPI would have us return plain objects, OpenAI has clients send `max_completion_tokens`: SGLang uses and takes both.
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
@@ -54,6 +54,7 @@ class Manager:
         self.bench, self.sent = bench, list[Any]()
         self.states: list[dict[str, Any]] = []
         self.error: Exception | None = None
+        self.report = Report(3, 1, 0, fused_hit=0, gap=0, shared=0, sources=(), focused=None, fallbacks=(), ms={})
 
     def auto_create_handle_loop(self) -> None:
         pass
@@ -73,8 +74,7 @@ class Manager:
         if self.error is not None:
             raise self.error
         params, rank = obj.sampling_params["custom_params"], obj.routed_dp_rank or 0
-        report = Report(3, 1, 0, fused_hit=0, gap=0, shared=0, sources=(), focused=None, fallbacks=(), ms={})
-        entry = self.bench.ranks[rank].serve(params, obj.input_ids, report if told(obj).fusion else None)
+        entry = self.bench.ranks[rank].serve(params, obj.input_ids, self.report if told(obj).fusion else None)
         yield make_output([65], 3, "stop", rank, entry)
 
 
@@ -380,6 +380,7 @@ def test_failing_search_is_no_400(call: Any) -> None:
 def test_preprocess_runs_on_every_rank(call: Any) -> None:
     """One token each, behind the system message and the neighbours; the fates of all ranks are added up."""
     bench, manager, send = call(reuse="fused", num_ranks=2)
+    manager.states = [state_of(rank, Explanation(20, 0, 20)) for rank in (0, 1)]
     body = {
         "chunk": CHUNKS[0],
         "neighbors": [CHUNKS[1]],
@@ -389,6 +390,8 @@ def test_preprocess_runs_on_every_rank(call: Any) -> None:
     }
     status, answer = send(chunkcache_preprocess, body)
     assert (status, answer["chunk_tokens"]) == (200, len(A.text) + 1)
+    assert answer["neighbors"] == {"moved": 0, "computed": 2, "missing": 0}
+    manager.sent = [obj for obj in manager.sent if not isinstance(obj, ExplainRequest)]
     assert [obj.routed_dp_rank for obj in manager.sent] == [0, 1]
     assert {key: answer["fates"][key] for key in ("exact", "relocated")} == {"exact": 6, "relocated": 2}
     assert sum(answer["fates"].values()) == sum(len(obj.input_ids) for obj in manager.sent)
@@ -399,6 +402,43 @@ def test_preprocess_runs_on_every_rank(call: Any) -> None:
         assert "".join(map(chr, obj.input_ids)).startswith(f"\x02\x01ssys\x03\x01u{B.text};{A.text};")
     assert bench.is_idle()
     assert bench.books.metrics.totals()["requests"] == {"finished": 2}
+
+
+@pytest.mark.parametrize(
+    ("report", "expected"),
+    [
+        ({"exact": 16, "sources": [(1, "host"), (2, "device")]}, {"moved": 2, "computed": 1, "missing": 0}),
+        ({"exact": 16, "sources": [(1, "host"), (2, "gap")]}, {"moved": 2, "computed": 0, "missing": 1}),
+        ({"exact": 3, "sources": []}, {"moved": 0, "computed": 1, "missing": 2}),
+        (
+            {"exact": 16, "sources": [(1, "host"), (2, "host")], "failed": True},
+            {"moved": 0, "computed": 1, "missing": 2},
+        ),
+    ],
+    ids=["found", "not even then", "no room", "computed after an error"],
+)
+def test_neighbors_without_plain_kv_are_computed_alone_first(call: Any, report: Any, expected: dict[str, int]) -> None:
+    """The last of three has none. What became of them is what the rank reports in the end."""
+    bench, manager, send = call(reuse="fused")
+    found = Explanation(16, 0, 30, tuple(Source(0, 1, span, where) for span, where in ((1, "host"), (2, "gap"))))
+    manager.states = [state_of(0, found)]
+    manager.report = Report(
+        report["exact"],
+        1,
+        0,
+        fused_hit=0,
+        gap=0,
+        shared=0,
+        sources=tuple(Source(0, 1, span, where) for span, where in report["sources"]),
+        focused=None,
+        fallbacks=(Fallback.PASS_FAILED,) if report.get("failed") else (),
+        ms={},
+    )
+    body = {"chunk": CHUNKS[0], "neighbors": [CHUNKS[1], *({"text": each.text} for each in (C, D))]}
+    assert send(chunkcache_preprocess, body)[1]["neighbors"] == expected
+    prompts = ["".join(map(chr, obj.input_ids)) for obj in manager.sent if not isinstance(obj, ExplainRequest)]
+    assert [prompt[3:-3] for prompt in prompts] == [f"{D.text};", f"{B.text};{C.text};{D.text};{A.text};"]
+    assert bench.is_idle()
 
 
 @pytest.mark.parametrize(

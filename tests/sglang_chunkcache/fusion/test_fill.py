@@ -317,7 +317,7 @@ def test_requests_of_a_batch_do_not_mix(scene: Scene) -> None:
 def test_focus_spares_the_other_chunks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only chunks that the question looks at are recomputed; they are named by their span."""
     monkeypatch.setattr(focus, "focused_chunks", lambda by_layer, window: ({1, 3}, 0))
-    move = scene.move(asked("first", 0.5, focus=True))
+    move = scene.move(asked("first", 0.5, focus="spare"))
     scene.fusion_pass.run([move])
     assert move.focused == [SPANS.index("B"), SPANS.index("E")]
     chosen = {name: len(chosen_of(scene, move, name)) for name in "ABCE"}
@@ -325,9 +325,37 @@ def test_focus_spares_the_other_chunks(scene: Scene, monkeypatch: pytest.MonkeyP
     assert move.recomputed_len == sum(chosen.values())
 
 
+def test_focus_may_give_what_it_frees_to_the_others(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens in all as without focus, in the focused chunks, up to their length."""
+    monkeypatch.setattr(focus, "focused_chunks", lambda by_layer, window: ({1, 3}, 0))
+    for selector, ratio in (("first", 0.1), ("query", 0.1), ("first", 0.9)):
+        without = scene.move(asked(selector, ratio))
+        scene.fusion_pass.run([without])
+        move = scene.move(asked(selector, ratio, focus="refill"))
+        scene.fusion_pass.run([move])
+        chosen = {name: len(chosen_of(scene, move, name)) for name in "ABCE"}
+        assert chosen["A"] == chosen["C"] == 0
+        assert move.recomputed_len == sum(chosen.values()) == min(without.recomputed_len, LENS["B"] + LENS["E"])
+
+
+def test_focus_window_is_the_servers(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most the model's layers."""
+    windows: list[int] = []
+
+    def focused_chunks(by_layer: Tensor, window: int) -> tuple[set[int], None]:
+        windows.append(window)
+        return set(range(by_layer.shape[1])), None
+
+    monkeypatch.setattr(focus, "focused_chunks", focused_chunks)
+    for window in (2, 50):
+        monkeypatch.setattr(scene.fusion_pass, "config", replace(scene.config, focus_window=window))
+        scene.fusion_pass.run([scene.move(asked("first", 0.5, focus="spare"))])
+    assert windows == [2, models.NUM_LAYERS]
+
+
 def test_focus_is_asked_for(scene: Scene) -> None:
     """Without it no chunk is named; with it the model's own attention decides."""
-    plain, focused = scene.move(asked("first", 0.5)), scene.move(asked("first", 0.5, focus=True), row=2)
+    plain, focused = scene.move(asked("first", 0.5)), scene.move(asked("first", 0.5, focus="spare"), row=2)
     scene.fusion_pass.run([plain])
     scene.fusion_pass.run([focused])
     assert plain.focused is None

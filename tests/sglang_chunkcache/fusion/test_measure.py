@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention import masked
+from sglang_chunkcache.fusion import measure
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
     QuestionProbe,
@@ -24,7 +25,7 @@ from sglang_chunkcache.fusion.measure import (
     question_evidence,
     score_chunks,
 )
-from sglang_chunkcache.fusion.recompute import run_virtual
+from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from tests import models
 from tests.models import NUM_LAYERS, kv_of, make_row, prefill
 from tests.reference.attention import attend
@@ -181,6 +182,33 @@ def test_deviation_evidence_is_the_second_layers_difference(runner: Any) -> None
     torch.testing.assert_close(evidence[0].double(), expected[:22], rtol=1e-4, atol=0)
     torch.testing.assert_close(evidence[1].double(), expected, rtol=1e-4, atol=0)
     assert expected[10:22].min() > 0.1
+
+
+def test_a_long_region_is_measured_in_pieces(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same evidence, and no pass has more tokens than a piece and the gaps: the memory of a pass grows with its tokens."""
+    tokens = make_tokens(0)
+    prefill(runner, tokens.tolist(), OTHERS)
+    own = runner.token_to_kv_pool.get_key_buffer(0)[OTHERS], runner.token_to_kv_pool.get_value_buffer(0)[OTHERS]
+    move_in(runner, tokens)
+    for buffers, layer in zip((runner.token_to_kv_pool.k_buffer, runner.token_to_kv_pool.v_buffer), own, strict=True):
+        buffers[0][SLOTS] = layer  # the first layer's KV depends on its token alone
+        for buffer in buffers:
+            buffer[SLOTS[22:27]] = float("nan")  # a gap
+    probe = DeviationProbe(tokens[PREFIX:END], SLOTS[:END], (CHUNKS[0], CHUNKS[2]))
+    [whole] = deviation_evidence(runner, [probe])
+    lens = []
+
+    def spy(runner: Any, sequences: Any, **options: Any) -> Any:
+        lens.append(sum(len(sequence.token_ids) for sequence in sequences))
+        return run_pass(runner, sequences, **options)
+
+    monkeypatch.setattr(measure, "run_pass", spy)
+    monkeypatch.setattr(measure, "PIECE_TOKENS", 7)
+    with untouched(runner):
+        [pieces] = deviation_evidence(runner, [probe])
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-6)
+    assert whole[PREFIX:22].min() > 0.1
+    assert (len(lens), max(lens)) == (5, 7 + 5)
 
 
 def test_deviation_is_nothing_where_kv_is_exact(runner: Any) -> None:

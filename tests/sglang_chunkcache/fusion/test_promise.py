@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -658,6 +659,32 @@ def test_preprocessed_chunk_is_moved_first() -> None:
     scheduler.serve(req, answer=[50])
     assert report(req).sources[-1].where == "host"
     scheduler.check()
+
+
+def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
+    """B behind A in a chain has seen A, so only A is matched; B is moved from where it stood alone."""
+    scheduler = make_scheduler()
+    for chunks in ((A, B, C), (B,)):
+        scheduler.serve(rag(*chunks), answer=[50])
+    req = rag(A, B, D, fusion=replace(asks(fresh=[2]), plain=True), keep=[2], is_preprocessing=True)
+    scheduler.serve(req, answer=[50])
+    assert report(req).exact == len(HEAD) + len(A)
+    assert sources(req) == [(1, "device", 0, 0, None)]
+    scheduler.idle()
+    assert variants(scheduler, D) == [((chunk_id(A), chunk_id(B)), D, True, True)]
+    scheduler.check()
+
+
+def test_a_neighbor_is_not_used() -> None:
+    """Only requests count: else plain variants, moved again and again, would push out the preprocessed ones."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(B, keep=[0]), answer=[50])
+    scheduler.idle()
+    scheduler.evict(100)
+    req = rag(A, B, D, fusion=replace(asks(fresh=[2]), plain=True), keep=[2], is_preprocessing=True)
+    scheduler.serve(req, answer=[50])
+    assert sources(req)[-1][:2] == (1, "host")
+    assert scheduler.store.stats().num_uses == 0
 
 
 def test_chunk_preprocessed_behind_nothing_is_an_ordinary_variant() -> None:

@@ -43,6 +43,7 @@ RECIPES = (
     FusionRequest("none", 0.0, "none"),
     FusionRequest("query", 0.5, "query"),
     FusionRequest("context", 0.5, "context", fresh=frozenset({1})),
+    FusionRequest("none", 0.0, "plain", fresh=frozenset({1}), plain=True),
 )
 KINDS = ("plain", "exact", *RECIPES)
 STAYING_KINDS = ("exact", *RECIPES[:2], FusionRequest("query", 1.0, "all"))

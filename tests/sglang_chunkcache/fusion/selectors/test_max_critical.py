@@ -18,6 +18,7 @@ from radix_ext.sources import DeviceCopy
 from sglang_chunkcache.config import SELECTORS
 from sglang_chunkcache.fusion import selectors
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
+from sglang_chunkcache.fusion.selectors.focus import refill
 from sglang_chunkcache.scheduler.node import ChunkFacts
 from tests.examples import examples
 from tests.reference.moved_chunks import cases
@@ -37,6 +38,7 @@ def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[l
         alpha=data.draw(st.sampled_from([None, None, 0.0, 0.1, 0.5, 2.0])),
         without=data.draw(st.sampled_from([(), ("beta",), ("cci",)])),
     )
+    fusion = replace(fusion, focus=data.draw(st.sampled_from(["off", "refill"])))
     options = {
         chunk.start: DeviceCopy("node", ChunkFacts(prefix=chunk.prefix_old, scores=chunk.scores)) for chunk in chunks
     }
@@ -51,10 +53,15 @@ def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[l
         limits=ROOMY,
     )
     moved = [piece for piece in plan.pieces if piece.source is not None]
-    selection = selectors.get(fusion.selector).select(chunks, fusion, evidence)
+    selector = selectors.get(fusion.selector)
+    selection = selector.select(chunks, fusion, evidence)
+    if fusion.focus == "refill":
+        focused = data.draw(st.sets(st.integers(0, len(chunks) - 1), min_size=1))
+        selection = refill(selector, chunks, fusion, evidence, selection, focused)
     which = data.draw(st.sets(st.integers(0, len(chunks) - 1)))
     taken = sum(len(selection.offsets[index]) for index in which)
     bound = max_critical([moved[index] for index in which], plan, fusion)
     assert taken <= bound <= sum(chunks[index].num_tokens for index in which)
     if set(which) == set(range(len(chunks))):
-        assert bound <= max(taken, math.ceil(fusion.ratio * plan.moved_len)) + len(chunks) or fusion.alpha is not None
+        rounding = len(chunks) * (2 if fusion.focus == "refill" else 1)
+        assert bound <= max(taken, math.ceil(fusion.ratio * plan.moved_len)) + rounding or fusion.alpha is not None

@@ -1,0 +1,46 @@
+"""The scheduler with moved KV on a real model: what a rank computes, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from radix_ext.moved_plan import Limits
+from radix_ext.variants import VariantIndex
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.fusion.fill import FusionPass
+from sglang_chunkcache.fusion.promise import Fuser
+from sglang_chunkcache.fusion.recompute import run_virtual
+from sglang_chunkcache.fusion.relocate import RotaryTable
+from tests.reference.scheduler import FakeReq, Scheduler
+
+
+class ModelScheduler(Scheduler):
+    """`Scheduler` over a `tests.models.runner` and its pool, of which it uses `capacity` slots."""
+
+    def __init__(
+        self, runner: Any, capacity: int, config: ChunkCacheConfig, *, store_bytes: int = 1 << 30, prefill_budget: int
+    ) -> None:
+        super().__init__(capacity, config, prefill_budget=prefill_budget, rows=runner.req_to_token_pool)
+        self._runner = runner
+        table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
+        self.store = VariantIndex(
+            max_bytes=store_bytes, max_chunks=config.store_chunks, max_variants=config.store_variants
+        )
+        self.fuser = Fuser(
+            self.cache,
+            FusionPass(runner, table, config),
+            self.store,
+            Limits(prefill_budget, config.max_gap_tokens, config.min_saved_tokens),
+            extend_reserve=prefill_budget,
+        )
+        self.cache.promiser = self.fuser
+
+    def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
+        self.fuser.before(SimpleNamespace(reqs=[req for req, _, _ in batch]))
+        for req, start, end in batch:
+            run_virtual(
+                self._runner, req_pool_index=req.kv.req_pool_idx, runs=[(start, end)], token_ids=req.all_ids[:end]
+            )
+        self.fuser.after()

@@ -1,0 +1,183 @@
+"""Chunks computed ahead of requests on a real model, from the command's calls to the store (FusionRAG 3.1, eq. 10).
+
+command ──► front, without HTTP ──► scheduler, without processes ──► model, pool and store
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("transformers")
+
+import torch
+
+from radix_ext.variants import Variant
+from sglang_chunkcache.front.engine import Engine
+from sglang_chunkcache.front.parts import Parts
+from sglang_chunkcache.front.routes import Routes
+from sglang_chunkcache.preprocess import preprocess
+from sglang_chunkcache.wire.message import decode, encode
+from sglang_chunkcache.wire.report import ANSWER_KEY
+from sglang_chunkcache.wire.state import STATE_KEY, ExplainRequest
+from tests import models
+from tests.reference.model_scheduler import ModelScheduler
+from tests.reference.scheduler import FakeReq
+from tests.sglang_chunkcache.front.front_bench import Bench, make_output
+
+pytestmark = pytest.mark.engine
+
+TEXTS = {
+    name: f"{name} {word} " * 4 for name, word in zip("abcdef", ("two", "owl", "lamp", "r", "sea", "hill"), strict=True)
+}
+NEIGHBORS = {"a": "bcd", "b": "cae", "c": "adf", "d": "fe", "e": "a", "f": "ecba"}
+ORDERS = ("abcdef", "fedcba", "dafbec")
+TOLERANCE = 5e-5
+
+
+class Manager:
+    """SGLang's tokenizer manager in front of one scheduler that serves one request at a time."""
+
+    incremental_streaming_output = False
+
+    def __init__(self, scheduler: ModelScheduler) -> None:
+        self.scheduler = scheduler
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    async def get_internal_state_communicator(self, message: Any) -> list[Any]:
+        state = self.scheduler.cache.rank_state(0, decode(message.rid, ExplainRequest))
+        return [SimpleNamespace(internal_state={STATE_KEY: encode(state)})]
+
+    async def generate_request(self, obj: Any, raw_request: Any) -> AsyncIterator[Any]:
+        req = FakeReq(obj.input_ids, obj.sampling_params["custom_params"])
+        self.scheduler.serve(req, answer=[65])
+        assert req.customized_info is not None
+        yield make_output([65], 0, "length", 0, req.customized_info[ANSWER_KEY])
+
+
+class Server:
+    """What the command's client talks to."""
+
+    url = "in-process"
+
+    def __init__(self, runner: Any, *, pool: int = 1200, store_bytes: int = 1 << 30, **knobs: Any) -> None:
+        bench = Bench(reuse="fused", recompute_attention="masked", **knobs)
+        self.scheduler = ModelScheduler(runner, pool, bench.config, store_bytes=store_bytes, prefill_budget=256)
+        parts = Parts(bench.config)
+        chat = SimpleNamespace(default_chat_template_kwargs={})
+        engine = Engine(Manager(self.scheduler), bench.books)
+        vars(parts).update(books=bench.books, drafter=bench.drafter, planner=bench.planner, chat=chat, engine=engine)
+        self._routes = Routes(parts)
+        self.put: list[tuple[Any, Variant]] = []
+        """All that has entered the store."""
+        put = self.scheduler.store.put
+
+        def record(identity: Any, variant: Variant) -> bool:
+            is_put = put(identity, variant)
+            if is_put:
+                self.put.append((identity, variant))
+            return is_put
+
+        self.scheduler.store.put = record  # type: ignore[method-assign]
+
+    def get(self, path: str) -> dict[str, Any]:
+        return {"reuse": "fused", "ranks": [self.scheduler.fuser.stats()]}
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if path == "/rag/v1/generate":
+            self.scheduler.forward()  # another request's
+            return {}
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield json.dumps(body).encode()
+
+        async def is_disconnected() -> bool:
+            return False
+
+        request: Any = SimpleNamespace(
+            headers={}, state=SimpleNamespace(), stream=stream, is_disconnected=is_disconnected
+        )
+        answer = asyncio.run(self._routes.chunkcache_preprocess(request))
+        assert answer.status_code == 200, answer.body
+        found: dict[str, Any] = json.loads(answer.body)
+        return found
+
+
+def fill(server: Server, order: Sequence[str] = ORDERS[0]) -> dict[str, Any]:
+    """Preprocess the corpus in this order."""
+    client: Any = server
+    texts = {name: TEXTS[name] for name in order}
+    result = preprocess(client, texts, {name: list(NEIGHBORS[name]) for name in order}, top_n=10)
+    server.scheduler.check()
+    return result
+
+
+def variants(server: Server) -> dict[tuple[Any, ...], Variant]:
+    """What the store has: (chunk, the chunks before it, whether preprocessed) -> variant."""
+    return {
+        (identity, variant.prefix, variant.preprocessed): variant
+        for identity, of_chunk in server.scheduler.store._chunks.items()
+        for variant in of_chunk.values()
+    }
+
+
+def assert_same(got: Variant, expected: Variant) -> None:
+    for mine, theirs in zip(got.blob.read(), expected.blob.read(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=TOLERANCE)
+    mine, theirs = got.scores, expected.scores
+    assert mine is not None
+    assert theirs is not None
+    assert mine.prefix_lens == theirs.prefix_lens
+    assert (*mine.inter, mine.intra) == pytest.approx((*theirs.inter, theirs.intra), abs=TOLERANCE)
+    for name in ("context", "received"):
+        torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture
+def runner() -> Iterator[Any]:
+    runner = models.runner("llama")
+    yield runner
+    models.assert_given_back(runner)
+
+
+def test_the_order_of_the_corpus_does_not_matter(runner: Any) -> None:
+    """Neighbours are plain KV, each computed alone (eq. 10): the same variants, KV and scores in any order."""
+    first, *others = (Server(runner) for _ in ORDERS)
+    for server, order in zip((first, *others), ORDERS, strict=True):
+        fill(server, order)
+    expected = variants(first)
+    assert sum(preprocessed for _, _, preprocessed in expected) == len(NEIGHBORS)
+    for server in others:
+        got = variants(server)
+        assert got.keys() == expected.keys()
+        for key, variant in got.items():
+            assert_same(variant, expected[key])
+
+
+def test_neighbors_are_plain_though_the_store_holds_few(runner: Any) -> None:
+    """What the store has lost is computed alone again, then moved: each chunk becomes what it becomes with all the room."""
+    roomy, tight = Server(runner), Server(runner, store_bytes=40_000)
+    assert fill(roomy)["behind_neighbors"]["neighbors"] == {"moved": 16, "computed": 0, "missing": 0}
+    found = fill(tight)["behind_neighbors"]["neighbors"]
+    assert tight.scheduler.store.stats().num_evicted > 6
+    assert (sum(found.values()), found["missing"]) == (16, 0)
+    expected = {(identity, variant.prefix): variant for identity, variant in roomy.put}
+    for identity, variant in tight.put:
+        assert_same(variant, expected[identity, variant.prefix])
+
+
+def test_neighbors_that_nothing_can_hold_are_missing(runner: Any) -> None:
+    """Neither store nor pool: they are computed in context and counted. The first is computed in its place as it is alone."""
+    server = Server(runner, pool=300, store_bytes=1)
+    found = fill(server)["behind_neighbors"]["neighbors"]
+    assert sum(found.values()) == 16
+    assert found["missing"] > 0
+    assert server.put == []
