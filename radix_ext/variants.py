@@ -167,6 +167,17 @@ class VariantIndex:
             num_uses=self._num_uses,
         )
 
+    def profile(self) -> dict[str, float]:
+        """Variants, chunks, the most variants of one chunk, the mean f_r, and the share of variants never used. O(variants)."""
+        reuse = [variant.reuse for _, variant, _ in self._held.values()]
+        return {
+            "variants": len(reuse),
+            "chunks": len(self._chunks),
+            "most_variants": max(map(len, self._chunks.values()), default=0),
+            "mean_reuse": round(sum(reuse) / max(1, len(reuse)), 3),
+            "unused": round(reuse.count(0) / max(1, len(reuse)), 3),
+        }
+
     def check_integrity(self) -> None:
         """Check every invariant and counter; O(variants), for tests and idle moments.
 

@@ -70,9 +70,10 @@ class FusedCount(NamedTuple):
 
 
 class _History(NamedTuple):
-    chunks: tuple[Chunk, ...] = ()
-    keys: tuple[str, ...] = ()
-    recipe: str | None = None
+    chunks: tuple[Chunk, ...]
+    keys: tuple[str, ...]
+    recipe: str
+    is_fused: bool
 
 
 @dataclass(slots=True)
@@ -112,6 +113,7 @@ class FusedReplay:
         kv_bytes: of one token.
         prefill_budget: tokens of one pass, where the configuration names none.
         chunk_tokens: length of a chunk, for the room of a cache whose capacity is in chunks.
+        share: of the requests that opt into moved KV, evenly spread; a conversation does as its first turn.
     """
 
     def __init__(
@@ -122,8 +124,9 @@ class FusedReplay:
         kv_bytes: int,
         prefill_budget: int,
         chunk_tokens: float,
+        share: float = 1.0,
     ) -> None:
-        nodes = settings.capacity
+        nodes, self._share = settings.capacity, share
         self._room = settings.capacity_tokens or (None if nodes is None else int(nodes * chunk_tokens))
         self._settings, self._config, self._kv_bytes, self._budget = settings, config, kv_bytes, prefill_budget
         self._fusion = FusionRequest(config.selector, config.recompute_ratio, focus=config.selector == "context")
@@ -154,7 +157,7 @@ class FusedReplay:
     ) -> FusedCount:
         """Serve one request, as `Replay.step`. A later turn's history is part of its prompt."""
         self.num_requests += 1
-        history = self._histories.pop(conversation or "", _History())
+        history = self._histories.pop(conversation or "", None)
         prompt = self._prompt(request, conversation, history)
         if conversation is not None and not is_last_turn:
             self._histories[conversation] = prompt
@@ -164,14 +167,16 @@ class FusedReplay:
         spans = _spans(prompt.chunks)
         num_exact, found = self._match(prompt)
         start = spans[len(found)].start if len(found) < len(spans) else spans[-1].end
-        plan = make_plan(
-            spans,
-            start=start,
-            limit=spans[-1].end,
-            candidates=self._sources.candidates,
-            fusion=self._fusion,
-            limits=self._limits,
-        )
+        plan = ReusePlan(())
+        if prompt.is_fused:
+            plan = make_plan(
+                spans,
+                start=start,
+                limit=spans[-1].end,
+                candidates=self._sources.candidates,
+                fusion=self._fusion,
+                limits=self._limits,
+            )
         locked = {*found, *_sources(plan)}
         if plan.pieces and not self._has_room(plan, locked, after=spans[-1].end - plan.end):
             plan, locked = ReusePlan((), (*plan.fallbacks, NotMoved.NO_ROOM)), {*found}
@@ -184,7 +189,7 @@ class FusedReplay:
         if self._settings.admission == "promoted":
             chain = chain[: max(promoted_len, len(found), *(index + 1 for index in moved))]
         self._make_room(chain[len(found) :], locked)
-        hit_len = 0 if history.chunks else num_exact
+        hit_len = 0 if history else num_exact
         leaf = self._tree.insert(
             _NAMESPACE,
             chain,
@@ -197,26 +202,30 @@ class FusedReplay:
         keep = self._table.frequent((chunk.id for chunk in prompt.chunks), self._config.store_threshold)
         self._captures.add(nodes, keep, is_preprocessing=False)
         self._capture()
-        return _count(request, spans, plan, num_exact, len(found), fused_from, first=len(history.chunks))
+        first = len(history.chunks) if history else 0
+        return _count(request, spans, plan, num_exact, len(found), fused_from, first=first)
 
     # Private, in order of use
 
-    def _prompt(self, request: Sequence[Chunk], conversation: str | None, history: _History) -> _History:
+    def _prompt(self, request: Sequence[Chunk], conversation: str | None, history: _History | None) -> _History:
         """The prompt's chunks in order, and what the tree calls them where their KV is exact."""
-        if history.recipe is None:
+        if history is None:
             by, visits = self._settings, self._settings.max_visits
             parts = self._tree, self._table, _NAMESPACE
             chunks = order_chunks(by.order, by.tail, *parts, request, rank=_RANK, max_visits=visits).chunks
             recipe = str(self.num_requests) if self._fusion.asks_the_question else "all"
-            return _History(chunks, tuple(chunk.id for chunk in chunks), recipe)
+            is_fused = int(self.num_requests * self._share) > int((self.num_requests - 1) * self._share)
+            return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused)
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
         fresh = [chunk for chunk in request if chunk.id not in shown]
         keys = (f"{conversation}\0{chunk.id}" for chunk in fresh)  # as in `Replay`: after a question and an answer
-        return _History((*history.chunks, *fresh), (*history.keys, *keys), history.recipe)
+        return history._replace(chunks=(*history.chunks, *fresh), keys=(*history.keys, *keys))
 
     def _match(self, prompt: _History) -> tuple[int, Sequence[ChainNode]]:
         """How many leading chunks are cached exactly, and their nodes with those cached fused after them."""
         exact = self._tree.match(_NAMESPACE, map(ChunkId, prompt.keys))
+        if not prompt.is_fused:
+            return len(exact), exact
         return len(exact), self._tree.match(_NAMESPACE, (chunk.id for chunk in _chain(prompt, len(exact))))
 
     def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:
