@@ -43,7 +43,7 @@ from radix_ext.variants import Variant, VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
 
-_RANK, _NAMESPACE = 0, "replay"
+_RANK, _NAMESPACE, _FUSED = 0, "replay", "\0fused\0"
 
 
 class FusedCount(NamedTuple):
@@ -133,11 +133,16 @@ class FusedReplay:
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens, config.min_saved_tokens)
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
-        self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window)
         self._known: dict[ChainNode, _Known] = {}
-        self._copies = ChunkCopies(lambda node: self._known.get(node, GONE).chunk, self._known.__getitem__)
+        self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window, serves_one=self._serves_one)
+        self._copies = ChunkCopies(
+            lambda node: self._known.get(node, GONE).chunk, self._known.__getitem__, self._credit
+        )
         self.store = VariantIndex(
-            max_bytes=config.store_mib << 20, max_chunks=config.store_chunks, max_variants=config.store_variants
+            max_bytes=config.store_mib << 20,
+            max_chunks=config.store_chunks,
+            max_variants=config.store_variants,
+            window=settings.window,
         )
         self._sources = ChunkSources(self._copies, self.store, max_copies=MAX_COPIES)
         self._captures = CaptureQueue(
@@ -147,6 +152,7 @@ class FusedReplay:
             is_scoring=config.scoring == "on",
             max_waiting=MAX_WAITING_CAPTURES,
             max_tokens=MAX_CAPTURED_TOKENS,
+            token_bytes=kv_bytes,
         )
         self._histories: dict[str, _History] = {}
         self.num_requests = self.num_evicted = self.peak_nodes = 0
@@ -199,6 +205,7 @@ class FusedReplay:
             hit_len=hit_len,
         )
         nodes = self._learn(leaf, prompt, len(found), moved)
+        self.store.ask((self._known[node].chunk, "", self._known[node].prefix) for node in nodes)
         keep = self._table.frequent((chunk.id for chunk in prompt.chunks), self._config.store_threshold)
         self._captures.add(nodes, keep, is_preprocessing=False)
         self._capture()
@@ -233,6 +240,13 @@ class FusedReplay:
         idle = sys.maxsize if self._room is None else self._room - sum(node.num_tokens for node in locked)
         return has_room(idle, plan.end - plan.start, reserve=self._budget, num_after=after)
 
+    def _serves_one(self, node: ChainNode) -> bool:
+        return self._fusion.asks_the_question and _FUSED in node.chunk_id
+
+    def _credit(self, node: ChainNode) -> None:
+        self._tree.count_use(node)
+        self._queue.push(node)
+
     def _make_room(self, chunks: Sequence[Chunk], locked: Collection[ChainNode]) -> None:
         """Evict until these fit, as the pool does before it takes them; all but the prompt's own nodes and its sources."""
         settings, spared = self._settings, []
@@ -264,7 +278,7 @@ class FusedReplay:
         start = 0
         for index, node in enumerate(nodes):
             if index >= num_found:
-                self._known[node] = _Known(start, before[:index], chunk=before[index])
+                self._known[node] = _Known(start, prefix=before[:index], chunk=before[index])
                 if index not in moved:
                     self._copies.add(node)
             start += node.num_tokens
@@ -287,7 +301,7 @@ class FusedReplay:
 
 def _chain(prompt: _History, num_exact: int) -> list[Chunk]:
     """As the tree knows it: exact, then fused by the prompt's recipe."""
-    keys = [*prompt.keys[:num_exact], *(f"{prompt.recipe}\0fused\0{key}" for key in prompt.keys[num_exact:])]
+    keys = [*prompt.keys[:num_exact], *(f"{prompt.recipe}{_FUSED}{key}" for key in prompt.keys[num_exact:])]
     return [Chunk(ChunkId(key), chunk.num_tokens) for key, chunk in zip(keys, prompt.chunks, strict=True)]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from radix_ext import AccessTable, FusionRequest, Span
+from radix_ext.moved_plan import QUESTION
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 
@@ -72,11 +73,11 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
             *([f"fresh={'+'.join(map(str, sorted(fusion.fresh)))}"] if fusion.fresh else []),
         )
     )
-    if earlier == policy or earlier.startswith(f"{policy}/question="):
+    if earlier == policy or earlier.startswith(policy + QUESTION):
         return earlier
     if not fusion.asks_the_question:
         return policy
-    return f"{policy}/question={blake2b(array('i', question), digest_size=8).hexdigest()}"
+    return f"{policy}{QUESTION}{blake2b(array('i', question), digest_size=8).hexdigest()}"
 
 
 def spans_to_keep(config: ChunkCacheConfig, table: AccessTable, spans: Sequence[Span]) -> frozenset[int]:
