@@ -148,6 +148,8 @@ TASKS: Mapping[str, Task] = {
     "mtrag-un": Task("mtrag", "the same without lists; last questions are unanswerable or unclear", "bm25"),
     "ragpulse": Task("ragpulse", "a production trace: lengths and times, text of random words"),
     "qcfuse": Task("qcfuse", "QCFuse's published questions, ten chunks each; --data FILE"),
+    "rag-qa-quality": Task("lmcache", "LMCache's workload: questions with their passages; --data FILE"),
+    "long-doc-permutator": Task("lmcache", "LMCache's workload: documents in many orders"),
     "sharegpt": Task("sharegpt", "conversations in ShareGPT's format; --data FILE"),
     "trace": Task("trace", "your own trace, in `replay`'s format; text of random words; --data FILE"),
 }
@@ -156,7 +158,7 @@ TASKS: Mapping[str, Task] = {
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `load_requests`."""
-    tasks = "\n".join(f"{name:<9} {task.summary}" for name, task in TASKS.items())
+    tasks = "\n".join(f"{name:<19} {task.summary}" for name, task in TASKS.items())
     add = parser.add_argument_group("task", tasks).add_argument
     add("--task", default="world", metavar="NAME", choices=TASKS, help="one of these; default: %(default)s")
     add("--data", type=Path, metavar="PATH", help="folder that holds the data set's folder, or the task's file")

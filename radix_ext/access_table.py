@@ -6,7 +6,7 @@ count down per chunk of the request that leaves the window.
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from radix_ext.chunk import ChunkId
 from radix_ext.errors import check_at_least
@@ -29,7 +29,7 @@ class AccessTable:
         self._requests: deque[array[int]] = deque()
         self._num_ids = 0
 
-    def observe(self, ids: Iterable[ChunkId]) -> None:
+    def observe(self, ids: Iterable[Hashable]) -> None:
         """Count one request; the one that thereby leaves the window is taken off."""
         request = array("q", list({hash(chunk) for chunk in ids}))  # from a list: exactly its size
         for key in request:
@@ -39,7 +39,7 @@ class AccessTable:
         if len(self._requests) > self.window:
             self._forget(self._requests.popleft())
 
-    def count(self, chunk: ChunkId) -> int:
+    def count(self, chunk: Hashable) -> int:
         """Requests in the window that retrieved this chunk."""
         return self._counts.get(hash(chunk), 0)
 

@@ -21,6 +21,7 @@ class CaptureQueue:
         is_scoring: what is captured is scored.
         max_waiting: chunks that wait. More are dropped.
         max_tokens: of the chunks of one batch; a longer chunk is a batch of its own.
+        token_bytes: of one token's KV.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class CaptureQueue:
         is_scoring: bool,
         max_waiting: int,
         max_tokens: int,
+        token_bytes: int,
     ) -> None:
+        self._token_bytes = token_bytes
         self._copies, self._store, self._len_of = copies, store, len_of
         self._is_scoring, self._max_waiting, self._max_tokens = is_scoring, max_waiting, max_tokens
         self._queue: deque[tuple[Any, bool]] = deque()
@@ -40,14 +43,20 @@ class CaptureQueue:
         self.num_dropped = 0
 
     def add(self, chunks: Sequence[Any], keep: Collection[int], *, is_preprocessing: bool) -> None:
-        """Queue those of a request's chunk nodes that have earned it (`keep`) and bring the store something new."""
+        """Queue those of a request's chunk nodes that have earned it (`keep`) and bring the store something new.
+
+        In place of a chunk that was moved, its latest copy: what it was moved from, if that is on the device.
+        """
         for index in sorted(keep):
             if index >= len(chunks):
                 break
             node = chunks[index]
+            if not is_preprocessing and not self._copies.holds(node):
+                copies = self._copies.find(self._copies.identity_of(node), self._copies.facts_of(node).head, 1)
+                node = copies[0] if copies else node
             # Alone it has seen no neighbour.
             preprocessed = is_preprocessing and bool(self._copies.facts_of(node).prefix)
-            if node in self._waiting or not self._is_wanted(node, preprocessed, is_preprocessing):
+            if node in self._waiting or not self._is_wanted(node, preprocessed):
                 continue
             if len(self._waiting) >= self._max_waiting:
                 self.num_dropped += 1
@@ -82,12 +91,16 @@ class CaptureQueue:
         """Chunks that wait now, and those dropped since the start."""
         return {"pending": len(self._queue), "dropped": self.num_dropped}
 
-    def _is_wanted(self, node: Any, preprocessed: bool, is_preprocessing: bool) -> bool:
+    def _is_wanted(self, node: Any, preprocessed: bool) -> bool:
         identity = self._copies.identity_of(node)
         if identity is None or not self._copies.holds(node):
             return False
-        prefix = self._copies.facts_of(node).prefix
-        known = [variant.prefix for variant in self._store.find(identity)]
-        if not is_preprocessing and len(known) >= self._store.max_variants and prefix not in known:
-            return False  # with all its variants a chunk gets no more: each new chain would cost a pass
-        return self._store.wants(identity, prefix, scored=self._is_scoring, preprocessed=preprocessed)
+        facts = self._copies.facts_of(node)
+        return self._store.wants(
+            identity,
+            facts.head,
+            facts.prefix,
+            scored=self._is_scoring,
+            preprocessed=preprocessed,
+            nbytes=self._token_bytes * self._len_of(node),
+        )

@@ -4,7 +4,9 @@
     CCI = sigmoid(a / b)                how much the prefix went into its KV       eq. 9 to 11
     beta' = beta * (1 - gamma)          how much of that prefix is here again      eq. 6 to 8
 
-Queries are always in this chunk, keys in earlier ones; the paper's index order wavers.
+Queries are always in this chunk, keys in earlier ones; the paper's index order wavers. The head, the tokens before the first
+chunk, is part of the prefix only where it differs (`other_head`): one that is here again says nothing about chunks, and its first
+token takes mass from every query.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, inf
 
 from radix_ext.chunk import ChunkId
@@ -34,6 +36,9 @@ class Attention(ABC):
     """Tokens of each chunk of the prefix."""
     intra: float
     """Mass on earlier tokens of this chunk, a token's own position excluded (Cache-Craft eq. 4)."""
+    head: float = field(default=0.0, kw_only=True)
+    """As `inter`, on the tokens before the first chunk."""
+    head_len: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.inter) != len(self.prefix_lens):
@@ -52,19 +57,20 @@ class Attention(ABC):
         """Bytes that it takes in a store."""
 
 
-def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix) -> float:
+def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0) -> float:
     """beta (eq. 6): the share of the chunk's attention to its old prefix that falls on chunks of this prompt.
 
     Args:
         prefix_old: the chunks that its KV was computed after.
         inter: mass on each chunk of `prefix_old`, as `Attention.inter`.
         prefix_new: the chunks before it in this prompt, in any order.
+        other: mass on what else stood before it and does not now.
     Returns:
         0 to 1; 0 where the old prefix is empty or got no attention.
     Raises:
         ValueError: `inter` has not one entry a chunk of `prefix_old`.
     """
-    total, here = sum(inter), set(prefix_new)
+    total, here = sum(inter) + other, set(prefix_new)
     shared = sum(mass for chunk, mass in zip(prefix_old, inter, strict=True) if chunk in here)
     return shared / total if total > 0 else 0.0
 
@@ -86,15 +92,17 @@ def order_penalty(prefix_old: Prefix, prefix_new: Prefix) -> float:
     return discordant / (len(ranks) * (len(ranks) - 1) / 2)
 
 
-def adjusted_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix) -> float:
+def adjusted_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0) -> float:
     """beta' (eq. 8): beta * (1 - gamma). Raises as `prefix_overlap`."""
-    return prefix_overlap(prefix_old, inter, prefix_new) * (1 - order_penalty(prefix_old, prefix_new))
+    return prefix_overlap(prefix_old, inter, prefix_new, other) * (1 - order_penalty(prefix_old, prefix_new))
 
 
-def inter_density(scores: Attention) -> float:
+def inter_density(scores: Attention, *, other_head: bool = False) -> float:
     """a-bar (eq. 9 and 10): sum over the prefix of inter / (n * prefix_len), n the chunk's tokens; scores are layer means."""
-    n = scores.num_tokens
-    return sum(mass / (n * length) for mass, length in zip(scores.inter, scores.prefix_lens, strict=True))
+    parts = [*zip(scores.inter, scores.prefix_lens, strict=True)]
+    if other_head and scores.head_len:
+        parts.append((scores.head, scores.head_len))
+    return sum(mass / (scores.num_tokens * length) for mass, length in parts)
 
 
 def intra_density(scores: Attention) -> float:
@@ -102,28 +110,35 @@ def intra_density(scores: Attention) -> float:
     return scores.intra / scores.num_tokens**2
 
 
-def context_impact(scores: Attention) -> float:
+def context_impact(scores: Attention, *, other_head: bool = False) -> float:
     """CCI (eq. 11): sigmoid(a / b), 0.5 (the prefix plays no part) to 1. Where b is 0: 1 if a is not 0, else 0.5."""
-    a, b = inter_density(scores), intra_density(scores)
+    a, b = inter_density(scores, other_head=other_head), intra_density(scores)
     if b <= 0:
         return 1.0 if a > 0 else 0.5
     return 1 / (1 + exp(-a / b))
 
 
 def fix_overhead(
-    prefix_old: Prefix, scores: Attention | None, prefix_new: Prefix, *, without: frozenset[str] = frozenset()
+    prefix_old: Prefix,
+    scores: Attention | None,
+    prefix_new: Prefix,
+    *,
+    other_head: bool = False,
+    without: frozenset[str] = frozenset(),
 ) -> float:
     """CCI * (1 - beta'): the CFO at alpha 1, before it is clamped.
 
     Args:
-        scores: None: CCI is 1, and each chunk of the old prefix is attended alike.
+        scores: None: CCI is 1, and each chunk of the old prefix is attended alike, as is the head.
+        other_head: its KV was computed after another head than this prompt's.
         without: parts left out: "beta" (beta' is 0) and "cci" (CCI is 1).
     Returns:
         0 to 1.
     """
-    impact = 1.0 if scores is None or "cci" in without else context_impact(scores)
-    inter = scores.inter if scores else (1.0,) * len(prefix_old)
-    overlap = 0.0 if "beta" in without else adjusted_overlap(prefix_old, inter, prefix_new)
+    impact = 1.0 if scores is None or "cci" in without else context_impact(scores, other_head=other_head)
+    inter, head = (scores.inter, scores.head) if scores else ((1.0,) * len(prefix_old), 1.0)
+    other = head if other_head else 0.0
+    overlap = 0.0 if "beta" in without else adjusted_overlap(prefix_old, inter, prefix_new, other)
     return impact * (1 - overlap)
 
 
@@ -166,6 +181,7 @@ def best_variant(
     candidates: Sequence[tuple[Prefix, Attention | None]],
     prefix_new: Prefix,
     *,
+    other_head: bool = False,
     without: frozenset[str] = frozenset(),
 ) -> int:
     """Index of the variant with the lowest CFO for this prompt (Cache-Craft 3.3), the first among equals.
@@ -175,5 +191,8 @@ def best_variant(
     """
     if not candidates:
         raise ValueError("candidates must not be empty")
-    overheads = [fix_overhead(prefix, scores, prefix_new, without=without) for prefix, scores in candidates]
+    overheads = [
+        fix_overhead(prefix, scores, prefix_new, other_head=other_head, without=without)
+        for prefix, scores in candidates
+    ]
     return overheads.index(min(overheads))

@@ -3,6 +3,7 @@
 A rule is a function of counts; it knows no tree and no clock. Its value is a priority: the smallest is evicted first.
 """
 
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Literal, get_args
 
@@ -18,7 +19,11 @@ _Entry = tuple[int, int, ChainId]
 """The leaf's priority, two numbers, and its chain."""
 
 
-def reused_priority(*, hits: int, last_access: int, window: int) -> tuple[int, int]:
+_ALWAYS = 1 << 60
+"""More requests than a server will see."""
+
+
+def reused_priority(*, hits: int, last_access: int, window: int, serves_one: bool = False) -> tuple[int, int]:
     """The rule `reused`: each doubling of its hits keeps a node one access window longer, ties go by last access.
 
     The first number is last access + window * ceil(log2(1 + hits)). A chain used once leaves soon, one that was popular
@@ -27,8 +32,10 @@ def reused_priority(*, hits: int, last_access: int, window: int) -> tuple[int, i
     Args:
         last_access: number of the request that used the node last, not a time.
         window: requests, as of the access table.
+        serves_one: no other request can find the node, as KV that was fused for one question. It leaves before all others:
+            what it was moved from serves many, and its own conversation moves it again.
     """
-    return last_access + window * hits.bit_length(), last_access
+    return last_access + window * hits.bit_length() - _ALWAYS * serves_one, last_access
 
 
 class EvictionQueue:
@@ -39,9 +46,20 @@ class EvictionQueue:
 
     `reused` is the rule above with `window`, `lru` goes by last access, `promoted` by (promoted, last access). The live scheduler
     has its own forms of `lru` (SGLang's) and `promoted` (over SGLang's policies).
+
+    Args:
+        serves_one: as for `reused_priority`.
     """
 
-    def __init__(self, tree: ChunkPrefixTree, policy: EvictionPolicy, *, window: int) -> None:
+    def __init__(
+        self,
+        tree: ChunkPrefixTree,
+        policy: EvictionPolicy,
+        *,
+        window: int,
+        serves_one: Callable[[ChainNode], bool] = lambda node: False,
+    ) -> None:
+        self._serves_one = serves_one
         check_choice("eviction", policy, EVICTION_POLICIES)
         self._tree = tree
         self._policy = policy
@@ -70,7 +88,9 @@ class EvictionQueue:
     def _entry(self, node: ChainNode) -> _Entry:
         last_access, window = node.last_access, self._window
         if self._policy == "reused":
-            return *reused_priority(hits=node.hits, last_access=last_access, window=window), node.chain
+            serves_one = self._serves_one(node)
+            priority = reused_priority(hits=node.hits, last_access=last_access, window=window, serves_one=serves_one)
+            return *priority, node.chain
         return int(self._policy == "promoted" and node.promoted), last_access, node.chain
 
     def _current(self, entry: _Entry) -> ChainNode | None:

@@ -67,6 +67,10 @@ class FusionRequest:
         return self.selector == "query" or self.focus != "off"
 
 
+QUESTION = "/question="
+"""In a recipe: what follows names the question, or the one prompt, that the fused KV was made for."""
+
+
 class NotMoved(StrEnum):
     """Why chunks are computed that a plan could have moved."""
 
@@ -89,6 +93,11 @@ class Candidate(Protocol):
     @property
     def start(self) -> int | None:
         """The position of its first token there; None: un-rotated, at no position."""
+        ...
+
+    @property
+    def head(self) -> str:
+        """Names the tokens before the first chunk there."""
         ...
 
     @property
@@ -122,7 +131,9 @@ class Piece:
     overlap: int = 0
     """Of these, chunks that were before the source as well."""
     cfo: float | None = None
-    """Cache-Craft's fix overhead with alpha 1, where the source is scored."""
+    """Cache-Craft's fix overhead with alpha 1, estimated by `fix_overhead` where the source is not scored. None: a gap."""
+    other_head: bool = False
+    """The source's KV was computed after another head."""
 
     @property
     def stays(self) -> bool:
@@ -199,13 +210,15 @@ def make_plan(
     candidates: Callable[[ChunkId], Sequence[Candidate]],
     fusion: FusionRequest,
     limits: Limits,
+    head: str = "",
 ) -> ReusePlan:
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
-    `candidates` is asked once per chunk; an empty answer makes the chunk a gap. A `plain` request moves chunks for what their KV
-    is, not to save time, so `min_saved_tokens` does not count for it.
+    `candidates` is asked once per chunk; an empty answer makes the chunk a gap. `head` names the prompt's tokens before its
+    first chunk. A `plain` request moves chunks for what their KV is, not to save time, so `min_saved_tokens` does not count for
+    it.
     """
-    chosen = _choose(spans, start, limit, candidates, fusion)
+    chosen = _choose(spans, start, limit, candidates, fusion, head)
     if not chosen:
         return ReusePlan((), (NotMoved.NO_SOURCE,) if any(s.start >= start and s.end <= limit for s in spans) else ())
     pieces: list[Piece] = []
@@ -251,7 +264,7 @@ def max_critical(pieces: Sequence[Piece], plan: ReusePlan, fusion: FusionRequest
     if _goes_by_alpha(fusion):
         # CFO is at least a token's worth, and what a request leaves out of it (`without`) only makes it grow.
         known = moved if fusion.focus == "refill" else pieces
-        known = [replace(piece, cfo=1.0) if fusion.without and piece.cfo is not None else piece for piece in known]
+        known = [replace(piece, cfo=1.0) if fusion.without else piece for piece in known]
         budget = sum(max(1, _num_by_alpha(piece, fusion)) for piece in known)
     else:
         budget = math.ceil(fusion.ratio * plan.moved_len) + len(moved)  # rounded up for each at most
@@ -266,7 +279,8 @@ def _goes_by_alpha(fusion: FusionRequest) -> bool:
 
 def _num_by_alpha(piece: Piece, fusion: FusionRequest) -> int:
     """Tokens of a moved chunk that `context` takes at the request's alpha; by the ratio where its source is not scored."""
-    share = fusion.ratio if piece.cfo is None else min(1.0, (fusion.alpha or 0.0) * piece.cfo)
+    is_scored = piece.source is not None and piece.source.scores is not None
+    share = min(1.0, (fusion.alpha or 0.0) * (piece.cfo or 0.0)) if is_scored else fusion.ratio
     return math.ceil(share * (piece.end - piece.start))
 
 
@@ -276,23 +290,29 @@ def _choose(
     limit: int,
     candidates: Callable[[ChunkId], Sequence[Candidate]],
     fusion: FusionRequest,
+    head: str,
 ) -> dict[int, Piece]:
-    """Span index -> the piece that moves it from its best source."""
+    """Span index -> the piece that moves it from its best source, one computed after another head only if there is no other."""
     ids = [span.chunk for span in spans]
     offered = {  # among equals the first is taken: one that need not be rotated
-        index: tuple(sorted(_admitted(candidates(span.chunk), fusion), key=lambda option: option.start != span.start))
+        index: tuple(
+            sorted(_admitted(candidates(span.chunk), fusion, head), key=lambda option: option.start != span.start)
+        )
         for index, span in enumerate(spans)
         if span.end <= limit and index not in fusion.fresh and (span.start >= start or fusion.selector == "set")
     }
     if fusion.selector == "set":
-        offered = _of_one_set(ids, offered)
+        offered = _of_one_set(ids, {index: _after(head, options) for index, options in offered.items()})
     chosen = {}
     for index, options in offered.items():
         span, before = spans[index], tuple(ids[:index])
         if span.start < start or not options:
             continue
+        options = _after(head, options) or options
+        other_head = options[0].head != head
         known = frozenset(before)
-        best = options[_best(options, before, known, fusion)]
+        best = options[_best(options, before, known, fusion, other_head)]
+        overhead = fix_overhead(best.prefix, best.scores, before, other_head=other_head)
         chosen[index] = Piece(
             span.start,
             span.end,
@@ -301,26 +321,35 @@ def _choose(
             span.chunk,
             before,
             overlap=len(known.intersection(best.prefix)),
-            cfo=None
-            if best.scores is None
-            else cfo(1.0, fix_overhead(best.prefix, best.scores, before), span.end - span.start),
+            cfo=cfo(1.0, overhead, span.end - span.start),
+            other_head=other_head,
         )
     return chosen
 
 
-def _admitted(options: Sequence[Candidate], fusion: FusionRequest) -> Iterable[Candidate]:
+def _admitted(options: Sequence[Candidate], fusion: FusionRequest, head: str) -> Iterable[Candidate]:
     """The sources that the request may use at all."""
-    return (option for option in options if not (fusion.plain and (option.prefix or option.preprocessed)))
+    if not fusion.plain:
+        return options
+    return (option for option in _after(head, options) if not (option.prefix or option.preprocessed))
+
+
+def _after(head: str, options: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(option for option in options if option.head == head)
 
 
 def _best(
-    options: Sequence[Candidate], before: tuple[ChunkId, ...], known: frozenset[ChunkId], fusion: FusionRequest
+    options: Sequence[Candidate],
+    before: tuple[ChunkId, ...],
+    known: frozenset[ChunkId],
+    fusion: FusionRequest,
+    other_head: bool,
 ) -> int:
     """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise preprocessed sources come first, as FusionRAG
     wants them used, then the one computed after most of the chunks that precede this one now."""
     if fusion.selector == "context":
         variants = [(option.prefix, option.scores) for option in options]
-        return best_variant(variants, before, without=fusion.without)
+        return best_variant(variants, before, other_head=other_head, without=fusion.without)
 
     def merit(index: int) -> tuple[bool, int, bool, int]:
         option = options[index]
@@ -331,7 +360,10 @@ def _best(
 
 
 def _of_one_set(ids: Sequence[ChunkId], offered: dict[int, tuple[Candidate, ...]]) -> dict[int, tuple[Candidate, ...]]:
-    """Only sources of the longest leading run of chunks that is, as a set, one cached chain (SET-CACHE)."""
+    """Only sources of the longest leading run of chunks that is, as a set, one cached chain (SET-CACHE).
+
+    All behind the prompt's own head: what is reused unchanged must have seen what it sees here, in whatever order.
+    """
     prefixes = [tuple(option.prefix for option in offered.get(index, ())) for index in range(len(ids))]
     chain = admissible(ids, prefixes)
     return {

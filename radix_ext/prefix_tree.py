@@ -188,6 +188,12 @@ class ChunkPrefixTree:
             node.hits += 1
         self._num_hits += len(path)
 
+    def count_use(self, node: ChainNode) -> None:
+        """The node's KV was read for a prompt that has the chunk elsewhere: as much as a hit."""
+        node.hits += 1
+        self._num_hits += 1
+        self._touch(node.path(), is_request=False)
+
     def evict(self, chain: ChainId, *, rank: int) -> int:
         """`rank` no longer holds this chain, nor any node below it. Returns the number of nodes it lost."""
         top = self._held_node(chain, rank)
@@ -364,9 +370,9 @@ class ChunkPrefixTree:
             return None
         return node
 
-    def _touch(self, path: Sequence[ChainNode]) -> None:
+    def _touch(self, path: Sequence[ChainNode], *, is_request: bool = True) -> None:
         """Make these nodes, given parents first, the most recently used; parents end up newer than their children."""
-        self._clock += 1
+        self._clock += is_request
         ends = self._ends
         for node in reversed(path):
             node.last_access = self._clock

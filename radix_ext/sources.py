@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from radix_ext.cfo import Prefix
@@ -22,6 +22,8 @@ class CopyFacts:
 
     start: int = 0
     """Position of the first token."""
+    head: str = ""
+    """Names the tokens before the first chunk."""
     prefix: Prefix = ()
     """The chunks before it, in order."""
     scores: Any = None
@@ -33,38 +35,62 @@ class ChunkCopies:
 
     Args:
         identity_of: which chunk a node holds, always the same. None: no chunk.
+        credit: a node was used as a source: what a hit is for its tree.
     """
 
-    def __init__(self, identity_of: Callable[[Any], Identity | None], facts_of: Callable[[Any], CopyFacts]) -> None:
-        self.identity_of, self.facts_of = identity_of, facts_of
-        self._nodes: dict[Identity | None, dict[Any, None]] = {}
+    def __init__(
+        self,
+        identity_of: Callable[[Any], Identity | None],
+        facts_of: Callable[[Any], CopyFacts],
+        credit: Callable[[Any], None],
+    ) -> None:
+        self.identity_of, self.facts_of, self._credit = identity_of, facts_of, credit
+        self.watch: Callable[[Identity | None, bool], None] = lambda identity, is_here: None
+        """Told when a chunk's first copy has come or its last one has left."""
+        self._nodes: dict[Identity | None, dict[str, dict[Any, None]]] = {}  # by chunk, then head, latest last
 
-    def find(self, identity: Identity, num: int) -> list[Any]:
-        """The latest `num`."""
-        return list(islice(reversed(self._nodes.get(identity, {})), num))
+    def find(self, identity: Identity | None, head: str, num: int) -> list[Any]:
+        """The latest `num` behind this head. Where there are none, those behind others."""
+        by_head = self._nodes.get(identity, {})
+        groups = [by_head[head]] if head in by_head else by_head.values()
+        return list(islice(chain.from_iterable(map(reversed, groups)), num))
 
     def holds(self, node: Any) -> bool:
         """Whether the node is one of them, and so still in the tree."""
-        return node in self._nodes.get(self.identity_of(node), {})
+        return node in self._nodes.get(self.identity_of(node), {}).get(self.facts_of(node).head, {})
 
     def add(self, node: Any) -> None:
         """A filled chunk node."""
-        self._nodes.setdefault(self.identity_of(node), {})[node] = None
+        identity = self.identity_of(node)
+        if identity not in self._nodes:
+            self._nodes[identity] = {}
+            self.watch(identity, True)
+        self._nodes[identity].setdefault(self.facts_of(node).head, {})[node] = None
+
+    def use(self, node: Any) -> None:
+        """The node was a source: it is the latest from now on."""
+        nodes = self._nodes[self.identity_of(node)][self.facts_of(node).head]
+        del nodes[node]
+        nodes[node] = None
+        self._credit(node)
 
     def drop(self, node: Any) -> None:
         """No effect on a node that is none."""
         if self.holds(node):
-            identity = self.identity_of(node)
-            del self._nodes[identity][node]
+            identity, head = self.identity_of(node), self.facts_of(node).head
+            del self._nodes[identity][head][node]
+            if not self._nodes[identity][head]:
+                del self._nodes[identity][head]
             if not self._nodes[identity]:
                 del self._nodes[identity]
+                self.watch(identity, False)
 
     def clear(self) -> None:
         """Forget all, as the tree does."""
         self._nodes.clear()
 
     def __len__(self) -> int:
-        return sum(map(len, self._nodes.values()))
+        return sum(len(nodes) for by_head in self._nodes.values() for nodes in by_head.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +105,10 @@ class DeviceCopy:
     @property
     def start(self) -> int:
         return self.facts.start
+
+    @property
+    def head(self) -> str:
+        return self.facts.head
 
     @property
     def prefix(self) -> Prefix:
@@ -96,6 +126,10 @@ class HostCopy:
     variant: Variant
     where: str = "host"
     start: None = None
+
+    @property
+    def head(self) -> str:
+        return self.variant.head
 
     @property
     def prefix(self) -> Prefix:
@@ -119,10 +153,11 @@ class ChunkSources:
 
     def __init__(self, copies: ChunkCopies, store: VariantIndex, *, max_copies: int) -> None:
         self._copies, self._store, self._max_copies = copies, store, max_copies
+        copies.watch = store.set_on_device
 
-    def candidates(self, identity: Identity) -> list[Candidate]:
-        """Everywhere the chunk's KV is, the device first."""
-        copies = self._copies.find(identity, self._max_copies)
+    def candidates(self, identity: Identity, head: str = "") -> list[Candidate]:
+        """Everywhere the chunk's KV is, the device first; there behind other heads only if it is not behind this one."""
+        copies = self._copies.find(identity, head, self._max_copies)
         return [
             *(DeviceCopy(node, self._copies.facts_of(node)) for node in copies),
             *(HostCopy(variant) for variant in self._store.find(identity)),
@@ -134,7 +169,16 @@ class ChunkSources:
         return all(self._copies.holds(source.node) for source in sources if isinstance(source, DeviceCopy))
 
     def count_uses(self, plan: ReusePlan) -> None:
-        """The plan is carried out: its sources have been used once more."""
+        """The plan is carried out: its sources have been used once more, a device copy's twin in the store with it."""
         for piece in plan.pieces:
-            if isinstance(piece.source, HostCopy):
-                self._store.use(piece.source.variant, piece.cfo)
+            source = piece.source
+            if source is None:
+                continue
+            assert piece.cfo is not None
+            if isinstance(source, HostCopy):
+                self._store.use(source.variant, piece.cfo)
+            elif isinstance(source, DeviceCopy):
+                self._copies.use(source.node)
+                twin = self._store.get(self._copies.identity_of(source.node), source.head, source.prefix)
+                if twin is not None:
+                    self._store.use(twin, piece.cfo)

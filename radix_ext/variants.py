@@ -1,43 +1,66 @@
 """Which variants of which chunks a store keeps: KV keyed by content, several variants a chunk (Cache-Craft 3.3).
 
-    identity ──► prefix () ────────► Variant: blob, scores, f_r
-                 prefix (c7, c2) ──► Variant: ...            at most `max_variants`
+    identity ──► (head, ()) ────────► Variant: blob, scores, f_r
+                 (head, (c7, c2)) ──► Variant: ...            at most `max_chunks` * `max_variants` in all
 
-The variant with the lowest f_r (1/CFO summed over its uses) leaves first, among equals the least recently used one. "Recently" is
-a counter and never the clock: tensor-parallel ranks decide alike. f_r does not age, so a variant that was popular once stays
-until others overtake it. What KV is, the index does not know: a blob has bytes, and in a
-replay nothing else. No positions, no device, no prompt. One thread uses it.
+f_r sums 1/CFO over a variant's uses and halves with each window of requests.
 
-Invariant: bytes, chunks and variants of each chunk are within their limits whenever a method returns.
+    leaves first    the lowest f_r, among equals the least recently used one. Chunks that are on the device leave before others:
+                    there they are found in any case. Preprocessed variants never used so far leave for preprocessed ones only.
+    enters          a chunk that is asked for at least half as often as that of the variant that would leave. A chunk that has
+                    `max_variants` gets another only for a prefix that is asked for more often than that of its lowest one, in
+                    whose place it comes where the store is full.
+
+"Recently" and "often" count requests and never the clock: tensor-parallel ranks decide alike.
+
+What KV is, the index does not know: a blob has bytes, and in a replay nothing else. No positions, no device, no prompt. One
+thread uses it. Invariant: bytes and variants are within their limits whenever a method returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from radix_ext.access_table import AccessTable
 from radix_ext.cfo import Attention, Prefix
 from radix_ext.errors import IntegrityError, check_at_least
 
 Identity = Hashable
 """Of a chunk, for one tenant."""
 
+MIN_COUNTED_CFO = 0.05
+"""A use counts 1/CFO, at most 20. Eq. 12 knows no bound, and a CFO of one token would count a chunk's length."""
+
+ADMITTED_SHARE = 0.5
+"""Of the requests for the chunk of the variant that would leave. On RAGPulse, all requests fused, a store of a tenth of the
+chunks: 0 captures four times as often for two more points of the tokens, 1 no longer follows the traffic (eval/LOG.md)."""
+
+_Place: TypeAlias = tuple[str, Prefix]
+"""Head and prefix."""
+
+_Entry: TypeAlias = tuple[bool, bool, float, int, int]
+"""Is reserved, is not on the device, f_r, last used, serial."""
+
 
 @dataclass(eq=False)
 class Variant:
-    """One chunk's KV as computed after `prefix`. Its readers keep it alive when it leaves the store."""
+    """One chunk's KV as computed after `head` and `prefix`. Its readers keep it alive when it leaves the store."""
 
     prefix: Prefix
-    """The chunks before it, in order, the template head excluded."""
+    """The chunks before it, in order."""
     blob: Any
     """Its KV, with its size as `nbytes`."""
     scores: Attention | None = None
     preprocessed: bool = False
     """Computed ahead of requests, after similar chunks (FusionRAG 3.1)."""
+    head: str = ""
+    """Names the tokens before the first chunk."""
     reuse: float = 0.0
     """f_r. Written by the store alone, like the fields below."""
+    num_uses: int = 0
     last_used: int = 0
     serial: int = field(default=0, init=False)
     """New each time it enters a store; stays when it leaves."""
@@ -47,6 +70,11 @@ class Variant:
         """Bytes of KV and scores."""
         kv: int = self.blob.nbytes
         return kv + (self.scores.nbytes if self.scores else 0)
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether ordinary variants leave it alone: preprocessed, and yet to be used."""
+        return self.preprocessed and not self.num_uses
 
 
 class StoreStats(NamedTuple):
@@ -63,96 +91,148 @@ class StoreStats(NamedTuple):
 
 
 class VariantIndex:
-    """Variants by chunk identity, bounded in bytes, chunks and variants a chunk.
+    """Variants by chunk identity, bounded in bytes and number.
 
     Args:
         max_bytes: of KV and scores together.
         max_chunks: Cache-Craft's N.
-        max_variants: Cache-Craft's M, per chunk.
+        max_variants: Cache-Craft's M. The limit is N * M in all: a chunk may have more than M while others have fewer.
+        window: requests in which prefixes are counted, and f_r halves.
     Raises:
         LimitError: a limit below 1.
     """
 
-    def __init__(self, *, max_bytes: int, max_chunks: int, max_variants: int) -> None:
+    def __init__(self, *, max_bytes: int, max_chunks: int, max_variants: int, window: int) -> None:
         check_at_least("max_bytes", max_bytes, 1)
         check_at_least("max_chunks", max_chunks, 1)
         check_at_least("max_variants", max_variants, 1)
-        self._max_bytes, self._max_chunks, self._max_variants = max_bytes, max_chunks, max_variants
-        self._chunks: dict[Identity, dict[Prefix, Variant]] = {}
+        self._max_bytes, self._max_in_all, self._max_variants = max_bytes, max_chunks * max_variants, max_variants
+        self._asked = AccessTable(window)
+        self._num_asked = 0
+        self._chunks: dict[Identity, dict[_Place, Variant]] = {}
         self._held: dict[int, tuple[Identity, Variant, int]] = {}  # serial -> ..., bytes when it came
-        self._order: list[tuple[float, int, int]] = []
-        """Heap of (f_r, last used, serial). Both only grow, so an entry may be older than its variant: it is corrected when it
-        surfaces. Serials instead of variants: an outdated entry keeps no KV in memory."""
+        self._on_device: set[Identity] = set()
+        self._order: list[_Entry] = []
+        """Heap of (is reserved, f_r, last used, serial). Until a halving f_r and last used only grow, so an entry may be older
+        than its variant: it is corrected when it surfaces. Serials, not variants: an outdated entry keeps no KV in memory."""
         self._clock = 0
-        self._num_bytes = 0
+        self._num_bytes = self._reserved_bytes = self._num_reserved = 0
         self._num_added = self._num_replaced = self._num_refused = self._num_evicted = self._num_uses = 0
-
-    @property
-    def max_variants(self) -> int:
-        """Cache-Craft's M."""
-        return self._max_variants
 
     def find(self, identity: Identity) -> tuple[Variant, ...]:
         """All variants of the chunk, oldest first; no use is counted."""
         return tuple(self._chunks.get(identity, {}).values())
 
-    def wants(self, identity: Identity, prefix: Prefix, *, scored: bool = False, preprocessed: bool = False) -> bool:
+    def get(self, identity: Identity, head: str, prefix: Prefix) -> Variant | None:
+        """The one variant; no use is counted."""
+        return self._chunks.get(identity, {}).get((head, prefix))
+
+    def ask(self, chunks: Iterable[tuple[Identity, str, Prefix]]) -> None:
+        """Count one request: its distinct chunks, each with head and prefix. O(chunks), and O(variants) once a window."""
+        places = list(chunks)
+        self._asked.observe([*places, *(identity for identity, _, _ in places)])
+        self._num_asked += 1
+        if self._num_asked % self._asked.window == 0:
+            for _, variant, _ in self._held.values():
+                variant.reuse /= 2
+            self._sort()
+
+    def wants(
+        self,
+        identity: Identity,
+        head: str,
+        prefix: Prefix,
+        *,
+        scored: bool = False,
+        preprocessed: bool = False,
+        nbytes: int = 0,
+    ) -> bool:
         """Whether `put` would take such a variant if it fits: ask before copying any KV."""
-        old = self._chunks.get(identity, {}).get(prefix)
-        return old is None or (preprocessed, scored) > (old.preprocessed, old.scores is not None)
+        old = self.get(identity, head, prefix)
+        if old is not None and (preprocessed, scored) <= (old.preprocessed, old.scores is not None):
+            return False
+        if not preprocessed and self._reserved_bytes + nbytes > self._max_bytes:
+            return False
+        if preprocessed or old is not None:
+            return True
+        if self._num_reserved >= self._max_in_all:
+            return False
+        siblings = self.find(identity)
+        asked = self._asked.count((identity, head, prefix) if siblings else identity)
+        if len(siblings) >= self._max_variants:
+            lowest = self._lowest_of(siblings)
+            return lowest is not None and asked > self._asked.count((identity, lowest.head, lowest.prefix))
+        return self._fits(nbytes) or asked >= ADMITTED_SHARE * self._asked.count(self._held[self._lowest().serial][0])
 
     def put(self, identity: Identity, variant: Variant) -> bool:
         """Add `variant`, evicting others until it fits: O(log variants), amortised over uses.
 
-        With the same identity and prefix it replaces the old one, and takes over its f_r, if it is preprocessed and the old
-        one is not, or is scored and the old one, otherwise equal, is not.
+        With the same identity, head and prefix it replaces the old one, and takes over its f_r, if it is preprocessed and the
+        old one is not, or is scored and the old one, otherwise equal, is not.
 
         Returns:
-            False: nothing changed. It brings nothing new, is in the store already, or is larger than the whole store.
+            False: nothing changed. It is not wanted, is in the store already, or is larger than the whole store.
         """
         nbytes, scored = variant.nbytes, variant.scores is not None
-        wanted = self.wants(identity, variant.prefix, scored=scored, preprocessed=variant.preprocessed)
+        wanted = self.wants(
+            identity, variant.head, variant.prefix, scored=scored, preprocessed=variant.preprocessed, nbytes=nbytes
+        )
         if nbytes > self._max_bytes or not wanted or self._holds(variant):
             self._num_refused += 1
             return False
-        old = self._chunks.get(identity, {}).get(variant.prefix)
+        old = self.get(identity, variant.head, variant.prefix)
         if old is not None:
-            variant.reuse = max(variant.reuse, old.reuse)
+            variant.reuse, variant.num_uses = max(variant.reuse, old.reuse), variant.num_uses + old.num_uses
             self._drop(old)
             self._num_replaced += 1
-        self._make_room(identity, nbytes)
+        self._make_room(identity, variant, nbytes)
         self._clock += 1
         variant.last_used = variant.serial = self._clock
-        self._chunks.setdefault(identity, {})[variant.prefix] = variant
+        self._chunks.setdefault(identity, {})[variant.head, variant.prefix] = variant
         self._held[variant.serial] = identity, variant, nbytes
-        self._num_bytes += nbytes
+        self._count(variant, nbytes, 1)
         self._num_added += 1
-        heappush(self._order, (variant.reuse, variant.last_used, variant.serial))
-        if len(self._order) > 2 * len(self._held) + 16:  # mostly entries of variants that left otherwise
-            self._order = [(v.reuse, v.last_used, v.serial) for _, v, _ in self._held.values()]
-            heapify(self._order)
+        heappush(self._order, self._entry(variant))
+        self._bound_order()
         return True
 
-    def use(self, variant: Variant, cfo: float | None) -> None:
-        """Count one use: f_r += 1/CFO (Cache-Craft 3.3), or 1 for selectors that know no CFO. No effect if it has left.
+    def use(self, variant: Variant, cfo: float) -> None:
+        """Count one use: f_r += 1/CFO (Cache-Craft 3.3). No effect if it has left.
 
         Raises:
             ValueError: `cfo` is not in (0, 1].
         """
-        if cfo is not None and not 0 < cfo <= 1:
+        if not 0 < cfo <= 1:
             raise ValueError(f"cfo must be over 0 and at most 1 but got {cfo}")
         if self._holds(variant):
+            was_reserved, nbytes = variant.is_reserved, self._held[variant.serial][2]
+            self._count(variant, nbytes, -1)
             self._clock += 1
-            variant.reuse += 1.0 if cfo is None else 1 / cfo
+            variant.reuse += 1 / max(cfo, MIN_COUNTED_CFO)
+            variant.num_uses += 1
             variant.last_used = self._clock
             self._num_uses += 1
+            self._count(variant, nbytes, 1)
+            if was_reserved:  # it falls in the order
+                heappush(self._order, self._entry(variant))
+
+    def set_on_device(self, identity: Identity, is_there: bool) -> None:
+        """A first copy of the chunk has come to the device, or the last one has left."""
+        if is_there:
+            self._on_device.add(identity)
+        else:
+            self._on_device.discard(identity)
+        for variant in self.find(identity):
+            heappush(self._order, self._entry(variant))
+        self._bound_order()
 
     def clear(self) -> None:
-        """Forget everything; the counts stay. Not counted as eviction."""
+        """Forget every variant, as the device its chunks; the counts stay. Not counted as eviction."""
+        self._on_device.clear()
         self._chunks.clear()
         self._held.clear()
         self._order.clear()
-        self._num_bytes = 0
+        self._num_bytes = self._reserved_bytes = self._num_reserved = 0
 
     def stats(self) -> StoreStats:
         """Sizes and counts, O(1)."""
@@ -166,6 +246,17 @@ class VariantIndex:
             num_evicted=self._num_evicted,
             num_uses=self._num_uses,
         )
+
+    def profile(self) -> dict[str, float]:
+        """Variants, chunks, the most variants of one chunk, the mean f_r, and the share of variants never used. O(variants)."""
+        variants = [variant for _, variant, _ in self._held.values()]
+        return {
+            "variants": len(variants),
+            "chunks": len(self._chunks),
+            "most_variants": max(map(len, self._chunks.values()), default=0),
+            "mean_reuse": round(sum(v.reuse for v in variants) / max(1, len(variants)), 3),
+            "unused": round(sum(not v.num_uses for v in variants) / max(1, len(variants)), 3),
+        }
 
     def check_integrity(self) -> None:
         """Check every invariant and counter; O(variants), for tests and idle moments.
@@ -181,23 +272,32 @@ class VariantIndex:
         held = self._held.get(variant.serial)
         return held is not None and held[1] is variant
 
-    def _make_room(self, identity: Identity, nbytes: int) -> None:
-        siblings = self._chunks.get(identity, {})
-        if len(siblings) >= self._max_variants:
-            self._evict(min(siblings.values(), key=lambda v: (v.reuse, v.last_used)))
-        while self._num_bytes + nbytes > self._max_bytes or (
-            identity not in self._chunks and len(self._chunks) >= self._max_chunks
-        ):
+    def _make_room(self, identity: Identity, variant: Variant, nbytes: int) -> None:
+        siblings = self.find(identity)
+        if not self._fits(nbytes) and not variant.preprocessed and len(siblings) >= self._max_variants:
+            lowest = self._lowest_of(siblings)
+            if lowest is not None:
+                self._evict(lowest)
+        while not self._fits(nbytes):
             self._evict(self._lowest())
 
+    def _fits(self, nbytes: int) -> bool:
+        return self._num_bytes + nbytes <= self._max_bytes and len(self._held) < self._max_in_all
+
+    @staticmethod
+    def _lowest_of(siblings: Iterable[Variant]) -> Variant | None:
+        return min((v for v in siblings if not v.is_reserved), key=lambda v: (v.reuse, v.last_used), default=None)
+
     def _lowest(self) -> Variant:
+        """What leaves next; it stays at the top of the heap."""
         while True:
-            reuse, last_used, serial = heappop(self._order)
+            serial = self._order[0][-1]
             if serial in self._held:
                 variant = self._held[serial][1]
-                if (variant.reuse, variant.last_used) == (reuse, last_used):
+                if self._entry(variant) == self._order[0]:
                     return variant
-                heappush(self._order, (variant.reuse, variant.last_used, serial))
+                heappush(self._order, self._entry(variant))
+            heappop(self._order)
 
     def _evict(self, variant: Variant) -> None:
         self._drop(variant)
@@ -206,10 +306,28 @@ class VariantIndex:
     def _drop(self, variant: Variant) -> None:
         identity, _, nbytes = self._held.pop(variant.serial)
         siblings = self._chunks[identity]
-        del siblings[variant.prefix]
+        del siblings[variant.head, variant.prefix]
         if not siblings:
             del self._chunks[identity]
-        self._num_bytes -= nbytes
+        self._count(variant, nbytes, -1)
+
+    def _count(self, variant: Variant, nbytes: int, sign: int) -> None:
+        self._num_bytes += sign * nbytes
+        if variant.is_reserved:
+            self._reserved_bytes += sign * nbytes
+            self._num_reserved += sign
+
+    def _entry(self, variant: Variant) -> _Entry:
+        is_free = self._held[variant.serial][0] not in self._on_device
+        return variant.is_reserved, is_free, variant.reuse, variant.last_used, variant.serial
+
+    def _bound_order(self) -> None:
+        if len(self._order) > 2 * len(self._held) + 16:  # mostly outdated entries
+            self._sort()
+
+    def _sort(self) -> None:
+        self._order = [self._entry(variant) for _, variant, _ in self._held.values()]
+        heapify(self._order)
 
     def _violations(self) -> Iterator[str]:
         counted = sum(nbytes for _, _, nbytes in self._held.values())
@@ -217,20 +335,22 @@ class VariantIndex:
             yield f"num_bytes {self._num_bytes} but the variants count {counted}"
         if self._num_bytes > self._max_bytes:
             yield f"num_bytes {self._num_bytes} over max_bytes {self._max_bytes}"
-        if len(self._chunks) > self._max_chunks:
-            yield f"{len(self._chunks)} chunks over max_chunks {self._max_chunks}"
+        reserved = [nbytes for _, variant, nbytes in self._held.values() if variant.is_reserved]
+        if (len(reserved), sum(reserved)) != (self._num_reserved, self._reserved_bytes):
+            yield f"{len(reserved)} variants are reserved but {self._num_reserved} were counted"
+        if len(self._held) > self._max_in_all:
+            yield f"{len(self._held)} variants over {self._max_in_all}"
         listed = sum(len(variants) for variants in self._chunks.values())
         if listed != len(self._held):
             yield f"{listed} variants listed by chunk but {len(self._held)} held"
-        for identity, variants in self._chunks.items():
-            if not 1 <= len(variants) <= self._max_variants:
-                yield f"chunk {identity} has {len(variants)} variants, not 1 to {self._max_variants}"
-        entries = {serial: (reuse, last_used) for reuse, last_used, serial in sorted(self._order, reverse=True)}
+        if empty := [identity for identity, variants in self._chunks.items() if not variants]:
+            yield f"chunks without a variant: {empty[:8]}"
+        entries = {entry[-1]: entry for entry in sorted(self._order, reverse=True)}
         for serial, (identity, variant, nbytes) in self._held.items():
             name = f"variant {serial} of chunk {identity}"
-            if variant.serial != serial or self._chunks.get(identity, {}).get(variant.prefix) is not variant:
-                yield f"{name} is not where its identity and prefix say"
+            if variant.serial != serial or self.get(identity, variant.head, variant.prefix) is not variant:
+                yield f"{name} is not where its identity, head and prefix say"
             if variant.nbytes != nbytes:
                 yield f"{name} came with {nbytes} bytes and has {variant.nbytes}"
-            if not (variant.reuse, variant.last_used) >= entries.get(serial, (float("inf"), 0)):
-                yield f"{name} has f_r {variant.reuse}, {variant.last_used} but {entries.get(serial)} in the eviction order"
+            if serial not in entries or self._entry(variant) < entries[serial]:
+                yield f"{name} is {self._entry(variant)} but {entries.get(serial)} in the eviction order"

@@ -43,7 +43,7 @@ from radix_ext.variants import Variant, VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
 
-_RANK, _NAMESPACE = 0, "replay"
+_RANK, _NAMESPACE, _FUSED = 0, "replay", "\0fused\0"
 
 
 class FusedCount(NamedTuple):
@@ -70,9 +70,10 @@ class FusedCount(NamedTuple):
 
 
 class _History(NamedTuple):
-    chunks: tuple[Chunk, ...] = ()
-    keys: tuple[str, ...] = ()
-    recipe: str | None = None
+    chunks: tuple[Chunk, ...]
+    keys: tuple[str, ...]
+    recipe: str
+    is_fused: bool
 
 
 @dataclass(slots=True)
@@ -112,6 +113,7 @@ class FusedReplay:
         kv_bytes: of one token.
         prefill_budget: tokens of one pass, where the configuration names none.
         chunk_tokens: length of a chunk, for the room of a cache whose capacity is in chunks.
+        share: of the requests that opt into moved KV, evenly spread; a conversation does as its first turn.
     """
 
     def __init__(
@@ -122,8 +124,9 @@ class FusedReplay:
         kv_bytes: int,
         prefill_budget: int,
         chunk_tokens: float,
+        share: float = 1.0,
     ) -> None:
-        nodes = settings.capacity
+        nodes, self._share = settings.capacity, share
         self._room = settings.capacity_tokens or (None if nodes is None else int(nodes * chunk_tokens))
         self._settings, self._config, self._kv_bytes, self._budget = settings, config, kv_bytes, prefill_budget
         self._fusion = FusionRequest(
@@ -132,11 +135,16 @@ class FusedReplay:
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens, config.min_saved_tokens)
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
-        self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window)
         self._known: dict[ChainNode, _Known] = {}
-        self._copies = ChunkCopies(lambda node: self._known.get(node, GONE).chunk, self._known.__getitem__)
+        self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window, serves_one=self._serves_one)
+        self._copies = ChunkCopies(
+            lambda node: self._known.get(node, GONE).chunk, self._known.__getitem__, self._credit
+        )
         self.store = VariantIndex(
-            max_bytes=config.store_mib << 20, max_chunks=config.store_chunks, max_variants=config.store_variants
+            max_bytes=config.store_mib << 20,
+            max_chunks=config.store_chunks,
+            max_variants=config.store_variants,
+            window=settings.window,
         )
         self._sources = ChunkSources(self._copies, self.store, max_copies=MAX_COPIES)
         self._captures = CaptureQueue(
@@ -146,6 +154,7 @@ class FusedReplay:
             is_scoring=config.scoring == "on",
             max_waiting=MAX_WAITING_CAPTURES,
             max_tokens=MAX_CAPTURED_TOKENS,
+            token_bytes=kv_bytes,
         )
         self._histories: dict[str, _History] = {}
         self.num_requests = self.num_evicted = self.peak_nodes = 0
@@ -156,7 +165,7 @@ class FusedReplay:
     ) -> FusedCount:
         """Serve one request, as `Replay.step`. A later turn's history is part of its prompt."""
         self.num_requests += 1
-        history = self._histories.pop(conversation or "", _History())
+        history = self._histories.pop(conversation or "", None)
         prompt = self._prompt(request, conversation, history)
         if conversation is not None and not is_last_turn:
             self._histories[conversation] = prompt
@@ -166,14 +175,16 @@ class FusedReplay:
         spans = _spans(prompt.chunks)
         num_exact, found = self._match(prompt)
         start = spans[len(found)].start if len(found) < len(spans) else spans[-1].end
-        plan = make_plan(
-            spans,
-            start=start,
-            limit=spans[-1].end,
-            candidates=self._sources.candidates,
-            fusion=self._fusion,
-            limits=self._limits,
-        )
+        plan = ReusePlan(())
+        if prompt.is_fused:
+            plan = make_plan(
+                spans,
+                start=start,
+                limit=spans[-1].end,
+                candidates=self._sources.candidates,
+                fusion=self._fusion,
+                limits=self._limits,
+            )
         locked = {*found, *_sources(plan)}
         if plan.pieces and not self._has_room(plan, locked, after=spans[-1].end - plan.end):
             plan, locked = ReusePlan((), (*plan.fallbacks, NotMoved.NO_ROOM)), {*found}
@@ -186,7 +197,7 @@ class FusedReplay:
         if self._settings.admission == "promoted":
             chain = chain[: max(promoted_len, len(found), *(index + 1 for index in moved))]
         self._make_room(chain[len(found) :], locked)
-        hit_len = 0 if history.chunks else num_exact
+        hit_len = 0 if history else num_exact
         leaf = self._tree.insert(
             _NAMESPACE,
             chain,
@@ -196,35 +207,47 @@ class FusedReplay:
             hit_len=hit_len,
         )
         nodes = self._learn(leaf, prompt, len(found), moved)
+        self.store.ask((self._known[node].chunk, "", self._known[node].prefix) for node in nodes)
         keep = self._table.frequent((chunk.id for chunk in prompt.chunks), self._config.store_threshold)
         self._captures.add(nodes, keep, is_preprocessing=False)
         self._capture()
-        return _count(request, spans, plan, num_exact, len(found), fused_from, first=len(history.chunks))
+        first = len(history.chunks) if history else 0
+        return _count(request, spans, plan, num_exact, len(found), fused_from, first=first)
 
     # Private, in order of use
 
-    def _prompt(self, request: Sequence[Chunk], conversation: str | None, history: _History) -> _History:
+    def _prompt(self, request: Sequence[Chunk], conversation: str | None, history: _History | None) -> _History:
         """The prompt's chunks in order, and what the tree calls them where their KV is exact."""
-        if history.recipe is None:
+        if history is None:
             by, visits = self._settings, self._settings.max_visits
             parts = self._tree, self._table, _NAMESPACE
             chunks = order_chunks(by.order, by.tail, *parts, request, rank=_RANK, max_visits=visits).chunks
             recipe = str(self.num_requests) if self._fusion.asks_the_question else "all"
-            return _History(chunks, tuple(chunk.id for chunk in chunks), recipe)
+            is_fused = int(self.num_requests * self._share) > int((self.num_requests - 1) * self._share)
+            return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused)
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
         fresh = [chunk for chunk in request if chunk.id not in shown]
         keys = (f"{conversation}\0{chunk.id}" for chunk in fresh)  # as in `Replay`: after a question and an answer
-        return _History((*history.chunks, *fresh), (*history.keys, *keys), history.recipe)
+        return history._replace(chunks=(*history.chunks, *fresh), keys=(*history.keys, *keys))
 
     def _match(self, prompt: _History) -> tuple[int, Sequence[ChainNode]]:
         """How many leading chunks are cached exactly, and their nodes with those cached fused after them."""
         exact = self._tree.match(_NAMESPACE, map(ChunkId, prompt.keys))
+        if not prompt.is_fused:
+            return len(exact), exact
         return len(exact), self._tree.match(_NAMESPACE, (chunk.id for chunk in _chain(prompt, len(exact))))
 
     def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:
         """Whether what is free or idle holds the promise and leaves room for an extend, as the server asks."""
         idle = sys.maxsize if self._room is None else self._room - sum(node.num_tokens for node in locked)
         return has_room(idle, plan.end - plan.start, reserve=self._budget, num_after=after)
+
+    def _serves_one(self, node: ChainNode) -> bool:
+        return self._fusion.asks_the_question and _FUSED in node.chunk_id
+
+    def _credit(self, node: ChainNode) -> None:
+        self._tree.count_use(node)
+        self._queue.push(node)
 
     def _make_room(self, chunks: Sequence[Chunk], locked: Collection[ChainNode]) -> None:
         """Evict until these fit, as the pool does before it takes them; all but the prompt's own nodes and its sources."""
@@ -257,7 +280,7 @@ class FusedReplay:
         start = 0
         for index, node in enumerate(nodes):
             if index >= num_found:
-                self._known[node] = _Known(start, before[:index], chunk=before[index])
+                self._known[node] = _Known(start, prefix=before[:index], chunk=before[index])
                 if index not in moved:
                     self._copies.add(node)
             start += node.num_tokens
@@ -280,7 +303,7 @@ class FusedReplay:
 
 def _chain(prompt: _History, num_exact: int) -> list[Chunk]:
     """As the tree knows it: exact, then fused by the prompt's recipe."""
-    keys = [*prompt.keys[:num_exact], *(f"{prompt.recipe}\0fused\0{key}" for key in prompt.keys[num_exact:])]
+    keys = [*prompt.keys[:num_exact], *(f"{prompt.recipe}{_FUSED}{key}" for key in prompt.keys[num_exact:])]
     return [Chunk(ChunkId(key), chunk.num_tokens) for key, chunk in zip(keys, prompt.chunks, strict=True)]
 
 

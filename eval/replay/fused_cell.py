@@ -32,7 +32,11 @@ NUMBERS = (
     ("kv-bytes-per-token", 131_072, "bytes of one token's KV in the store; the default is Llama-3-8B's in bfloat16"),
     ("prefill-budget", 8192, "SGLang's --chunked-prefill-size, which bounds a pass unless --max-pass-tokens does"),
     ("chunk-tokens", 500, "length of a chunk where the trace has no lengths"),
+    ("fused-share", 1.0, "share of the requests that opt into moved KV, evenly spread"),
 )
+OVER_TIME = 16
+"""Times at which the store is looked at."""
+COPIED = ("num_requests", "num_evicted", "peak_nodes", "store", "store_over_time", "fallbacks")
 FATES = ("exact", "relocated", "recomputed", "computed", "dropped")
 
 
@@ -49,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             name = f"--{field.name.replace('_', '-')}"
             group.add_argument(name, type=kind, default=field.default, choices=choices, help=text)
     for name, default, text in NUMBERS:
-        group.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default: %(default)s")
+        group.add_argument(f"--{name}", type=type(default), default=default, help=f"{text}; default: %(default)s")
 
 
 def server_config(options: argparse.Namespace) -> ChunkCacheConfig | None:
@@ -66,6 +70,8 @@ def server_config(options: argparse.Namespace) -> ChunkCacheConfig | None:
         if changed:
             raise CommandError(f"--{changed[0]} needs --reuse fused")
         return None
+    if not 0 < numbers.pop("fused-share") <= 1:
+        raise CommandError("--fused-share must be over 0 and at most 1")
     if too_small := [name for name, value in numbers.items() if value < 1]:
         raise CommandError(f"--{too_small[0]} must be at least 1")
     try:
@@ -87,7 +93,9 @@ class FusedCell(ReplayCell):
             kv_bytes=options.kv_bytes_per_token,
             prefill_budget=options.prefill_budget,
             chunk_tokens=self._chunk_tokens or facts.distinct_tokens / facts.distinct_chunks,
+            share=options.fused_share,
         )
+        self._stride, self._over_time = max(1, facts.num_counted // OVER_TIME), list[dict[str, float]]()
         super().__init__(cell, facts, warm_up=options.warm_up, replay=self._fused, counts=FusedCount._fields)
 
     def step(self, request: TraceRequest) -> None:
@@ -96,6 +104,8 @@ class FusedCell(ReplayCell):
             chunks = tuple(replace(chunk, num_tokens=self._chunk_tokens) for chunk in request.chunks)
             request = request._replace(chunks=chunks)
         super().step(request)
+        if self._fused.num_requests % self._stride == 0:
+            self._over_time.append({"requests": self._fused.num_requests, **self._fused.store.profile()})
 
     @property
     def sample(self) -> Sample:
@@ -107,6 +117,7 @@ class FusedCell(ReplayCell):
             "num_evicted": replay.num_evicted,
             "peak_nodes": replay.peak_nodes,
             "store": replay.store.stats()._asdict(),
+            "store_over_time": self._over_time,
             "fallbacks": dict(replay.fallbacks),
         }
 
@@ -130,7 +141,7 @@ def fused_entry(
         "found_fused": share(sample, sample["fused_hit"], "tokens"),
         "from_host": sum(sample["from_host"]) / moved if moved else 0.0,
         "chains_ended": sum(sample["ended"]) / max(1, sample["num_requests"]),
-        **{name: sample[name] for name in ("num_requests", "num_evicted", "peak_nodes", "store", "fallbacks")},
+        **{name: sample[name] for name in COPIED if name in sample},
     }
 
 

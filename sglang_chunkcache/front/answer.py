@@ -110,4 +110,5 @@ def _shown(labels: Sequence[str], source: Source) -> dict[str, Any]:
         "variant_prefix": source.num_before,
         "overlap": source.overlap,
         "cfo": source.cfo,
+        "other_head": source.other_head,
     }

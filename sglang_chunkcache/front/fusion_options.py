@@ -2,7 +2,7 @@
 
     recipe   query/0.15/alpha=-/focus=off/without=-/question=9f86d081884c7d65
              the policy                           only where the choice of tokens depends on the question
-    recipe   none/0.0/.../fresh=3/only=5f2ae1c07b9d4e83           of one prompt that preprocesses a chunk
+    recipe   none/0.0/.../fresh=3/question=5f2ae1c07b9d4e83       of one prompt that preprocesses a chunk
 
 Fused KV is shared between requests by its recipe alone, so the recipe names all that the KV depends on besides its chunks and
 what precedes them; in a conversation the first fused turn's question counts for all later turns. Knows no token's KV and no
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from radix_ext import AccessTable, FusionRequest, Span
-from radix_ext.moved_plan import Focus
+from radix_ext.moved_plan import QUESTION, Focus
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 
@@ -79,12 +79,12 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
     )
     if fusion.plain:
         # What a neighbour without plain KV becomes is not known beforehand, so nothing else may find what this prompt leaves.
-        return f"{policy}/only={secrets.token_hex(8)}"
-    if earlier == policy or earlier.startswith(f"{policy}/question="):
+        return f"{policy}{QUESTION}{secrets.token_hex(8)}"
+    if earlier == policy or earlier.startswith(policy + QUESTION):
         return earlier
     if not fusion.asks_the_question:
         return policy
-    return f"{policy}/question={blake2b(array('i', question), digest_size=8).hexdigest()}"
+    return f"{policy}{QUESTION}{blake2b(array('i', question), digest_size=8).hexdigest()}"
 
 
 def spans_to_keep(config: ChunkCacheConfig, table: AccessTable, spans: Sequence[Span]) -> frozenset[int]:

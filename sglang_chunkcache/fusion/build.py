@@ -44,7 +44,10 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
         cache,
         FusionPass(runner, table, config, (sparse, attention)),
         VariantIndex(
-            max_bytes=config.store_mib << 20, max_chunks=config.store_chunks, max_variants=config.store_variants
+            max_bytes=config.store_mib << 20,
+            max_chunks=config.store_chunks,
+            max_variants=config.store_variants,
+            window=config.window_requests,
         ),
         Limits(
             max_pass_tokens=config.max_pass_tokens or prefill_budget,

@@ -32,6 +32,7 @@ class Captures(CaptureQueue):
             is_scoring=fusion_pass.config.scoring == "on",
             max_waiting=MAX_WAITING_CAPTURES,
             max_tokens=MAX_CAPTURED_TOKENS,
+            token_bytes=fusion_pass.token_bytes,
         )
         self._pass = fusion_pass
 
@@ -46,10 +47,10 @@ class Captures(CaptureQueue):
             logger.exception("chunk cache: storing %d chunk(s) failed", len(batch))
             return len(batch)
         for (node, preprocessed), (blob, scores) in zip(batch, results, strict=True):
-            facts(node).scores = scores
-            identity = identity_of(node)
+            known, identity = facts(node), identity_of(node)
+            known.scores = scores
             assert identity is not None
-            self._store.put(identity, Variant(facts(node).prefix, blob, scores, preprocessed))
+            self._store.put(identity, Variant(known.prefix, blob, scores, preprocessed, known.head))
         return 0
 
 
@@ -61,6 +62,7 @@ def _capture_of(node: TreeNode) -> Capture:
         path.append(above)
         above = above.parent
     path.reverse()
+    starts = (facts(each).start for each in path if facts(each).chunk is not None)
     ids = array("q")
     for each in path:
         ids.extend(each.key.token_ids)
@@ -73,4 +75,5 @@ def _capture_of(node: TreeNode) -> Capture:
             for each in path[:-1]
             if facts(each).chunk is not None
         ),
+        head_len=next(starts),
     )

@@ -67,6 +67,8 @@ class Capture:
     start: int
     prefix: tuple[tuple[int, int], ...]
     """`[start, end)` of the chunks before it."""
+    head_len: int
+    """Tokens before the first chunk."""
 
 
 class FusionPass:
@@ -145,6 +147,7 @@ class FusionPass:
     def _move(self, moves: Sequence[Move]) -> None:
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for move in moves:
+            self.num_tokens["moved_other_head"] += sum(each.end - each.start for each in move.moved if each.other_head)
             for piece in move.copied:
                 source = piece.source
                 target = move.slots[piece.start : piece.end]
@@ -306,6 +309,7 @@ def _chunk_of(move: Move, piece: Piece) -> MovedChunk:
         prefix_old=source.prefix,
         prefix_new=piece.prefix,
         scores=source.scores,
+        other_head=piece.other_head,
     )
 
 
@@ -335,4 +339,4 @@ def _deviation_probe(move: Move) -> DeviationProbe:
 
 def _score_probe(capture: Capture) -> ScoreProbe:
     ids = _ids(capture.token_ids)
-    return ScoreProbe(token_ids=ids[capture.start :], slots=capture.slots, prefix=capture.prefix)
+    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix, capture.head_len)

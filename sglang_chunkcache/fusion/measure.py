@@ -84,12 +84,13 @@ class ScoreProbe:
     """A chunk at `[start, start + n)` whose KV was computed at these positions.
 
     token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
-    `[start, end)` of each chunk before it, ascending, the head excluded.
+    `[start, end)` of each chunk before it, ascending. head_len: tokens before the first chunk.
     """
 
     token_ids: Tensor
     slots: Tensor
     prefix: tuple[tuple[int, int], ...]
+    head_len: int = 0
 
     def __post_init__(self) -> None:
         _check_spans(self.prefix, 0, self.start)
@@ -168,11 +169,13 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[ChunkScores]
     for chunk, on_prefix, received in zip(chunks, sums[: len(chunks)], sums[len(chunks) :], strict=True):
         scores.append(
             ChunkScores(
-                inter=tuple(on_prefix.sum(0).tolist()),
+                inter=tuple(on_prefix[:, 1:].sum(0).tolist()),
                 prefix_lens=tuple(end - start for start, end in chunk.prefix),
                 intra=float(received.sum()),
-                context=on_prefix.sum(1),
+                context=on_prefix[:, 1:].sum(1),
                 received=received,
+                head=float(on_prefix[:, 0].sum()),
+                head_len=chunk.head_len,
             )
         )
     return scores
@@ -248,8 +251,8 @@ class _ScoreObserver(Observer):
         self._num_ranks = runner.tp_group.world_size
         self._chunks = chunks
         device = runner.device
-        self._owners = [_owners(c.prefix, c.start).to(device) for c in chunks]
-        self.on_prefix = [torch.zeros(len(c.token_ids), len(c.prefix), device=device) for c in chunks]
+        self._owners = [_owners([(0, c.head_len), *c.prefix], c.start).to(device) for c in chunks]
+        self.on_prefix = [torch.zeros(len(c.token_ids), 1 + len(c.prefix), device=device) for c in chunks]
         self.received = [torch.zeros(len(c.token_ids), device=device) for c in chunks]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:

@@ -33,7 +33,7 @@ from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.own_slots import OwnSlots
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
-from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, state
+from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import RequestSpans
 
@@ -113,9 +113,12 @@ class Fuser:
                 spans.spans,
                 start=len(indices),
                 limit=len(key),
-                candidates=lambda chunk: self.sources.candidates(ChunkIdentity(chunk, key.extra_key, key.cache_salt)),
+                candidates=lambda chunk: self.sources.candidates(
+                    ChunkIdentity(chunk, key.extra_key, key.cache_salt), spans.namespace
+                ),
                 fusion=spans.fusion,
                 limits=self.limits,
+                head=spans.namespace,
             )
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
             logger.exception("chunk cache: no plan, the prompt is computed")
@@ -159,7 +162,7 @@ class Fuser:
                 return self._decline(outcome, Fallback.NO_ROOM, node)
             row = torch.cat([req.prefix_indices, *_rows(plan, slots[:num_own], shared)])
             move = _move(req, plan, spans, row, shared)
-            chunks, last = self._insert(key, row, plan, req.priority or 0)
+            chunks, last = self._insert(key, row, plan, spans.namespace, req.priority or 0)
             taken.push(lambda error, *_: self._remove(last, node) if error else None)
             for span, source in shared.items():
                 self.cache.share(source, chunks[span])
@@ -196,9 +199,11 @@ class Fuser:
                     self.cache.fill(node)
                 node = node.parent
 
-    def keep(self, path: Sequence[TreeNode], spans: RequestSpans) -> None:
-        """Queue the request's chunks that have earned it for the store."""
+    def keep(self, path: Sequence[TreeNode], spans: RequestSpans, *, is_first: bool) -> None:
+        """Tell the store what was asked for, once, and queue the request's chunks that have earned it."""
         chunks = [node for node in path if facts(node).chunk is not None]
+        if is_first and not spans.is_preprocessing:
+            self.store.ask((identity_of(node), facts(node).head, facts(node).prefix) for node in chunks)
         self.captures.add(chunks, spans.keep, is_preprocessing=spans.is_preprocessing)
 
     def after(self) -> None:
@@ -328,11 +333,11 @@ class Fuser:
         return slots
 
     def _insert(
-        self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, priority: int
+        self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, head: str, priority: int
     ) -> tuple[list[TreeNode], TreeNode]:
         """Nodes for the region, yet to be filled: (the prompt's chunk nodes up to there, the last node)."""
         # As chunked: the request has not used these nodes yet, so nothing is a hit.
-        _, path = self.cache.insert_segments(key, row, priority, True, are_filled=False)
+        _, path = self.cache.insert_segments(key, row, head, priority, True, are_filled=False)
         chunks = [node for node in path if facts(node).chunk is not None]
         for piece in plan.pieces:
             if piece.span is not None:
@@ -388,7 +393,14 @@ def _sources(plan: ReusePlan) -> tuple[Source, ...]:
         Source(piece.start, piece.end, piece.span, "gap")
         if piece.source is None
         else Source(
-            piece.start, piece.end, piece.span, piece.source.where, len(piece.source.prefix), piece.overlap, piece.cfo
+            piece.start,
+            piece.end,
+            piece.span,
+            piece.source.where,
+            len(piece.source.prefix),
+            piece.overlap,
+            piece.cfo,
+            piece.other_head,
         )
         for piece in plan.pieces
     )

@@ -84,7 +84,7 @@ class ChunkRadixCache(SharingRadixCache):
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.match_seconds = self.insert_seconds = 0.0
         self.promiser: Promiser | None = None
-        self.copies: ChunkCopies = ChunkCopies(identity_of, facts)
+        self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
         self._clock = 0
         self._clear_counts()
         super().__init__(params)
@@ -125,7 +125,7 @@ class ChunkRadixCache(SharingRadixCache):
             self._touch(result.last_device_node)
             return result
         value = params.value if params.value is not None else torch.tensor(params.key.token_ids, dtype=torch.int64)
-        matched, path = self.insert_segments(params.key, value, params.priority, params.chunked)
+        matched, path = self.insert_segments(params.key, value, "", params.priority, params.chunked)
         return InsertResult(prefix_len=matched, last_device_node=path[-1] if path else self.root_node)
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
@@ -152,6 +152,7 @@ class ChunkRadixCache(SharingRadixCache):
         self,
         key: ChunkKey,
         values: torch.Tensor,
+        head: str,
         priority: int | None,
         chunked: bool,
         borders: tuple[int, ...] = (),
@@ -160,7 +161,8 @@ class ChunkRadixCache(SharingRadixCache):
     ) -> tuple[int, list[TreeNode]]:
         """Insert `key`, one node per segment; returns (tokens already there, the last node of every segment).
 
-        `are_filled` False: the slots of new nodes are yet to be written, so they are no source for others.
+        `head` names the tokens before the first chunk. `are_filled` False: the slots of new nodes are yet to be written, so they
+        are no source for others.
         """
         node, matched, path = self.root_node, 0, []
         before: list[ChunkId] = []
@@ -170,7 +172,8 @@ class ChunkRadixCache(SharingRadixCache):
                 matched += found
             known = facts(node)
             if found < end - start:  # a new node
-                known.chunk, known.start, known.prefix, known.is_filled = chunk, start, tuple(before), False
+                known.chunk, known.start, known.is_filled = chunk, start, False
+                known.head, known.prefix = head, tuple(before)
             if are_filled and not known.is_filled:
                 self.fill(node)
             if chunk is not None:
@@ -280,12 +283,13 @@ class ChunkRadixCache(SharingRadixCache):
         key = self._key(req, token_ids, spans, max(up_to, owned), known.fused)
         borders = (len(req.origin_input_ids),) if split_prompt else ()
         values = row[: len(key)].to(dtype=torch.int64, copy=True)
-        matched, path = self.insert_segments(key, values, req.priority or 0, chunked, borders)
+        matched, path = self.insert_segments(key, values, spans.namespace, req.priority or 0, chunked, borders)
         # A conversation's own later turns are no sign that others will ask for its chunks: counted, they would keep
         # finished conversations in the pool while the running ones' histories leave.
         self._mark(path, spans, counts_hits=is_first and not spans.is_later_turn)
         if self.promiser is not None and not chunked:
-            self.promiser.keep(path, spans)
+            self.promiser.keep(path, spans, is_first=not known.is_kept)
+            known.is_kept = True
         self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
         self.insert_seconds += time.perf_counter() - start
         return key, row, matched
@@ -347,6 +351,14 @@ class ChunkRadixCache(SharingRadixCache):
                 known.hits += 1
             self._num_promoted += promoted - known.promoted
             known.promoted, parent = promoted, known.chain
+
+    def _credit(self, node: TreeNode) -> None:
+        """The node was used as a source: a hit, of which SGLang's clock learns as of one."""
+        facts(node).hits += 1
+        self._touch(node)
+        above, now = node, time.monotonic()
+        while above is not None:
+            above.last_access_time, above = now, above.parent
 
     def _touch(self, node: TreeNode | None) -> None:
         """This node and all above it were used by the request of this moment."""

@@ -8,12 +8,14 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import reused_priority
+from radix_ext.moved_plan import QUESTION
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts
 
 
 class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
-    """Each doubling of a chunk node's hits keeps it one access window longer; `base` breaks ties.
+    """Each doubling of a chunk node's hits keeps it one access window longer; `base` breaks ties. What was fused for one question
+    leaves first.
 
     Token nodes have no hits of their own, so plain traffic sees recency alone, as in SGLang. Clock and hits count requests,
     never seconds: all ranks of a tensor-parallel group must evict the same nodes.
@@ -23,8 +25,9 @@ class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
         self.base, self.window = base, window
 
     def get_priority(self, node: TreeNode) -> tuple[tuple[int, int], Any]:
-        known = facts(node)
-        priority = reused_priority(hits=known.hits, last_access=known.used, window=self.window)
+        known, fused = facts(node), node.key.fused if isinstance(node.key, ChunkKey) else None
+        serves_one = fused is not None and QUESTION in fused.recipe
+        priority = reused_priority(hits=known.hits, last_access=known.used, window=self.window, serves_one=serves_one)
         return priority, self.base.get_priority(node)
 
 

@@ -60,6 +60,7 @@ class RequestState:
     fused: Fused | None = None
     """From where on its KV is approximate."""
     is_inserted: bool = False
+    is_kept: bool = False
     is_reported: bool = False
     promise: Any = None
     """The promiser's own record."""

@@ -28,8 +28,8 @@ class Promiser(Protocol):
     def before(self, batch: ScheduleBatch) -> None:
         """Fill the slots that this batch's requests were promised; before its forward."""
 
-    def keep(self, path: Sequence[TreeNode], spans: RequestSpans) -> None:
-        """The request's nodes are in the tree: note what is worth storing."""
+    def keep(self, path: Sequence[TreeNode], spans: RequestSpans, *, is_first: bool) -> None:
+        """The request's nodes are in the tree: note what is worth storing. `is_first`: of this request's calls."""
 
     def report(self, req: Req) -> Report:
         """What became of the request."""

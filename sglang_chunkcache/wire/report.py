@@ -152,7 +152,9 @@ class Source(Record, frozen=True):
     overlap: int = 0
     """Of these, chunks that are before it in this prompt as well."""
     cfo: float | None = None
-    """Cache-Craft's fix overhead with alpha 1, where the source is scored."""
+    """Cache-Craft's fix overhead with alpha 1, estimated where the source is not scored. None: a gap."""
+    other_head: bool = False
+    """Its KV was computed after another head: system message, tools, or what else precedes the first chunk."""
 
 
 class Report(Record, frozen=True):

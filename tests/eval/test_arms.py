@@ -158,6 +158,7 @@ class Cached:
 
     where: str = "host"
     start: int | None = None
+    head: str = ""
     prefix: tuple[ChunkId, ...] = ()
     scores: None = None
     preprocessed: bool = False

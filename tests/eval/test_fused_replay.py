@@ -83,15 +83,15 @@ def test_a_chunk_moved_is_no_source_and_a_gap_is_one() -> None:
     assert fates(replay, "AB") == (0, 0, 0, 20)
 
 
-def test_store_takes_computed_chunks_over_the_threshold() -> None:
-    """At the second access, if they were computed then: what was moved is not stored."""
+def test_store_takes_chunks_over_the_threshold() -> None:
+    """At the second access. What was moved then is stored as it was computed first: B after A."""
     replay = make_replay(store_threshold=2)
     replay.step(request("AB"))
     assert replay.store.stats().num_chunks == 0
     replay.step(request("AC"))
     assert [len(replay.store.find(ChunkId(name))) for name in "ABC"] == [1, 0, 0]
     replay.step(request("BC"))
-    assert [len(replay.store.find(ChunkId(name))) for name in "ABC"] == [1, 0, 0]
+    assert [[each.prefix for each in replay.store.find(ChunkId(name))] for name in "ABC"] == [[()], [("A",)], [("A",)]]
 
 
 def test_host_copies_serve_what_has_left_the_device() -> None:

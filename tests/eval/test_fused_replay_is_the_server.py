@@ -51,6 +51,7 @@ class Pair:
         self.config = ChunkCacheConfig(
             reuse="fused",
             secret=SECRET,
+            window_requests=WINDOW,
             max_pass_tokens=limits.max_pass_tokens,
             max_gap_tokens=limits.max_gap_tokens,
             min_saved_tokens=limits.min_saved_tokens,
@@ -126,11 +127,11 @@ TIGHT = Limits(max_pass_tokens=9, max_gap_tokens=4, min_saved_tokens=3)
 @pytest.mark.parametrize(
     ("order", "limits", "knobs"),
     [
-        ("tree", ROOMY, {"selector": "query", "store_chunks": 9}),
-        ("retriever", TIGHT, {"selector": "query", "recompute_ratio": 0.5, "store_chunks": 9, "store_variants": 2}),
-        ("tree", ROOMY, {"selector": "none", "store_threshold": 1, "store_chunks": 9}),  # fused nodes are found again
-        ("retriever", ROOMY, {"selector": "context", "store_chunks": 9, "store_variants": 3, "store_threshold": 3}),
-        ("tree", TIGHT, {"selector": "random", "recompute_ratio": 0.3, "scoring": "off", "store_chunks": 9}),
+        ("tree", ROOMY, {"selector": "query", "store_chunks": 2}),
+        ("retriever", TIGHT, {"selector": "query", "recompute_ratio": 0.5, "store_chunks": 4, "store_variants": 2}),
+        ("tree", ROOMY, {"selector": "none", "store_threshold": 1, "store_chunks": 2}),  # fused nodes are found again
+        ("retriever", ROOMY, {"selector": "context", "store_chunks": 3, "store_variants": 3, "store_threshold": 3}),
+        ("tree", TIGHT, {"selector": "random", "recompute_ratio": 0.3, "scoring": "off", "store_chunks": 2}),
     ],
 )
 def test_replay_equals_the_server(

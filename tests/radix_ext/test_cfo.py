@@ -114,6 +114,16 @@ def test_fix_overhead_by_hand_and_without_its_parts() -> None:
     assert overhead("beta", "cci") == 1
 
 
+def test_another_head_adds_to_eq_6_and_9() -> None:
+    """beta: 2 of 2 + 6. a: 2/(4*1) + 6/(4*3) = 1 where b is 8/16. The same head counts in neither."""
+    scores = make_sums([2], [1], intra=8, num_tokens=4, head=6, head_len=3)
+    assert inter_density(scores) == 0.5
+    assert inter_density(scores, other_head=True) == 1
+    assert fix_overhead(ids("p"), scores, ids("p")) == 0
+    assert fix_overhead(ids("p"), scores, ids("p"), other_head=True) == pytest.approx(0.75 / (1 + exp(-2)))
+    assert fix_overhead(ids("p"), None, ids("p"), other_head=True) == 0.5
+
+
 def test_fix_overhead_unscored_takes_the_worst() -> None:
     """CCI 1 and each chunk alike: one of two is here."""
     assert fix_overhead(ids("pq"), None, ids("p")) == 0.5

@@ -28,6 +28,7 @@ class Copy:
     scores: Attention | None = None
     preprocessed: bool = False
     start: int | None = None
+    head: str = ""
 
 
 def prompt(layout: str) -> tuple[Span, ...]:
@@ -277,11 +278,38 @@ def test_context_takes_the_lowest_fix_overhead() -> None:
     assert chosen([lost, kept]) is lost
 
 
-def test_piece_carries_the_fix_overhead_of_a_scored_source() -> None:
-    """Even odds of eq. 11 at alpha 1, half of the prefix lost: 0.25. Without scores there is none."""
+def test_piece_carries_its_fix_overhead() -> None:
+    """Even odds of eq. 11 at alpha 1, half of the prefix lost: 0.25. Without scores it is estimated; a gap has none."""
     scores = make_sums([1.0, 1.0], [1000, 1000], intra=1e9, num_tokens=8)
     plan = plan_of("AZZZZZZZZYY.", {"Z": [Copy(ids("AX"), scores=scores)], "Y": [Copy()]})
-    assert [piece.cfo for piece in plan.pieces] == [None, pytest.approx(0.25), None]
+    assert [piece.cfo for piece in plan.pieces] == [None, pytest.approx(0.25), 1]
+
+
+def test_source_behind_another_head_is_taken_last() -> None:
+    """Whatever else it has seen; and that it is one is said."""
+    better = Copy(ids("AB"), preprocessed=True, head="other")
+    for selector in ("query", "context"):
+        assert chosen([better, Copy()], selector=selector).head == ""
+    (*_, piece) = plan_of("ABZZ.", {"Z": [better]}).pieces
+    assert piece.source is better
+    assert piece.other_head
+    assert not plan_of("ZZ.", "Z").pieces[0].other_head
+
+
+def test_another_head_is_part_of_the_prefix() -> None:
+    """A took all of the chunks' mass, and the head as much again: half of the prefix is lost. CCI is 0.5 either way."""
+    scores = make_sums([1.0], [1000], intra=1e9, num_tokens=8, head=1.0, head_len=1000)
+    overheads = []
+    for head in ("", "other"):
+        plan = plan_of("AZZZZZZZZ.", {"Z": [Copy(ids("A"), scores=scores, head=head)]})
+        overheads.append(plan.pieces[-1].cfo)
+    assert overheads == pytest.approx([1 / 8, 0.25])
+
+
+def test_set_takes_nothing_from_behind_another_head() -> None:
+    """It promises KV that has seen the same texts, in whatever order."""
+    sources = {"A": [Copy(head="other")], "B": [Copy(ids("A"), head="other")]}
+    assert plan_of("BBAA.", sources, fusion=make_request("set")).fallbacks == (NotMoved.NO_SOURCE,)
 
 
 def test_set_takes_one_cached_chain_only() -> None:
@@ -390,6 +418,8 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
             st.sampled_from(["device", "host"]),
             st.none(),
             st.booleans(),
+            st.none(),
+            st.sampled_from(["", "other"]),
         ),
         max_size=3,
     )
@@ -436,6 +466,12 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
             assert _merit(piece.source, piece.prefix) == max(merits)
 
 
-def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, int, bool, int]:
-    """Preprocessed, chunks it has seen, in the pool, little else seen."""
-    return copy.preprocessed, len(set(copy.prefix) & set(before)), copy.where == "device", -len(copy.prefix)
+def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, bool, int, bool, int]:
+    """The same head, preprocessed, chunks it has seen, in the pool, little else seen."""
+    return (
+        copy.head == "",
+        copy.preprocessed,
+        len(set(copy.prefix) & set(before)),
+        copy.where == "device",
+        -len(copy.prefix),
+    )

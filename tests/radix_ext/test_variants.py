@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -44,8 +44,19 @@ def make_variant(names: str = "", *, num_tokens: int = 1, scored: bool = False, 
     return Variant(ids(names), blob, make_scores(names, num_tokens) if scored else None, preprocessed)
 
 
-def make_store(*, tokens: int = 100, chunks: int = 100, variants: int = 100) -> VariantIndex:
-    return VariantIndex(max_bytes=tokens * TOKEN_BYTES, max_chunks=chunks, max_variants=variants)
+def behind(head: str, variant: Variant) -> Variant:
+    """The variant behind another head."""
+    return replace(variant, head=head)
+
+
+def make_store(*, tokens: int = 100, chunks: int = 100, variants: int = 100, window: int = 1000) -> VariantIndex:
+    return VariantIndex(max_bytes=tokens * TOKEN_BYTES, max_chunks=chunks, max_variants=variants, window=window)
+
+
+def ask(store: VariantIndex, names: str, before: str = "") -> None:
+    """One request a letter."""
+    for name in names:
+        store.ask([(chunk(name), "", ids(before))])
 
 
 def prefixes(store: VariantIndex, name: str) -> list[str]:
@@ -71,11 +82,11 @@ def test_bytes_count_keys_values_and_scores() -> None:
     assert store.stats().num_bytes == 3 * (TOKEN_BYTES + SCORE_BYTES)
 
 
-@pytest.mark.parametrize("limit", ["max_bytes", "max_chunks", "max_variants"])
+@pytest.mark.parametrize("limit", ["max_bytes", "max_chunks", "max_variants", "window"])
 def test_limits_below_one_are_refused(limit: str) -> None:
     """A store that can hold nothing is a mistake."""
     with pytest.raises(LimitError, match=limit):
-        VariantIndex(**{"max_bytes": 1, "max_chunks": 1, "max_variants": 1, limit: 0})
+        VariantIndex(**{"max_bytes": 1, "max_chunks": 1, "max_variants": 1, "window": 1, limit: 0})
 
 
 @pytest.mark.parametrize("cfo", [0.0, -1.0, 1.5, float("nan")])
@@ -89,11 +100,11 @@ def test_use_refuses_what_is_no_share(cfo: float) -> None:
 
 
 def test_use_adds_the_inverse_of_cfo() -> None:
-    """Cache-Craft 3.3; without a CFO a use counts 1."""
+    """Cache-Craft 3.3."""
     store, variant = make_store(), make_variant()
     store.put(chunk("a"), variant)
     store.use(variant, 0.25)
-    store.use(variant, None)
+    store.use(variant, 1.0)
     assert variant.reuse == 5
 
 
@@ -104,7 +115,7 @@ def test_lowest_reuse_leaves_first() -> None:
     store.put(chunk("a"), a)
     store.put(chunk("b"), b)
     store.use(a, 0.5)
-    store.use(b, None)
+    store.use(b, 1.0)
     store.put(chunk("c"), make_variant())
     assert store.find(chunk("a")) == (a,)
     assert store.find(chunk("b")) == ()
@@ -116,8 +127,8 @@ def test_among_equals_the_least_recently_used_leaves() -> None:
     a, b = make_variant(), make_variant()
     store.put(chunk("a"), a)
     store.put(chunk("b"), b)
-    store.use(b, None)
-    store.use(a, None)
+    store.use(b, 1.0)
+    store.use(a, 1.0)
     store.put(chunk("c"), make_variant())
     assert store.find(chunk("b")) == ()
 
@@ -143,41 +154,128 @@ def test_larger_than_the_store_is_refused() -> None:
     assert store.put(chunk("a"), make_variant("x", num_tokens=2))  # exactly as large
 
 
-def test_variant_limit_evicts_the_chunks_own_lowest() -> None:
-    """Other chunks are left alone, however little they are worth."""
-    store = make_store(variants=2)
+def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_more_often() -> None:
+    """At M it takes the place of the chunk's own lowest where the store is full; other chunks are left alone."""
+    store = make_store(tokens=3, chunks=2, variants=2)
     other, x, y = make_variant(), make_variant("x"), make_variant("y")
-    store.put(chunk("b"), other)
-    store.put(chunk("a"), x)
-    store.put(chunk("a"), y)
-    store.use(x, None)
-    store.put(chunk("a"), make_variant("z"))
+    for name, variant in (("b", other), ("a", x), ("a", y)):
+        store.put(chunk(name), variant)
+    store.use(x, 1.0)
+    ask(store, "a", "y")
+    ask(store, "a", "z")
+    assert not store.wants(chunk("a"), "", ids("z"))
+    assert not store.put(chunk("a"), make_variant("z"))
+    ask(store, "a", "z")
+    assert store.put(chunk("a"), make_variant("z"))
     assert prefixes(store, "a") == ["x", "z"]
     assert store.find(chunk("b")) == (other,)
 
 
-@pytest.mark.parametrize(("uses", "left"), [("xxy", "x"), ("yx", "x")])
-def test_variant_limit_goes_by_reuse_then_by_use(uses: str, left: str) -> None:
-    """As everywhere: what was used twice stays, though used before the other; of equals the last used stays."""
-    store = make_store(variants=2)
-    variants = {name: make_variant(name) for name in "xy"}
-    for variant in variants.values():
-        store.put(chunk("a"), variant)
-    for name in uses:
-        store.use(variants[name], None)
-    store.put(chunk("a"), make_variant("z"))
-    assert prefixes(store, "a") == [left, "z"]
+def test_a_chunk_has_more_than_its_share_while_others_have_less() -> None:
+    """Cache-Craft 3.3: N * M in all. With room the asked-for prefix comes beside the others."""
+    store = make_store(chunks=2, variants=2)
+    for before in "xyzv":
+        ask(store, "a", before)
+        store.put(chunk("a"), make_variant(before))
+        ask(store, "a", before)
+    assert prefixes(store, "a") == ["x", "y"]
+    ask(store, "aaa", "z")
+    ask(store, "aaaa", "v")
+    assert store.put(chunk("a"), make_variant("z"))
+    assert store.put(chunk("a"), make_variant("v"))
+    assert prefixes(store, "a") == ["x", "y", "z", "v"]
+    ask(store, "b" * 8)
+    assert store.put(chunk("b"), make_variant())
+    assert prefixes(store, "a") == ["y", "z", "v"]
 
 
-def test_chunk_limit_evicts_until_a_chunk_is_gone() -> None:
-    """Lowest first, of any chunk. A further variant of a known chunk needs no place of its own."""
-    store = make_store(chunks=2)
-    for name, before in (("a", ""), ("b", ""), ("a", "x")):
-        store.put(chunk(name), make_variant(before))
-    assert store.stats().num_variants == 3
+def test_f_r_halves_with_each_window() -> None:
+    """What was popular once leaves in the end. The order of those not used meanwhile is kept."""
+    store = make_store(tokens=2, window=4)
+    once, now = make_variant(), make_variant()
+    store.put(chunk("a"), once)
+    store.put(chunk("b"), now)
+    for _ in range(3):
+        store.use(once, 0.5)
+    ask(store, "c" * 12)
+    assert once.reuse == 6 / 8
+    store.use(now, 1.0)
     store.put(chunk("c"), make_variant())
-    assert prefixes(store, "a") == ["x"]  # its other variant was the lowest, but its eviction freed no chunk's place
-    assert prefixes(store, "b") == []
+    assert store.find(chunk("a")) == ()
+    store.check_integrity()
+
+
+def test_a_use_counts_at_most_twenty() -> None:
+    """CFO may be one token's: the chunk's length says nothing about the worth of a use."""
+    store, variant = make_store(), make_variant()
+    store.put(chunk("a"), variant)
+    store.use(variant, 1 / 500)
+    assert variant.reuse == 20
+
+
+def test_a_full_store_takes_only_what_is_asked_for_half_as_often() -> None:
+    """Else chunks asked for twice push out each other and all the rest."""
+    store = make_store(tokens=1)
+    ask(store, "aaaab")
+    store.put(chunk("a"), make_variant())
+    assert not store.put(chunk("b"), make_variant())
+    ask(store, "b")
+    assert store.put(chunk("b"), make_variant())
+
+
+def test_what_is_on_the_device_leaves_first() -> None:
+    """It is found there. When it has left the device, f_r decides again."""
+    store = make_store(tokens=2)
+    here, away = make_variant(), make_variant()
+    store.put(chunk("a"), here)
+    store.put(chunk("b"), away)
+    store.use(here, 0.5)
+    store.set_on_device(chunk("a"), True)
+    store.put(chunk("c"), make_variant())
+    assert store.find(chunk("a")) == ()
+    store.set_on_device(chunk("a"), False)
+    store.put(chunk("a"), here)
+    assert store.find(chunk("b")) == ()
+    store.check_integrity()
+
+
+def test_preprocessed_variants_stay_until_their_first_use() -> None:
+    """Nothing ordinary takes their place, and none is captured in vain; another preprocessed one does."""
+    store = make_store(tokens=2)
+    ahead = make_variant("x", preprocessed=True)
+    store.put(chunk("a"), ahead)
+    store.put(chunk("b"), make_variant())
+    ask(store, "ccc")
+    assert store.put(chunk("c"), make_variant())
+    assert store.find(chunk("a")) == (ahead,)
+    assert store.put(chunk("d"), make_variant("y", preprocessed=True))
+    assert not store.wants(chunk("c"), "", (), nbytes=TOKEN_BYTES)
+    assert not store.put(chunk("c"), make_variant())
+    store.use(ahead, 1.0)
+    assert store.put(chunk("c"), make_variant())
+    assert store.find(chunk("a")) == ()
+    store.put(chunk("e"), make_variant("z", preprocessed=True))
+    store.put(chunk("f"), make_variant("z", preprocessed=True))
+    assert store.find(chunk("d")) == ()
+    store.check_integrity()
+
+
+def test_head_is_part_of_a_variants_place() -> None:
+    """The same chunks before it behind another system prompt are other KV."""
+    store = make_store()
+    store.put(chunk("a"), behind("one", make_variant("x")))
+    assert store.put(chunk("a"), behind("two", make_variant("x")))
+    assert [variant.head for variant in store.find(chunk("a"))] == ["one", "two"]
+    assert store.get(chunk("a"), "two", ids("x")) is store.find(chunk("a"))[1]
+    assert store.get(chunk("a"), "three", ids("x")) is None
+
+
+def test_number_limit_evicts_the_lowest_of_any_chunk() -> None:
+    """N * M variants, of however many chunks."""
+    store = make_store(chunks=1, variants=2)
+    for name in "abc":
+        store.put(chunk(name), make_variant())
+    assert [bool(store.find(chunk(name))) for name in "abc"] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +297,7 @@ def test_same_prefix_is_replaced_only_by_better(old: dict[str, bool], new: dict[
     before, after = make_variant("x", **old), make_variant("x", **new)
     store.put(chunk("a"), before)
     store.use(before, 0.5)
-    assert store.wants(chunk("a"), ids("x"), **new) is replaced
+    assert store.wants(chunk("a"), "", ids("x"), **new) is replaced
     assert store.put(chunk("a"), after) is replaced
     assert store.find(chunk("a")) == (after if replaced else before,)
     assert store.find(chunk("a"))[0].reuse == 2
@@ -212,9 +310,9 @@ def test_wants_a_new_prefix() -> None:
     """Asked before the KV is copied."""
     store = make_store()
     store.put(chunk("a"), make_variant("xy"))
-    assert not store.wants(chunk("a"), ids("xy"))
-    assert store.wants(chunk("a"), ids("yx"))
-    assert store.wants(chunk("b"), ids("xy"))
+    assert not store.wants(chunk("a"), "", ids("xy"))
+    assert store.wants(chunk("a"), "", ids("yx"))
+    assert store.wants(chunk("b"), "", ids("xy"))
 
 
 def test_a_variant_is_in_one_place_only() -> None:
@@ -238,7 +336,7 @@ def test_dropping_takes_nothing_from_a_reader() -> None:
 
 def test_what_has_left_is_freed() -> None:
     """The eviction order must not keep KV in memory."""
-    store = make_store(variants=1)
+    store = make_store(tokens=1)
     gone = make_variant("x")
     watch = weakref.ref(gone.blob)
     store.put(chunk("a"), gone)
@@ -249,10 +347,11 @@ def test_what_has_left_is_freed() -> None:
 
 
 def test_eviction_order_does_not_grow_with_replacement() -> None:
-    """A chunk with a limit of one variant leaves an entry at each put."""
-    store = make_store(variants=1)
+    """A store of one variant leaves an entry at each put, and each time its chunk comes and goes."""
+    store = make_store(tokens=1)
     for index in range(1000):
         store.put(chunk("a"), make_variant(f"{index}"))
+        store.set_on_device(chunk("a"), index % 2 == 0)
     assert len(store._order) < 50
     store.check_integrity()
 
@@ -261,13 +360,13 @@ def test_clear_keeps_the_counts() -> None:
     """Metrics are counters."""
     store, variant = make_store(), make_variant()
     store.put(chunk("a"), variant)
-    store.use(variant, None)
+    store.use(variant, 1.0)
     store.clear()
     assert store.find(chunk("a")) == ()
     stats = store.stats()
     assert (stats.num_chunks, stats.num_variants, stats.num_bytes) == (0, 0, 0)
     assert (stats.num_added, stats.num_uses, stats.num_evicted) == (1, 1, 0)
-    store.use(variant, None)
+    store.use(variant, 1.0)
     assert variant.reuse == 1
     assert store.put(chunk("a"), variant)
     store.check_integrity()
@@ -281,12 +380,12 @@ def lower_byte_limit(store: VariantIndex) -> None:
     store._max_bytes = 1
 
 
-def lower_chunk_limit(store: VariantIndex) -> None:
-    store._max_chunks = 0
+def lower_number_limit(store: VariantIndex) -> None:
+    store._max_in_all = 0
 
 
-def lower_variant_limit(store: VariantIndex) -> None:
-    store._max_variants = 0
+def reserve_nothing(store: VariantIndex) -> None:
+    store._num_reserved = 1
 
 
 def forget_chunk(store: VariantIndex) -> None:
@@ -314,8 +413,8 @@ def forget_order(store: VariantIndex) -> None:
     [
         (lose_bytes, "the variants count"),
         (lower_byte_limit, "over max_bytes"),
-        (lower_chunk_limit, "over max_chunks"),
-        (lower_variant_limit, "not 1 to 0"),
+        (lower_number_limit, "1 variants over 0"),
+        (reserve_nothing, "0 variants are reserved but 1"),
         (forget_chunk, "0 variants listed by chunk but 1 held"),
         (move_variant, "is not where"),
         (add_scores, "came with"),
@@ -342,27 +441,39 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = make_store(tokens=12, chunks=2, variants=2)
-        self.naive = NaiveStore(12 * TOKEN_BYTES, 2, 2)
+        self.store = make_store(tokens=12, chunks=2, variants=2, window=5)
+        self.naive = NaiveStore(12 * TOKEN_BYTES, 2, 2, 5)
         self.pairs: list[tuple[Variant, NaiveVariant]] = []
 
     @rule(
         name=names,
         before=befores,
+        head=st.sampled_from(["", "", "other"]),
         tokens=st.integers(1, 4) | st.just(13),
         scored=st.booleans(),
-        preprocessed=st.booleans(),
+        preprocessed=st.sampled_from([False, False, True]),
     )
-    def put(self, name: str, before: str, tokens: int, scored: bool, preprocessed: bool) -> None:
-        variant = make_variant(before, num_tokens=tokens, scored=scored, preprocessed=preprocessed)
-        naive = NaiveVariant(chunk(name), ids(before), variant.nbytes, scored, preprocessed, 0, 0)
+    def put(self, name: str, before: str, head: str, tokens: int, scored: bool, preprocessed: bool) -> None:
+        variant = behind(head, make_variant(before, num_tokens=tokens, scored=scored, preprocessed=preprocessed))
+        naive = NaiveVariant(chunk(name), ids(before), variant.nbytes, scored, preprocessed, head)
         taken = self.store.put(chunk(name), variant)
         assert taken == self.naive.put(naive)
         if taken:
             self.pairs.append((variant, naive))
 
-    @rule(data=st.data(), cfo=st.sampled_from([None, 1.0, 0.5, 0.25]))
-    def use(self, data: st.DataObject, cfo: float | None) -> None:
+    @rule(asked=st.lists(st.tuples(names, befores), min_size=1, max_size=4, unique_by=lambda pair: pair[0]))
+    def ask(self, asked: list[tuple[str, str]]) -> None:
+        places = [(chunk(name), "", ids(before)) for name, before in asked]
+        self.store.ask(places)
+        self.naive.ask(places)
+
+    @rule(name=names, is_there=st.booleans())
+    def come_and_go(self, name: str, is_there: bool) -> None:
+        self.store.set_on_device(chunk(name), is_there)
+        (self.naive.on_device.add if is_there else self.naive.on_device.discard)(chunk(name))
+
+    @rule(data=st.data(), cfo=st.sampled_from([1.0, 0.5, 0.25, 0.01]))
+    def use(self, data: st.DataObject, cfo: float) -> None:
         if self.naive.variants:
             chosen = data.draw(st.sampled_from(self.naive.variants))
             self.naive.use(chosen, cfo)
@@ -372,7 +483,7 @@ class StoreMachine(RuleBasedStateMachine):
     def use_what_has_left(self) -> None:
         for variant, naive in self.pairs:
             if naive not in self.naive.variants:
-                self.store.use(variant, None)
+                self.store.use(variant, 1.0)
 
     @invariant()
     def same(self) -> None:
@@ -381,8 +492,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.stats().num_variants == len(self.naive.variants)
         assert self.store.stats().num_evicted == len(self.naive.evicted)
         for name in "abc":
-            expected = [(v.prefix, v.reuse) for v in self.naive.variants if v.identity == chunk(name)]
-            assert [(v.prefix, v.reuse) for v in self.store.find(chunk(name))] == expected
+            expected = [(v.prefix, v.head, v.reuse) for v in self.naive.variants if v.identity == chunk(name)]
+            assert [(v.prefix, v.head, v.reuse) for v in self.store.find(chunk(name))] == expected
 
 
 TestStoreMachine: Any = StoreMachine.TestCase

@@ -185,7 +185,10 @@ class FusedScheduler(Scheduler):
         self.contents = Contents(self.allocator.contents)
         self.fusion_pass = FakePass(self.contents, self.rows, config, super().tree_slots)
         self.store = VariantIndex(
-            max_bytes=store_bytes, max_chunks=config.store_chunks, max_variants=config.store_variants
+            max_bytes=store_bytes,
+            max_chunks=config.store_chunks,
+            max_variants=config.store_variants,
+            window=config.window_requests,
         )
         self.fuser = Fuser(
             self.cache,

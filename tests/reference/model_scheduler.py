@@ -26,7 +26,10 @@ class ModelScheduler(Scheduler):
         self._runner = runner
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         self.store = VariantIndex(
-            max_bytes=store_bytes, max_chunks=config.store_chunks, max_variants=config.store_variants
+            max_bytes=store_bytes,
+            max_chunks=config.store_chunks,
+            max_variants=config.store_variants,
+            window=config.window_requests,
         )
         self.fuser = Fuser(
             self.cache,

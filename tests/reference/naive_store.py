@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from radix_ext import ChunkId
+from radix_ext.variants import ADMITTED_SHARE, MIN_COUNTED_CFO
 
 
 @dataclass
@@ -15,50 +17,90 @@ class NaiveVariant:
     nbytes: int
     scored: bool
     preprocessed: bool
-    reuse: float
-    last_used: int
+    head: str = ""
+    reuse: float = 0
+    num_uses: int = 0
+    last_used: int = 0
+
+    @property
+    def place(self) -> tuple[Hashable, str, tuple[ChunkId, ...]]:
+        return self.identity, self.head, self.prefix
+
+    @property
+    def is_reserved(self) -> bool:
+        return self.preprocessed and self.num_uses == 0
 
 
 class NaiveStore:
-    """`put` and `use` as the store describes them."""
+    """`ask`, `put` and `use` as the store describes them."""
 
-    def __init__(self, max_bytes: int, max_chunks: int, max_variants: int) -> None:
+    def __init__(self, max_bytes: int, max_chunks: int, max_variants: int, window: int) -> None:
         self.max_bytes, self.max_chunks, self.max_variants = max_bytes, max_chunks, max_variants
+        self.window = window
+        self.asked: list[list[tuple[Hashable, str, tuple[ChunkId, ...]]]] = []
+        self.on_device: set[Hashable] = set()
         self.variants: list[NaiveVariant] = []
         self.evicted: list[NaiveVariant] = []
         self.clock = 0
 
+    def ask(self, chunks: Sequence[tuple[Hashable, str, tuple[ChunkId, ...]]]) -> None:
+        self.asked.append(list(chunks))
+        if len(self.asked) % self.window == 0:
+            for variant in self.variants:
+                variant.reuse /= 2
+
     def put(self, new: NaiveVariant) -> bool:
-        same = [v for v in self.variants if v.identity == new.identity and v.prefix == new.prefix]
-        for old in same:
-            better = new.preprocessed and not old.preprocessed
-            if not better and not (new.preprocessed == old.preprocessed and new.scored and not old.scored):
-                return False
-        if new.nbytes > self.max_bytes:
+        if new.nbytes > self.max_bytes or not self.wants(new):
             return False
-        for old in same:
+        for old in [v for v in self.variants if v.place == new.place]:
             self.variants.remove(old)
-            new.reuse = old.reuse
-        siblings = [v for v in self.variants if v.identity == new.identity]
-        if len(siblings) + 1 > self.max_variants:
-            self.evict(siblings)
+            new.reuse, new.num_uses = old.reuse, old.num_uses
+        siblings = self.leaving(new.identity)
+        is_full_house = len([v for v in self.variants if v.identity == new.identity]) >= self.max_variants
+        if is_full_house and siblings and not self.fits(new) and not new.preprocessed:
+            self.evict(siblings[0])
         while not self.fits(new):
-            self.evict(self.variants)
+            self.evict(self.leaving()[0])
         self.clock += 1
         new.last_used = self.clock
         self.variants.append(new)
         return True
 
-    def use(self, variant: NaiveVariant, cfo: float | None) -> None:
+    def wants(self, new: NaiveVariant) -> bool:
+        for old in self.variants:
+            if old.place == new.place and (new.preprocessed, new.scored) <= (old.preprocessed, old.scored):
+                return False
+        reserved = [v for v in self.variants if v.is_reserved]
+        if not new.preprocessed and sum(v.nbytes for v in reserved) + new.nbytes > self.max_bytes:
+            return False
+        if new.preprocessed or any(v.place == new.place for v in self.variants):
+            return True
+        if len(reserved) == self.max_chunks * self.max_variants:
+            return False
+        recent = [place for places in self.asked[-self.window :] for place in places]
+        by_chunk, by_place = Counter(identity for identity, _, _ in recent), Counter(recent)
+        siblings = [v for v in self.variants if v.identity == new.identity]
+        asked = by_place[new.place] if siblings else by_chunk[new.identity]
+        if len(siblings) >= self.max_variants:
+            lowest = self.leaving(new.identity)
+            return bool(lowest) and asked > by_place[lowest[0].place]
+        return self.fits(new) or asked >= ADMITTED_SHARE * by_chunk[self.leaving()[0].identity]
+
+    def use(self, variant: NaiveVariant, cfo: float) -> None:
         self.clock += 1
-        variant.reuse += 1 if cfo is None else 1 / cfo
+        variant.reuse += 1 / max(cfo, MIN_COUNTED_CFO)
+        variant.num_uses += 1
         variant.last_used = self.clock
 
     def fits(self, new: NaiveVariant) -> bool:
-        after = [*self.variants, new]
-        return sum(v.nbytes for v in after) <= self.max_bytes and len({v.identity for v in after}) <= self.max_chunks
+        num_bytes = sum(v.nbytes for v in self.variants) + new.nbytes
+        return num_bytes <= self.max_bytes and len(self.variants) < self.max_chunks * self.max_variants
 
-    def evict(self, among: list[NaiveVariant]) -> None:
-        lowest = sorted(among, key=lambda v: (v.reuse, v.last_used))[0]
-        self.variants.remove(lowest)
-        self.evicted.append(lowest)
+    def leaving(self, identity: Hashable = None) -> list[NaiveVariant]:
+        """What leaves first; of one chunk those that are not reserved."""
+        among = [v for v in self.variants if identity is None or (v.identity == identity and not v.is_reserved)]
+        return sorted(among, key=lambda v: (v.is_reserved, v.identity not in self.on_device, v.reuse, v.last_used))
+
+    def evict(self, variant: NaiveVariant) -> None:
+        self.variants.remove(variant)
+        self.evicted.append(variant)

@@ -23,10 +23,16 @@ def ids(names: str) -> tuple[ChunkId, ...]:
 
 
 def make_sums(
-    inter: Sequence[float] = (), prefix_lens: Sequence[int] = (), *, intra: float = 1.0, num_tokens: int = 1
+    inter: Sequence[float] = (),
+    prefix_lens: Sequence[int] = (),
+    *,
+    intra: float = 1.0,
+    num_tokens: int = 1,
+    head: float = 0.0,
+    head_len: int = 0,
 ) -> Sums:
-    """Attention on chunks of these lengths."""
-    return Sums(tuple(inter), tuple(prefix_lens), intra, num_tokens)
+    """Attention on chunks of these lengths, and on the head."""
+    return Sums(tuple(inter), tuple(prefix_lens), intra, num_tokens, head=head, head_len=head_len)
 
 
 def make_request(

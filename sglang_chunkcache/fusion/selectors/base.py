@@ -44,6 +44,8 @@ class MovedChunk:
     """The chunks before it in this prompt, in order."""
     scores: ChunkScores | None
     """None: its variant was never scored."""
+    other_head: bool = False
+    """Its KV was computed after another head than this prompt's."""
 
     def __post_init__(self) -> None:
         if self.scores is None:

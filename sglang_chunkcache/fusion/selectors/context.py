@@ -30,7 +30,14 @@ class ContextGuided(Selector):
         """Chunks without scores: as `first` with the ratio, fallback "unscored"."""
         scored = [chunk for chunk in chunks if chunk.scores is not None]
         overheads = [
-            fix_overhead(chunk.prefix_old, chunk.scores, chunk.prefix_new, without=request.without) for chunk in scored
+            fix_overhead(
+                chunk.prefix_old,
+                chunk.scores,
+                chunk.prefix_new,
+                other_head=chunk.other_head,
+                without=request.without,
+            )
+            for chunk in scored
         ]
         alpha = request.alpha
         if alpha is None:

@@ -364,7 +364,7 @@ def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
     )
     assert spans.is_preprocessing
     assert spans.fusion.plain
-    assert spans.fusion.recipe.startswith("none/0.0/alpha=-/focus=off/without=-/fresh=2/only=")
+    assert spans.fusion.recipe.startswith("none/0.0/alpha=-/focus=off/without=-/fresh=2/question=")
     assert spans.fusion.recipe != told(preprocess(bench, C, B, A)).fusion.recipe  # type: ignore[union-attr]
     assert not told(bench.ask("q", A)).is_preprocessing
 

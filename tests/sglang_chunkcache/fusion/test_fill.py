@@ -106,9 +106,8 @@ class Scene:
     def capture(self, name: str) -> Capture:
         start, end = THERE[name]
         before = ELSEWHERE[1 : ELSEWHERE.index(name)]
-        return Capture(
-            array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, tuple(THERE[each] for each in before)
-        )
+        prefix = tuple(THERE[each] for each in before)
+        return Capture(array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, prefix, LENS["head"])
 
     def move(self, reuse: FusionRequest, *, target: Tensor = TARGET, row: int = 1, question: bool = True) -> Move:
         """The promised region, NaN so far, after the head of the reference."""
@@ -507,6 +506,7 @@ def test_stats_count_tokens_and_seconds(scene: Scene) -> None:
     assert counting.stats()["tokens"] == {
         "moved_device": LENS["A"] + LENS["C"],
         "moved_host": LENS["B"] + LENS["E"],
+        "moved_other_head": 0,
         "recomputed": move.recomputed_len,
         "gap": GAP_LEN,
     }

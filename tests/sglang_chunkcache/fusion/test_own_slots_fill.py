@@ -70,7 +70,7 @@ class EngineScheduler(Scheduler):
         settings = config(reuse="fused", scoring="off", **knobs)
         self.cache = ChunkRadixCache(CacheInitParams(False, self.rows, self.allocator, 1), settings)
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
-        store = VariantIndex(max_bytes=1 << 30, max_chunks=10, max_variants=1)
+        store = VariantIndex(max_bytes=1 << 30, max_chunks=10, max_variants=1, window=1000)
         choice = None
         if attention != "masked":
             choice = make_attention(runner, attention), attention_choice.described("sparse", "a test", attention)

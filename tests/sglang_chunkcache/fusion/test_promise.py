@@ -17,7 +17,7 @@ from radix_ext import FusionRequest, IntegrityError, chunk_id
 from radix_ext.moved_plan import Limits
 from sglang_chunkcache.fusion import capture
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.node import ChunkIdentity
+from sglang_chunkcache.scheduler.node import ChunkIdentity, facts
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import ExplainRequest
@@ -47,7 +47,14 @@ def rag(
     for chunk in chunks:
         spans.append((len(ids), len(ids) + len(chunk)))
         ids += chunk
-    request = marked(spans, fusion=fusion, keep=keep, promoted_len=promoted_len, is_preprocessing=is_preprocessing)
+    request = marked(
+        spans,
+        namespace=str(head),
+        fusion=fusion,
+        keep=keep,
+        promoted_len=promoted_len,
+        is_preprocessing=is_preprocessing,
+    )
     return FakeReq([*ids, *tail], request, **namespace)
 
 
@@ -169,7 +176,7 @@ def test_gap_behind_a_moved_chunk_is_approximate() -> None:
     scheduler.evict(9)  # the exact request's own
     req = fused(D, head=OTHER_HEAD)
     scheduler.serve(req, answer=[50])
-    assert sources(req) == [(None, "gap", 0, 0, None), (0, "device", 1, 0, None)]
+    assert sources(req) == [(None, "gap", 0, 0, None), (0, "device", 1, 0, 1)]
     scheduler.check()
 
 
@@ -201,7 +208,7 @@ def test_critical_tokens_are_recomputed_and_counted() -> None:
     told = report(req)
     assert (told.exact, told.relocated, told.recomputed, told.fused_hit, told.gap) == (2, 3, 4, 0, 4)
     assert (told.focused, told.fallbacks) == (None, ())
-    assert sources(req) == [(0, "gap", 0, 0, None), (1, "device", 1, 0, None), (2, "device", 2, 1, None)]
+    assert sources(req) == [(0, "gap", 0, 0, None), (1, "device", 1, 0, 1), (2, "device", 2, 1, 0.5)]
     assert set(told.ms) >= {"lookup"}
 
 
@@ -250,7 +257,7 @@ def test_explain_tells_the_plan_and_changes_nothing() -> None:
     assert spans is not None
     before = scheduler.tree_slots(), scheduler.cache.log.seq
     asked = ExplainRequest(list(req.origin_input_ids), spans, None, None)
-    found = (Source(2, 6, 0, "gap"), Source(6, 9, 1, "device", 1))
+    found = (Source(2, 6, 0, "gap"), Source(6, 9, 1, "device", 1, cfo=1))
     assert scheduler.cache.explain(asked) == Explanation(2, 0, 9, found)
     assert (scheduler.tree_slots(), scheduler.cache.log.seq) == before
 
@@ -607,25 +614,82 @@ def test_chunks_that_have_earned_it_enter_the_store() -> None:
 
 
 def test_what_is_stored_is_not_captured_again() -> None:
-    """Another head does not matter, another chain does."""
+    """Another head or another chain is another variant."""
     scheduler = make_scheduler(100)
     for head in (HEAD, OTHER_HEAD, HEAD):
         scheduler.serve(rag(A, B, head=head, keep=[1]), answer=[50])
         scheduler.idle()
-    assert scheduler.fusion_pass.num_captured == 1
+    assert scheduler.fusion_pass.num_captured == 2
     scheduler.serve(rag(C, B, keep=[1]), answer=[50])
     scheduler.idle()
-    assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(A),), (chunk_id(C),)]
+    assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(A),), (chunk_id(A),), (chunk_id(C),)]
 
 
-def test_moved_chunks_are_not_captured() -> None:
-    """Only what was computed is a source, or errors would add up."""
+def test_moved_chunks_are_captured_from_their_source() -> None:
+    """As they were computed, behind A: what was moved is no source, or errors would add up."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
-    scheduler.serve(fused(B, D, keep=[0, 1]), answer=[50])
-    scheduler.idle()
-    assert (variants(scheduler, B), len(variants(scheduler, D))) == ([], 1)
+    for _ in range(2):
+        scheduler.serve(fused(B, D, keep=[0, 1]), answer=[50])
+        scheduler.idle()
+    assert variants(scheduler, B) == [((chunk_id(A),), B, True, False)]
+    assert len(variants(scheduler, D)) == 1
     assert scheduler.fuser.stats()["store"]["dropped"] == 0
+
+
+def test_a_source_is_used_as_much_as_a_hit() -> None:
+    """A and B are asked for by every second request and never found as a prefix; the pool holds five such prompts."""
+    for eviction in ("reused", "lru"):
+        scheduler = make_scheduler(80, eviction=eviction)
+        scheduler.serve(rag(A, B), answer=[50])
+        for number in range(20):
+            scheduler.serve(rag([100 + number] * 8), answer=[50])
+            req = fused(B, fusion=asks(recipe=f"r/question={number}"))
+            scheduler.serve(req, answer=[50])
+            assert [where for _, where, *_ in sources(req)] == ["device"]
+        scheduler.check()
+
+
+def test_use_of_a_copy_counts_for_its_variant() -> None:
+    """f_r: B was computed behind A alone, and half of what is before it now was there."""
+    scheduler = make_scheduler(200)
+    scheduler.serve(rag(A, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    for number in range(10):
+        scheduler.serve(fused(D, A, B, fusion=asks(recipe=f"{number}")), answer=[50])
+    (variant,) = scheduler.store.find(ChunkIdentity(chunk_id(B), None, None))
+    assert variant.num_uses == 10
+    assert variant.reuse >= 10
+
+
+def test_latest_used_copy_is_found_first() -> None:
+    """Of hundreds of copies a plan looks at a few."""
+    scheduler = make_scheduler(200)
+    for before in (A, C, D):
+        scheduler.serve(rag(before, B), answer=[50])
+    scheduler.serve(fused([9, 9], A, B), answer=[50])
+    identity = ChunkIdentity(chunk_id(B), None, None)
+    (latest,) = scheduler.cache.copies.find(identity, str(HEAD), 1)
+    assert facts(latest).prefix == (chunk_id(A),)
+    scheduler.check()
+
+
+def test_source_behind_another_head_is_taken_last() -> None:
+    """It is told, counted by the pass, and stored as a variant of its own."""
+    scheduler = make_scheduler(200)
+    scheduler.serve(rag(A, B, head=OTHER_HEAD, keep=[1]), answer=[50])
+    scheduler.idle()
+    req = fused(D, B)
+    scheduler.serve(req, answer=[50])
+    assert [(each.where, each.other_head) for each in report(req).sources][1:] == [("gap", False), ("device", True)]
+    scheduler.serve(rag(C, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    req = fused(D, A, B, fusion=asks(recipe="s"))
+    scheduler.serve(req, answer=[50])
+    assert not any(each.other_head for each in report(req).sources if each.span == 2)
+    found = scheduler.store.find(ChunkIdentity(chunk_id(B), None, None))
+    assert [variant.head for variant in found] == [str(OTHER_HEAD), str(HEAD)]
+    scheduler.check()
 
 
 def test_unscored_variants_are_replaced_by_scored_ones_only() -> None:
@@ -638,16 +702,16 @@ def test_unscored_variants_are_replaced_by_scored_ones_only() -> None:
     assert scheduler.fusion_pass.num_captured == 1
 
 
-def test_chunk_with_all_its_variants_gets_no_more_unless_preprocessed() -> None:
-    """Every new chain would cost a scoring pass."""
+def test_a_chunk_with_all_its_variants_gets_those_that_are_asked_for() -> None:
+    """Every new chain would cost a scoring pass, so behind C the second request brings it. Preprocessed ones come in any case."""
     scheduler = make_scheduler(100, store_variants=1)
-    for before in (A, C):
+    for before, expected in ((A, [A]), (C, [A]), (C, [A, C])):
         scheduler.serve(rag(before, B, keep=[1]), answer=[50])
         scheduler.idle()
-    assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(A),)]
+        assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(each),) for each in expected]
     scheduler.serve(rag(C, D, B, keep=[2], is_preprocessing=True), answer=[50])
     scheduler.idle()
-    assert [(prefix, ahead) for prefix, _, _, ahead in variants(scheduler, B)] == [((chunk_id(C), chunk_id(D)), True)]
+    assert [ahead for _, _, _, ahead in variants(scheduler, B)] == [False, False, True]
 
 
 def test_preprocessed_chunk_is_moved_first() -> None:

@@ -41,7 +41,7 @@ STAYING = st.builds(
 SHAPES = st.tuples(st.sampled_from(HEADS), AREAS, SALTS)
 RECIPES = (
     FusionRequest("none", 0.0, "none"),
-    FusionRequest("query", 0.5, "query"),
+    FusionRequest("query", 0.5, "query/question=1"),
     FusionRequest("context", 0.5, "context", fresh=frozenset({1})),
     FusionRequest("none", 0.0, "plain", fresh=frozenset({1}), plain=True),
 )
@@ -120,6 +120,7 @@ class FuserMachine(RuleBasedStateMachine):
             scoring=scoring,
             store_variants=store[1],
             exclusive_slots=exclusive_slots,
+            window_requests=4,
         )
         self.scheduler = FusedScheduler(
             capacity,
