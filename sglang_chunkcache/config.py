@@ -127,10 +127,10 @@ class ChunkCacheConfig:
     """w of Cache-Craft's algorithm 1, which gives no figure."""
     store_mib: int = knob(1024, "host memory for chunk KV, in MiB", low=1, high=100_000_000)
     """A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
-    store_chunks: int = knob(10_000, "chunks in the store", low=1, high=100_000_000)
-    """Cache-Craft's N; on any real model `store_mib` is reached first."""
-    store_variants: int = knob(5, "variants of one chunk in the store", low=1, high=1000)
-    """Cache-Craft's M (section 5)."""
+    store_chunks: int = knob(10_000, "chunks in the store, if all have all their variants", low=1, high=100_000_000)
+    """Cache-Craft's N: N x M variants in all. On any real model `store_mib` is reached first."""
+    store_variants: int = knob(5, "variants that a chunk gets without asking how often", low=1, high=1000)
+    """Cache-Craft's M (section 5). A further one needs a prefix that is asked for more often than that of the chunk's lowest."""
     store_threshold: int = knob(
         2, "accesses within the window that bring a chunk into the store", low=1, high=1_000_000
     )

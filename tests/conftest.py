@@ -12,12 +12,12 @@ import re
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
 import tests.examples  # noqa: F401  registers Hypothesis's profiles
-from tests.beside import pytest_runtestloop, register_second  # noqa: F401  a hook of ours
 
 if find_spec("torch") is not None:
     from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
@@ -41,7 +41,21 @@ def is_nightly(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("nightly" if is_nightly(config) else "default")
-    register_second(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2`, tests of one file stay together, and so do all of tests/e2e, which share the session's servers.
+
+    `--dist loadgroup` would say so by marks, but pytest-xdist 3.8 does not see them under pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

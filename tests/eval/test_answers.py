@@ -105,7 +105,7 @@ def test_a_started_model_and_an_unknown_one_have_no_common_score() -> None:
 
 @pytest.mark.parametrize(
     ("reference", "said"),
-    [("127.0.0.1:9", "expected NAME=http://HOST:PORT"), ("http://127.0.0.1:9", "no server answers")],
+    [("127.0.0.1:9", "no arm .full-prefill=127.0.0.1:9"), ("http://127.0.0.1:9", "no server answers")],
 )
 def test_a_reference_that_is_no_server_is_refused(reference: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=said):

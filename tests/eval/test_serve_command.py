@@ -160,7 +160,6 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
         (["--requests", "10"], "--warm-up 10 leaves none of 10"),
         (["--block", "-1"], "--block: -1 is not between 0 and inf"),
         (["--against", "nobody"], "not one of the arms"),
-        (["--task", "nonsense"], "unknown"),
     ],
 )
 def test_nonsense_is_one_clear_line(tmp_path: Path, wrong: list[str], told: str) -> None:

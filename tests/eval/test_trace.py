@@ -190,8 +190,8 @@ def test_lines_that_contradict_each_other_are_named(tmp_path: Path) -> None:
         ("t.jsonl", b'{"passages": ["\xff"]}\n', "cannot be read after line 0: 'utf-8' codec"),
         ("t.jsonl", b"[" * 100_000, "cannot be read after line 1: maximum recursion depth"),
         ("t.jsonl.gz", b"plain text", "cannot be read after line 0: Not a gzipped file"),
-        ("t.jsonl.gz", gzip.compress(b'{"passages": [1]}\n' * 999)[:-9], "cannot be read after line"),
-        ("t.jsonl.gz", gzip.compress(b"x")[:10] + b"\xff" * 40, "cannot be read after line 0"),
+        ("t.jsonl.gz", gzip.compress(b'{"passages": [1]}\n' * 999, mtime=0)[:-9], "cannot be read after line"),
+        ("t.jsonl.gz", gzip.compress(b"x", mtime=0)[:10] + b"\xff" * 40, "cannot be read after line 0"),
         ("", None, "Is a directory"),
     ],
 )

@@ -152,8 +152,8 @@ def test_report_becomes_the_answer() -> None:
         "alpha": None,
         "focus": "off",
         "sources": [
-            {"chunk": "a", "from": "host", "variant_prefix": 2, "overlap": 1, "cfo": 0.5},
-            {"chunk": "b", "from": "gap", "variant_prefix": 0, "overlap": 0, "cfo": None},
+            {"chunk": "a", "from": "host", "variant_prefix": 2, "overlap": 1, "cfo": 0.5, "other_head": False},
+            {"chunk": "b", "from": "gap", "variant_prefix": 0, "overlap": 0, "cfo": None, "other_head": False},
         ],
         "focused": ["a"],
         "fused_hit": 0,
@@ -318,6 +318,7 @@ def test_plan_is_explained() -> None:
         "variant_prefix": 1,
         "overlap": 0,
         "cfo": None,
+        "other_head": False,
         "start": first.start,
         "end": first.end,
     }

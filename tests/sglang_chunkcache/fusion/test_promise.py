@@ -733,7 +733,7 @@ def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
     req = rag(A, B, D, fusion=replace(asks(fresh=[2]), plain=True), keep=[2], is_preprocessing=True)
     scheduler.serve(req, answer=[50])
     assert report(req).exact == len(HEAD) + len(A)
-    assert sources(req) == [(1, "device", 0, 0, None)]
+    assert sources(req) == [(1, "device", 0, 0, 1)]
     scheduler.idle()
     assert variants(scheduler, D) == [((chunk_id(A), chunk_id(B)), D, True, True)]
     scheduler.check()
