@@ -15,6 +15,7 @@ from radix_ext.chunk import (
     extend_chain,
     leading_area,
     root_chain,
+    text_before,
 )
 from radix_ext.conversation import (
     SHOWN_POLICIES,
@@ -128,4 +129,5 @@ __all__ = [
     "root_chain",
     "running_hashes",
     "shown",
+    "text_before",
 ]

@@ -62,6 +62,7 @@ class CaptureQueue:
                 self.num_dropped += 1
                 continue
             self._waiting.add(node)
+            self._copies.facts_of(node).is_waiting = True
             self._queue.append((node, preprocessed))
 
     def next_batch(self) -> list[tuple[Any, bool]]:
@@ -75,7 +76,9 @@ class CaptureQueue:
                 break
             entry = self._queue.popleft()
             self._waiting.discard(node)
-            if is_gone:
+            if not is_gone:
+                self._copies.facts_of(node).is_waiting = False
+            else:
                 self.num_dropped += 1
                 continue
             batch.append(entry)

@@ -58,6 +58,21 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
     return ChunkId(sys.intern(blake2b(ids, digest_size=16).hexdigest()))
 
 
+def text_before(head: str, spans: Sequence[Span], token_ids: Sequence[int]) -> tuple[str, ...]:
+    """Per span a name of the text before it that is in no span: `head`, until text follows a chunk.
+
+    Args:
+        head: names the tokens before the first span.
+    """
+    names, end = [], spans[0].start if spans else 0
+    for span in spans:
+        if span.start > end:
+            head = blake2b(f"{head}\0{chunk_id(token_ids[end : span.start])}".encode(), digest_size=12).hexdigest()
+        names.append(head)
+        end = span.end
+    return tuple(names)
+
+
 def root_chain(namespace: str) -> ChainId:
     """Chain id of the empty path in one namespace."""
     return _chain(blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=8, person=b"root"))

@@ -32,8 +32,8 @@ def reused_priority(*, hits: int, last_access: int, window: int, serves_one: boo
     Args:
         last_access: number of the request that used the node last, not a time.
         window: requests, as of the access table.
-        serves_one: no other request can find the node, as KV that was fused for one question. It leaves before all others:
-            what it was moved from serves many, and its own conversation moves it again.
+        serves_one: no other request finds the node as a prefix, as KV that was fused for one question. It leaves before all
+            others: what it was moved from serves many, and its own conversation moves it again.
     """
     return last_access + window * hits.bit_length() - _ALWAYS * serves_one, last_access
 

@@ -97,7 +97,7 @@ class Candidate(Protocol):
 
     @property
     def head(self) -> str:
-        """Names the tokens before the first chunk there."""
+        """Names the text before it there that is no chunk."""
         ...
 
     @property
@@ -207,18 +207,17 @@ def make_plan(
     *,
     start: int,
     limit: int,
-    candidates: Callable[[ChunkId], Sequence[Candidate]],
+    candidates: Callable[[ChunkId, str], Sequence[Candidate]],
     fusion: FusionRequest,
     limits: Limits,
-    head: str = "",
+    heads: Sequence[str] | None = None,
 ) -> ReusePlan:
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
-    `candidates` is asked once per chunk; an empty answer makes the chunk a gap. `head` names the prompt's tokens before its
-    first chunk. A `plain` request moves chunks for what their KV is, not to save time, so `min_saved_tokens` does not count for
-    it.
+    `candidates` is asked once per chunk, with its head; an empty answer makes the chunk a gap. `heads` is `text_before` of the
+    prompt. A `plain` request moves chunks for what their KV is, not to save time, so `min_saved_tokens` does not count for it.
     """
-    chosen = _choose(spans, start, limit, candidates, fusion, head)
+    chosen = _choose(spans, start, limit, candidates, fusion, heads or ("",) * len(spans))
     if not chosen:
         return ReusePlan((), (NotMoved.NO_SOURCE,) if any(s.start >= start and s.end <= limit for s in spans) else ())
     pieces: list[Piece] = []
@@ -288,28 +287,28 @@ def _choose(
     spans: Sequence[Span],
     start: int,
     limit: int,
-    candidates: Callable[[ChunkId], Sequence[Candidate]],
+    candidates: Callable[[ChunkId, str], Sequence[Candidate]],
     fusion: FusionRequest,
-    head: str,
+    heads: Sequence[str],
 ) -> dict[int, Piece]:
     """Span index -> the piece that moves it from its best source, one computed after another head only if there is no other."""
     ids = [span.chunk for span in spans]
     offered = {  # among equals the first is taken: one that need not be rotated
         index: tuple(
-            sorted(_admitted(candidates(span.chunk), fusion, head), key=lambda option: option.start != span.start)
+            sorted(_admitted(candidates(span.chunk, head), fusion, head), key=lambda option: option.start != span.start)
         )
-        for index, span in enumerate(spans)
+        for index, (span, head) in enumerate(zip(spans, heads, strict=True))
         if span.end <= limit and index not in fusion.fresh and (span.start >= start or fusion.selector == "set")
     }
     if fusion.selector == "set":
-        offered = _of_one_set(ids, {index: _after(head, options) for index, options in offered.items()})
+        offered = _of_one_set(ids, {index: _after(heads[index], options) for index, options in offered.items()})
     chosen = {}
     for index, options in offered.items():
         span, before = spans[index], tuple(ids[:index])
         if span.start < start or not options:
             continue
-        options = _after(head, options) or options
-        other_head = options[0].head != head
+        options = _after(heads[index], options) or options
+        other_head = options[0].head != heads[index]
         known = frozenset(before)
         best = options[_best(options, before, known, fusion, other_head)]
         overhead = fix_overhead(best.prefix, best.scores, before, other_head=other_head)

@@ -189,9 +189,7 @@ class ChunkPrefixTree:
         self._num_hits += len(path)
 
     def count_use(self, node: ChainNode) -> None:
-        """The node's KV was read for a prompt that has the chunk elsewhere: as much as a hit."""
-        node.hits += 1
-        self._num_hits += 1
+        """The node's KV was read for a prompt that has the chunk elsewhere: the latest access, and no hit."""
         self._touch(node.path(), is_request=False)
 
     def evict(self, chain: ChainId, *, rank: int) -> int:

@@ -23,11 +23,13 @@ class CopyFacts:
     start: int = 0
     """Position of the first token."""
     head: str = ""
-    """Names the tokens before the first chunk."""
+    """Names the text before it that is no chunk: `text_before`."""
     prefix: Prefix = ()
     """The chunks before it, in order."""
     scores: Any = None
     """What was measured of the chunk: an `Attention`, or None."""
+    is_waiting: bool = False
+    """To be copied into the store."""
 
 
 class ChunkCopies:
@@ -35,7 +37,7 @@ class ChunkCopies:
 
     Args:
         identity_of: which chunk a node holds, always the same. None: no chunk.
-        credit: a node was used as a source: what a hit is for its tree.
+        credit: a node was used as a source: its tree keeps it as it keeps what was used last.
     """
 
     def __init__(
@@ -49,11 +51,12 @@ class ChunkCopies:
         """Told when a chunk's first copy has come or its last one has left."""
         self._nodes: dict[Identity | None, dict[str, dict[Any, None]]] = {}  # by chunk, then head, latest last
 
-    def find(self, identity: Identity | None, head: str, num: int) -> list[Any]:
-        """The latest `num` behind this head. Where there are none, those behind others."""
+    def find(self, identity: Identity | None, head: str, num: int, *, alone: bool = False) -> list[Any]:
+        """The latest `num` behind this head (`alone`: and no chunk). Where nothing is behind it, those behind others."""
         by_head = self._nodes.get(identity, {})
         groups = [by_head[head]] if head in by_head else by_head.values()
-        return list(islice(chain.from_iterable(map(reversed, groups)), num))
+        found = chain.from_iterable(map(reversed, groups))
+        return list(islice((node for node in found if not (alone and self.facts_of(node).prefix)), num))
 
     def holds(self, node: Any) -> bool:
         """Whether the node is one of them, and so still in the tree."""
@@ -155,9 +158,9 @@ class ChunkSources:
         self._copies, self._store, self._max_copies = copies, store, max_copies
         copies.watch = store.set_on_device
 
-    def candidates(self, identity: Identity, head: str = "") -> list[Candidate]:
-        """Everywhere the chunk's KV is, the device first; there behind other heads only if it is not behind this one."""
-        copies = self._copies.find(identity, head, self._max_copies)
+    def candidates(self, identity: Identity, head: str = "", *, alone: bool = False) -> list[Candidate]:
+        """Everywhere the chunk's KV is, the device first: there as `ChunkCopies.find` says."""
+        copies = self._copies.find(identity, head, self._max_copies, alone=alone)
         return [
             *(DeviceCopy(node, self._copies.facts_of(node)) for node in copies),
             *(HostCopy(variant) for variant in self._store.find(identity)),

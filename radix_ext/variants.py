@@ -57,7 +57,7 @@ class Variant:
     preprocessed: bool = False
     """Computed ahead of requests, after similar chunks (FusionRAG 3.1)."""
     head: str = ""
-    """Names the tokens before the first chunk."""
+    """Names the text before it that is no chunk: `text_before`."""
     reuse: float = 0.0
     """f_r. Written by the store alone, like the fields below."""
     num_uses: int = 0
@@ -148,6 +148,8 @@ class VariantIndex:
         nbytes: int = 0,
     ) -> bool:
         """Whether `put` would take such a variant if it fits: ask before copying any KV."""
+        if nbytes > self._max_bytes:
+            return False
         old = self.get(identity, head, prefix)
         if old is not None and (preprocessed, scored) <= (old.preprocessed, old.scores is not None):
             return False
@@ -177,12 +179,12 @@ class VariantIndex:
         wanted = self.wants(
             identity, variant.head, variant.prefix, scored=scored, preprocessed=variant.preprocessed, nbytes=nbytes
         )
-        if nbytes > self._max_bytes or not wanted or self._holds(variant):
+        if not wanted or self._holds(variant):
             self._num_refused += 1
             return False
         old = self.get(identity, variant.head, variant.prefix)
         if old is not None:
-            variant.reuse, variant.num_uses = max(variant.reuse, old.reuse), variant.num_uses + old.num_uses
+            variant.reuse = max(variant.reuse, old.reuse)
             self._drop(old)
             self._num_replaced += 1
         self._make_room(identity, variant, nbytes)

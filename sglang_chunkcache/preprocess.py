@@ -95,7 +95,9 @@ def main(argv: Sequence[str]) -> int:
             "(--chunkcache-store-mib), or lower --top-n",
             file=sys.stderr,
         )
-    return int(bool(too_many or result["alone"]["refused"] or result["behind_neighbors"]["refused"]))
+    if lost := result["lost"]:
+        print(f"{parser.prog}: {lost} chunks did not get into a store: they left the KV pool before", file=sys.stderr)
+    return int(bool(too_many or lost or result["alone"]["refused"] or result["behind_neighbors"]["refused"]))
 
 
 def read_corpus(path: Path) -> dict[str, str]:
@@ -144,7 +146,8 @@ def preprocess(
     Raises:
         ServerError: a server that does not answer, or one that was not started with `--reuse fused`.
     """
-    if client.get("/chunkcache/stats").get("reuse") != "fused":
+    stats = client.get("/chunkcache/stats")
+    if stats.get("reuse") != "fused":
         raise ServerError(f"{client.url}: not a server started with --reuse fused")
     messages = [{"role": "system", "content": system}] if system else []
 
@@ -181,7 +184,15 @@ def preprocess(
         [(chunk, neighbors[chunk][:top_n]) for chunk in texts if neighbors.get(chunk)],
     )
     stores = [rank.get("store") for rank in client.get("/chunkcache/stats")["ranks"]]
-    return {"url": client.url, "top_n": top_n, "alone": alone, "behind_neighbors": behind, "stores": stores}
+    lost = sum(store["dropped"] for store in stores) - sum(rank["store"]["dropped"] for rank in stats["ranks"])
+    return {
+        "url": client.url,
+        "top_n": top_n,
+        "alone": alone,
+        "behind_neighbors": behind,
+        "lost": lost,
+        "stores": stores,
+    }
 
 
 # Private, in order of use

@@ -39,7 +39,8 @@ def fused_request(
 ) -> FusionRequest:
     """The client's options with the server's defaults filled in; the recipe comes with the prompt.
 
-    Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them.
+    Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them. The server's alpha counts
+    for a request that names neither alpha nor ratio.
 
     Raises:
         RequestError: a server that was started without `--reuse fused`, or an alpha that the selector would not read.
@@ -48,7 +49,7 @@ def fused_request(
     selector = config.selector if selector is None else selector
     if alpha is not None and selector != "context":
         raise RequestError(f"reuse.alpha: selector {selector} has none, only context")
-    if alpha is None and selector == "context":
+    if alpha is None and ratio is None and selector == "context":
         alpha = config.alpha
     return FusionRequest(
         selector=selector,

@@ -62,7 +62,6 @@ def _capture_of(node: TreeNode) -> Capture:
         path.append(above)
         above = above.parent
     path.reverse()
-    starts = (facts(each).start for each in path if facts(each).chunk is not None)
     ids = array("q")
     for each in path:
         ids.extend(each.key.token_ids)
@@ -75,5 +74,4 @@ def _capture_of(node: TreeNode) -> Capture:
             for each in path[:-1]
             if facts(each).chunk is not None
         ),
-        head_len=next(starts),
     )

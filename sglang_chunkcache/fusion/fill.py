@@ -67,8 +67,6 @@ class Capture:
     start: int
     prefix: tuple[tuple[int, int], ...]
     """`[start, end)` of the chunks before it."""
-    head_len: int
-    """Tokens before the first chunk."""
 
 
 class FusionPass:
@@ -339,4 +337,4 @@ def _deviation_probe(move: Move) -> DeviationProbe:
 
 def _score_probe(capture: Capture) -> ScoreProbe:
     ids = _ids(capture.token_ids)
-    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix, capture.head_len)
+    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix)

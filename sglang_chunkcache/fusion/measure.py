@@ -84,13 +84,12 @@ class ScoreProbe:
     """A chunk at `[start, start + n)` whose KV was computed at these positions.
 
     token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
-    `[start, end)` of each chunk before it, ascending. head_len: tokens before the first chunk.
+    `[start, end)` of each chunk before it, ascending.
     """
 
     token_ids: Tensor
     slots: Tensor
     prefix: tuple[tuple[int, int], ...]
-    head_len: int = 0
 
     def __post_init__(self) -> None:
         _check_spans(self.prefix, 0, self.start)
@@ -175,7 +174,7 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[ChunkScores]
                 context=on_prefix[:, 1:].sum(1),
                 received=received,
                 head=float(on_prefix[:, 0].sum()),
-                head_len=chunk.head_len,
+                head_len=chunk.start - sum(end - start for start, end in chunk.prefix),
             )
         )
     return scores
@@ -251,7 +250,7 @@ class _ScoreObserver(Observer):
         self._num_ranks = runner.tp_group.world_size
         self._chunks = chunks
         device = runner.device
-        self._owners = [_owners([(0, c.head_len), *c.prefix], c.start).to(device) for c in chunks]
+        self._owners = [_with_rest(_owners(c.prefix, c.start)).to(device) for c in chunks]
         self.on_prefix = [torch.zeros(len(c.token_ids), 1 + len(c.prefix), device=device) for c in chunks]
         self.received = [torch.zeros(len(c.token_ids), device=device) for c in chunks]
 
@@ -274,6 +273,11 @@ def _owners(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
     for index, (start, end) in enumerate(spans):
         owners[start:end, index] = 1
     return owners
+
+
+def _with_rest(owners: Tensor) -> Tensor:
+    """With a first column for the positions that are in no span."""
+    return torch.cat([1 - owners.sum(1, keepdim=True), owners], 1)
 
 
 def _sum_over_ranks(runner: Any, sums: list[Tensor]) -> list[Tensor]:

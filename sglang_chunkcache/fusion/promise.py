@@ -23,7 +23,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from radix_ext import IntegrityError
+from radix_ext import IntegrityError, text_before
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_critical
 from radix_ext.sources import ChunkSources, DeviceCopy
 from radix_ext.variants import VariantIndex
@@ -96,29 +96,30 @@ class Fuser:
 
     def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """Extend an exact match by fused nodes of the request's recipe and by what can be moved. Takes nothing."""
-        assert spans.fusion is not None
+        fusion = spans.fusion
+        assert fusion is not None
         started = time.perf_counter()
         node, found = result.last_device_node, [result.device_indices]
-        if spans.fusion.plain:  # what follows its first chunk in an exact chain was computed after that chunk
+        if fusion.plain:  # what follows its first chunk in an exact chain was computed after that chunk
             found, node = self.cache._match_prefix_helper(self.cache.root_node, key[: spans.spans[0].end])
         exact = sum(map(len, found))
         if any(span.start == exact for span in key.spans):
-            values, last = self.cache._match_prefix_helper(node, key[exact:].fused_by(spans.fusion.recipe))
+            values, last = self.cache._match_prefix_helper(node, key[exact:].fused_by(fusion.recipe))
             if values:
                 node, found = last, [*found, *values]
-                state(req).fused = Fused(exact, spans.fusion.recipe)
+                state(req).fused = Fused(exact, fusion.recipe)
         indices = torch.cat(found) if len(found) > 1 else found[0] if found else result.device_indices[:0]
         try:
             plan = make_plan(
                 spans.spans,
                 start=len(indices),
                 limit=len(key),
-                candidates=lambda chunk: self.sources.candidates(
-                    ChunkIdentity(chunk, key.extra_key, key.cache_salt), spans.namespace
+                candidates=lambda chunk, head: self.sources.candidates(
+                    ChunkIdentity(chunk, key.extra_key, key.cache_salt), head, alone=fusion.plain
                 ),
-                fusion=spans.fusion,
+                fusion=fusion,
                 limits=self.limits,
-                head=spans.namespace,
+                heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
             )
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
             logger.exception("chunk cache: no plan, the prompt is computed")
@@ -199,11 +200,20 @@ class Fuser:
                     self.cache.fill(node)
                 node = node.parent
 
-    def keep(self, path: Sequence[TreeNode], spans: RequestSpans, *, is_first: bool) -> None:
-        """Tell the store what was asked for, once, and queue the request's chunks that have earned it."""
+    def keep(self, req: Req, path: Sequence[TreeNode], *, is_first: bool) -> None:
+        """Tell the store what was asked for, once, and queue the request's chunks that have earned it.
+
+        A chunk that was to be preprocessed after neighbours some of which were computed in context is none of them.
+        """
+        spans, move = state(req).spans, _outcome(req).move
+        assert spans is not None
         chunks = [node for node in path if facts(node).chunk is not None]
         if is_first and not spans.is_preprocessing:
             self.store.ask((identity_of(node), facts(node).head, facts(node).prefix) for node in chunks)
+        if spans.is_preprocessing:
+            moved = {piece.span for piece in (move.plan.pieces if move else ()) if piece.source is not None}
+            if not moved.issuperset(range(1, len(spans.spans) - 1)):
+                return
         self.captures.add(chunks, spans.keep, is_preprocessing=spans.is_preprocessing)
 
     def after(self) -> None:

@@ -40,7 +40,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain
+from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain, text_before
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
@@ -108,7 +108,8 @@ class ChunkRadixCache(SharingRadixCache):
             state(params.req).fused = None
             if spans.fusion is not None and self.promiser is not None:
                 result = self.promiser.match(params.req, params.key, spans, result)
-        self._touch(result.last_device_node)
+        if params.req is None or not state(params.req).is_asked_only:
+            self._touch(result.last_device_node)
         if spans is not None:
             self.match_seconds += time.perf_counter() - start
         return result
@@ -166,6 +167,7 @@ class ChunkRadixCache(SharingRadixCache):
         """
         node, matched, path = self.root_node, 0, []
         before: list[ChunkId] = []
+        heads = iter(text_before(head, key.spans, key.token_ids))
         for start, end, chunk in key.segments(*borders):
             found, node = self._insert_helper(node, key[start:end], values[start:end], priority, chunked)
             if matched == start:
@@ -173,7 +175,9 @@ class ChunkRadixCache(SharingRadixCache):
             known = facts(node)
             if found < end - start:  # a new node
                 known.chunk, known.start, known.is_filled = chunk, start, False
-                known.head, known.prefix = head, tuple(before)
+                known.prefix = tuple(before)
+            if chunk is not None:
+                known.head = next(heads)
             if are_filled and not known.is_filled:
                 self.fill(node)
             if chunk is not None:
@@ -227,6 +231,7 @@ class ChunkRadixCache(SharingRadixCache):
             cache_salt=asked.cache_salt,
         )
         state(req).is_read, state(req).spans = True, checked(asked.spans, ids)
+        state(req).is_asked_only = True
         key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
         exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
         planned = self.promiser.explain(req) if self.promiser is not None else None
@@ -268,7 +273,7 @@ class ChunkRadixCache(SharingRadixCache):
     ) -> tuple[Any, torch.Tensor, int]:
         """SGLang builds a plain key of the request here; ours is chunk-keyed, and ends at a whole chunk."""
         spans, known = self._spans_of(req), state(req)
-        is_first, known.is_inserted = not known.is_inserted, True
+        is_first, known.is_inserted = not known.is_inserted and not (spans and spans.is_preprocessing), True
         self._clock += is_first
         if spans is None:
             return super()._insert_cache(  # type: ignore[no-any-return]
@@ -288,7 +293,7 @@ class ChunkRadixCache(SharingRadixCache):
         # finished conversations in the pool while the running ones' histories leave.
         self._mark(path, spans, counts_hits=is_first and not spans.is_later_turn)
         if self.promiser is not None and not chunked:
-            self.promiser.keep(path, spans, is_first=not known.is_kept)
+            self.promiser.keep(req, path, is_first=not known.is_kept)
             known.is_kept = True
         self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
         self.insert_seconds += time.perf_counter() - start
@@ -353,8 +358,7 @@ class ChunkRadixCache(SharingRadixCache):
             known.promoted, parent = promoted, known.chain
 
     def _credit(self, node: TreeNode) -> None:
-        """The node was used as a source: a hit, of which SGLang's clock learns as of one."""
-        facts(node).hits += 1
+        """The node was used as a source just now. No hit: counted as such, sources push exact chains out (eval/LOG.md)."""
         self._touch(node)
         above, now = node, time.monotonic()
         while above is not None:

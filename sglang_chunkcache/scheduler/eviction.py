@@ -26,7 +26,7 @@ class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
 
     def get_priority(self, node: TreeNode) -> tuple[tuple[int, int], Any]:
         known, fused = facts(node), node.key.fused if isinstance(node.key, ChunkKey) else None
-        serves_one = fused is not None and QUESTION in fused.recipe
+        serves_one = fused is not None and QUESTION in fused.recipe and not known.is_waiting
         priority = reused_priority(hits=known.hits, last_access=known.used, window=self.window, serves_one=serves_one)
         return priority, self.base.get_priority(node)
 

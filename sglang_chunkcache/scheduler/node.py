@@ -60,6 +60,8 @@ class RequestState:
     fused: Fused | None = None
     """From where on its KV is approximate."""
     is_inserted: bool = False
+    is_asked_only: bool = False
+    """Explained, not served: it uses nothing."""
     is_kept: bool = False
     is_reported: bool = False
     promise: Any = None

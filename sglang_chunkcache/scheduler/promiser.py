@@ -28,7 +28,7 @@ class Promiser(Protocol):
     def before(self, batch: ScheduleBatch) -> None:
         """Fill the slots that this batch's requests were promised; before its forward."""
 
-    def keep(self, path: Sequence[TreeNode], spans: RequestSpans, *, is_first: bool) -> None:
+    def keep(self, req: Req, path: Sequence[TreeNode], *, is_first: bool) -> None:
         """The request's nodes are in the tree: note what is worth storing. `is_first`: of this request's calls."""
 
     def report(self, req: Req) -> Report:

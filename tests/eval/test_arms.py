@@ -144,7 +144,7 @@ def test_cacheblend_is_not_cut_at_the_pass_budget(name: str) -> None:
             [Span(0, 500_000, ChunkId("a")), Span(500_000, 1_000_000, ChunkId("b"))],
             start=0,
             limit=1_000_000,
-            candidates=lambda chunk: (Cached(),),
+            candidates=lambda chunk, head: (Cached(),),
             fusion=fusion_request(ARMS[name]),
             limits=Limits(max_pass_tokens, settings.max_gap_tokens, settings.min_saved_tokens),
         )

@@ -119,7 +119,7 @@ def test_another_head_adds_to_eq_6_and_9() -> None:
     scores = make_sums([2], [1], intra=8, num_tokens=4, head=6, head_len=3)
     assert inter_density(scores) == 0.5
     assert inter_density(scores, other_head=True) == 1
-    assert fix_overhead(ids("p"), scores, ids("p")) == 0
+    assert fix_overhead(ids("p"), scores, ids("p")) == fix_overhead((), None, ()) == 0
     assert fix_overhead(ids("p"), scores, ids("p"), other_head=True) == pytest.approx(0.75 / (1 + exp(-2)))
     assert fix_overhead(ids("p"), None, ids("p"), other_head=True) == 0.5
 

@@ -61,7 +61,7 @@ def plan_of(
         prompt(layout),
         start=start,
         limit=len(layout) if limit is None else limit,
-        candidates=lambda chunk: known.get(chunk, ()),
+        candidates=lambda chunk, head: known.get(chunk, ()),
         fusion=fusion,
         limits=limits,
     )

@@ -54,7 +54,7 @@ class NaiveStore:
             return False
         for old in [v for v in self.variants if v.place == new.place]:
             self.variants.remove(old)
-            new.reuse, new.num_uses = old.reuse, old.num_uses
+            new.reuse = old.reuse
         siblings = self.leaving(new.identity)
         is_full_house = len([v for v in self.variants if v.identity == new.identity]) >= self.max_variants
         if is_full_house and siblings and not self.fits(new) and not new.preprocessed:

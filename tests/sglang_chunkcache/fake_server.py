@@ -26,7 +26,7 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 fake.keys.append(self.headers.get("Authorization"))
-                ranks = [{"store": {"pending": fake.pending, "chunks": 3}}, {"store": {"pending": 0, "chunks": 3}}]
+                ranks = [{"store": {"pending": fake.pending, "dropped": 0}}, {"store": {"pending": 0, "dropped": 0}}]
                 self._answer(*(fake.reply or (200, json.dumps({"reuse": fake.reuse, "ranks": ranks}).encode())))
 
             def do_POST(self) -> None:

@@ -58,7 +58,7 @@ def test_every_chunk_alone_then_behind_its_neighbors(
     *table, line = capsys.readouterr().out.splitlines()
     assert len(table) == 3
     assert table[-1].split(maxsplit=1) == ["neighbors", "4 moved, 2 computed, 0 missing"]
-    store = {"pending": 0, "chunks": 3}
+    store = {"pending": 0, "dropped": 0}
     one = {"seconds_per_chunk": 0.5, "refused": 0}
     nobody, found = {"moved": 0, "computed": 0, "missing": 0}, {"moved": 4, "computed": 2, "missing": 0}
     assert json.loads(line) == {
@@ -66,6 +66,7 @@ def test_every_chunk_alone_then_behind_its_neighbors(
         "top_n": 10,
         "alone": {"chunks": 3, "chunk_tokens": 30, "seconds": 1.5, **one, "neighbors": nobody},
         "behind_neighbors": {"chunks": 2, "chunk_tokens": 20, "seconds": 1.0, **one, "neighbors": found},
+        "lost": 0,
         "stores": [store, store],
     }
 

@@ -38,10 +38,11 @@ def test_focus_is_cache_crafts(selector: str) -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_servers_alpha_is_for_context(selector: str) -> None:
-    """What `check --calibrate` printed; a request's own wins, and no other selector reads it."""
+    """What `check --calibrate` printed; a request's own alpha or ratio wins, and no other selector reads it."""
     calibrated = replace(FUSED, alpha=1.5, selector=selector)
     expected = 1.5 if selector == "context" else None
-    assert fused_request(calibrated).alpha == fused_request(calibrated, ratio=0.5).alpha == expected
+    assert fused_request(calibrated).alpha == expected
+    assert fused_request(calibrated, ratio=0.5).alpha is None
     assert fused_request(calibrated, selector="context", alpha=0.0).alpha == 0.0
 
 

@@ -107,7 +107,7 @@ class Scene:
         start, end = THERE[name]
         before = ELSEWHERE[1 : ELSEWHERE.index(name)]
         prefix = tuple(THERE[each] for each in before)
-        return Capture(array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, prefix, LENS["head"])
+        return Capture(array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, prefix)
 
     def move(self, reuse: FusionRequest, *, target: Tensor = TARGET, row: int = 1, question: bool = True) -> Move:
         """The promised region, NaN so far, after the head of the reference."""

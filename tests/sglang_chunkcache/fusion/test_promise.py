@@ -674,6 +674,50 @@ def test_latest_used_copy_is_found_first() -> None:
     scheduler.check()
 
 
+def test_what_waits_for_the_store_does_not_leave_first() -> None:
+    """A full pool: each prompt takes the room of the one before, which was fused for its question alone."""
+    scheduler = make_scheduler(60)
+    for number in range(8):
+        scheduler.serve(rag([200 + number] * 8), answer=[50])
+    scheduler.serve(rag(A), answer=[50])
+    for number in range(8):
+        chunk = [100 + number] * 5
+        req = fused(D, A, chunk, keep=[2], fusion=asks(recipe=f"r/question={number}"))
+        scheduler.serve(req, answer=[50])
+        scheduler.idle()
+        assert len(variants(scheduler, chunk)) == 1
+    assert scheduler.fuser.stats()["store"]["dropped"] == 0
+
+
+def test_text_between_chunks_is_part_of_a_source() -> None:
+    """A follow-up turn's chunk has seen a question and an answer: `set` takes it no more, and others say so."""
+    scheduler = make_scheduler(200)
+    scheduler.serve(rag(A), answer=[50])
+    between = [*QUESTION, 50]
+    ids = [*HEAD, *A, *between, *B]
+    spans = [(2, 6), (2 + 4 + len(between), len(ids))]
+    scheduler.serve(FakeReq([*ids, *QUESTION], marked(spans, namespace=str(HEAD))), answer=[50])
+    req = fused(A, D, B)
+    scheduler.serve(req, answer=[50])
+    assert report(req).sources[-1].other_head
+    req = fused(A, B, fusion=asks("set"))
+    scheduler.serve(req, answer=[50])
+    assert report(req).sources == ()
+
+
+def test_explain_is_no_use() -> None:
+    """Nothing that is only asked for outlives what is used."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A), answer=[50])
+    scheduler.serve(rag(B), answer=[50])
+    before = facts(node_of(scheduler, HEAD, A)).used
+    req = rag(A)
+    spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=SECRET)
+    assert spans is not None
+    scheduler.cache.explain(ExplainRequest(list(req.origin_input_ids), spans, None, None))
+    assert facts(node_of(scheduler, HEAD, A)).used == before
+
+
 def test_source_behind_another_head_is_taken_last() -> None:
     """It is told, counted by the pass, and stored as a variant of its own."""
     scheduler = make_scheduler(200)
@@ -709,7 +753,7 @@ def test_a_chunk_with_all_its_variants_gets_those_that_are_asked_for() -> None:
         scheduler.serve(rag(before, B, keep=[1]), answer=[50])
         scheduler.idle()
         assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(each),) for each in expected]
-    scheduler.serve(rag(C, D, B, keep=[2], is_preprocessing=True), answer=[50])
+    scheduler.serve(rag(D, B, keep=[1], is_preprocessing=True), answer=[50])
     scheduler.idle()
     assert [ahead for _, _, _, ahead in variants(scheduler, B)] == [False, False, True]
 

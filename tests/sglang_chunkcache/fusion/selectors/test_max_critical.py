@@ -48,7 +48,7 @@ def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[l
         spans,
         start=0,
         limit=spans[-1].end,
-        candidates=lambda chunk: by_chunk[chunk],
+        candidates=lambda chunk, head: by_chunk[chunk],
         fusion=replace(fusion, selector="context") if fusion.selector == "set" else fusion,
         limits=ROOMY,
     )
