@@ -74,4 +74,5 @@ def _capture_of(node: TreeNode) -> Capture:
             for each in path[:-1]
             if facts(each).chunk is not None
         ),
+        scores=facts(node).scores,
     )

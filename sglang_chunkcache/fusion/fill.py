@@ -67,6 +67,8 @@ class Capture:
     start: int
     prefix: tuple[tuple[int, int], ...]
     """`[start, end)` of the chunks before it."""
+    scores: ChunkScores | None = None
+    """Measured before."""
 
 
 class FusionPass:
@@ -113,11 +115,14 @@ class FusionPass:
     @torch.no_grad()
     def capture(self, captures: Sequence[Capture]) -> list[tuple[HostBlob, ChunkScores | None]]:
         """Copies for the store, with scores unless scoring is off."""
-        scores: Sequence[ChunkScores | None] = [None] * len(captures)
+        scores = [capture.scores for capture in captures]
         if self.config.scoring == "on":
+            new = [index for index, known in enumerate(scores) if known is None]
             with self._timed("score"):
-                scores = score_chunks(self.runner, [_score_probe(capture) for capture in captures])
-            self.num_tokens["scored"] += sum(len(c.token_ids) - c.start for c in captures)
+                measured = score_chunks(self.runner, [_score_probe(captures[index]) for index in new])
+            for index, found in zip(new, measured, strict=True):
+                scores[index] = found
+            self.num_tokens["scored"] += sum(len(captures[index].token_ids) - captures[index].start for index in new)
         blobs = []
         with self._timed("capture"):
             for capture in captures:

@@ -175,9 +175,9 @@ class ChunkRadixCache(SharingRadixCache):
             known = facts(node)
             if found < end - start:  # a new node
                 known.chunk, known.start, known.is_filled = chunk, start, False
-                known.prefix = tuple(before)
-            if chunk is not None:
-                known.head = next(heads)
+                known.head, known.prefix = next(heads) if chunk is not None else "", tuple(before)
+            elif chunk is not None:
+                next(heads)
             if are_filled and not known.is_filled:
                 self.fill(node)
             if chunk is not None:

@@ -499,6 +499,15 @@ def test_captures_are_scored_unless_switched_off(scene: Scene) -> None:
     assert off.stats()["tokens"] == {}
 
 
+def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:
+    """Scoring costs a prefill of the chunk; a node keeps what was measured of it."""
+    counting = replace_config(scene)
+    capture = scene.capture("B")
+    ((_, scores),) = counting.capture([capture])
+    assert counting.capture([replace(capture, scores=scores)])[0][1] is scores
+    assert counting.stats()["tokens"]["scored"] == LENS["B"]
+
+
 def test_stats_count_tokens_and_seconds(scene: Scene) -> None:
     counting = replace_config(scene)
     move = scene.move(asked("first", 0.5))
