@@ -161,7 +161,10 @@ async def _ask_all(url: str, requests: Sequence[Request], texts: Mapping[str, st
                 raise CommandError(f"{url}: {got.error or 'the answer has no chunkcache object'}")
             chunks, cache = request.chunks, got.chunkcache
             if found := cache.get("retrieval"):  # gives ids only
-                chunks = tuple(TextChunk(passage["id"], texts[passage["id"]]) for passage in found["passages"])
+                names = [passage["id"] for passage in found["passages"]]
+                if foreign := [name for name in names if name not in texts]:
+                    raise CommandError(f"--retrieve: passage {foreign[0]!r} of the server's index is not the demo's")
+                chunks = tuple(TextChunk(name, texts[name]) for name in names)
             theirs.append(client.user_message(ARMS["stock-lpm"], request, chunks))
             prompt, answer = _tokens(url, messages=theirs), _tokens(url, prompt=got.text, add_special_tokens=False)
             reply = {"role": "assistant", "content": got.text}
