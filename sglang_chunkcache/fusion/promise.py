@@ -200,17 +200,17 @@ class Fuser:
                     self.cache.fill(node)
                 node = node.parent
 
-    def keep(self, req: Req, path: Sequence[TreeNode], *, is_first: bool) -> None:
-        """Tell the store what was asked for, once, and queue the request's chunks that have earned it.
+    def keep(self, req: Req, path: Sequence[TreeNode]) -> None:
+        """Tell the store what was asked for, and queue the request's chunks that have earned it.
 
         A chunk that was to be preprocessed after neighbours some of which were computed in context is none of them.
         """
         spans, move = state(req).spans, _outcome(req).move
         assert spans is not None
         chunks = [node for node in path if facts(node).chunk is not None]
-        if is_first and not spans.is_preprocessing:
+        if not spans.is_preprocessing:
             self.store.ask((identity_of(node), facts(node).head, facts(node).prefix) for node in chunks)
-        if spans.is_preprocessing:
+        else:
             moved = {piece.span for piece in (move.plan.pieces if move else ()) if piece.source is not None}
             if not moved.issuperset(range(1, len(spans.spans) - 1)):
                 return

@@ -292,9 +292,9 @@ class ChunkRadixCache(SharingRadixCache):
         # A conversation's own later turns are no sign that others will ask for its chunks: counted, they would keep
         # finished conversations in the pool while the running ones' histories leave.
         self._mark(path, spans, counts_hits=is_first and not spans.is_later_turn)
-        if self.promiser is not None and not chunked:
-            self.promiser.keep(req, path, is_first=not known.is_kept)
-            known.is_kept = True
+        if self.promiser is not None and not chunked and not known.is_kept:
+            known.is_kept = True  # with the prompt; once more with the answer would store again what has just left
+            self.promiser.keep(req, path)
         self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
         self.insert_seconds += time.perf_counter() - start
         return key, row, matched

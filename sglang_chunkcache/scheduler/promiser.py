@@ -28,8 +28,8 @@ class Promiser(Protocol):
     def before(self, batch: ScheduleBatch) -> None:
         """Fill the slots that this batch's requests were promised; before its forward."""
 
-    def keep(self, req: Req, path: Sequence[TreeNode], *, is_first: bool) -> None:
-        """The request's nodes are in the tree: note what is worth storing. `is_first`: of this request's calls."""
+    def keep(self, req: Req, path: Sequence[TreeNode]) -> None:
+        """The request's nodes are in the tree: note what is worth storing. Once a request."""
 
     def report(self, req: Req) -> Report:
         """What became of the request."""

@@ -18,7 +18,7 @@ from sglang_chunkcache import ChunkCacheConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
-NUM_REQUESTS, NUM_PASSAGES, BUDGET, STORE_CHUNKS = 80, 30, 256, 6
+NUM_REQUESTS, NUM_PASSAGES, BUDGET, STORE_CHUNKS = 80, 30, 256, 2
 FLAGS = ["--model-path", "bundled", "--max-total-tokens", "40000", "--chunked-prefill-size", str(BUDGET)]
 FLAGS += ["--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache-store-chunks", str(STORE_CHUNKS)]
 FLAGS += ["--chunkcache-scoring", "off"]
