@@ -39,7 +39,6 @@ class CaptureQueue:
         self._copies, self._store, self._len_of = copies, store, len_of
         self._is_scoring, self._max_waiting, self._max_tokens = is_scoring, max_waiting, max_tokens
         self._queue: deque[tuple[Any, bool]] = deque()
-        self._waiting: set[Any] = set()
         self.num_dropped = 0
 
     def add(self, chunks: Sequence[Any], keep: Collection[int], *, is_preprocessing: bool) -> None:
@@ -56,12 +55,11 @@ class CaptureQueue:
                 node = copies[0] if copies else node
             # Alone it has seen no neighbour.
             preprocessed = is_preprocessing and bool(self._copies.facts_of(node).prefix)
-            if node in self._waiting or not self._is_wanted(node, preprocessed):
+            if self._copies.facts_of(node).is_waiting or not self._is_wanted(node, preprocessed):
                 continue
-            if len(self._waiting) >= self._max_waiting:
+            if len(self._queue) >= self._max_waiting:
                 self.num_dropped += 1
                 continue
-            self._waiting.add(node)
             self._copies.facts_of(node).is_waiting = True
             self._queue.append((node, preprocessed))
 
@@ -75,20 +73,17 @@ class CaptureQueue:
             if not is_gone and batch and num_tokens + self._len_of(node) > self._max_tokens:
                 break
             entry = self._queue.popleft()
-            self._waiting.discard(node)
-            if not is_gone:
-                self._copies.facts_of(node).is_waiting = False
-            else:
+            if is_gone:
                 self.num_dropped += 1
                 continue
+            self._copies.facts_of(node).is_waiting = False
             batch.append(entry)
             num_tokens += self._len_of(node)
         return batch
 
     def clear(self) -> None:
-        """Drop what waits."""
+        """Drop what waits: its nodes are gone."""
         self._queue.clear()
-        self._waiting.clear()
 
     def stats(self) -> dict[str, int]:
         """Chunks that wait now, and those dropped since the start."""

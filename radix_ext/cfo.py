@@ -4,9 +4,9 @@
     CCI = sigmoid(a / b)                how much the prefix went into its KV       eq. 9 to 11
     beta' = beta * (1 - gamma)          how much of that prefix is here again      eq. 6 to 8
 
-Queries are always in this chunk, keys in earlier ones; the paper's index order wavers. The head, all text
-before it that is no chunk, is part of the prefix only where it differs (`other_head`): one that is here again says nothing about
-chunks, and the prompt's first token takes mass from every query.
+Queries are always in this chunk, keys in earlier ones; the paper's index order wavers. The head, all text before
+it that is no chunk, is part of the prefix only where it differs (`other_head`): one that is here again says nothing about chunks,
+and the prompt's first token takes mass from every query.
 """
 
 from __future__ import annotations
@@ -135,12 +135,14 @@ def fix_overhead(
     Returns:
         0 to 1.
     """
-    if prefix_old == prefix_new and not other_head:
-        return 0.0  # also where nothing precedes it, where eq. 6 is 0 / 0
     impact = 1.0 if scores is None or "cci" in without else context_impact(scores, other_head=other_head)
     inter, head = (scores.inter, scores.head) if scores else ((1.0,) * len(prefix_old), 1.0)
-    other = head if other_head else 0.0
-    overlap = 0.0 if "beta" in without else adjusted_overlap(prefix_old, inter, prefix_new, other)
+    if "beta" in without:
+        overlap = 0.0
+    elif prefix_old == prefix_new and not other_head:
+        overlap = 1.0  # also where nothing precedes it and eq. 6 is 0 / 0
+    else:
+        overlap = adjusted_overlap(prefix_old, inter, prefix_new, head if other_head else 0.0)
     return impact * (1 - overlap)
 
 

@@ -113,8 +113,8 @@ class VariantIndex:
         self._held: dict[int, tuple[Identity, Variant, int]] = {}  # serial -> ..., bytes when it came
         self._on_device: set[Identity] = set()
         self._order: list[_Entry] = []
-        """Heap of (is reserved, f_r, last used, serial). Until a halving f_r and last used only grow, so an entry may be older
-        than its variant: it is corrected when it surfaces. Serials, not variants: an outdated entry keeps no KV in memory."""
+        """Heap. An entry may be outdated: where its variant has risen since, it is corrected when it surfaces. Where it has
+        fallen, a second one has been pushed. Serials, not variants: an outdated entry keeps no KV in memory."""
         self._clock = 0
         self._num_bytes = self._reserved_bytes = self._num_reserved = 0
         self._num_added = self._num_replaced = self._num_refused = self._num_evicted = self._num_uses = 0

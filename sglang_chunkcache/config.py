@@ -120,7 +120,7 @@ class ChunkCacheConfig:
     recompute_ratio: float = knob(0.15, "share of a request's moved tokens to recompute", low=0.0, high=1.0)
     """FusionRAG's and CacheBlend's operating point."""
     alpha: float | None = knob(
-        None, "alpha of `context` where a request has none; none: by the ratio", low=0.0, high=MAX_ALPHA, kind=float
+        None, "alpha of `context` where a request names neither alpha nor ratio", low=0.0, high=MAX_ALPHA, kind=float
     )
     """Cache-Craft's eq. 13: what `python -m sglang_chunkcache.check --calibrate` prints for model and traffic."""
     focus_window: int = knob(3, "layers that must agree on the chunks that a question focuses on", low=1, high=1000)

@@ -7,8 +7,8 @@ A chunk computed after texts that resemble it has attended to texts that are lik
 these to a chunk's neighbours' places (eq. 10) and computes the chunk after them. Needs a server started with `--reuse fused`, and
 two prefills per chunk.
 
-A neighbour that the store and the KV pool have lost meanwhile is computed alone again. One that cannot be held even then is
-missing: it is computed in context, and what the chunk becomes depends on the order of the corpus.
+A neighbour that the store and the KV pool have lost meanwhile is computed alone again. Where one cannot be held even then it is
+missing, and the chunk is not stored: what it became would depend on the order of the corpus.
 
     corpus      {"id": "d1", "text": "..."}                          one JSON object a line; may be gzipped
     neighbors   {"id": "d1", "neighbors": ["d7", "d3", ...]}         nearest first; a chunk without a line has none
@@ -16,8 +16,8 @@ missing: it is computed in context, and what the chunk becomes depends on the or
 Progress goes to stderr; the last line of stdout is one JSON object. Exit codes:
 
     0   every chunk was computed
-    1   single chunks were refused, for example because they are too long together with their neighbours, or a larger share of the
-        neighbours than --max-missing was missing
+    1   single chunks were refused, for example because they are too long together with their neighbours, a larger share of the
+        neighbours than --max-missing was missing, or chunks left the KV pool before they were stored
     2   a mistake in files or flags, or a server that does not answer
 """
 

@@ -172,12 +172,10 @@ class ChunkRadixCache(SharingRadixCache):
             found, node = self._insert_helper(node, key[start:end], values[start:end], priority, chunked)
             if matched == start:
                 matched += found
-            known = facts(node)
+            known, text = facts(node), "" if chunk is None else next(heads)
             if found < end - start:  # a new node
                 known.chunk, known.start, known.is_filled = chunk, start, False
-                known.head, known.prefix = next(heads) if chunk is not None else "", tuple(before)
-            elif chunk is not None:
-                next(heads)
+                known.head, known.prefix = text, tuple(before)
             if are_filled and not known.is_filled:
                 self.fill(node)
             if chunk is not None:

@@ -154,7 +154,7 @@ class Source(Record, frozen=True):
     cfo: float | None = None
     """Cache-Craft's fix overhead with alpha 1, estimated where the source is not scored. None: a gap."""
     other_head: bool = False
-    """Its KV was computed after another head: system message, tools, or what else precedes the first chunk."""
+    """Its KV was computed after other text that is no chunk: system message, tools, an earlier turn's question and answer."""
 
 
 class Report(Record, frozen=True):

@@ -124,6 +124,13 @@ def test_another_head_adds_to_eq_6_and_9() -> None:
     assert fix_overhead(ids("p"), None, ids("p"), other_head=True) == 0.5
 
 
+def test_without_beta_an_equal_prefix_is_as_any_other() -> None:
+    """An ablation: CCI alone is left, 0.75 here, 0.5 where nothing precedes the chunk."""
+    without = frozenset({"beta"})
+    assert fix_overhead(ids("pq"), three_quarters(), ids("pq"), without=without) == pytest.approx(0.75)
+    assert fix_overhead((), make_sums(), (), without=without) == 0.5
+
+
 def test_fix_overhead_unscored_takes_the_worst() -> None:
     """CCI 1 and each chunk alike: one of two is here."""
     assert fix_overhead(ids("pq"), None, ids("p")) == 0.5

@@ -15,6 +15,8 @@ class FakeServer:
         self.posts: list[tuple[str, dict[str, Any]]] = []
         self.keys: list[str | None] = []
         self.reuse = "fused"
+        self.num_lost = 0
+        """Captures that are dropped once a chunk was sent."""
         self.pending = 0
         """Captures that wait; every other request does one."""
         self.refused: set[str] = set()
@@ -26,7 +28,8 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 fake.keys.append(self.headers.get("Authorization"))
-                ranks = [{"store": {"pending": fake.pending, "dropped": 0}}, {"store": {"pending": 0, "dropped": 0}}]
+                dropped = fake.num_lost if fake.posts else 0
+                ranks = [{"store": {"pending": n, "dropped": dropped}} for n in (fake.pending, 0)]
                 self._answer(*(fake.reply or (200, json.dumps({"reuse": fake.reuse, "ranks": ranks}).encode())))
 
             def do_POST(self) -> None:

@@ -118,6 +118,15 @@ def test_missing_neighbors_fail_the_command(
     assert ("25.0% of the neighbors were missing" in err and "--chunkcache-store-mib" in err) == bool(status)
 
 
+def test_chunks_that_never_got_into_a_store_fail_the_command(server: FakeServer, files: list[str], capsys: Any) -> None:
+    """Computed, and gone before they were copied: what the command is for has not happened."""
+    server.num_lost = 3
+    assert main(["--url", server.url, *files]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["lost"] == 6
+    assert "6 chunks did not get into a store" in err
+
+
 def test_progress_is_shown(server: FakeServer, files: list[str], monkeypatch: Any, capsys: Any) -> None:
     """On stderr, so that stdout stays readable by programs."""
     monkeypatch.setattr(command, "PROGRESS_S", 0.0)
