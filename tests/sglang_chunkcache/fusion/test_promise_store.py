@@ -1,0 +1,319 @@
+"""`Fuser` and its store: what enters it, from where, what counts as a use. Cases of one scheduler; see test_promise.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from radix_ext import chunk_id
+from sglang_chunkcache.fusion import capture
+from sglang_chunkcache.scheduler.node import ChunkIdentity, facts
+from sglang_chunkcache.wire.spans import unpack
+from sglang_chunkcache.wire.state import ExplainRequest
+from tests.reference.fused_scheduler import FusedScheduler
+from tests.reference.scheduler import SECRET, FakeReq, marked
+from tests.sglang_chunkcache.fusion.test_promise import (
+    HEAD,
+    OTHER_HEAD,
+    QUESTION,
+    A,
+    B,
+    C,
+    D,
+    asks,
+    finish,
+    fused,
+    make_scheduler,
+    node_of,
+    rag,
+    report,
+    sources,
+    start_of,
+)
+
+
+def variants(scheduler: FusedScheduler, chunk: list[int]) -> list[tuple[Any, ...]]:
+    """(chunks before it, its tokens, whether scored, whether preprocessed)."""
+    found = scheduler.store.find(ChunkIdentity(chunk_id(chunk), None, None))
+    return [
+        (v.prefix, [int(x) for x in v.blob.read()[0].flatten()], v.scores is not None, v.preprocessed) for v in found
+    ]
+
+
+def test_chunks_that_have_earned_it_enter_the_store() -> None:
+    """Asked for by the front, computed where they stand; copied behind the next forward, then no lock is left."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, C, keep=[1, 2]), answer=[50])
+    assert scheduler.fuser.stats()["store"]["pending"] == 2
+    scheduler.forward()
+    scheduler.check()
+    assert scheduler.cache.protected_size() == 0
+    assert variants(scheduler, A) == []
+    assert variants(scheduler, B) == [((chunk_id(A),), B, True, False)]
+    assert variants(scheduler, C) == [((chunk_id(A), chunk_id(B)), C, True, False)]
+
+
+def test_what_is_stored_is_not_captured_again() -> None:
+    """Another head or another chain is another variant."""
+    scheduler = make_scheduler(100)
+    for head in (HEAD, OTHER_HEAD, HEAD):
+        scheduler.serve(rag(A, B, head=head, keep=[1]), answer=[50])
+        scheduler.idle()
+    assert scheduler.fusion_pass.num_captured == 2
+    scheduler.serve(rag(C, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(A),), (chunk_id(A),), (chunk_id(C),)]
+
+
+def test_moved_chunks_are_captured_from_their_source() -> None:
+    """As they were computed, behind A: what was moved is no source, or errors would add up."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    for _ in range(2):
+        scheduler.serve(fused(B, D, keep=[0, 1]), answer=[50])
+        scheduler.idle()
+    assert variants(scheduler, B) == [((chunk_id(A),), B, True, False)]
+    assert len(variants(scheduler, D)) == 1
+    assert scheduler.fuser.stats()["store"]["dropped"] == 0
+
+
+def test_a_source_is_used_as_much_as_a_hit() -> None:
+    """A and B are asked for by every second request and never found as a prefix; the pool holds five such prompts."""
+    for eviction in ("reused", "lru"):
+        scheduler = make_scheduler(80, eviction=eviction)
+        scheduler.serve(rag(A, B), answer=[50])
+        for number in range(20):
+            scheduler.serve(rag([100 + number] * 8), answer=[50])
+            req = fused(B, fusion=asks(recipe=f"r/question={number}"))
+            scheduler.serve(req, answer=[50])
+            assert [where for _, where, *_ in sources(req)] == ["device"]
+        scheduler.check()
+
+
+def test_use_of_a_copy_counts_for_its_variant() -> None:
+    """f_r: B was computed behind A alone, and half of what is before it now was there."""
+    scheduler = make_scheduler(200)
+    scheduler.serve(rag(A, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    for number in range(10):
+        scheduler.serve(fused(D, A, B, fusion=asks(recipe=f"{number}")), answer=[50])
+    (variant,) = scheduler.store.find(ChunkIdentity(chunk_id(B), None, None))
+    assert variant.num_uses == 10
+    assert variant.reuse >= 10
+
+
+def test_latest_used_copy_is_found_first() -> None:
+    """Of hundreds of copies a plan looks at a few."""
+    scheduler = make_scheduler(200)
+    for before in (A, C, D):
+        scheduler.serve(rag(before, B), answer=[50])
+    scheduler.serve(fused([9, 9], A, B), answer=[50])
+    identity = ChunkIdentity(chunk_id(B), None, None)
+    (latest,) = scheduler.cache.copies.find(identity, str(HEAD), 1)
+    assert facts(latest).prefix == (chunk_id(A),)
+    scheduler.check()
+
+
+def test_what_waits_for_the_store_does_not_leave_first() -> None:
+    """A full pool: each prompt takes the room of the one before, which was fused for its question alone."""
+    scheduler = make_scheduler(60)
+    for number in range(8):
+        scheduler.serve(rag([200 + number] * 8), answer=[50])
+    scheduler.serve(rag(A), answer=[50])
+    for number in range(8):
+        chunk = [100 + number] * 5
+        req = fused(D, A, chunk, keep=[2], fusion=asks(recipe=f"r/question={number}"))
+        scheduler.serve(req, answer=[50])
+        scheduler.idle()
+        assert len(variants(scheduler, chunk)) == 1
+    assert scheduler.fuser.stats()["store"]["dropped"] == 0
+
+
+def test_text_between_chunks_is_part_of_a_source() -> None:
+    """A follow-up turn's chunk has seen a question and an answer: `set` takes it no more, and others say so."""
+    scheduler = make_scheduler(200)
+    scheduler.serve(rag(A), answer=[50])
+    between = [*QUESTION, 50]
+    ids = [*HEAD, *A, *between, *B]
+    spans = [(2, 6), (2 + 4 + len(between), len(ids))]
+    scheduler.serve(FakeReq([*ids, *QUESTION], marked(spans, namespace=str(HEAD))), answer=[50])
+    req = fused(A, D, B)
+    scheduler.serve(req, answer=[50])
+    assert report(req).sources[-1].other_head
+    req = fused(A, B, fusion=asks("set"))
+    scheduler.serve(req, answer=[50])
+    assert report(req).sources == ()
+
+
+def test_explain_is_no_use() -> None:
+    """Nothing that is only asked for outlives what is used."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A), answer=[50])
+    scheduler.serve(rag(B), answer=[50])
+    before = facts(node_of(scheduler, HEAD, A)).used
+    req = rag(A)
+    spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=SECRET)
+    assert spans is not None
+    scheduler.cache.explain(ExplainRequest(list(req.origin_input_ids), spans, None, None))
+    assert facts(node_of(scheduler, HEAD, A)).used == before
+
+
+def test_source_behind_another_head_is_taken_last() -> None:
+    """It is told, counted by the pass, and stored as a variant of its own."""
+    scheduler = make_scheduler(200)
+    scheduler.serve(rag(A, B, head=OTHER_HEAD, keep=[1]), answer=[50])
+    scheduler.idle()
+    req = fused(D, B)
+    scheduler.serve(req, answer=[50])
+    assert [(each.where, each.other_head) for each in report(req).sources][1:] == [("gap", False), ("device", True)]
+    scheduler.serve(rag(C, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    req = fused(D, A, B, fusion=asks(recipe="s"))
+    scheduler.serve(req, answer=[50])
+    assert not any(each.other_head for each in report(req).sources if each.span == 2)
+    found = scheduler.store.find(ChunkIdentity(chunk_id(B), None, None))
+    assert [variant.head for variant in found] == [str(OTHER_HEAD), str(HEAD)]
+    scheduler.check()
+
+
+def test_unscored_variants_are_replaced_by_scored_ones_only() -> None:
+    """Scoring costs a prefill; where it is off a chunk is stored without."""
+    scheduler = make_scheduler(scoring="off")
+    for _ in range(2):
+        scheduler.serve(rag(A, keep=[0]), answer=[50])
+        scheduler.idle()
+    assert variants(scheduler, A) == [((), A, False, False)]
+    assert scheduler.fusion_pass.num_captured == 1
+
+
+def test_a_chunk_with_all_its_variants_gets_those_that_are_asked_for() -> None:
+    """Every new chain would cost a scoring pass, so behind C the second request brings it. Preprocessed ones come in any case."""
+    scheduler = make_scheduler(100, store_variants=1)
+    for before, expected in ((A, [A]), (C, [A]), (C, [A, C])):
+        scheduler.serve(rag(before, B, keep=[1]), answer=[50])
+        scheduler.idle()
+        assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(each),) for each in expected]
+    scheduler.serve(rag(D, B, keep=[1], is_preprocessing=True), answer=[50])
+    scheduler.idle()
+    assert [ahead for _, _, _, ahead in variants(scheduler, B)] == [False, False, True]
+
+
+def test_preprocessed_chunk_is_moved_first() -> None:
+    """FusionRAG: that is what it was computed for."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[1], is_preprocessing=True), answer=[50])
+    scheduler.idle()
+    req = fused(C, B)
+    scheduler.serve(req, answer=[50])
+    assert report(req).sources[-1].where == "host"
+    scheduler.check()
+
+
+def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
+    """B behind A in a chain has seen A, so only A is matched; B is moved from where it stood alone."""
+    scheduler = make_scheduler()
+    for chunks in ((A, B, C), (B,)):
+        scheduler.serve(rag(*chunks), answer=[50])
+    req = rag(A, B, D, fusion=replace(asks(fresh=[2]), plain=True), keep=[2], is_preprocessing=True)
+    scheduler.serve(req, answer=[50])
+    assert report(req).exact == len(HEAD) + len(A)
+    assert sources(req) == [(1, "device", 0, 0, 1)]
+    scheduler.idle()
+    assert variants(scheduler, D) == [((chunk_id(A), chunk_id(B)), D, True, True)]
+    scheduler.check()
+
+
+def test_a_neighbor_is_not_used() -> None:
+    """Only requests count: else plain variants, moved again and again, would push out the preprocessed ones."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(B, keep=[0]), answer=[50])
+    scheduler.idle()
+    scheduler.evict(100)
+    req = rag(A, B, D, fusion=replace(asks(fresh=[2]), plain=True), keep=[2], is_preprocessing=True)
+    scheduler.serve(req, answer=[50])
+    assert sources(req)[-1][:2] == (1, "host")
+    assert scheduler.store.stats().num_uses == 0
+
+
+def test_chunk_preprocessed_behind_nothing_is_an_ordinary_variant() -> None:
+    """It has seen no neighbour, so nothing is gained by taking it before others."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, keep=[0], is_preprocessing=True), answer=[50])
+    scheduler.idle()
+    assert variants(scheduler, A) == [((), A, True, False)]
+
+
+def test_stored_chunk_outlives_the_tree() -> None:
+    """Evicted from the pool, moved from host memory; the use is counted."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    scheduler.evict(100)
+    req = fused(C, B)
+    assert scheduler.serve(req, answer=[50]) == len(HEAD) + len(C) + len(B)
+    assert [source[:4] for source in sources(req)] == [(None, "gap", 0, 0), (0, "gap", 0, 0), (1, "host", 1, 0)]
+    assert scheduler.store.stats().num_uses == 1
+    scheduler.check()
+
+
+def test_variant_that_leaves_the_store_under_way_is_still_moved() -> None:
+    """A reader holds it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[1]), answer=[50])
+    scheduler.idle()
+    scheduler.evict(100)
+    req = fused(B)
+    start_of(scheduler, req)
+    scheduler.store.clear()
+    scheduler.forward()
+    finish(scheduler, req)
+    scheduler.check()
+
+
+def test_captures_of_one_forward_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers under way wait for it; a chunk that exceeds it alone goes alone."""
+    monkeypatch.setattr(capture, "MAX_CAPTURED_TOKENS", 6)
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, D, C, keep=[0, 1, 2, 3]), answer=[50])
+    captured = []
+    while scheduler.fuser.stats()["store"]["pending"]:
+        scheduler.forward()
+        scheduler.check()
+        captured.append(scheduler.fusion_pass.num_captured)
+    assert captured == [1, 2, 4]
+
+
+def test_too_many_waiting_captures_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may earn their place another time."""
+    monkeypatch.setattr(capture, "MAX_WAITING_CAPTURES", 2)
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, C, keep=[0, 1, 2]))
+    assert (scheduler.fuser.stats()["store"]["pending"], scheduler.fuser.stats()["store"]["dropped"]) == (2, 1)
+    scheduler.idle()
+    assert variants(scheduler, C) == []
+    scheduler.check()
+
+
+def test_waiting_captures_hold_no_slots() -> None:
+    """Nothing runs, so nothing captures them: a prompt that needs their slots must not wait for ever."""
+    scheduler = make_scheduler(14)
+    scheduler.serve(rag(A, B, C, keep=[0, 1, 2]))  # ends on its first token, no forward follows
+    assert scheduler.serve(FakeReq(range(100, 114))) == 0
+    scheduler.check()
+    assert scheduler.store.stats().num_chunks == 0
+    assert scheduler.fuser.stats()["store"]["dropped"] == 3
+
+
+def test_capture_evicted_and_computed_again_waits_again() -> None:
+    """The old node is not taken for the new one."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, keep=[0]))
+    scheduler.evict(100)
+    scheduler.serve(rag(A, keep=[0]))
+    scheduler.idle()
+    assert len(variants(scheduler, A)) == 1
+    scheduler.check()
