@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from eval.errors import CommandError
 from eval.outcome import Row, interval
 from eval.progress import tracked
+from eval.recorded import grouped
 from eval.run import Run, Sample
 from eval.stats import contrast
 
@@ -42,12 +44,8 @@ def turned(arms: Sequence[str], number: int) -> list[str]:
 
 def by_cell(samples: Sequence[Sample]) -> Iterator[tuple[Row, dict[str, list[Sample]]]]:
     """Each cell and its samples by arm, without warm-up; arms in the order of their first samples."""
-    cells: dict[str, dict[str, list[Sample]]] = {}
-    for one in samples:
-        if not one.get("warm_up"):
-            cells.setdefault(str(one["cell"]), {}).setdefault(one["arm"], []).append(one)
-    for arms in cells.values():
-        yield next(iter(arms.values()))[0]["cell"], arms
+    for cell, taken in grouped([one for one in samples if not one.get("warm_up")], itemgetter("cell")):
+        yield cell, dict(grouped(taken, itemgetter("arm")))
 
 
 def ratio(base: Sequence[Sample], taken: Sequence[Sample], metric: str) -> dict[str, Any]:

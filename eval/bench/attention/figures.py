@@ -9,11 +9,13 @@ both arms were part of.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
 from eval.bench.rounds import by_cell, ratio, told_ratio
 from eval.outcome import Row, interval, table
+from eval.recorded import grouped
 from eval.run import Sample
 from sglang_chunkcache.attention.flashinfer import KERNELS
 
@@ -77,11 +79,9 @@ def _layout_rows(cell: Row, arms: Arms) -> Iterator[Row]:
 
 
 def _by_pattern(layouts: Sequence[Row]) -> Iterator[Row]:
-    groups: dict[tuple[str, str], list[float]] = {}
-    for row in layouts:
-        if "executed/needed" in row:
-            groups.setdefault((row["pattern"], row["arm"]), []).append(row["executed/needed"])
-    for (pattern, arm), found in groups.items():
+    executed = [row for row in layouts if "executed/needed" in row]
+    for (pattern, arm), rows in grouped(executed, itemgetter("pattern", "arm")):
+        found = [row["executed/needed"] for row in rows]
         yield {"pattern": pattern, "arm": arm, "cells": len(found), "median": median(found), "worst": max(found)}
 
 
