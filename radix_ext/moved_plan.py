@@ -4,19 +4,22 @@
     pieces             gap  C   -                    B cached nowhere, C found: [B, C] is promised, D and the rest prefilled
 
 Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute pass, so that a hit after it
-still counts. It is only promised where a hit follows. Chunks are moved whole or not at all.
+still counts. It is only promised where a hit follows. Chunks are moved whole or not at all. Every hit is a place to end: the plan
+ends where the estimated time to the first token is least, and moves nothing where computing everything takes as long.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal, Protocol
+from operator import add
+from typing import Literal, NamedTuple, Protocol
 
 from radix_ext.cfo import Attention, best_variant, cfo, fix_overhead
 from radix_ext.chunk import ChunkId, Span
+from radix_ext.costs import NOMINAL, Costs, Phase, Work, extend_work, seconds
 
 Focus = Literal["off", "spare", "refill"]
 
@@ -65,6 +68,13 @@ class FusionRequest:
     def asks_the_question(self) -> bool:
         """Whether the choice depends on the question: then only requests with the same question share fused KV."""
         return self.selector == "query" or self.focus != "off"
+
+    @property
+    def cheaper(self) -> FusionRequest | None:
+        """The same with a choice that needs no measuring: each chunk's first tokens. None: it needs none itself."""
+        if not self.is_choice or not (self.asks_the_question or self.selector == "deviation"):
+            return None
+        return replace(self, selector="context" if self.selector == "context" else "first", focus="off")
 
 
 QUESTION = "/question="
@@ -141,6 +151,15 @@ class Piece:
         return self.source is not None and self.source.start == self.start
 
 
+class Estimate(NamedTuple):
+    """Seconds to the first token, once the request runs."""
+
+    planned: float
+    """By the plan; by the best one, where it moves nothing because that takes too long."""
+    computed: float
+    """If what follows the cached prefix is computed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReusePlan:
     """What one request has moved. Empty `pieces`: nothing, for the reasons in `fallbacks`."""
@@ -152,6 +171,12 @@ class ReusePlan:
     """Moved tokens that the selector will take, estimated."""
     measured_len: int = 0
     """What measuring the region costs, in tokens that run through all layers."""
+    fusion: FusionRequest | None = None
+    """What is asked for, or `FusionRequest.cheaper`."""
+    works: Mapping[Phase, Work] = field(default_factory=dict)
+    """What the phases do."""
+    estimate: Estimate | None = None
+    """None: not asked for."""
 
     @property
     def start(self) -> int:
@@ -186,9 +211,14 @@ class Limits:
 
     max_pass_tokens: int
     max_gap_tokens: int
-    min_saved_tokens: int
+    question_window: int = 32
+    """Last tokens of the question that are run for what it attends to."""
     measuring_share: float = 2 / 32
     """Share of the model's layers that `deviation` runs the region through to choose; by default as in a model of 32."""
+
+
+MIN_GAIN = 0.05
+"""Of the time to the first token: estimates are off by about as much, and moved KV is never better than computed KV."""
 
 
 def has_room(num_idle: int, num_tokens: int, *, reserve: int, num_after: int) -> bool:
@@ -211,47 +241,139 @@ def make_plan(
     fusion: FusionRequest,
     limits: Limits,
     heads: Sequence[str] | None = None,
+    exact: Collection[int] = frozenset(),
+    num_tokens: int | None = None,
+    costs: Costs | None = None,
 ) -> ReusePlan:
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
     `candidates` is asked once per chunk, with its head; an empty answer makes the chunk a gap. `heads` is `text_before` of the
-    prompt. A `plain` request moves chunks for what their KV is, not to save time, so `min_saved_tokens` does not count for it.
+    prompt.
+
+    Args:
+        exact: indices of spans that are computed although a source exists, which stand right after the prefix. They count
+            against no gap limit.
+        num_tokens: of the prompt. None: `limit`.
+        costs: None: what can be moved is moved, as in a `plain` request, which moves chunks for what their KV is.
     """
-    chosen = _choose(spans, start, limit, candidates, fusion, heads or ("",) * len(spans))
+    if fusion.plain:
+        costs = None
+    price = costs or NOMINAL
+    chosen = _choose(spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, price)
     if not chosen:
         return ReusePlan((), (NotMoved.NO_SOURCE,) if any(s.start >= start and s.end <= limit for s in spans) else ())
-    pieces: list[Piece] = []
-    waiting: list[Piece] = []  # gaps, until a hit after them makes them worth it
-    fallbacks: list[str] = []
-    position, moved_len, gap_len, recomputed_len, measured_len, by_alpha = start, 0, 0, 0, 0, 0
-    measuring_share = limits.measuring_share if fusion.selector == "deviation" and fusion.is_choice else 0.0
-    for index, span in enumerate(spans):
-        if span.start < start or span.end > limit:
+    walk = _Walk(spans, chosen, exact, start, limit, num_tokens or limit, limits, price, must_pay=costs is not None)
+    if costs is None:
+        cuts, fallbacks = walk.cuts(fusion)
+        return walk.plan(cuts[-1], fallbacks) if cuts else ReusePlan((), fallbacks)
+    computed = price[Phase.EXTEND].seconds(extend_work(start, walk.num_tokens))
+    for choice in (fusion, fusion.cheaper):
+        if choice is None:
             continue
-        if position < span.start:
-            waiting.append(Piece(position, span.start, None, None))
-        position = span.end
-        piece = chosen.get(index)
-        if piece is None:
-            waiting.append(Piece(span.start, span.end, index, None))
-            continue
-        gaps = gap_len + sum(gap.end - gap.start for gap in waiting)
-        moved = moved_len + piece.end - piece.start
-        if gaps > limits.max_gap_tokens:
-            fallbacks.append(NotMoved.GAP_TOO_LONG)
-            break
-        by_alpha += _num_by_alpha(piece, fusion)
-        recomputed = by_alpha if _goes_by_alpha(fusion) else math.ceil(fusion.ratio * moved) if fusion.recomputes else 0
-        measured = math.ceil(measuring_share * (piece.end - start))  # the whole region
-        if gaps + recomputed + measured > limits.max_pass_tokens:
-            alone = gaps + recomputed > limits.max_pass_tokens
-            fallbacks.append(NotMoved.PASS_BUDGET if alone else NotMoved.MEASURING_BUDGET)
-            break
-        pieces += [*waiting, piece]
-        waiting, moved_len, gap_len, recomputed_len, measured_len = [], moved, gaps, recomputed, measured
-    if pieces and not fusion.plain and moved_len - recomputed_len < limits.min_saved_tokens:
-        return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT))
-    return ReusePlan(tuple(pieces), tuple(fallbacks), recomputed_len, measured_len)
+        cuts, fallbacks = walk.cuts(choice)
+        best = min(cuts, key=lambda cut: seconds(price, cut.works), default=None)
+        if best is None:
+            return ReusePlan((), fallbacks or (NotMoved.NOT_WORTH_IT,))
+        estimate = Estimate(seconds(price, best.works), computed)
+        if estimate.planned <= (1 - MIN_GAIN) * computed:
+            is_all = best is cuts[-1] and not walk.num_refused
+            return walk.plan(best, fallbacks if is_all else (*fallbacks, NotMoved.NOT_WORTH_IT), estimate)
+    return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT), estimate=estimate)
+
+
+class _Cut(NamedTuple):
+    """A plan that ends with a hit."""
+
+    num_pieces: int
+    fusion: FusionRequest
+    recomputed_len: int
+    measured_len: int
+    works: Mapping[Phase, Work]
+
+
+@dataclass
+class _Walk:
+    """One prompt, walked chunk by chunk."""
+
+    spans: Sequence[Span]
+    chosen: Mapping[int, Piece]
+    exact: Collection[int]
+    start: int
+    limit: int
+    num_tokens: int
+    limits: Limits
+    price: Costs
+    must_pay: bool
+    pieces: list[Piece] = field(default_factory=list)
+    num_refused: int = 0
+    """Chunks whose move takes longer than their computation."""
+
+    def cuts(self, fusion: FusionRequest) -> tuple[list[_Cut], tuple[str, ...]]:
+        """(a cut at each hit, why there is none further on)."""
+        found: list[_Cut] = []
+        waiting: list[Piece] = []  # gaps, until a hit after them makes them worth it
+        self.pieces, self.num_refused = [], 0
+        position, moved_len, exact_len, by_alpha = self.start, 0, 0, 0
+        moves = {Phase.DEVICE: Work(), Phase.HOST: Work()}
+        for index, span in enumerate(self.spans):
+            if span.start < self.start or span.end > self.limit:
+                continue
+            if position < span.start:
+                waiting.append(Piece(position, span.start, None, None))
+            position = span.end
+            piece = self.chosen.get(index)
+            if piece is not None and self.must_pay and not self._pays(piece, fusion):
+                self.num_refused += 1
+                piece = None
+            if piece is None:
+                waiting.append(Piece(span.start, span.end, index, None))
+                exact_len += span.end - span.start if index in self.exact else 0
+                continue
+            assert piece.source is not None
+            tier = _tier(piece.source)
+            moves[tier] = Work(*map(add, moves[tier], _move_of(piece.source, span)))
+            moved_len += span.end - span.start
+            by_alpha += _num_by_alpha(piece, fusion)
+            gap_len = span.end - self.start - moved_len
+            recomputed = by_alpha
+            if not _goes_by_alpha(fusion):
+                recomputed = math.ceil(fusion.ratio * moved_len) if fusion.recomputes else 0
+            measured, works = self._works(span.end, recomputed + gap_len, fusion)
+            if gap_len - exact_len > self.limits.max_gap_tokens:
+                return found, (NotMoved.GAP_TOO_LONG,)
+            if gap_len + recomputed + measured > self.limits.max_pass_tokens:
+                alone = gap_len + recomputed > self.limits.max_pass_tokens
+                return found, (NotMoved.PASS_BUDGET if alone else NotMoved.MEASURING_BUDGET,)
+            self.pieces += [*waiting, piece]
+            waiting = []
+            found.append(_Cut(len(self.pieces), fusion, recomputed, measured, {**moves, **works}))
+        return found, ()
+
+    def plan(self, cut: _Cut, fallbacks: tuple[str, ...], estimate: Estimate | None = None) -> ReusePlan:
+        """The plan of the last walk that ends there."""
+        return ReusePlan(tuple(self.pieces[: cut.num_pieces]), fallbacks, *cut[2:4], cut.fusion, cut.works, estimate)
+
+    def _works(self, end: int, num_computed: int, fusion: FusionRequest) -> tuple[int, dict[Phase, Work]]:
+        """(what measuring costs, in tokens through all layers; all phases but the moves)."""
+        region = end - self.start if fusion.selector == "deviation" and fusion.is_choice else 0
+        asked = self.limits.question_window if fusion.asks_the_question and fusion.is_choice else 0
+        asked = max(0, min(asked, self.num_tokens - self.spans[-1].end))
+        works = {
+            Phase.QUESTION: Work(asked > 0, asked, asked * end),
+            Phase.DEVIATION: Work(region > 0, region, region * end),
+            Phase.RECOMPUTE: Work(num_computed > 0, num_computed, num_computed * end),
+            Phase.EXTEND: extend_work(end, self.num_tokens),
+        }
+        return math.ceil(self.limits.measuring_share * region) + asked, works
+
+    def _pays(self, piece: Piece, fusion: FusionRequest) -> bool:
+        """Whether the chunk is moved and recomputed in less time than it is computed in the pass."""
+        assert piece.source is not None
+        num_tokens = piece.end - piece.start
+        computed = self.price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * piece.end))
+        share = _num_by_alpha(piece, fusion) / num_tokens if _goes_by_alpha(fusion) else fusion.ratio
+        moved = self.price[_tier(piece.source)].seconds(_move_of(piece.source, piece))
+        return moved + (share if fusion.recomputes else 0) * computed < computed
 
 
 def max_critical(pieces: Sequence[Piece], plan: ReusePlan, fusion: FusionRequest) -> int:
@@ -283,6 +405,15 @@ def _num_by_alpha(piece: Piece, fusion: FusionRequest) -> int:
     return math.ceil(share * (piece.end - piece.start))
 
 
+def _tier(source: Candidate) -> Phase:
+    return Phase.DEVICE if source.where == Phase.DEVICE else Phase.HOST
+
+
+def _move_of(source: Candidate, chunk: Span | Piece) -> Work:
+    """All moves on the device are one call, whose own time counts for nothing here."""
+    return Work(_tier(source) is Phase.HOST, chunk.end - chunk.start)
+
+
 def _choose(
     spans: Sequence[Span],
     start: int,
@@ -290,6 +421,8 @@ def _choose(
     candidates: Callable[[ChunkId, str], Sequence[Candidate]],
     fusion: FusionRequest,
     heads: Sequence[str],
+    exact: Collection[int],
+    price: Costs,
 ) -> dict[int, Piece]:
     """Span index -> the piece that moves it from its best source, one computed after another head only if there is no other."""
     ids = [span.chunk for span in spans]
@@ -298,7 +431,10 @@ def _choose(
             sorted(_admitted(candidates(span.chunk, head), fusion, head), key=lambda option: option.start != span.start)
         )
         for index, (span, head) in enumerate(zip(spans, heads, strict=True))
-        if span.end <= limit and index not in fusion.fresh and (span.start >= start or fusion.selector == "set")
+        if span.end <= limit
+        and index not in fusion.fresh
+        and index not in exact
+        and (span.start >= start or fusion.selector == "set")
     }
     if fusion.selector == "set":
         offered = _of_one_set(ids, {index: _after(heads[index], options) for index, options in offered.items()})
@@ -310,7 +446,7 @@ def _choose(
         options = _after(heads[index], options) or options
         other_head = options[0].head != heads[index]
         known = frozenset(before)
-        best = options[_best(options, before, known, fusion, other_head)]
+        best = options[_best(options, span, before, known, fusion, other_head, price)]
         overhead = fix_overhead(best.prefix, best.scores, before, other_head=other_head)
         chosen[index] = Piece(
             span.start,
@@ -339,21 +475,27 @@ def _after(head: str, options: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 def _best(
     options: Sequence[Candidate],
+    span: Span,
     before: tuple[ChunkId, ...],
     known: frozenset[ChunkId],
     fusion: FusionRequest,
     other_head: bool,
+    price: Costs,
 ) -> int:
     """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise preprocessed sources come first, as FusionRAG
-    wants them used, then the one computed after most of the chunks that precede this one now."""
+    wants them used, then what is worth most: the computation of the chunk's share that has seen what it sees here, counted in
+    chunks, less the move."""
     if fusion.selector == "context":
         variants = [(option.prefix, option.scores) for option in options]
         return best_variant(variants, before, other_head=other_head, without=fusion.without)
+    num_tokens = span.end - span.start
+    computed = price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * span.end))
 
-    def merit(index: int) -> tuple[bool, int, bool, int]:
+    def merit(index: int) -> tuple[bool, float, int]:
         option = options[index]
-        overlap = len(known.intersection(option.prefix))
-        return option.preprocessed, overlap, option.where == "device", -len(option.prefix)
+        seen = len(known.intersection(option.prefix)) / max(1, len(known))
+        move = price[_tier(option)].seconds(_move_of(option, span))
+        return option.preprocessed, computed * seen - move, -len(option.prefix)
 
     return max(range(len(options)), key=merit)
 

@@ -93,7 +93,7 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
             num_moved += info["fates"]["recomputed"] + info["fates"]["relocated"]
         if not num_moved:
             raise ServerError(
-                "no chunk was moved: the examples' chunks may be too short (--chunkcache-min-saved-tokens)"
+                "no chunk was moved: short chunks are not worth it unless the server runs with --chunkcache-move always"
             )
         steps.append({"alpha": alpha, "mean_cfo": num_recomputed / num_moved, "f1": _mean(scores)})
         return steps[-1]["f1"] >= target * full_f1

@@ -141,8 +141,9 @@ class ChunkCacheConfig:
     """Bounds how long the other requests of a batch wait."""
     max_gap_tokens: int = knob(2048, "tokens between moved chunks that one request may compute in the pass", low=0)
     """Chunks after an uncached one can only be moved if the uncached one is computed in the same pass."""
-    min_saved_tokens: int = knob(32, "least moved tokens that stay unrecomputed; below, nothing is moved", low=0)
-    """Moving has costs of its own (eval/LOG.md); a request below the limit is prefilled as usual. 0: always move."""
+    move: str = knob("pays", "when chunks are moved", choices=("pays", "always"))
+    """`pays`: where that is estimated to bring the first token sooner than computing, by what the server measures of itself.
+    `always`: wherever there is a source, which is for tests and for quality: it may be slower."""
     exclusive_slots: str = knob(
         "on", "share the source's KV slots where a chunk keeps its position", choices=("on", "off")
     )

@@ -63,7 +63,8 @@ def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
     if cache is None or cache.promiser is None:
         return forward(worker, batch, *args, **kwargs)
     cache.promiser.before(batch)
-    result = forward(worker, batch, *args, **kwargs)
+    with cache.promiser.watch(batch):
+        result = forward(worker, batch, *args, **kwargs)
     cache.promiser.after()
     return result
 

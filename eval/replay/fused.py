@@ -132,7 +132,7 @@ class FusedReplay:
         self._fusion = FusionRequest(
             config.selector, config.recompute_ratio, focus="spare" if config.selector == "context" else "off"
         )
-        self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens, config.min_saved_tokens)
+        self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens)
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
         self._known: dict[ChainNode, _Known] = {}

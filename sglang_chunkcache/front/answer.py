@@ -55,6 +55,8 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
         "exact": found.exact,
         "end": found.end,
         "fused_hit": found.fused_hit,
+        "estimated_ms": found.estimated_ms,
+        "selected_by": found.selector,
         "sources": [{**_shown(labels, source), "start": source.start, "end": source.end} for source in found.sources],
         "fallbacks": found.fallbacks,
     }
@@ -79,6 +81,8 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
         "shared": report.shared if report else 0,
         "fused_hit": report.fused_hit if report else 0,
         "ms": report.ms if report else {},
+        "estimated_ms": report.estimated_ms if report else {},
+        "selected_by": report.selector if report else None,
     }
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from radix_ext.moved_plan import Limits
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.fusion.fill import FusionPass
+from sglang_chunkcache.fusion.fill import MAX_QUESTION_TOKENS, FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
 from sglang_chunkcache.fusion.measure import DEVIATION_LAYER
 from sglang_chunkcache.fusion.model_support import unsupported
+from sglang_chunkcache.fusion.price_trial import measure_costs
+from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
@@ -40,21 +43,33 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
             runner.token_to_kv_pool.size,
             prefill_budget,
         )
+    limits = Limits(
+        max_pass_tokens=config.max_pass_tokens or prefill_budget,
+        max_gap_tokens=config.max_gap_tokens,
+        question_window=MAX_QUESTION_TOKENS,
+        measuring_share=min(1.0, (DEVIATION_LAYER + 1) / runner.token_to_kv_pool.layer_num),
+    )
+    pricing = Pricing(runner)
+    if config.move == "pays":
+        started = time.perf_counter()
+        longest = measure_costs(runner, table, ctx.params, pricing.model, sparse=sparse, window=limits.question_window)
+        pricing.start()
+        logger.info(
+            "chunk cache: costs measured in %.1f s on prompts of up to %d tokens: %s",
+            time.perf_counter() - started,
+            longest,
+            {phase.value: tuple(f"{part:.2e}" for part in line) for phase, line in (pricing.costs or {}).items()},
+        )
     fuser = Fuser(
         cache,
-        FusionPass(runner, table, config, (sparse, attention)),
+        FusionPass(runner, table, config, (sparse, attention), pricing),
         VariantIndex(
             max_bytes=config.store_mib << 20,
             max_chunks=config.store_chunks,
             max_variants=config.store_variants,
             window=config.window_requests,
         ),
-        Limits(
-            max_pass_tokens=config.max_pass_tokens or prefill_budget,
-            max_gap_tokens=config.max_gap_tokens,
-            min_saved_tokens=config.min_saved_tokens,
-            measuring_share=min(1.0, (DEVIATION_LAYER + 1) / runner.token_to_kv_pool.layer_num),
-        ),
+        limits,
         extend_reserve=prefill_budget,
     )
     fuser.gate = figures.as_dict()

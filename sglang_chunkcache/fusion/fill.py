@@ -15,7 +15,7 @@ import logging
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from radix_ext import FusionRequest
+from radix_ext.costs import Phase, Work
 from radix_ext.moved_plan import Piece
 from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.attention import choice
@@ -40,6 +41,7 @@ from sglang_chunkcache.fusion.measure import (
     score_chunks,
 )
 from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 from sglang_chunkcache.fusion.selectors import focus
@@ -76,6 +78,7 @@ class FusionPass:
 
     Args:
         attention: as `choice.create` returns it, which is asked where it is None.
+        pricing: learns what the phases take.
     """
 
     def __init__(
@@ -84,9 +87,11 @@ class FusionPass:
         table: RotaryTable,
         config: ChunkCacheConfig,
         attention: tuple[SparseAttention | None, dict[str, Any]] | None = None,
+        pricing: Pricing | None = None,
     ) -> None:
         self.runner, self.table, self.config = runner, table, config
         self.sparse, self.attention = attention or choice.create(runner, config.recompute_attention)
+        self.pricing = pricing or Pricing(runner)
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -149,6 +154,7 @@ class FusionPass:
 
     def _move(self, moves: Sequence[Move]) -> None:
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        blobs: list[tuple[HostBlob, Tensor, Tensor]] = []
         for move in moves:
             self.num_tokens["moved_other_head"] += sum(each.end - each.start for each in move.moved if each.other_head)
             for piece in move.copied:
@@ -160,21 +166,25 @@ class FusionPass:
                     origin = torch.arange(start, start + piece.end - piece.start, device=target.device)
                     copies.append((source.node.value, origin, target, positions))
                 elif isinstance(source, HostCopy):
-                    keys, values = source.variant.blob.read()
-                    write_blob(self.pool, self.table, keys, values, target_slots=target, target_positions=positions)
+                    blobs.append((source.variant.blob, target, positions))
                 else:
                     raise TypeError(f"no way to move from {source!r}")
                 self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
-        if copies:
-            slots, origins, targets, positions = (torch.cat(column) for column in zip(*copies, strict=True))
-            copy_moved(
-                self.pool,
-                self.table,
-                source_slots=slots,
-                source_positions=origins,
-                target_slots=targets,
-                target_positions=positions,
-            )
+        with self.pricing.watch(Phase.HOST, Work(len(blobs), sum(len(target) for _, target, _ in blobs))):
+            for blob, target, positions in blobs:
+                keys, values = blob.read()
+                write_blob(self.pool, self.table, keys, values, target_slots=target, target_positions=positions)
+        with self.pricing.watch(Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))):
+            if copies:
+                slots, origins, targets, positions = (torch.cat(column) for column in zip(*copies, strict=True))
+                copy_moved(
+                    self.pool,
+                    self.table,
+                    source_slots=slots,
+                    source_positions=origins,
+                    target_slots=targets,
+                    target_positions=positions,
+                )
 
     def _choose(self, moves: Sequence[Move]) -> list[list[int]]:
         """Positions to compute, per move: the selector's critical tokens and all of the gaps."""
@@ -211,8 +221,12 @@ class FusionPass:
                 need.discard(Need.QUESTION)
         asking = [i for i, need in enumerate(needs) if Need.QUESTION in need]
         deviating = [i for i, need in enumerate(needs) if Need.DEVIATION in need]
-        questions = question_evidence(self.runner, [_question_probe(moves[i]) for i in asking])
-        deviations = deviation_evidence(self.runner, [_deviation_probe(moves[i]) for i in deviating])
+        asked = [_question_probe(moves[i]) for i in asking]
+        with self.pricing.watch(Phase.QUESTION, _work((len(probe.token_ids), probe.end) for probe in asked)):
+            questions = question_evidence(self.runner, asked)
+        probes = [_deviation_probe(moves[i]) for i in deviating]
+        with self.pricing.watch(Phase.DEVIATION, _work((len(probe.token_ids), probe.end) for probe in probes)):
+            deviations = deviation_evidence(self.runner, probes)
         by_question = dict(zip(asking, questions, strict=True))
         by_deviation = dict(zip(deviating, deviations, strict=True))
         evidence = []
@@ -228,13 +242,14 @@ class FusionPass:
         if not work:
             return
         sequences = [_sequence(move, positions) for move, positions in work]
-        try:
-            run_pass(self.runner, sequences, sparse=self.sparse)
-        except PlanError:
-            if not self.num_unplanned:
-                logger.warning("chunk cache: no plan for sparse attention, masked in its place", exc_info=True)
-            self.num_unplanned += 1
-            run_pass(self.runner, sequences)
+        with self.pricing.watch(Phase.RECOMPUTE, _work((len(positions), move.plan.end) for move, positions in work)):
+            try:
+                run_pass(self.runner, sequences, sparse=self.sparse)
+            except PlanError:
+                if not self.num_unplanned:
+                    logger.warning("chunk cache: no plan for sparse attention, masked in its place", exc_info=True)
+                self.num_unplanned += 1
+                run_pass(self.runner, sequences)
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
         """An ordinary prefill of every promised region, in batch order and in pieces, since memory may have been short.
@@ -264,6 +279,12 @@ class FusionPass:
 def _selector_of(fusion: FusionRequest) -> Selector:
     """The selector asked for; `first` in its place where nothing or everything is taken, which needs no measuring."""
     return selectors.get(fusion.selector if fusion.is_choice or not fusion.recomputes else "first")
+
+
+def _work(passes: Iterable[tuple[int, int]]) -> Work:
+    """One pass of (tokens, keys) a request."""
+    sizes = list(passes)
+    return Work(bool(sizes), sum(n for n, _ in sizes), sum(n * keys for n, keys in sizes))
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

@@ -210,7 +210,7 @@ def open_trial(runner: Any, table: RotaryTable, params: Any, *, seed: int) -> It
     lens = [PROMPT_LEN, PROMPT_LEN, HEAD_LEN + CHUNK_LEN, PROMPT_LEN]
     rng = random.Random(seed)
     prompt = [rng.randrange(runner.model_config.vocab_size) for _ in range(PROMPT_LEN)]
-    with torch.no_grad(), _rows(params, lens) as rows:
+    with torch.no_grad(), rows_of(params, lens) as rows:
         yield Trial(runner, table, prompt, rows)
 
 
@@ -344,7 +344,7 @@ class Trial:
 
 
 @contextmanager
-def _rows(params: Any, lens: Sequence[int]) -> Iterator[list[_Row]]:
+def rows_of(params: Any, lens: Sequence[int]) -> Iterator[list[_Row]]:
     """Request rows with slots of their own, given back afterwards."""
     rows_pool, allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator
     slots = allocator.alloc(sum(lens))

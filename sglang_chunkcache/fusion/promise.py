@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import IntegrityError, text_before
+from radix_ext.costs import Phase, Work, extend_work
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_critical
 from radix_ext.sources import ChunkSources, DeviceCopy
 from radix_ext.variants import VariantIndex
@@ -32,6 +33,7 @@ from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.own_slots import OwnSlots
+from sglang_chunkcache.fusion.pricing import Watch
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
@@ -55,6 +57,10 @@ class Outcome:
     move: Move | None = None
     declined: list[Fallback] = field(default_factory=list)
     lookup_s: float = 0.0
+    extend: Watch | None = None
+    """Its batch's forward."""
+    is_alone: bool = False
+    """In its batch."""
 
 
 @dataclass(eq=False)
@@ -86,6 +92,7 @@ class Fuser:
         self.extend_reserve = extend_reserve
         self.sources = ChunkSources(cache.copies, store, max_copies=MAX_COPIES)
         self.captures = Captures(cache.copies, fusion_pass, store)
+        self.pricing = fusion_pass.pricing
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
         self._pending: list[_Pending] = []
@@ -120,6 +127,8 @@ class Fuser:
                 fusion=fusion,
                 limits=self.limits,
                 heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
+                num_tokens=len(req.origin_input_ids) + len(req.output_ids),
+                costs=self.pricing.costs,
             )
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
             logger.exception("chunk cache: no plan, the prompt is computed")
@@ -141,7 +150,6 @@ class Fuser:
         outcome, spans = _outcome(req), state(req).spans
         plan = outcome.plan
         assert spans is not None
-        assert spans.fusion is not None
         if self._must_wait(plan, node):
             return None
         key = self._key(req, plan, spans)
@@ -152,7 +160,8 @@ class Fuser:
             return self._decline(outcome, Fallback.SOURCE_GONE, node)
         shared = self._shared(plan)
         num_own = plan.end - plan.start - sum(len(source.key) for source in shared.values())
-        spare = max_critical([piece for piece in plan.pieces if piece.span in shared], plan, spans.fusion)
+        assert plan.fusion is not None
+        spare = max_critical([piece for piece in plan.pieces if piece.span in shared], plan, plan.fusion)
         num_after = len(req.origin_input_ids) + len(req.output_ids) - plan.end
         with self._locked(node), ExitStack() as taken:
             for source in sources:
@@ -216,8 +225,24 @@ class Fuser:
                 return
         self.captures.add(chunks, spans.keep, is_preprocessing=spans.is_preprocessing)
 
+    @contextmanager
+    def watch(self, batch: ScheduleBatch) -> Iterator[None]:
+        """Learn what the batch's extend takes."""
+        if not batch.forward_mode.is_extend():
+            yield
+            return
+        works = [extend_work(start, start + n) for start, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+        tokens, pairs = sum(work.tokens for work in works), sum(work.pairs for work in works)
+        with self.pricing.watch(Phase.EXTEND, Work(1, tokens, pairs)) as extend:
+            yield
+        for req in batch.reqs:
+            if state(req).promise is not None:
+                _outcome(req).extend = extend
+                _outcome(req).is_alone = len(batch.reqs) == 1
+
     def after(self) -> None:
         """Score and store some of what waits."""
+        self.pricing.refresh()
         if num_failed := self.captures.run():
             self.fallbacks[Fallback.CAPTURE_FAILED] += num_failed
 
@@ -225,6 +250,12 @@ class Fuser:
         """What the front may tell the client."""
         outcome = _outcome(req)
         move = outcome.move
+        ms = {"lookup": 1000 * outcome.lookup_s, **(move.ms if move else {})}
+        self.pricing.poll()
+        if outcome.extend is not None and outcome.extend.seconds is not None:
+            ms["extend"] = 1000 * outcome.extend.seconds
+            if outcome.is_alone and move and move.plan.estimate:
+                self.pricing.compare(move.plan.estimate.planned, (sum(ms.values()) - ms["lookup"]) / 1000)
         fallbacks = (*_reasons(outcome.plan), *outcome.declined, *(move.fallbacks if move else ()))
         self.fallbacks.update(fallbacks)
         recomputed = move.recomputed_len if move else 0
@@ -238,7 +269,9 @@ class Fuser:
             sources=_sources(move.plan) if move else (),
             focused=None if move is None or move.focused is None else tuple(move.focused),
             fallbacks=fallbacks,
-            ms={"lookup": 1000 * outcome.lookup_s, **(move.ms if move else {})},
+            ms=ms,
+            estimated_ms=_in_ms(outcome.plan),
+            selector=move.fusion.selector if move else None,
         )
 
     def explain(self, req: Req) -> Explanation | None:
@@ -253,6 +286,8 @@ class Fuser:
             plan.end if plan.pieces else cached,
             _sources(plan),
             _reasons(plan),
+            _in_ms(plan),
+            plan.fusion.selector if plan.fusion else None,
         )
 
     def reset(self) -> None:
@@ -274,6 +309,7 @@ class Fuser:
                 "bytes_ever": self.num_shared_ever * token_bytes,
             },
             "moves": self.fusion_pass.stats(),
+            "costs": self.pricing.stats(),
             "gate": self.gate,
             "fallbacks": {**self.cache.fallbacks, **self.fallbacks},
         }
@@ -368,10 +404,10 @@ def _outcome(req: Req) -> Outcome:
 
 
 def _move(req: Req, plan: ReusePlan, spans: RequestSpans, row: torch.Tensor, shared: Mapping[int, TreeNode]) -> Move:
-    assert spans.fusion is not None
+    assert plan.fusion is not None
     return Move(
         plan=plan,
-        fusion=spans.fusion,
+        fusion=plan.fusion,
         slots=row,
         token_ids=req.origin_input_ids[: plan.end],
         question_ids=req.origin_input_ids[spans.spans[-1].end :],
@@ -391,6 +427,10 @@ def _rows(plan: ReusePlan, slots: torch.Tensor, shared: Mapping[int, TreeNode]) 
             rows.append(slots[at : at + piece.end - piece.start])
             at += piece.end - piece.start
     return rows
+
+
+def _in_ms(plan: ReusePlan) -> dict[str, float]:
+    return {} if plan.estimate is None else {name: 1000 * value for name, value in plan.estimate._asdict().items()}
 
 
 def _reasons(plan: ReusePlan) -> tuple[Fallback, ...]:

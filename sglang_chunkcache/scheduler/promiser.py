@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -27,6 +28,9 @@ class Promiser(Protocol):
 
     def before(self, batch: ScheduleBatch) -> None:
         """Fill the slots that this batch's requests were promised; before its forward."""
+
+    def watch(self, batch: ScheduleBatch) -> AbstractContextManager[Any]:
+        """Around the batch's forward, to learn what it takes."""
 
     def keep(self, req: Req, path: Sequence[TreeNode]) -> None:
         """The request's nodes are in the tree: note what is worth storing. Once a request."""

@@ -77,8 +77,9 @@ class Fallback(StrEnum):
     )
     NOT_WORTH_IT = (
         NotMoved.NOT_WORTH_IT,
-        "Moving would save fewer tokens than `--chunkcache-min-saved-tokens`, as always with ratio 1.",
-        "Expected for short chunks; set the flag to 0 to move them all the same.",
+        "Computing was estimated to take no longer than moving, of the prompt or of some of its chunks; as always with "
+        "ratio 1. `estimated_ms` has the figures.",
+        "Expected for short chunks and prompts; `--chunkcache-move always` moves them all the same.",
     )
     ALREADY_CACHED = (
         "already_cached",
@@ -174,6 +175,10 @@ class Report(Record, frozen=True):
     fallbacks: tuple[Fallback, ...]
     ms: dict[str, float]
     """Phase -> milliseconds of the whole batch, as the host sees them."""
+    estimated_ms: dict[str, float] = {}  # noqa: RUF012 (msgspec copies it)
+    """`planned` and `computed`: milliseconds to the first token by the plan, and if nothing were moved. Empty: not estimated."""
+    selector: str | None = None
+    """What chose the recomputed tokens. None: nothing was moved."""
 
 
 class Explanation(Record, frozen=True):
@@ -185,6 +190,8 @@ class Explanation(Record, frozen=True):
     """Where the promised region ends, in prompt tokens."""
     sources: tuple[Source, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
+    estimated_ms: dict[str, float] = {}  # noqa: RUF012 (msgspec copies it)
+    selector: str | None = None
 
 
 class Answer(Record, frozen=True):

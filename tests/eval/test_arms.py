@@ -146,7 +146,7 @@ def test_cacheblend_is_not_cut_at_the_pass_budget(name: str) -> None:
             limit=1_000_000,
             candidates=lambda chunk, head: (Cached(),),
             fusion=fusion_request(ARMS[name]),
-            limits=Limits(max_pass_tokens, settings.max_gap_tokens, settings.min_saved_tokens),
+            limits=Limits(max_pass_tokens, settings.max_gap_tokens),
         )
         found[max_pass_tokens] = (made.moved_len if made.pieces else 0, [*made.fallbacks])
     assert found == {8192: (0, ["pass_budget"]), settings.max_pass_tokens: (1_000_000, [])}

@@ -30,7 +30,7 @@ def make_replay(
     **knobs: object,
 ) -> FusedReplay:
     settings = ReplaySettings(order, "seen", eviction, "all", "shown", None, capacity_tokens, 1000, 2, 64)
-    config = ChunkCacheConfig(**{"min_saved_tokens": 0, "max_pass_tokens": max_pass_tokens, **knobs})  # type: ignore[arg-type]
+    config = ChunkCacheConfig(**{"max_pass_tokens": max_pass_tokens, **knobs})  # type: ignore[arg-type]
     return FusedReplay(settings, config, kv_bytes=1, prefill_budget=10, chunk_tokens=1)
 
 

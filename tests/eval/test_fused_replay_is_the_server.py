@@ -54,7 +54,6 @@ class Pair:
             window_requests=WINDOW,
             max_pass_tokens=limits.max_pass_tokens,
             max_gap_tokens=limits.max_gap_tokens,
-            min_saved_tokens=limits.min_saved_tokens,
             **knobs,
         )
         settings = ReplaySettings(order, "seen", "reused", "all", "off", None, None, WINDOW, 2, 64)
@@ -119,8 +118,8 @@ def requests(seed: int) -> list[list[Chunk]]:
     return made
 
 
-ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
-TIGHT = Limits(max_pass_tokens=9, max_gap_tokens=4, min_saved_tokens=3)
+ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
+TIGHT = Limits(max_pass_tokens=9, max_gap_tokens=4)
 
 
 @pytest.mark.parametrize("seed", range(3))

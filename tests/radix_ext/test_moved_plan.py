@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from radix_ext import ChunkId, FusionRequest, Span
 from radix_ext.cfo import Attention
-from radix_ext.moved_plan import Candidate, Limits, NotMoved, ReusePlan, make_plan
+from radix_ext.costs import Line, Phase
+from radix_ext.moved_plan import MIN_GAIN, Candidate, Limits, NotMoved, ReusePlan, make_plan
 from tests.reference.sources import ids, make_request, make_sums
 
-ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
+ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
 NONE = make_request("none", 0.0)
 
 
@@ -52,6 +54,7 @@ def plan_of(
     limit: int | None = None,
     fusion: FusionRequest = NONE,
     limits: Limits = ROOMY,
+    **more: Any,
 ) -> ReusePlan:
     """`sources` as letters: one copy each, computed after nothing."""
     known: Mapping[str, Sequence[Candidate]] = (
@@ -64,6 +67,7 @@ def plan_of(
         candidates=lambda chunk, head: known.get(chunk, ()),
         fusion=fusion,
         limits=limits,
+        **more,
     )
 
 
@@ -157,7 +161,7 @@ def test_nothing_to_move_is_no_reason(layout: str, start: int, limit: int) -> No
 
 def test_gaps_beyond_their_budget_end_the_plan() -> None:
     """All gaps of the request together, not each by itself."""
-    limits = Limits(max_pass_tokens=1000, max_gap_tokens=3, min_saved_tokens=0)
+    limits = Limits(max_pass_tokens=1000, max_gap_tokens=3)
     plan = plan_of("AABBBCCDDEE.", "ACE", limits=limits)
     assert pieces(plan) == [(0, 2, True), (2, 5, False), (5, 7, True)]
     assert plan.fallbacks == (NotMoved.GAP_TOO_LONG,)
@@ -166,27 +170,19 @@ def test_gaps_beyond_their_budget_end_the_plan() -> None:
 
 def test_pass_budget_counts_gaps_and_recomputed_tokens() -> None:
     """4 of 8 moved tokens plus 2 of the gap is 6; with the last chunk it would be 7."""
-    layout, fusion = "AAAABBCCCCDD.", make_request("query", 0.5)
-    limits = Limits(max_pass_tokens=6, max_gap_tokens=10, min_saved_tokens=0)
+    layout, fusion = "AAAABBCCCCDD.", make_request("first", 0.5)
+    limits = Limits(max_pass_tokens=6, max_gap_tokens=10)
     plan = plan_of(layout, "ACD", fusion=fusion, limits=limits)
     assert (plan.end, plan.fallbacks) == (10, (NotMoved.PASS_BUDGET,))
     assert (plan.recomputed_len, plan.gap_len, plan.num_pass_tokens) == (4, 2, 6)
-    roomier = Limits(max_pass_tokens=7, max_gap_tokens=10, min_saved_tokens=0)
+    roomier = Limits(max_pass_tokens=7, max_gap_tokens=10)
     assert plan_of(layout, "ACD", fusion=fusion, limits=roomier).end == 12
-
-
-@pytest.mark.parametrize(("least", "fallbacks"), [(5, ()), (6, (NotMoved.NOT_WORTH_IT,))])
-def test_moving_must_save_enough(least: int, fallbacks: tuple[str, ...]) -> None:
-    """10 moved tokens of which 5 are recomputed save 5."""
-    limits = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=least)
-    plan = plan_of("AAAAAAAAAA..", "A", fusion=make_request("query", 0.5), limits=limits)
-    assert (plan.fallbacks, bool(plan.pieces)) == (fallbacks, not fallbacks)
 
 
 @pytest.mark.parametrize(("budget", "end", "reasons"), [(7, 8, (NotMoved.MEASURING_BUDGET,)), (10, 16, ())])
 def test_measuring_counts_as_its_share_of_the_layers(budget: int, end: int, reasons: tuple[str, ...]) -> None:
     """Half of them: 16 tokens are measured for 8 and 2 are recomputed. It has a reason of its own."""
-    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, min_saved_tokens=0, measuring_share=0.5)
+    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, measuring_share=0.5)
     plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.125), limits=limits)
     assert (plan.end, plan.fallbacks) == (end, reasons)
     assert plan.num_pass_tokens == end // 2 + end // 8
@@ -195,21 +191,86 @@ def test_measuring_counts_as_its_share_of_the_layers(budget: int, end: int, reas
 
 def test_what_is_recomputed_is_told_from_what_is_measured() -> None:
     """Recomputing alone exceeds the budget here."""
-    limits = Limits(max_pass_tokens=7, max_gap_tokens=0, min_saved_tokens=0, measuring_share=0.01)
+    limits = Limits(max_pass_tokens=7, max_gap_tokens=0, measuring_share=0.01)
     plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.5), limits=limits)
     assert (plan.end, plan.fallbacks) == (8, (NotMoved.PASS_BUDGET,))
 
 
-def test_reasons_add_up() -> None:
-    """A plan cut short may not be worth it for that reason: both are told."""
-    limits = Limits(max_pass_tokens=1000, max_gap_tokens=1, min_saved_tokens=5)
-    assert plan_of("AAABBCCC.", "AC", limits=limits) == ReusePlan((), (NotMoved.GAP_TOO_LONG, NotMoved.NOT_WORTH_IT))
+# What it takes
+
+
+def make_costs(
+    *, extend: float = 1.0, recompute: tuple[float, float] = (1.0, 1.0), question: float = 0.0, host: float = 0.1
+) -> dict[Phase, Line]:
+    """Of which each test needs some; a move on the device is a hundredth of a computed token."""
+    return {
+        Phase.EXTEND: Line(10.0, extend),
+        Phase.RECOMPUTE: Line(*recompute),
+        Phase.QUESTION: Line(question),
+        Phase.DEVIATION: Line(question),
+        Phase.DEVICE: Line(0.0, 0.01),
+        Phase.HOST: Line(host, host),
+    }
+
+
+@pytest.mark.parametrize(("overhead", "is_moved"), [(3.7, True), (4.0, False)])
+def test_moving_must_be_faster(overhead: float, is_moved: bool) -> None:
+    """10 tokens moved, 5 of them recomputed, 2 more prefilled: 12 + overhead + 5 + .1 against 10 + 12, less a twentieth."""
+    costs = make_costs(recompute=(overhead, 1.0))
+    plan = plan_of("AAAAAAAAAA..", "A", fusion=make_request("first", 0.5), costs=costs)
+    assert bool(plan.pieces) == is_moved
+    assert plan.fallbacks == (() if is_moved else (NotMoved.NOT_WORTH_IT,))
+    assert plan.estimate == pytest.approx((12 + overhead + 5 + 0.1, 22))
+
+
+def test_plan_ends_where_moving_stops_paying() -> None:
+    """The gap of B takes longer in the pass than C saves: A alone is moved."""
+    costs = make_costs(recompute=(0.0, 2.0))
+    plan = plan_of("AAAAAABBBBBBCC..", "AC", costs=costs)
+    assert pieces(plan) == [(0, 6, True)]
+    assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
+    assert pieces(plan_of("AAAAAABBBBBBCC..", "AC", costs=make_costs()))[-1] == (12, 14, True)
+
+
+def test_question_that_eats_the_gain_is_not_asked() -> None:
+    """The plan names the selector that takes its place."""
+    layout, fusion = "AAAAAAAAAA..", make_request("query", 0.2)
+    asked = plan_of(layout, "A", fusion=fusion, costs=make_costs(question=1.0))
+    cheaper = plan_of(layout, "A", fusion=fusion, costs=make_costs(question=9.0))
+    assert (asked.fusion, asked.measured_len) == (fusion, 2)
+    assert (cheaper.fusion, cheaper.measured_len) == (replace(fusion, selector="first"), 0)
+    assert pieces(cheaper) == pieces(asked) == [(0, 10, True)]
+
+
+def test_chunk_that_is_dearer_to_move_than_to_compute_is_a_gap() -> None:
+    """A slow host and a tiny chunk."""
+    sources = {"A": [Copy()], "B": [Copy(where="host")], "C": [Copy()]}
+    plan = plan_of("AAAABCCCC.", sources, costs=make_costs(host=0.6))
+    assert pieces(plan) == [(0, 4, True), (4, 5, False), (5, 9, True)]
+    assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
+
+
+def test_source_that_has_seen_more_is_taken_if_its_load_is_worth_it() -> None:
+    """One of the two chunks before Z is half of Z's computation: 5 tokens."""
+    sources = {"Z": [Copy(ids("A"), where="host"), Copy()]}
+    for host, where in ((0.4, "host"), (0.6, "device")):
+        plan = plan_of("ABZZZZZZZZZZ..", sources, start=2, costs=make_costs(host=host))
+        assert [piece.source.where for piece in plan.pieces if piece.source] == [where]
+
+
+def test_exact_chunks_are_computed_without_a_limit_to_gaps() -> None:
+    """They stand before what is moved, and the plan is exact up to their end."""
+    limits = Limits(max_pass_tokens=1000, max_gap_tokens=0)
+    plan = plan_of("AAABBBCCC..", "ABC", exact={0}, limits=limits)
+    assert pieces(plan) == [(0, 3, False), (3, 6, True), (6, 9, True)]
+    assert plan.fused_from == 3
+    assert plan_of("AAABBBCCC..", "ABC", exact={0, 1, 2}, limits=limits) == ReusePlan((), (NotMoved.NO_SOURCE,))
 
 
 def test_plain_neighbors_are_moved_whatever_that_saves() -> None:
     """Their KV is wanted as it is, not to save time."""
-    limits = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=100)
-    plan = plan_of("AAABB..", "AB", fusion=replace(NONE, plain=True, fresh=frozenset({1})), limits=limits)
+    fusion = replace(NONE, plain=True, fresh=frozenset({1}))
+    plan = plan_of("AAABB..", "AB", fusion=fusion, costs=make_costs(extend=0.0))
     assert pieces(plan) == [(0, 3, True)]
 
 
@@ -382,17 +443,14 @@ def slow_plan(
         if gaps + recomputed > limits.max_pass_tokens:
             reasons.append(NotMoved.PASS_BUDGET)
             break
-        is_measured = fusion.selector == "deviation" and 0 < fusion.ratio < 1
-        if (
-            is_measured
-            and gaps + recomputed + math.ceil(limits.measuring_share * (end - start)) > limits.max_pass_tokens
-        ):
+        measured = math.ceil(limits.measuring_share * (end - start)) if fusion.selector == "deviation" else 0
+        if fusion.selector == "query":
+            measured = max(0, min(limits.question_window, limit - spans[-1].end))
+        if 0 < fusion.ratio < 1 and gaps + recomputed + measured > limits.max_pass_tokens:
             reasons.append(NotMoved.MEASURING_BUDGET)
             break
         num_hits += 1
-    moved, end, _, recomputed = promise(num_hits)
-    if moved and not fusion.plain and len(moved) - recomputed < limits.min_saved_tokens:
-        return set(), start, (*reasons, NotMoved.NOT_WORTH_IT)
+    moved, end, _, _ = promise(num_hits)
     return moved, end, tuple(reasons)
 
 
@@ -432,13 +490,20 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
         plain=data.draw(st.booleans()),
     )
     small = st.integers(0, 12)
-    limits = Limits(data.draw(small), data.draw(small), data.draw(small), data.draw(st.sampled_from([0.1, 0.5, 1.0])))
+    limits = Limits(
+        data.draw(small),
+        data.draw(small),
+        question_window=data.draw(st.integers(1, 4)),
+        measuring_share=data.draw(st.sampled_from([0.1, 0.5, 1.0])),
+    )
 
     plan = plan_of(layout, sources, start=start, limit=limit, fusion=fusion, limits=limits)
 
     if fusion.plain:
-        alone = [copy for copies in sources.values() for copy in copies if not copy.prefix and not copy.preprocessed]
-        sources = {letter: [copy for copy in copies if copy in alone] for letter, copies in sources.items()}
+        sources = {
+            letter: [copy for copy in copies if not (copy.prefix or copy.preprocessed or copy.head)]
+            for letter, copies in sources.items()
+        }
     moved, end, reasons = slow_plan(spans, start, limit, sources, fusion, limits)
     assert {p for piece in plan.pieces if piece.source for p in range(piece.start, piece.end)} == moved
     assert plan.fallbacks == reasons
@@ -475,3 +540,64 @@ def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, bool, int,
         copy.where == "device",
         -len(copy.prefix),
     )
+
+
+@given(
+    st.data(),
+    layouts(),
+    st.sampled_from(["none", "first", "query", "deviation"]),
+    st.lists(st.floats(0, 3), min_size=18, max_size=18),
+)
+def test_no_end_of_the_plan_is_faster(
+    data: st.DataObject, layout: str, selector: str, coefficients: list[float]
+) -> None:
+    """Against every end, each estimated from scratch, token by token; nothing is moved where that saves less than a twentieth."""
+    spans = prompt(layout)
+    where = {letter: data.draw(st.sampled_from(["device", "host", None])) for letter in "ABCD"}
+    sources = {letter: [Copy(where=tier)] for letter, tier in where.items() if tier}
+    costs = {phase: Line(*coefficients[3 * i : 3 * i + 3]) for i, phase in enumerate(Phase)}
+    fusion, limits = make_request(selector, 0.5), Limits(1000, 1000, question_window=2)
+    plan = plan_of(layout, sources, fusion=fusion, limits=limits, costs=costs)
+
+    def slow_seconds(hits: Sequence[Span], choice: FusionRequest) -> float:
+        end = hits[-1].end if hits else 0
+        moved = {position for span in hits for position in range(span.start, span.end)}
+        total = _slow(costs[Phase.EXTEND], range(end + 1, len(layout) + 1))
+        for phase in (Phase.DEVICE, Phase.HOST):
+            mine = [span for span in hits if where[span.chunk] == phase]
+            num_calls = len(mine) if phase is Phase.HOST else min(1, len(mine))
+            line = costs[phase]
+            total += line.fixed * num_calls + line.each * sum(span.end - span.start for span in mine)
+        num_computed = end - len(moved) + (math.ceil(0.5 * len(moved)) if choice.recomputes else 0)
+        total += _slow(costs[Phase.RECOMPUTE], [end] * num_computed)
+        if choice.selector == "query" and hits:
+            total += _slow(costs[Phase.QUESTION], [end] * min(2, len(layout) - spans[-1].end))
+        if choice.selector == "deviation" and hits:
+            total += _slow(costs[Phase.DEVIATION], [end] * end)
+        return total
+
+    def slow_best(choice: FusionRequest) -> float:
+        share = 0.5 if choice.recomputes else 0.0
+        worth = []
+        for span in spans:
+            tier = where[span.chunk]
+            if tier is None:
+                continue
+            num, line, move = span.end - span.start, costs[Phase.RECOMPUTE], costs[Phase(tier)]
+            computed = num * (line.each + line.attended * span.end)
+            if move.fixed * (tier == "host") + move.each * num + share * computed < computed:
+                worth.append(span)
+        return min((slow_seconds(worth[: n + 1], choice) for n in range(len(worth))), default=math.inf)
+
+    computed = slow_seconds([], fusion)
+    times = [slow_best(choice) for choice in (fusion, fusion.cheaper) if choice is not None]
+    paying = [time for time in times if time <= (1 - MIN_GAIN) * computed]
+    margin = min((abs(time - (1 - MIN_GAIN) * computed) for time in times), default=1.0)
+    assume(margin > 1e-6)
+    assert bool(plan.pieces) == bool(paying)
+    if paying:
+        assert plan.estimate == pytest.approx((paying[0], computed))
+
+
+def _slow(line: Line, keys: Sequence[int]) -> float:
+    return line.fixed * bool(keys) + line.each * len(keys) + line.attended * sum(keys)

@@ -31,7 +31,7 @@ from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler
 
-ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
+ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
 
 
 class KV(NamedTuple):

@@ -35,7 +35,7 @@ class ModelScheduler(Scheduler):
             self.cache,
             FusionPass(runner, table, config),
             self.store,
-            Limits(prefill_budget, config.max_gap_tokens, config.min_saved_tokens),
+            Limits(prefill_budget, config.max_gap_tokens),
             extend_reserve=prefill_budget,
         )
         self.cache.promiser = self.fuser

@@ -30,7 +30,7 @@ POOL_TOKENS = 1600
 FLAGS = [
     *("--model-path", "bundled", "--reuse", "fused", "--max-total-tokens", str(POOL_TOKENS)),
     *("--chunked-prefill-size", "32", "--max-running-requests", "8", "--random-seed", "0"),
-    *("--chunkcache-min-saved-tokens", "0", "--chunkcache-max-pass-tokens", "1000"),
+    *("--chunkcache-move", "always", "--chunkcache-max-pass-tokens", "1000"),
 ]
 """The pool holds about a dozen prompts, and all moved chunks of a request may be recomputed."""
 TIGHT_POOL_TOKENS = 800

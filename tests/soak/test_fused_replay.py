@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 NUM_REQUESTS, NUM_PASSAGES, BUDGET, STORE_CHUNKS = 80, 30, 256, 2
 FLAGS = ["--model-path", "bundled", "--max-total-tokens", "40000", "--chunked-prefill-size", str(BUDGET)]
-FLAGS += ["--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache-store-chunks", str(STORE_CHUNKS)]
+FLAGS += ["--reuse", "fused", "--chunkcache-move", "always", "--chunkcache-store-chunks", str(STORE_CHUNKS)]
 FLAGS += ["--chunkcache-scoring", "off"]
 """With scores f_r depends on the model's attention, which a replay does not know."""
 
@@ -40,7 +40,7 @@ def body_of(world: World, drawn: list[int], number: int) -> dict[str, Any]:
 def test_replay_predicts_a_server(tmp_path: Path) -> None:
     """Every request: the order of its chunks and their tokens by fate. At the end: the store."""
     rng, world = random.Random(0), World(77, 60)
-    config = ChunkCacheConfig(reuse="fused", min_saved_tokens=0, store_chunks=STORE_CHUNKS, scoring="off")
+    config = ChunkCacheConfig(reuse="fused", move="always", store_chunks=STORE_CHUNKS, scoring="off")
     settings = ReplaySettings("tree", "seen", "reused", "all", "shown", None, None, config.window_requests, 2, 64)
     replay = FusedReplay(settings, config, kv_bytes=1, prefill_budget=BUDGET, chunk_tokens=1)
     total: Counter[str] = Counter()

@@ -24,7 +24,7 @@ from tests.examples import examples
 from tests.reference.moved_chunks import cases
 from tests.reference.sources import make_request
 
-ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000, min_saved_tokens=0)
+ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
 
 
 @settings(max_examples=examples(300))

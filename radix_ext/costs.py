@@ -1,0 +1,204 @@
+"""What serving a prompt takes, in seconds: fitted to what was measured, so that a plan can compare moving KV with computing it.
+
+    seconds = calls * fixed + tokens * each + pairs * attended         one line a phase, coefficients at least 0
+
+`pairs` counts the keys that the tokens attend to, summed over tokens. Least squares of the relative error, over the measurements
+made at the start and over what was observed since, of which older ones count less and less. Pure: it reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import combinations
+from statistics import quantiles
+from typing import NamedTuple
+
+
+class Phase(StrEnum):
+    """What takes time before the first token."""
+
+    EXTEND = "extend"
+    """SGLang's prefill of what is not cached."""
+    RECOMPUTE = "recompute"
+    """The pass over critical tokens and gaps."""
+    QUESTION = "question"
+    """The question's window over all that is moved."""
+    DEVIATION = "deviation"
+    """The promised region through the first layers."""
+    DEVICE = "device"
+    """Moves within the device."""
+    HOST = "host"
+    """Moves from host memory, a call a chunk."""
+
+
+class Work(NamedTuple):
+    """What one phase does."""
+
+    calls: float = 0
+    tokens: float = 0
+    pairs: float = 0
+
+
+class Line(NamedTuple):
+    """Seconds per call, token and pair."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+    attended: float = 0.0
+
+    def seconds(self, work: Work) -> float:
+        """An estimate."""
+        return self.fixed * work.calls + self.each * work.tokens + self.attended * work.pairs
+
+
+Costs = Mapping[Phase, Line]
+"""One line of each phase."""
+
+NOMINAL: Costs = {
+    Phase.EXTEND: Line(each=1.0),
+    Phase.RECOMPUTE: Line(each=1.0),
+    Phase.QUESTION: Line(),
+    Phase.DEVIATION: Line(),
+    Phase.DEVICE: Line(each=0.001),
+    Phase.HOST: Line(each=0.002),
+}
+"""In units of a computed token, where nothing was measured: moving costs nearly nothing, from the host twice as much."""
+
+
+def extend_work(start: int, end: int) -> Work:
+    """SGLang's prefill of positions `[start, end)` over all before them."""
+    return Work(end > start, end - start, (end * (end + 1) - start * (start + 1)) / 2)
+
+
+def seconds(costs: Costs, works: Mapping[Phase, Work]) -> float:
+    """What all of it takes."""
+    return sum(costs[phase].seconds(work) for phase, work in works.items())
+
+
+MEMORY = 64
+"""Observations of a phase that count, about."""
+PRIOR = 4.0
+"""Observations that the measurements made at the start stand for, however many they are; fewer the more there are of others: a
+tenth of it decides where those say nothing."""
+MAX_SURPRISE = 3.0
+"""An observation counts as at most this multiple of its estimate: a machine that stood still says nothing of the next pass."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """The normal equations of a fit: `gram` x = `right`, weighted."""
+
+    gram: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(3)])
+    right: list[float] = field(default_factory=lambda: [0.0] * 3)
+    weight: float = 0.0
+
+    def add(self, work: Work, seconds: float) -> None:
+        row = [part / seconds for part in work]
+        for i, x in enumerate(row):
+            self.right[i] += x
+            for j, y in enumerate(row):
+                self.gram[i][j] += x * y
+        self.weight += 1
+
+    def scale(self, by: float) -> None:
+        self.weight *= by
+        self.right = [by * x for x in self.right]
+        self.gram = [[by * x for x in row] for row in self.gram]
+
+    def plus(self, other: _Sums, share: float) -> _Sums:
+        gram = [[x + share * y for x, y in zip(*rows, strict=True)] for rows in zip(self.gram, other.gram, strict=True)]
+        right = [x + share * y for x, y in zip(self.right, other.right, strict=True)]
+        return _Sums(gram, right, self.weight + share * other.weight)
+
+
+class CostModel:
+    """Measurements of each phase, the lines fitted to them, and how far these were off."""
+
+    def __init__(self) -> None:
+        self._measured = {phase: _Sums() for phase in Phase}
+        self._observed = {phase: _Sums() for phase in Phase}
+        self._costs: dict[Phase, Line] = dict.fromkeys(Phase, Line())
+        self._errors: dict[Phase, deque[float]] = {phase: deque(maxlen=4 * MEMORY) for phase in Phase}
+        self.num_observed = dict.fromkeys(Phase, 0)
+
+    def measure(self, phase: Phase, work: Work, seconds: float) -> None:
+        """A measurement made at the start: it is never forgotten."""
+        self._measured[phase].add(work, seconds)
+
+    def observe(self, phase: Phase, work: Work, seconds: float) -> None:
+        """What a phase took in service. `seconds` over 0."""
+        estimate = self._costs[phase].seconds(work)
+        if estimate > 0:
+            self._errors[phase].append(abs(estimate - seconds) / seconds)
+            seconds = min(seconds, MAX_SURPRISE * estimate)
+        self._observed[phase].scale(1 - 1 / MEMORY)
+        self._observed[phase].add(work, seconds)
+        self.num_observed[phase] += 1
+
+    def fit(self) -> Costs:
+        """The lines, fitted anew: what `observe` compares with from now on."""
+        for phase, measured in self._measured.items():
+            observed = self._observed[phase]
+            prior = PRIOR / (1 + observed.weight / PRIOR)
+            share = min(1.0, prior / measured.weight) if measured.weight else 0.0
+            self._costs[phase] = _solve(observed.plus(measured, share))
+        return dict(self._costs)
+
+    def stats(self) -> dict[str, dict[str, float | None]]:
+        """By phase: the line in seconds, and the relative error of its estimates, median and 90th percentile of the last 256."""
+        return {
+            phase.value: {**line._asdict(), "observed": self.num_observed[phase], **spread(self._errors[phase])}
+            for phase, line in self._costs.items()
+        }
+
+
+def _solve(sums: _Sums) -> Line:
+    """The non-negative coefficients with the least error: of every subset of them, the best that needs no constraint."""
+    best, least = (
+        Line(),
+        0.0,
+    )  # all zero: an error of 1 each, from which the others are told apart by what they take away
+    for size in (1, 2, 3):
+        for chosen in combinations(range(3), size):
+            found = _gauss([[sums.gram[i][j] for j in chosen] for i in chosen], [sums.right[i] for i in chosen])
+            if found is None or min(found) < 0:
+                continue
+            gained = sum(x * sums.right[i] for x, i in zip(found, chosen, strict=True))
+            if gained > least * (1 + 1e-9):
+                line = dict(zip(chosen, found, strict=True))
+                best, least = Line(*(line.get(i, 0.0) for i in range(3))), gained
+    return best
+
+
+def _gauss(matrix: list[list[float]], right: Sequence[float]) -> list[float] | None:
+    """The solution of a small symmetric system. None: it has none, within rounding."""
+    size = len(right)
+    scale = [matrix[i][i] ** 0.5 for i in range(size)]
+    if min(scale) == 0:
+        return None
+    rows = [
+        [*(x / (scale[i] * s) for x, s in zip(row, scale, strict=True)), b / scale[i]]
+        for i, (row, b) in enumerate(zip(matrix, right, strict=True))
+    ]
+    for i in range(size):
+        if rows[i][i] < 1e-9:  # positive definite, so the diagonal is the pivot
+            return None
+        for below in rows[i + 1 :]:
+            factor = below[i] / rows[i][i]
+            for j in range(i, size + 1):
+                below[j] -= factor * rows[i][j]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        found[i] = (rows[i][size] - sum(rows[i][j] * found[j] for j in range(i + 1, size))) / rows[i][i]
+    return [x / s for x, s in zip(found, scale, strict=True)]
+
+
+def spread(errors: Collection[float]) -> dict[str, float | None]:
+    """Median and 90th percentile; None of less than two."""
+    if len(errors) < 2:
+        return {"error_p50": None, "error_p90": None}
+    cuts = quantiles(errors, n=10, method="inclusive")
+    return {"error_p50": cuts[4], "error_p90": cuts[8]}

@@ -1,0 +1,153 @@
+"""Measures the phases before a first token on the loaded model, at the start: lengths from a chunk's to a prompt's.
+
+Each phase runs at sizes that are far apart, each size once to warm up and `REPEATS` times for the clock. The longest prompt is as
+long as the pool, the context and `MAX_SECONDS` allow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from radix_ext.costs import CostModel, Phase, Work, extend_work
+from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
+from sglang_chunkcache.fusion.gate import rows_of
+from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, deviation_evidence, question_evidence
+from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
+from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+
+REPEATS = 2
+MAX_SECONDS = 0.5
+"""Of the longest prefill; all of it takes about twenty times as long."""
+MIN_TOKENS, MAX_TOKENS = 128, 4096
+
+
+def measure_costs(
+    runner: Any, table: RotaryTable, params: Any, model: CostModel, *, sparse: SparseAttention | None, window: int
+) -> int:
+    """Fill the model. Returns the tokens of the longest prompt, 0 where the pool holds none of 128.
+
+    Args:
+        params: SGLang's CacheInitParams, for the pools; slots and row are given back.
+        sparse: what the recompute pass attends with.
+        window: the question's, in tokens.
+    """
+    room: int = min(
+        params.token_to_kv_pool_allocator.available_size() // 2, runner.model_config.context_len - 1, MAX_TOKENS
+    )
+    if room < MIN_TOKENS:
+        return 0
+    with torch.no_grad(), rows_of(params, [room, room]) as (row, other):
+        trial = _Trial(runner, table, row, other, model, sparse)
+        trial.extend(0, MIN_TOKENS)
+        per_token = trial.extend(0, MIN_TOKENS) / MIN_TOKENS
+        longest = max(MIN_TOKENS, min(room, int(MAX_SECONDS / per_token)))
+        trial.run(longest, min(window, longest // 4))
+    return longest
+
+
+class _Trial:
+    def __init__(
+        self, runner: Any, table: RotaryTable, row: Any, other: Any, model: CostModel, sparse: SparseAttention | None
+    ) -> None:
+        self._runner, self._table, self._model, self._sparse = runner, table, model, sparse
+        self._row, self._other = row, other
+        self._ids = torch.arange(len(row.slots)) % min(runner.model_config.vocab_size, 997)
+
+    def run(self, longest: int, window: int) -> None:
+        """All phases."""
+        quarter = longest // 4
+        tail = longest - quarter
+        for start, end in ((0, longest), (0, quarter), (quarter, 2 * quarter), (tail, longest), (longest - 8, longest)):
+            self._time(Phase.EXTEND, extend_work(start, end), partial(self.extend, start, end))
+        for num_tokens, end in ((quarter, longest), (quarter // 4, longest), (quarter // 4, quarter), (8, longest)):
+            self._time(Phase.RECOMPUTE, _over(num_tokens, end), partial(self._recompute, num_tokens, end))
+        for num_tokens, end in ((window, longest - window), (window, quarter), (window // 2, quarter)):
+            self._time(Phase.QUESTION, _over(num_tokens, end), partial(self._ask, num_tokens, end))
+        for end in (longest, 2 * quarter, quarter):
+            self._time(Phase.DEVIATION, _over(end, end), partial(self._deviate, end))
+        for num_tokens in (longest, quarter, quarter // 4):
+            self._time(Phase.DEVICE, Work(1, num_tokens), partial(self._copy, num_tokens))
+        for num_tokens in (quarter, quarter // 4):
+            self._time(Phase.HOST, Work(1, num_tokens), partial(self._write, *self._blob(num_tokens)))
+
+    def extend(self, start: int, end: int) -> float:
+        """Seconds of an ordinary prefill."""
+        return self._clock(
+            lambda: run_virtual(
+                self._runner, req_pool_index=self._row.number, runs=[(start, end)], token_ids=self._ids[:end].tolist()
+            )
+        )
+
+    # Private, in order of use
+
+    def _time(self, phase: Phase, work: Work, run: Callable[[], Any]) -> None:
+        self._clock(run)
+        for _ in range(REPEATS):
+            self._model.measure(phase, work, self._clock(run))
+
+    def _clock(self, run: Callable[[], Any]) -> float:
+        is_cuda = torch.device(self._runner.device).type == "cuda"
+        if is_cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        if is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    def _recompute(self, num_tokens: int, end: int) -> None:
+        """Tokens spread over `[0, end)`, written again."""
+        positions = torch.linspace(0, end - 1, num_tokens).long()
+        slots = self._row.slots
+        request = SparseRequest(positions, slots[:end], end)
+        run_pass(
+            self._runner,
+            [PassSequence(self._ids[positions], request, slots[positions.to(slots.device)])],
+            sparse=self._sparse,
+        )
+
+    def _ask(self, num_tokens: int, end: int) -> None:
+        positions = torch.arange(end, end + num_tokens)
+        visible = torch.arange(end)
+        question = QuestionProbe(self._ids[:num_tokens], positions, self._row.slots[:end], visible, ((0, end),), end)
+        question_evidence(self._runner, [question])
+
+    def _deviate(self, end: int) -> None:
+        deviation_evidence(self._runner, [DeviationProbe(self._ids[:end], self._row.slots[:end], ((0, end),))])
+
+    def _copy(self, num_tokens: int) -> None:
+        positions = torch.arange(num_tokens, device=self._row.slots.device)
+        copy_moved(
+            self._runner.token_to_kv_pool,
+            self._table,
+            source_slots=self._row.slots[:num_tokens],
+            source_positions=positions,
+            target_slots=self._other.slots[:num_tokens],
+            target_positions=positions + 1,
+        )
+
+    def _blob(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = self._row.slots[:num_tokens]
+        positions = torch.arange(num_tokens, device=slots.device)
+        keys, values = read_blob(self._runner.token_to_kv_pool, self._table, slots, positions)
+        return keys.cpu(), values.cpu()
+
+    def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        slots = self._other.slots[: keys.shape[1]]
+        write_blob(
+            self._runner.token_to_kv_pool,
+            self._table,
+            keys,
+            values,
+            target_slots=slots,
+            target_positions=torch.arange(len(slots), device=slots.device),
+        )
+
+
+def _over(num_tokens: int, num_keys: int) -> Work:
+    return Work(1, num_tokens, num_tokens * num_keys)

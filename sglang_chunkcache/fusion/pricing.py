@@ -1,0 +1,105 @@
+"""What the phases before a first token take on this machine: measured at the start, observed in service, agreed between ranks.
+
+The scheduler plans by `costs`, which changes every `REFRESH` batches at most. All ranks of a tensor-parallel group take rank 0's,
+at the same batch, so that they decide alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from radix_ext.costs import CostModel, Costs, Line, Phase, Work, spread
+
+REFRESH = 8
+"""Batches between two fits: a fit takes a third of a millisecond."""
+
+
+@dataclass(eq=False)
+class Watch:
+    """Work under way on the current stream, or done."""
+
+    phase: Phase
+    work: Work
+    seconds: float | None = None
+    """None: not known yet."""
+    events: tuple[Any, Any] | None = None
+    """CUDA's, before and after it."""
+
+
+class Pricing:
+    """The costs of one rank. Without `start` there are none, and plans move what can be moved.
+
+    Args:
+        runner: SGLang's ModelRunner: its device and ranks.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.model = CostModel()
+        self.costs: Costs | None = None
+        self._group, self._is_cuda = runner.tp_group, torch.device(runner.device).type == "cuda"
+        self._running: deque[Watch] = deque()
+        self._num_batches = 0
+        self._plan_errors: deque[float] = deque(maxlen=256)
+
+    def start(self) -> None:
+        """Plan by what was measured."""
+        self.costs = self._agreed()
+
+    @contextmanager
+    def watch(self, phase: Phase, work: Work) -> Iterator[Watch]:
+        """Observe what the block takes, unless it raises or does nothing. Queues two events on CUDA and waits for none."""
+        watch = Watch(phase, work)
+        started = time.perf_counter()
+        if self._is_cuda:
+            event: Any = torch.cuda.Event
+            watch.events = event(enable_timing=True), event(enable_timing=True)
+            watch.events[0].record()
+        yield watch
+        if not work.calls:
+            return
+        if watch.events is None:
+            watch.seconds = time.perf_counter() - started
+        else:
+            watch.events[1].record()
+        self._running.append(watch)
+
+    def poll(self) -> None:
+        """Learn from what is done. Waits for nothing."""
+        while self._running:
+            watch = self._running[0]
+            if watch.events is not None:
+                if not watch.events[1].query():
+                    return
+                watch.seconds = watch.events[0].elapsed_time(watch.events[1]) / 1000
+            assert watch.seconds is not None
+            self.model.observe(watch.phase, watch.work, max(watch.seconds, 1e-9))
+            self._running.popleft()
+
+    def refresh(self) -> None:
+        """A batch is over. All ranks call it for the same batches."""
+        self.poll()
+        self._num_batches += 1
+        if self.costs is not None and self._num_batches % REFRESH == 0:
+            self.costs = self._agreed()
+
+    def compare(self, estimate: float, actual: float) -> None:
+        """What a plan was estimated to take, and took, in seconds."""
+        self._plan_errors.append(abs(estimate - actual) / actual)
+
+    def stats(self) -> dict[str, Any]:
+        """For `/chunkcache/stats`: of each phase the line and the error of its estimates; `plan`: that of whole plans."""
+        return {**self.model.stats(), "plan": {"observed": len(self._plan_errors), **spread(self._plan_errors)}}
+
+    def _agreed(self) -> Costs:
+        costs = self.model.fit()
+        if self._group.world_size == 1:
+            return costs
+        lines = self._group.broadcast_object({phase.value: tuple(line) for phase, line in costs.items()}, src=0)
+        return {Phase(name): Line(*line) for name, line in lines.items()}

@@ -1,0 +1,90 @@
+"""The cost model: lines fitted to measurements and observations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radix_ext.costs import MEMORY, CostModel, Line, Phase, Work, extend_work
+
+SIZES = [Work(1, n, n * keys) for n in (8, 64, 512) for keys in (512, 4096)]
+
+
+def measured(line: Line, works: list[Work] = SIZES) -> CostModel:
+    """A model that has measured what `line` says."""
+    model = CostModel()
+    for work in works:
+        model.measure(Phase.RECOMPUTE, work, line.seconds(work))
+    return model
+
+
+@given(st.tuples(*[st.sampled_from([0.0, 1e-7, 1e-4, 0.02])] * 3).filter(any))
+def test_fit_recovers_the_line(coefficients: tuple[float, float, float]) -> None:
+    """Any line with coefficients of at least 0, some of them 0, from microseconds to minutes."""
+    line = Line(*coefficients)
+    found = measured(line).fit()[Phase.RECOMPUTE]
+    for work in SIZES:
+        assert found.seconds(work) == pytest.approx(line.seconds(work), rel=1e-3)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=len(SIZES), max_size=len(SIZES)))
+def test_fit_is_the_best_with_noise(noise: list[float]) -> None:
+    """Against numpy: no line with coefficients of at least 0 has less squared relative error."""
+    times = [Line(0.02, 1e-4, 1e-8).seconds(work) * factor for work, factor in zip(SIZES, noise, strict=True)]
+    model = CostModel()
+    for work, seconds in zip(SIZES, times, strict=True):
+        model.measure(Phase.HOST, work, seconds)
+    found = np.array(model.fit()[Phase.HOST])
+    rows = np.array(SIZES) / np.array(times)[:, None]
+    scale = np.linalg.norm(rows, axis=0)
+    gradient = (rows / scale).T @ (rows @ found - 1)
+    assert found.min() >= 0
+    assert np.all(gradient >= -1e-6)  # no coefficient wants to grow
+    assert np.all(np.abs(gradient[found > 0]) < 1e-6)  # nor one that is not 0 to change
+
+
+def test_observations_replace_measurements() -> None:
+    """A machine that has become three times as slow: after `MEMORY` observations the estimate says so, within a tenth."""
+    line = Line(0.02, 1e-4, 1e-8)
+    model = measured(line)
+    model.fit()
+    for _ in range(MEMORY // len(SIZES)):
+        for work in SIZES:
+            model.observe(Phase.RECOMPUTE, work, 3 * line.seconds(work))
+            model.fit()
+    found = model.fit()[Phase.RECOMPUTE]
+    assert all(2.5 < found.seconds(work) / line.seconds(work) < 3.05 for work in SIZES)
+    stats = model.stats()["recompute"]
+    assert stats["observed"] == MEMORY // len(SIZES) * len(SIZES)
+    assert stats["error_p90"] == pytest.approx(2 / 3, abs=0.03)  # the first ones
+
+
+def test_one_stall_changes_little() -> None:
+    """A hundredfold time counts as a threefold one."""
+    line = Line(0.02, 1e-4, 1e-8)
+    model = measured(line)
+    for _ in range(20):
+        for work in SIZES:
+            model.observe(Phase.RECOMPUTE, work, line.seconds(work))
+    before = model.fit()[Phase.RECOMPUTE].seconds(SIZES[3])
+    model.observe(Phase.RECOMPUTE, SIZES[3], 100 * line.seconds(SIZES[3]))
+    assert model.fit()[Phase.RECOMPUTE].seconds(SIZES[3]) == pytest.approx(before, rel=0.1)
+
+
+def test_one_length_over_and_over_keeps_the_others() -> None:
+    """Observations of a single size say nothing of the rest: there the measurements decide."""
+    line = Line(0.02, 1e-4, 1e-8)
+    model = measured(line)
+    for _ in range(500):
+        model.observe(Phase.RECOMPUTE, SIZES[0], line.seconds(SIZES[0]))
+    found = model.fit()[Phase.RECOMPUTE]
+    assert [found.seconds(work) / line.seconds(work) for work in SIZES] == pytest.approx([1] * len(SIZES), rel=0.01)
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_extend_counts_each_tokens_keys(start: int, num_tokens: int) -> None:
+    """Each token sees all before it and itself."""
+    keys = range(start + 1, start + num_tokens + 1)
+    assert extend_work(start, start + num_tokens) == (num_tokens > 0, num_tokens, sum(keys))
