@@ -332,6 +332,7 @@ class _Walk:
             assert piece.source is not None
             tier = _tier(piece.source)
             moves[tier] = Work(*map(add, moves[tier], _move_of(piece.source, span)))
+            moves[Phase.DEVICE] = moves[Phase.DEVICE]._replace(calls=moves[Phase.DEVICE].tokens > 0)
             moved_len += span.end - span.start
             by_alpha += _num_by_alpha(piece, fusion)
             gap_len = span.end - self.start - moved_len

@@ -1,0 +1,120 @@
+"""What phases take: watched, agreed between ranks, measured at the start on a real model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from radix_ext.costs import Line, Phase, Work
+from sglang_chunkcache.fusion import pricing as pricing_module
+from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
+from sglang_chunkcache.fusion.pricing import REFRESH, Pricing
+from sglang_chunkcache.fusion.relocate import RotaryTable
+from tests import models
+
+
+class Group:
+    """Ranks whose rank 0 has sent `figures`."""
+
+    def __init__(self, world_size: int = 1, figures: Any = None) -> None:
+        self.world_size, self.figures, self.sent = world_size, figures, list[Any]()
+
+    def broadcast_object(self, figures: Any, src: int) -> Any:
+        assert src == 0
+        self.sent.append(figures)
+        return self.figures
+
+
+class Event:
+    """CUDA's, done when `now` says so."""
+
+    now, is_done = 0.0, False
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return Event.is_done
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.at - self.at)
+
+
+def make_pricing(group: Group | None = None, device: str = "cpu") -> Pricing:
+    return Pricing(SimpleNamespace(device=device, tp_group=group or Group()))
+
+
+def test_what_raises_or_does_nothing_is_not_learnt() -> None:
+    """Else an error halfway through would make the phase look cheap."""
+    pricing = make_pricing()
+    with pytest.raises(KeyError), pricing.watch(Phase.HOST, Work(1, 5)):
+        raise KeyError
+    with pricing.watch(Phase.HOST, Work()):
+        pass
+    pricing.poll()
+    assert pricing.model.num_observed[Phase.HOST] == 0
+    with pricing.watch(Phase.HOST, Work(1, 5)) as watch:
+        pass
+    pricing.poll()
+    assert pricing.model.num_observed[Phase.HOST] == 1
+    assert watch.seconds is not None
+
+
+def test_work_on_a_gpu_is_learnt_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, and nothing waits for it."""
+    monkeypatch.setattr(pricing_module.torch.cuda, "Event", Event)
+    pricing = make_pricing(device="cuda")
+    with pricing.watch(Phase.EXTEND, Work(1, 100, 100)) as watch:
+        Event.now += 0.5
+    pricing.poll()
+    assert watch.seconds is None
+    Event.is_done = True
+    pricing.poll()
+    assert watch.seconds == 0.5
+    assert pricing.model.num_observed[Phase.EXTEND] == 1
+
+
+def test_all_ranks_plan_by_the_figures_of_rank_0() -> None:
+    """Each measures for itself, and takes what rank 0 has sent, at the start and with every `REFRESH`th batch."""
+    line = (0.5, 0.25, 0.125)
+    group = Group(2, {phase.value: line for phase in Phase})
+    pricing = make_pricing(group)
+    pricing.model.measure(Phase.HOST, Work(1, 5), 7.0)
+    pricing.start()
+    assert pricing.costs == dict.fromkeys(Phase, Line(*line))
+    for _ in range(2 * REFRESH):
+        pricing.refresh()
+    assert len(group.sent) == 3
+    assert Line(*group.sent[0]["host"]).seconds(Work(1, 5)) == pytest.approx(7.0)
+
+
+def test_nothing_is_agreed_where_moves_need_not_pay() -> None:
+    """`--chunkcache-move always` has no costs, and asks no other rank."""
+    group = Group(2)
+    pricing = make_pricing(group)
+    for _ in range(REFRESH):
+        pricing.refresh()
+    assert pricing.costs is None
+    assert not group.sent
+
+
+def test_every_phase_is_measured_and_all_is_given_back() -> None:
+    """On a real model: longer work takes longer by the fitted lines."""
+    runner = models.runner("llama")
+    params = SimpleNamespace(
+        req_to_token_pool=runner.req_to_token_pool, token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator
+    )
+    table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
+    pricing = make_pricing()
+    longest = measure_costs(runner, table, params, pricing.model, sparse=None, window=16)
+    pricing.start()
+    assert longest >= MIN_TOKENS
+    assert pricing.costs is not None
+    for phase, line in pricing.costs.items():
+        assert 0 < line.seconds(Work(1, 64, 64 * 64)) <= line.seconds(Work(1, 1024, 1024 * 1024)), phase
+    models.assert_given_back(runner)
