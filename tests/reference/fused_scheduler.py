@@ -24,6 +24,7 @@ from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import Capture
 from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -96,6 +97,7 @@ class FakePass:
     ) -> None:
         """`holders`: the slots of all nodes, as often as they are held."""
         self.contents, self.rows, self.config, self.holders = contents, rows, config, holders
+        self.pricing = Pricing(SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1)))
         self.num_captured = 0
         self.fails = False
         """The next run does, once everything is moved, and computes all."""
