@@ -1,13 +1,13 @@
 """Measures the phases before a first token on the loaded model, at the start: lengths from a chunk's to a prompt's.
 
-Each phase runs at sizes that are far apart, each size once to warm up and `REPEATS` times for the clock. The longest prompt is as
-long as the pool, the context and `MAX_SECONDS` allow.
+Each phase runs at sizes that are far apart, each once: service corrects what is off. The longest prompt is as long as the pool,
+the context and `MAX_SECONDS` allow.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,8 @@ from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, devi
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 
-REPEATS = 2
 MAX_SECONDS = 0.5
-"""Of the longest prefill; all of it takes about twenty times as long."""
+"""Of the longest prefill; everything takes about six times as long."""
 MIN_TOKENS, MAX_TOKENS = 128, 4096
 
 
@@ -62,18 +61,18 @@ class _Trial:
         """All phases."""
         quarter = longest // 4
         tail = longest - quarter
-        for start, end in ((0, longest), (0, quarter), (quarter, 2 * quarter), (tail, longest), (longest - 8, longest)):
-            self._time(Phase.EXTEND, extend_work(start, end), partial(self.extend, start, end))
-        for num_tokens, end in ((quarter, longest), (quarter // 4, longest), (quarter // 4, quarter), (8, longest)):
-            self._time(Phase.RECOMPUTE, _over(num_tokens, end), partial(self._recompute, num_tokens, end))
-        for num_tokens, end in ((window, longest - window), (window, quarter), (window // 2, quarter)):
-            self._time(Phase.QUESTION, _over(num_tokens, end), partial(self._ask, num_tokens, end))
-        for end in (longest, 2 * quarter, quarter):
-            self._time(Phase.DEVIATION, _over(end, end), partial(self._deviate, end))
-        for num_tokens in (longest, quarter, quarter // 4):
-            self._time(Phase.DEVICE, Work(1, num_tokens), partial(self._copy, num_tokens))
-        for num_tokens in (quarter, quarter // 4):
-            self._time(Phase.HOST, Work(1, num_tokens), partial(self._write, *self._blob(num_tokens)))
+        extends = ((longest - 8, longest), (0, quarter), (quarter, 2 * quarter), (tail, longest), (0, longest))
+        self._time(Phase.EXTEND, self.extend, extends, extend_work)
+        computed = ((8, longest), (quarter // 4, quarter), (quarter // 4, longest), (quarter, longest))
+        self._time(Phase.RECOMPUTE, self._recompute, computed, _over)
+        asked = ((window // 2, quarter), (window, quarter), (window, longest - window))
+        self._time(Phase.QUESTION, self._ask, asked, _over)
+        regions = ((end, end) for end in (quarter, 2 * quarter, longest))
+        self._time(Phase.DEVIATION, self._deviate, regions, _over)
+        lengths = [(1, n) for n in (quarter // 4, quarter, longest)]
+        self._time(Phase.DEVICE, self._copy, lengths, Work)
+        self._blob = self._read(longest)
+        self._time(Phase.HOST, self._write, lengths, Work)
 
     def extend(self, start: int, end: int) -> float:
         """Seconds of an ordinary prefill."""
@@ -85,10 +84,18 @@ class _Trial:
 
     # Private, in order of use
 
-    def _time(self, phase: Phase, work: Work, run: Callable[[], Any]) -> None:
-        self._clock(run)
-        for _ in range(REPEATS):
-            self._model.measure(phase, work, self._clock(run))
+    def _time(
+        self,
+        phase: Phase,
+        run: Callable[[int, int], Any],
+        sizes: Iterable[tuple[int, int]],
+        work: Callable[[int, int], Work],
+    ) -> None:
+        """The smallest size twice: what a first call compiles or allocates counts for nothing."""
+        for index, size in enumerate(sizes):
+            if not index:
+                run(*size)
+            self._model.measure(phase, work(*size), self._clock(partial(run, *size)))
 
     def _clock(self, run: Callable[[], Any]) -> float:
         is_cuda = torch.device(self._runner.device).type == "cuda"
@@ -117,10 +124,10 @@ class _Trial:
         question = QuestionProbe(self._ids[:num_tokens], positions, self._row.slots[:end], visible, ((0, end),), end)
         question_evidence(self._runner, [question])
 
-    def _deviate(self, end: int) -> None:
+    def _deviate(self, _: int, end: int) -> None:
         deviation_evidence(self._runner, [DeviationProbe(self._ids[:end], self._row.slots[:end], ((0, end),))])
 
-    def _copy(self, num_tokens: int) -> None:
+    def _copy(self, _: int, num_tokens: int) -> None:
         positions = torch.arange(num_tokens, device=self._row.slots.device)
         copy_moved(
             self._runner.token_to_kv_pool,
@@ -131,21 +138,22 @@ class _Trial:
             target_positions=positions + 1,
         )
 
-    def _blob(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         slots = self._row.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
         keys, values = read_blob(self._runner.token_to_kv_pool, self._table, slots, positions)
         return keys.cpu(), values.cpu()
 
-    def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        slots = self._other.slots[: keys.shape[1]]
+    def _write(self, _: int, num_tokens: int) -> None:
+        slots = self._other.slots[:num_tokens]
+        keys, values = (part[:, :num_tokens] for part in self._blob)
         write_blob(
             self._runner.token_to_kv_pool,
             self._table,
             keys,
             values,
             target_slots=slots,
-            target_positions=torch.arange(len(slots), device=slots.device),
+            target_positions=torch.arange(num_tokens, device=slots.device),
         )
 
 

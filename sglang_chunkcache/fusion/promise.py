@@ -127,7 +127,7 @@ class Fuser:
                 fusion=fusion,
                 limits=self.limits,
                 heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
-                num_tokens=len(req.origin_input_ids) + len(req.output_ids),
+                num_tokens=len(req.origin_input_ids),
                 costs=self.pricing.costs,
             )
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from radix_ext.costs import Line, Phase, Work
-from sglang_chunkcache.fusion import pricing as pricing_module
 from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
 from sglang_chunkcache.fusion.pricing import REFRESH, Pricing
 from sglang_chunkcache.fusion.relocate import RotaryTable
@@ -67,7 +67,7 @@ def test_what_raises_or_does_nothing_is_not_learnt() -> None:
 
 def test_work_on_a_gpu_is_learnt_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, and nothing waits for it."""
-    monkeypatch.setattr(pricing_module.torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     pricing = make_pricing(device="cuda")
     with pricing.watch(Phase.EXTEND, Work(1, 100, 100)) as watch:
         Event.now += 0.5
