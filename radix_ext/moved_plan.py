@@ -47,6 +47,8 @@ class FusionRequest:
     """Parts of `context` to leave out, for ablations: "beta", "cci"."""
     fresh: frozenset[int] = frozenset()
     """Indices of spans that are computed even where a source exists."""
+    always: bool = False
+    """Whether what can be moved is moved, also where computing it is faster. No part of the recipe."""
     plain: bool = False
     """Whether only KV that was computed alone counts as a source: the neighbours of a chunk to preprocess (FusionRAG eq. 10)."""
 
@@ -254,9 +256,10 @@ def make_plan(
         exact: indices of spans that are computed although a source exists, which stand right after the prefix. They count
             against no gap limit.
         num_tokens: of the prompt. None: `limit`.
-        costs: None: what can be moved is moved, as in a `plain` request, which moves chunks for what their KV is.
+        costs: None: what can be moved is moved, as `always` asks and as a `plain` request does, which moves chunks for what
+            their KV is.
     """
-    if fusion.plain:
+    if fusion.plain or fusion.always:
         costs = None
     price = costs or NOMINAL
     chosen = _choose(spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, price)

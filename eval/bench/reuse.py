@@ -8,6 +8,7 @@ One server of ours, one client, one request at a time. A round sends one request
     full           no chunk reused: the time that reuse must beat
     exact          the same prompt repeated: the minimum time of a request
     SEL/host/R     moved from the store, selector SEL, ratio R         SEL/device/R   moved from other prompts' KV on the device
+    planned/host   moved from the store if the server estimates that this pays, first selector, 15%; likewise planned/device
     stock          with --stock: stock SGLang, same flags, the chunks in the user message, nothing reused
 
 The first selector has every ratio from both sources, the others 15% from the store.
@@ -35,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.bench.reuse_figures import PHASES, summarize
+from eval.bench.reuse_figures import PHASES, PLANNED_RATIO, summarize
 from eval.bench.rounds import take_rounds
 from eval.data.random_text import WORDS, random_text
 from eval.errors import CommandError
@@ -53,16 +54,15 @@ NEIGHBOR = TextChunk("behind", "Behind this.")
 """Stored chunks are computed after it. Of equal sources the server prefers a preprocessed one to a device copy."""
 MAX_DRAINS = 1000
 """If chunks still wait for the store after this many requests, the bench fails."""
-OUR_FLAGS = ["--reuse", "fused", "--chunkcache-move", "always", "--chunkcache-store-threshold", "1000000"]
-"""Moving is never declined, and only preprocessing fills the store."""
+OUR_FLAGS = ["--reuse", "fused", "--chunkcache-store-threshold", "1000000"]
+"""Only preprocessing fills the store."""
 SOURCES = ("host", "device")
-PHASE_RATIO = 0.15
 ROUTES = {"ours": serve_arms.Arm("ours", "", route="rag"), "stock": serve_arms.Arm("stock", "", route="chat")}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One kind of request. `kind`: full, exact, stock or fused; the other fields are for fused ones."""
+    """One kind of request. `kind`: full, exact, stock, fused or planned; the other fields are for the last two."""
 
     kind: str
     source: str = "device"
@@ -72,6 +72,8 @@ class Arm:
     @property
     def name(self) -> str:
         """As samples have it."""
+        if self.kind == "planned":
+            return f"planned/{self.source}"
         return self.kind if self.kind != "fused" else f"{self.selector}/{self.source}/{self.ratio:g}"
 
 
@@ -80,7 +82,8 @@ def arms_of(selectors: Sequence[str], ratios: Sequence[float], *, stock: bool) -
     swept, *others = selectors
     arms = [Arm("full"), Arm("exact"), *([Arm("stock")] if stock else [])]
     arms += [Arm("fused", source, swept, ratio) for source in SOURCES for ratio in ratios]
-    return arms + [Arm("fused", "host", other, 0.0 if other == "none" else PHASE_RATIO) for other in others]
+    arms += [Arm("planned", source, swept, PLANNED_RATIO) for source in SOURCES]
+    return arms + [Arm("fused", "host", other, 0.0 if other == "none" else PLANNED_RATIO) for other in others]
 
 
 class Bench:
@@ -118,7 +121,8 @@ class Bench:
             answer = self._send(self._prompt(arm.source, "stock"), {}, "stock")
         else:
             fused = {"mode": "fused", "selector": arm.selector, "ratio": arm.ratio}
-            answer = self._send(self._prompt(arm.source), fused if arm.kind == "fused" else {"mode": "exact"})
+            fused["move"] = "pays" if arm.kind == "planned" else "always"
+            answer = self._send(self._prompt(arm.source), {"mode": "exact"} if arm.kind == "full" else fused)
         return {**answer, "wrong": wrong_fates(arm, answer, self._areas[arm.source], self._num_chunks)}
 
     # Private, in order of use
@@ -185,6 +189,10 @@ class Bench:
             metrics |= {f"{phase}_s": report["ms"].get(phase, 0) / 1000 for phase in PHASES}
             moved, recomputed = (answer.fates[fate] for fate in ("relocated", "recomputed"))
             metrics["recomputed_share"] = recomputed / max(1, moved + recomputed)
+        if report.get("estimated_ms"):
+            passed = sum(report["ms"].get(phase, 0) for phase in (*PHASES[1:], "extend"))
+            estimated = report["estimated_ms"]["planned" if moved + recomputed else "computed"]
+            metrics |= {"estimated_s": estimated / 1000, "passed_s": passed / 1000}
         return {
             "metrics": metrics,
             "prompt_tokens": answer.prompt_tokens,
@@ -199,6 +207,8 @@ class Bench:
 
 def wrong_fates(arm: Arm, sample: Mapping[str, Any], area: int, num_chunks: int) -> list[str]:
     """How an answer's fates differ from its arm's; `area`: tokens of the prompt's chunks."""
+    if arm.kind == "planned":
+        return []  # it may move all, some or nothing
     if arm.kind == "stock":
         is_alone = sample["cached_tokens"] <= sample["prompt_tokens"] - area
         return [] if is_alone else [f"{sample['cached_tokens']} tokens cached"]

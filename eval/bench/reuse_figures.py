@@ -17,6 +17,8 @@ from eval.stats import quantile
 
 PHASES = ("lookup", "relocate", "select", "recompute")
 DRAWS = 2000
+PLANNED_RATIO = 0.15
+"""Of the arms whose moves the server plans."""
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -36,6 +38,14 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             for row in rows
             if "/" in row["arm"]
         ]
+    if regrets := [row for cell, arms in by_cell(samples) for row in _regrets(cell["tokens"], arms)]:
+        shares = [row["regret"] for row in regrets]
+        note = "Regret: median of `planned` over the better of the medians of `full` and of moving everything, less 1."
+        tables.append(table("What the plan costs", regrets, note))
+        verdict.append(
+            f"Plans are {quantile(shares, 0.5):.1%} (median) and {quantile(shares, 0.9):.1%} (p90) slower than the better "
+            "of moving and computing."
+        )
     return {"verdict": verdict, "tables": tables, "wrong": sum(bool(one["wrong"]) for one in samples)}
 
 
@@ -74,11 +84,29 @@ def _times(samples: Sequence[Sample]) -> list[float]:
     return [one["metrics"]["ttft_s"] for one in samples]
 
 
+def _regrets(num_tokens: int, arms: Mapping[str, Sequence[Sample]]) -> list[Row]:
+    """One row a source; the moved arm is that of the plan's selector and ratio."""
+    rows = []
+    for source in ("host", "device"):
+        planned = arms.get(f"planned/{source}", ())
+        moved = next((taken for arm, taken in arms.items() if arm.endswith(f"/{source}/{PLANNED_RATIO}")), None)
+        if not planned or moved is None:
+            continue
+        took, full, all_moved = (median(_times(taken)) for taken in (planned, arms["full"], moved))
+        told = [one for one in planned if "estimated_s" in one["metrics"]]
+        errors = [abs(one["metrics"]["estimated_s"] / one["metrics"]["passed_s"] - 1) for one in told]
+        row: Row = {"tokens": num_tokens, "from": source, "planned (s)": round(took, 4), "computed (s)": round(full, 4)}
+        row |= {"moved (s)": round(all_moved, 4), "regret": round(took / min(full, all_moved) - 1, 4)}
+        row["plans that move"] = round(mean(one["fates"]["relocated"] > 0 for one in planned), 2)
+        rows.append(row | {"estimate's error": round(median(errors), 3) if errors else None})
+    return rows
+
+
 def _crossovers(arms: Mapping[str, Sequence[Sample]]) -> list[Row]:
     """One row a sweep, that is a selector and a source with several ratios; intervals over rounds."""
     sweeps: dict[str, dict[float, list[float]]] = {}
     for arm, samples in arms.items():
-        if "/" in arm:
+        if arm.count("/") == 2:
             sweep, ratio = arm.rsplit("/", 1)
             sweeps.setdefault(sweep, {})[float(ratio)] = _times(samples)
     full, rows = np.array(_times(arms["full"])), []

@@ -64,6 +64,7 @@ class ReuseIn(BaseModel):
     alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
     focus: Focus | None = None
     without: list[Literal["beta", "cci"]] = Field(default=[], max_length=2)
+    move: Literal["pays", "always"] | None = None
 
     @field_validator("selector")
     @classmethod
@@ -76,8 +77,8 @@ class ReuseIn(BaseModel):
         """None for exact reuse. Raises RequestError where the server does not move KV."""
         if self.mode == "exact":
             return None
-        named = {"selector": self.selector, "ratio": self.ratio, "alpha": self.alpha, "focus": self.focus}
-        return fused_request(config, **named, without=self.without)  # type: ignore[arg-type]
+        named = self.model_dump(exclude={"mode"}, exclude_none=True)
+        return fused_request(config, **named)
 
 
 def _named_mode(value: Any) -> Any:

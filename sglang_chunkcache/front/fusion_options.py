@@ -36,6 +36,7 @@ def fused_request(
     alpha: float | None = None,
     focus: Focus | None = None,
     without: Iterable[str] = (),
+    move: str | None = None,
 ) -> FusionRequest:
     """The client's options with the server's defaults filled in; the recipe comes with the prompt.
 
@@ -57,6 +58,7 @@ def fused_request(
         alpha=None if alpha is None else float(alpha),
         focus=focus or ("spare" if selector == "context" else "off"),
         without=frozenset(without),
+        always=(move or config.move) == "always",
     )
 
 

@@ -59,7 +59,14 @@ def rows_of(results: dict[str, Any], number: int, key: str) -> dict[str, dict[st
 def test_arms_are_listed_once() -> None:
     """The first selector is swept from both sources; `none` has no ratio."""
     sweep = [f"query/{source}/{ratio:g}" for source in ("host", "device") for ratio in RATIOS]
-    assert [arm.name for arm in make_arms()] == ["full", "exact", *sweep, "none/host/0"]
+    assert [arm.name for arm in make_arms()] == [
+        "full",
+        "exact",
+        *sweep,
+        "planned/host",
+        "planned/device",
+        "none/host/0",
+    ]
     assert [arm.name for arm in make_arms(stock=True)[:3]] == ["full", "exact", "stock"]
 
 

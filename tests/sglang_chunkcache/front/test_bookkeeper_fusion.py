@@ -52,6 +52,8 @@ def make_report(request: Asked, **fields: Any) -> Report:
         focused=(0,),
         fallbacks=(),
         ms={"lookup": 1.0, "relocate": 2.0, "select": 0.5, "recompute": 4.0},
+        estimated_ms={"planned": 8.0, "computed": 9.0},
+        selector="first",
     )
     return structs.replace(report, **fields)
 
@@ -160,6 +162,8 @@ def test_report_becomes_the_answer() -> None:
         "gap": 11,
         "shared": 5,
         "ms": report.ms,
+        "estimated_ms": report.estimated_ms,
+        "selected_by": report.selector,
     }
     totals = bench.books.metrics.totals()
     assert totals["prompt_tokens"] == fates
