@@ -190,12 +190,15 @@ class FusedScheduler(Scheduler):
             max_variants=config.store_variants,
             window=config.window_requests,
         )
+        self.weights = 0
+        """Their fingerprint."""
         self.fuser = Fuser(
             self.cache,
             self.fusion_pass,  # type: ignore[arg-type]
             self.store,
             limits,
             extend_reserve=prefill_budget,
+            fingerprint=lambda: self.weights,
         )
         self.cache.promiser = self.fuser
         self.evicted_before_load_back = 0
