@@ -236,6 +236,7 @@ class FusedScheduler(Scheduler):
         """Also: locks are what holders explain, and every slot holds what its node's key says."""
         super().check(reqs)
         self.store.check_integrity()
+        assert self.store._on_device == set(self.cache.copies._nodes), "the store mistakes what is on the device"
         self._check_locks(reqs)
         stack: list[tuple[Any, int, int | None, str | None]] = [(self.cache.root_node, 0, 0, None)]
         while stack:
