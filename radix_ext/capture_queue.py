@@ -82,7 +82,9 @@ class CaptureQueue:
         return batch
 
     def clear(self) -> None:
-        """Drop what waits: its nodes are gone."""
+        """Drop what waits."""
+        for node, _ in self._queue:
+            self._copies.facts_of(node).is_waiting = False
         self._queue.clear()
 
     def stats(self) -> dict[str, int]:

@@ -49,6 +49,7 @@ class ChunkCopies:
         self.identity_of, self.facts_of, self._credit = identity_of, facts_of, credit
         self.watch: Callable[[Identity | None, bool], None] = lambda identity, is_here: None
         """Told when a chunk's first copy has come or its last one has left."""
+        self._num = 0
         self._nodes: dict[Identity | None, dict[str, dict[Any, None]]] = {}  # by chunk, then head, latest last
 
     def find(self, identity: Identity | None, head: str, num: int, *, alone: bool = False) -> list[Any]:
@@ -68,7 +69,9 @@ class ChunkCopies:
         if identity not in self._nodes:
             self._nodes[identity] = {}
             self.watch(identity, True)
-        self._nodes[identity].setdefault(self.facts_of(node).head, {})[node] = None
+        nodes = self._nodes[identity].setdefault(self.facts_of(node).head, {})
+        self._num += node not in nodes
+        nodes[node] = None
 
     def use(self, node: Any) -> None:
         """The node was a source: it is the latest from now on."""
@@ -82,6 +85,7 @@ class ChunkCopies:
         if self.holds(node):
             identity, head = self.identity_of(node), self.facts_of(node).head
             del self._nodes[identity][head][node]
+            self._num -= 1
             if not self._nodes[identity][head]:
                 del self._nodes[identity][head]
             if not self._nodes[identity]:
@@ -90,10 +94,12 @@ class ChunkCopies:
 
     def clear(self) -> None:
         """Forget all, as the tree does."""
-        self._nodes.clear()
+        nodes, self._nodes, self._num = self._nodes, {}, 0
+        for identity in nodes:
+            self.watch(identity, False)
 
     def __len__(self) -> int:
-        return sum(len(nodes) for by_head in self._nodes.values() for nodes in by_head.values())
+        return self._num
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,13 +228,12 @@ class VariantIndex:
             heappush(self._order, self._entry(variant))
         self._bound_order()
 
-    def clear(self) -> None:
-        """Forget every variant, as the device its chunks; the counts stay. Not counted as eviction."""
-        self._on_device.clear()
-        self._chunks.clear()
-        self._held.clear()
-        self._order.clear()
-        self._num_bytes = self._reserved_bytes = self._num_reserved = 0
+    def clear(self, *, keep_preprocessed: bool = False) -> None:
+        """Forget every variant, or all that were not preprocessed; the counts stay. Not counted as eviction."""
+        for _, variant, _ in list(self._held.values()):
+            if not (keep_preprocessed and variant.preprocessed):
+                self._drop(variant)
+        self._sort()
 
     def stats(self) -> StoreStats:
         """Sizes and counts, O(1)."""

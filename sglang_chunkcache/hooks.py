@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_chunkcache.wire.message import decode, encode
-from sglang_chunkcache.wire.state import STATE_KEY, ExplainRequest
+from sglang_chunkcache.wire.state import NOTHING, STATE_KEY, Asked
 
 if TYPE_CHECKING:
     from sglang_chunkcache.front.guard import Guard
@@ -52,7 +52,7 @@ def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if cache is not None:
         # `rid` is the only field of a state request that carries text. SGLang leaves it empty.
         text = args[0].rid if args else None
-        asked = decode(text, ExplainRequest) if text else None
+        asked = decode(text, Asked) if text else NOTHING
         # SGLang collects the ranks in the order of their replies, so each state names its rank.
         result.internal_state[STATE_KEY] = encode(cache.rank_state(get_parallel().dp_rank or 0, asked))
     return result

@@ -135,6 +135,7 @@ class Bench:
         ours = self._urls["ours"]
         for url in self._urls.values():
             get(url + "/flush_cache?timeout=60")
+        post(ours + "/chunkcache/clear_store")
         for chunk in self._chunks["host"]:
             post(ours + "/chunkcache/preprocess", {"chunk": asdict(chunk), "neighbors": [asdict(NEIGHBOR)]})
         self._drain()

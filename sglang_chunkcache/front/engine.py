@@ -17,7 +17,7 @@ from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import Planned, RagRequest
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation
-from sglang_chunkcache.wire.state import STATE_KEY, ExplainRequest, RankState
+from sglang_chunkcache.wire.state import STATE_KEY, Asked, Cleared, ExplainRequest, RankState
 
 
 def hand_over(raw_request: Request, rag: RagRequest) -> None:
@@ -82,16 +82,32 @@ class Engine:
         """
         identity = planned.draft.identity
         asked = ExplainRequest(planned.input_ids, self._books.told(planned), identity.extra_key, identity.cache_salt)
-        self._manager.auto_create_handle_loop()
-        # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this request that carries text.
-        answers = await self._manager.get_internal_state_communicator(GetInternalStateReq(rid=encode(asked)))
-        for answer in answers:
-            state = decode(answer.internal_state[STATE_KEY], RankState) if STATE_KEY in answer.internal_state else None
-            if state and state.dp_rank == planned.rank and state.explanation:
+        for state in await self._ask(Asked(explain=asked)):
+            if state.dp_rank == planned.rank and state.explanation:
                 return state.explanation
         raise ChunkCacheError(f"rank {planned.rank} does not explain")
 
+    async def clear_store(self) -> dict[int, Cleared]:
+        """Empty every rank's store; what was in it, by rank.
+
+        Raises:
+            ChunkCacheError: a rank has not done it.
+        """
+        states = await self._ask(Asked(clear_store=True))
+        cleared = {state.dp_rank: state.cleared for state in states if state.cleared}
+        if len(cleared) != len(self._books.mirrors):
+            raise ChunkCacheError("a rank has not emptied its store")
+        return dict(sorted(cleared.items()))
+
     # Private, in order of use
+
+    async def _ask(self, asked: Asked) -> list[RankState]:
+        """The answers of all ranks that run with the chunk cache, in any order."""
+        self._manager.auto_create_handle_loop()
+        # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this request that carries text.
+        answers = await self._manager.get_internal_state_communicator(GetInternalStateReq(rid=encode(asked)))
+        states = [answer.internal_state.get(STATE_KEY) for answer in answers]
+        return [decode(state, RankState) for state in states if state]
 
     def _address(self, obj: Any, rag: RagRequest) -> None:
         """Tell the scheduler what it must know, and SGLang which rank it is."""

@@ -10,8 +10,9 @@ GET  /chunkcache/tree           the global tree, depth-limited
 POST /chunkcache/forget         forget access counts and conversations, as a restart would
 POST /chunkcache/explain        what would become of a chat request that is not run
 POST /chunkcache/preprocess     a chunk's KV after its neighbours, into the store (`--reuse fused`)
+POST /chunkcache/clear_store    empty every rank's store, preprocessed chunks included
 
-The last four show or change what other tenants see, so they ask for the admin level.
+The last five show or change what other tenants see, so they ask for the admin level.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.responses import ORJSONResponse
+from msgspec.structs import asdict
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -56,6 +58,7 @@ class Routes:
             ("POST", "/chunkcache/forget", self.chunkcache_forget),
             ("POST", "/chunkcache/explain", self.chunkcache_explain),
             ("POST", "/chunkcache/preprocess", self.chunkcache_preprocess),
+            ("POST", "/chunkcache/clear_store", self.chunkcache_clear_store),
         ]
 
     async def rag_chat_completions(self, raw_request: Request) -> Any:
@@ -100,7 +103,7 @@ class Routes:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_forget(self) -> Any:
-        """Forget what requests were like, as a restart would. `/flush_cache` empties the cache."""
+        """Forget what requests were like, as a restart would. `/flush_cache` empties the cache, `clear_store` the store."""
         self._parts.books.forget()
         return ORJSONResponse({"forgotten": ["table", "conversations"]})
 
@@ -122,6 +125,15 @@ class Routes:
             return ORJSONResponse(await preprocess(self._parts, self._intake, body, raw_request))
         except ChunkCacheError as error:
             return self._refuse(error)
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
+    async def chunkcache_clear_store(self) -> Any:
+        """Empty every rank's store; what was in it. `/flush_cache` empties the tree, and keeps what was preprocessed."""
+        try:
+            cleared = await self._parts.engine.clear_store()
+        except ChunkCacheError as error:
+            return error_response(error)
+        return ORJSONResponse({"cleared": [{"dp_rank": rank, **asdict(held)} for rank, held in cleared.items()]})
 
     def _refuse(self, error: ChunkCacheError) -> ORJSONResponse:
         if not isinstance(error, EngineRefusedError):

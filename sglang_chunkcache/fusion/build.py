@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
+from itertools import count
 from typing import Any
 
 from radix_ext.moved_plan import Limits
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import MAX_QUESTION_TOKENS, FusionPass
+from sglang_chunkcache.fusion.fingerprint import fingerprint
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
 from sglang_chunkcache.fusion.measure import DEVIATION_LAYER
 from sglang_chunkcache.fusion.model_support import unsupported
@@ -71,6 +74,8 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
         ),
         limits,
         extend_reserve=prefill_budget,
+        # Weights that may be away when the tree is reset cannot be read: each reset counts as a change.
+        fingerprint=count().__next__ if args.enable_memory_saver else partial(fingerprint, runner.model),
     )
     fuser.gate = figures.as_dict()
     return fuser

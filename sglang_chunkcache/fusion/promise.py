@@ -1,6 +1,6 @@
 """Scheduler side of fused reuse: plans moves, allocates slots, has them filled, reports. It computes nothing; see fill.py.
 
-    match    exact prefix -> fused nodes of the same recipe -> a plan for what follows; nothing is taken     (up to 7 times)
+    match    exact prefix -> fused nodes of the same recipe -> a plan for what follows; nothing is taken     (at admission)
     commit   locks the sources, allocates or shares slots, inserts empty fused nodes after the prefix        (once a batch)
     before   `FusionPass` fills the slots of the batch's promises, then the sources are unlocked
     after    chunks that have earned it are scored and copied into the store (capture.py)
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import RequestSpans
+from sglang_chunkcache.wire.state import Cleared
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -77,6 +78,7 @@ class Fuser:
 
     Args:
         extend_reserve: tokens that SGLang may take for the extends of one batch. They stay free or evictable.
+        fingerprint: of the model's weights, as they are when it is called.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Fuser:
         limits: Limits,
         *,
         extend_reserve: int,
+        fingerprint: Callable[[], int],
     ) -> None:
         self.cache, self.fusion_pass, self.store, self.limits = cache, fusion_pass, store, limits
         self.extend_reserve = extend_reserve
@@ -96,6 +99,7 @@ class Fuser:
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
         self._pending: list[_Pending] = []
+        self._fingerprint, self._weights = fingerprint, fingerprint()
         self.is_sharing = fusion_pass.config.exclusive_slots == "on"
         self.num_shared_ever = 0
 
@@ -145,13 +149,15 @@ class Fuser:
             host_hit_length=plan.end - plan.start if plan.pieces else 0,
         )
 
-    def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode] | None:
-        """Take the slots of the request's plan. Empty: declined, to be computed. None: not with this batch."""
+    def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
+        """Take the slots of the request's plan. Empty: declined, to be computed."""
         outcome, spans = _outcome(req), state(req).spans
         plan = outcome.plan
         assert spans is not None
-        if self._must_wait(plan, node):
-            return None
+        if not self._is_filled(node):
+            return self._decline(outcome, Fallback.NOT_FILLED, node)
+        if self._is_full(plan):
+            return self._decline(outcome, Fallback.PASS_FULL, node)
         key = self._key(req, plan, spans)
         sources = [piece.source.node for piece in plan.pieces if isinstance(piece.source, DeviceCopy)]
         if key[plan.start :].child_key() in node.children:  # not to be expected: SGLang matches right before it asks
@@ -291,10 +297,19 @@ class Fuser:
         )
 
     def reset(self) -> None:
-        """The tree is gone: so are pending promises, waiting captures and, since weights may have changed, the store."""
+        """The tree is gone: so are pending promises, waiting captures and the store, but for what was preprocessed with these
+        very weights. SGLang resets for `/flush_cache` and after weight updates alike, and does not say which."""
         self._pending.clear()  # not closed: the locks went with the tree
         self.captures.clear()
+        before, self._weights = self._weights, self._fingerprint()
+        self.store.clear(keep_preprocessed=self._weights == before)
+
+    def clear_store(self) -> Cleared:
+        """Empty the store, preprocessed chunks and those that wait for it included."""
+        self.captures.clear()
+        before = self.store.stats()
         self.store.clear()
+        return Cleared(before.num_chunks, before.num_variants, before.num_bytes)
 
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`."""
@@ -316,17 +331,18 @@ class Fuser:
 
     # Private, in order of use
 
-    def _must_wait(self, plan: ReusePlan, node: TreeNode) -> bool:
-        """Whether the batch's pass is full, or fills nodes above this one: what the plan measures needs that done."""
-        waiting = sum(each.move.plan.num_pass_tokens for each in self._pending)
-        if self._pending and waiting + plan.num_pass_tokens > self.limits.max_pass_tokens:
-            return True
+    @staticmethod
+    def _is_filled(node: TreeNode) -> bool:
+        """Whether nothing from here up is filled with this batch: the pass looks at it while it fills, the extend after that."""
         above: TreeNode | None = node
-        while above is not None:
-            if not facts(above).is_filled:
-                return True
+        while above is not None and facts(above).is_filled:
             above = above.parent
-        return False
+        return above is None
+
+    def _is_full(self, plan: ReusePlan) -> bool:
+        """Whether the batch's pass has no room for this plan; for the first it always has."""
+        promised = sum(each.move.plan.num_pass_tokens for each in self._pending)
+        return bool(self._pending) and promised + plan.num_pass_tokens > self.limits.max_pass_tokens
 
     def _key(self, req: Req, plan: ReusePlan, spans: RequestSpans) -> ChunkKey:
         """The key of the prompt up to the plan's end."""

@@ -6,9 +6,9 @@
 Requests without spans pass through untouched, so plain traffic sees stock SGLang. For the front's requests the key that
 SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay SGLang's.
 
-Requests that opted into moved KV (`--reuse fused`) are promised more than is cached, by a `Promiser`: `match_prefix` plans,
-`init_load_back` allocates and inserts empty nodes under fused keys, which are filled before the batch runs. A moved chunk that
-keeps its source's position holds the source's slots (shared_cache.py).
+Requests that opted into moved KV (`--reuse fused`) are promised more than is cached, by a `Promiser`: the `match_prefix` of
+their admission plans, `init_load_back` allocates and inserts empty nodes under fused keys, which are filled before the batch
+runs. A moved chunk that keeps its source's position holds the source's slots (shared_cache.py).
 
 Invariants in addition to SGLang's own:
 - A node of ours is one segment of its key: a chunk, or tokens between chunks.
@@ -53,7 +53,7 @@ from sglang_chunkcache.wire.events import Evicted, Inserted
 from sglang_chunkcache.wire.message import encode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Explanation, Fallback
 from sglang_chunkcache.wire.spans import RequestSpans, checked, unpack
-from sglang_chunkcache.wire.state import ExplainRequest, RankState
+from sglang_chunkcache.wire.state import NOTHING, Asked, Cleared, ExplainRequest, RankState
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -97,8 +97,12 @@ class ChunkRadixCache(SharingRadixCache):
     # SGLang's calls, in a request's order
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called again and again."""
-        spans = self._spans_of(params.req)
+        """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called again and again.
+
+        SGLang matches to order its queue, up to 128 waiting requests a round, and once more to admit a request. Only the latter
+        limits the key, so that a token is left to compute: only then is more promised than is exact.
+        """
+        spans, is_admission = self._spans_of(params.req), params.key.limit is not None
         start = time.perf_counter()
         if spans is not None and not self.disable:
             key = self._key(params.req, params.key.token_ids, spans, len(params.key))
@@ -106,7 +110,7 @@ class ChunkRadixCache(SharingRadixCache):
         result = super().match_prefix(params)
         if spans is not None and isinstance(params.key, ChunkKey):
             state(params.req).fused = None
-            if spans.fusion is not None and self.promiser is not None:
+            if is_admission and spans.fusion is not None and self.promiser is not None:
                 result = self.promiser.match(params.req, params.key, spans, result)
         if params.req is None or not state(params.req).is_asked_only:
             self._touch(result.last_device_node)
@@ -114,8 +118,11 @@ class ChunkRadixCache(SharingRadixCache):
             self.match_seconds += time.perf_counter() - start
         return result
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode] | None:
-        """Keep what `match_prefix` promised: slots for all of it, or an empty tensor (declined), or None (next batch)."""
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
+        """Keep what `match_prefix` promised: slots for all of it, or an empty tensor (declined, to be computed).
+
+        Never None, by which SGLang would put off this request, and with it all that wait behind it.
+        """
         assert self.promiser is not None, "only a promiser promises"
         return self.promiser.commit(params.req, params.best_match_node)
 
@@ -190,8 +197,11 @@ class ChunkRadixCache(SharingRadixCache):
         if self._is_copy(node):
             self.copies.add(node)
 
-    def rank_state(self, dp_rank: int, asked: ExplainRequest | None = None) -> RankState:
-        """What the front asks of this rank."""
+    def rank_state(self, dp_rank: int, asked: Asked = NOTHING) -> RankState:
+        """What the front asks of this rank. The counts are those after the store was cleared."""
+        cleared = None
+        if asked.clear_store:
+            cleared = self.promiser.clear_store() if self.promiser is not None else Cleared(0, 0, 0)
         return RankState(
             dp_rank=dp_rank,
             epoch=self.log.epoch,
@@ -199,18 +209,18 @@ class ChunkRadixCache(SharingRadixCache):
             digest=self._digest,
             chunk_nodes=self._num_chunk_nodes,
             counts=self.stats(),
-            explanation=None if asked is None else self.explain(asked),
+            explanation=self.explain(asked.explain) if asked.explain else None,
+            cleared=cleared,
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counts for `/chunkcache/stats`: tokens unless they say chunks, nodes or seconds. No chunk is named."""
+        """Counts for `/chunkcache/stats`, O(1): tokens unless they say chunks, nodes or seconds. No chunk is named."""
         allocator = self.token_to_kv_pool_allocator
         return {
             "chunk_tokens": self._num_chunk_tokens,
             "promoted_nodes": self._num_promoted,
             "inserted_chunks": self.num_inserted_chunks,
             "evicted_chunks": self.num_evicted_chunks,
-            "duplicate_tokens": self._duplicate_tokens(),
             "match_seconds": round(self.match_seconds, 6),
             "insert_seconds": round(self.insert_seconds, 6),
             "free": allocator.available_size() if allocator else 0,
@@ -405,39 +415,3 @@ class ChunkRadixCache(SharingRadixCache):
             node = stack.pop()
             stack.extend(node.children.values())
             yield node
-
-    def _duplicate_tokens(self) -> int:
-        """Tokens of chunk-keyed paths that the plain part of the tree holds too: the price of keeping them apart.
-
-        Walks both parts side by side, as far as they agree; splits nothing and touches no clock.
-        """
-        total = 0
-        keyed = (child for child in self.root_node.children.values() if isinstance(child.key, ChunkKey))
-        stack = [(child, self.root_node, 0) for child in keyed if child.key.fused is None]
-        while stack:
-            node, plain, offset = stack.pop()
-            shared, plain, offset = _follow(plain, offset, node.key)
-            total += shared
-            if shared == len(node.key):
-                exact = (child for child in node.children.values() if child.key.fused is None)
-                stack.extend((child, plain, offset) for child in exact)
-        return total
-
-
-def _follow(plain: TreeNode, offset: int, key: ChunkKey) -> tuple[int, TreeNode, int]:
-    """(tokens of `key` found from `offset` in the plain node on, where that ends: node and offset)."""
-    tokens, found = key.token_ids, 0
-    while found < len(tokens):
-        if offset == len(plain.key):
-            first = RadixKey(tokens[found : found + 1], key.extra_key, cache_salt=key.cache_salt)
-            child = plain.children.get(first.child_key())
-            if child is None or isinstance(child.key, ChunkKey):
-                break
-            plain, offset = child, 0
-        theirs = plain.key.token_ids[offset : offset + len(tokens) - found]
-        mine = tokens[found : found + len(theirs)]
-        same = next((i for i, (x, y) in enumerate(zip(mine, theirs, strict=True)) if x != y), len(mine))
-        found, offset = found + same, offset + same
-        if same < len(mine):
-            break
-    return found, plain, offset

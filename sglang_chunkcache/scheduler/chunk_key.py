@@ -44,7 +44,9 @@ class Fused(NamedTuple):
 class ChunkKey(RadixKey):  # type: ignore[misc]
     """Token ids with the spans of their chunks, offsets relative to the key; `fused` None means exact throughout."""
 
-    __slots__ = ("fused", "spans")
+    __slots__ = ("_end", "_first", "_offset", "_spans", "fused")
+    # A match slices its key once a chunk. So a slice that has several spans looks at those of the key it was cut from:
+    # `_spans[_first:_end]`, which are `_offset` tokens too far to the right.
 
     def __init__(
         self,
@@ -56,8 +58,17 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         fused: Fused | None = None,
     ) -> None:
         super().__init__(token_ids, extra_key, cache_salt=cache_salt)
-        self.spans = spans
+        self._spans, self._first, self._end, self._offset = spans, 0, len(spans), 0
         self.fused = fused
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The chunks' spans, relative to the key."""
+        if self._end - self._first < len(self._spans) or self._offset:
+            seen = self._spans[self._first : self._end]
+            self._spans = tuple(Span(s - self._offset, e - self._offset, c) for s, e, c in seen)
+            self._first, self._end, self._offset = 0, len(seen), 0
+        return self._spans
 
     @classmethod
     def cut(
@@ -92,6 +103,9 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
             position = span.end
         yield from _token_segments(position, len(self), extra_borders)
 
+    def __len__(self) -> int:
+        return len(self.token_ids)  # it has no limit and is no bigram view, and a match asks four times a chunk
+
     def __getitem__(self, index: int | slice) -> ChunkKey:
         if isinstance(index, int):
             if not -len(self) <= index < len(self):
@@ -100,17 +114,18 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         start, stop, step = index.indices(len(self))
         if step != 1:
             raise ValueError(f"slice step must be 1, got {step}")
-        spans = tuple(Span(s - start, e - start, c) for s, e, c in self.spans if s >= start and e <= stop)
         fused = self.fused
         if fused is not None:
             fused = Fused(max(0, fused.start - start), fused.recipe) if fused.start < stop else None
-        return ChunkKey(
-            self.token_ids[start:stop], spans, extra_key=self.extra_key, cache_salt=self.cache_salt, fused=fused
+        key = ChunkKey(
+            self.token_ids[start:stop], self._spans, extra_key=self.extra_key, cache_salt=self.cache_salt, fused=fused
         )
+        key._look_at(self._first, self._end, self._offset + start)
+        return key
 
     def child_key(self, page_size: int = 1) -> Any:
         head = self._leading_chunk()
-        exact = (_TAG, self.extra_key, self.cache_salt, self.token_ids[0] if head is None else head.chunk)
+        exact = (_TAG, self.extra_key, self.cache_salt, self.token_ids[0] if head is None else head)
         return exact if self.fused is None or self.fused.start else (*exact, "fused", self.fused.recipe)
 
     def match(self, other: RadixKey, page_size: int = 1) -> int:
@@ -120,15 +135,29 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
             return 0
         mine, theirs = self._leading_chunk(), other._leading_chunk()
         if mine is not None or theirs is not None:
-            return len(self) if mine is not None and theirs is not None and mine.chunk == theirs.chunk else 0
+            return len(self) if mine == theirs else 0
         limit = min(self._leading_tokens_len(), other._leading_tokens_len())
         return min(limit, int(super().match(other)))
 
-    def _leading_chunk(self) -> Span | None:
-        return self.spans[0] if self.spans and self.spans[0].start == 0 else None
+    def _look_at(self, first: int, end: int, offset: int) -> None:
+        """Of `_spans[first:end]` those that lie whole in this key, which begins at `offset` among them."""
+        spans, stop = self._spans, offset + len(self)
+        while first < end and spans[first].start < offset:
+            first += 1
+        while first < end and spans[end - 1].end > stop:
+            end -= 1
+        self._first, self._end, self._offset = first, end, offset
+        if end - first <= 1:  # a node's key holds one span, not its whole prompt's
+            _ = self.spans
+
+    def _leading_chunk(self) -> ChunkId | None:
+        if self._first == self._end:
+            return None
+        start, _, chunk = self._spans[self._first]
+        return chunk if start == self._offset else None
 
     def _leading_tokens_len(self) -> int:
-        return self.spans[0].start if self.spans else len(self)
+        return self._spans[self._first].start - self._offset if self._first < self._end else len(self)
 
 
 def cut_at_chunk(spans: Sequence[Span], end: int) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.wire.report import Explanation, Report
 from sglang_chunkcache.wire.spans import RequestSpans
+from sglang_chunkcache.wire.state import Cleared
 
 if TYPE_CHECKING:
     import torch
@@ -21,10 +22,10 @@ class Promiser(Protocol):
     """Calls come in this order for one request."""
 
     def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
-        """Extend an exact match by what can be had otherwise. Idempotent: takes nothing."""
+        """Extend an exact match, at a request's admission, by what can be had otherwise. Idempotent: takes nothing."""
 
-    def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode] | None:
-        """Slots for all that was promised, or an empty tensor (declined), or None (not with this batch)."""
+    def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
+        """Slots for all that was promised, or an empty tensor: declined, to be computed."""
 
     def before(self, batch: ScheduleBatch) -> None:
         """Fill the slots that this batch's requests were promised; before its forward."""
@@ -45,7 +46,10 @@ class Promiser(Protocol):
         """What was planned for a request that was only matched. None: nothing was."""
 
     def reset(self) -> None:
-        """The tree is empty."""
+        """The tree is empty, and the weights may have changed."""
+
+    def clear_store(self) -> Cleared:
+        """Empty the store, the chunks that wait for it included."""
 
     def stats(self) -> dict[str, Any]:
         """Counts for `/chunkcache/stats`."""

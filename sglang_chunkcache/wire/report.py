@@ -99,6 +99,18 @@ class Fallback(StrEnum):
         "prefill-size`).",
         "Lower `--chunked-prefill-size` or enlarge the KV pool; a pool no larger than one budget never moves anything.",
     )
+    PASS_FULL = (
+        "pass_full",
+        "Other requests of its batch fill the pass (`--chunkcache-max-pass-tokens`), and this one is computed rather than made "
+        "to wait.",
+        "Expected now and then when many requests come at once; raise that flag (0 means one prefill budget, "
+        "`--chunked-prefill-size`) or lower the ratio.",
+    )
+    NOT_FILLED = (
+        "not_filled",
+        "The request follows KV that its batch fills for another one, and what it would have moved after that is computed.",
+        "Expected where requests with the same head or first chunks come at once; the next ones find both.",
+    )
     PLAN_FAILED = (
         "plan_failed",
         "Planning the moves raised an error, and the prompt is computed as usual.",

@@ -21,6 +21,25 @@ class ExplainRequest(Record, frozen=True):
     cache_salt: str | None
 
 
+class Asked(Record, frozen=True):
+    """What the front asks of a rank, beside its state."""
+
+    explain: ExplainRequest | None = None
+    clear_store: bool = False
+
+
+NOTHING = Asked()
+"""The rank's state alone."""
+
+
+class Cleared(Record, frozen=True):
+    """What a store held before it was emptied."""
+
+    chunks: int
+    variants: int
+    bytes: int
+
+
 class RankState(Record, frozen=True):
     """What one rank says of itself."""
 
@@ -33,4 +52,6 @@ class RankState(Record, frozen=True):
     counts: dict[str, Any]
     """For `/chunkcache/stats`: shown as they are."""
     explanation: Explanation | None = None
-    """The answer to an `ExplainRequest`."""
+    """The answer to `explain`."""
+    cleared: Cleared | None = None
+    """The answer to `clear_store`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from array import array
 
 import pytest
 
@@ -12,16 +13,21 @@ pytest.importorskip("sglang")
 
 from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy, match_prefix_for_req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, InitLoadBackParams, MatchResult
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext
+from sglang.srt.sampling.sampling_params import SamplingParams
 
+from radix_ext import FusionRequest
 from tests.contract.test_sglang_contract import parameters
+from tests.reference.fused_scheduler import FusedScheduler
+from tests.reference.scheduler import FakeReq, config, marked, packed
 
 
 def source(function: object) -> str:
@@ -29,8 +35,29 @@ def source(function: object) -> str:
     return re.sub(r"\s+", " ", inspect.getsource(function))  # type: ignore[arg-type]
 
 
+def test_only_an_admission_limits_the_key() -> None:
+    """By that a match that orders the queue is told from the one that is promised more: SGLang's functions on a fused request."""
+    scheduler = FusedScheduler(60, config(reuse="fused"))
+    scheduler.serve(FakeReq([9, 1, 2, 3, 4, 5, 6], marked([(1, 4), (4, 6)])))
+    ids, fusion = [9, 4, 5, 1, 2, 3, 6], FusionRequest("none", 0.0, "r")
+    params = SamplingParams(custom_params=packed(marked([(1, 3), (3, 6)], fusion=fusion), ids))
+    req = Req("rid", "", array("q", ids), params)
+
+    def found() -> tuple[int, int]:
+        return len(req.prefix_indices), req.host_hit_length
+
+    for policy in ("lpm", "dfs-weight", "hrrn"):
+        SchedulePolicy(policy, scheduler.cache, False, False, False).calc_priority([req])
+        assert found() == (1, 0)
+    req.init_next_round_input(scheduler.cache)
+    assert found() == (1, 5)
+    match_prefix_for_req(scheduler.cache, req, include_req=True)
+    assert found() == (1, 0)
+
+
 def test_promise_is_kept_in_full_or_not_at_all() -> None:
-    """None waits, empty is computed, anything between kills the scheduler; what is loaded belongs to the tree at once."""
+    """None would end admission for all, empty is computed, anything between kills the scheduler; what is loaded belongs to the
+    tree at once."""
     admission = source(PrefillAdder.add_one_req)
     assert "if loaded is None: return AddReqResult.OTHER" in admission
     assert "new_indices, req.last_node = loaded" in admission
@@ -101,5 +128,8 @@ def test_state_request_carries_a_name() -> None:
 
 
 def test_flush_resets_the_tree() -> None:
-    """Also after a weight update: stored chunk KV of old weights must go."""
+    """Also after a weight update, before its version is recorded: so chunk KV of old weights goes by a fingerprint."""
     assert "self.tree_cache.reset()" in source(Scheduler.flush_cache)
+    assert "self.flush_cache(" in source(SchedulerWeightUpdaterManager.flush_cache_after_weight_update)
+    update = source(SchedulerWeightUpdaterManager.update_weights_from_disk)
+    assert update.index("self.flush_cache_after_weight_update(") < update.index("record_weight_version_after_update(")

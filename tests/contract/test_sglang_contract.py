@@ -146,6 +146,7 @@ def test_radix_cache_method(name: str, expected: list[str]) -> None:
                 "enable_metrics",
                 "api_key",
                 "admin_api_key",
+                "enable_memory_saver",
                 "radix_cache_backend",
             },
         ),

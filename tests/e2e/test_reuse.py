@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from eval.http import get, post
 from eval.server import Server
 from eval.world.world import Passage, Question, World, order_questions
+from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.client import Client, settle
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT, answer_of, prompt_ids
@@ -118,7 +121,7 @@ def sources_of(reply: Mapping[str, Any]) -> list[tuple[str | None, str, int]]:
 
 
 def flush(server: Server) -> None:
-    """Empty tree and store."""
+    """Empty the tree, and the store but for preprocessed chunks."""
     request = urllib.request.Request(server.url + "/flush_cache?timeout=10", method="POST")
     urllib.request.urlopen(request, timeout=30).read()
 
@@ -546,6 +549,66 @@ def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str
     assert reply["chunkcache"]["fallbacks"] == ["no_room"]
     assert reply["chunkcache"]["fates"]["relocated"] == 0
     assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["fallbacks"]["no_room"] >= 1
+
+
+# What outlives a flush
+
+
+def stored(server: Server) -> int:
+    return int(get(server.url + "/chunkcache/stats")["ranks"][0]["store"]["num_variants"])
+
+
+def preprocessed(server: Server, passages: Sequence[Passage], salt: str) -> None:
+    """The last passage in the store, computed after the others; and nothing else."""
+    flush(server)
+    post(server.url + "/chunkcache/clear_store")
+    *neighbors, chunk = ({"id": p.id, "text": p.text} for p in passages)
+    post(server.url + "/chunkcache/preprocess", {"chunk": chunk, "neighbors": neighbors, "cache_salt": salt})
+    settle(Client(server.url, None))
+    flush(server)
+
+
+def test_flush_keeps_preprocessed_chunks_and_clear_store_does_not(
+    fused_server: Server, world: World, salt: str
+) -> None:
+    """The tree is empty, the chunk is moved from the store all the same. What clear_store has removed it says."""
+    preprocessed(fused_server, world.passages[:2], salt)
+    assert stored(fused_server) == 1
+    reply = ask(fused_server, world.passages[1:2], "Hello", cache_salt=salt, reuse=fused())
+    assert [where for _, where, _ in sources_of(reply)] == ["gap", "host"]
+    flush(fused_server)
+    (held,) = post(fused_server.url + "/chunkcache/clear_store")["cleared"]
+    assert (held["dp_rank"], held["chunks"], held["variants"]) == (0, 1, 1)
+    assert held["bytes"] > 1000
+    assert stored(fused_server) == 0
+    reply = ask(fused_server, world.passages[1:2], "Hello", cache_salt=salt, reuse=fused())
+    assert reply["chunkcache"]["fallbacks"] == ["no_source"]
+
+
+def test_update_of_the_weights_leaves_nothing_old(
+    fused_server: Server, world: World, salt: str, tmp_path: Path
+) -> None:
+    """Weights of the same shapes, and no version named: what was preprocessed with the old ones is gone, and a fused request
+    answers as a full prefill does. So it is when the old ones come back."""
+    other = tmp_path / "other"
+    shutil.copytree(model_dir(), other)
+    weights = other / "model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("layers.0.self_attn.k_proj.weight"))
+    tensors[name] = tensors[name].flip(0)  # every value stays
+    save_file(tensors, weights, metadata={"format": "pt"})
+    passages = world.passages[:2]
+    question = next(q for q in world.questions if q.gold_passage_ids[0] == passages[1].id and q.hop == 1)
+    for path in (other, model_dir()):
+        preprocessed(fused_server, passages, salt)
+        assert stored(fused_server) == 1
+        assert post(fused_server.url + "/update_weights_from_disk", {"model_path": str(path)})["success"]
+        assert stored(fused_server) == 0
+        reply = ask(fused_server, passages[1:], question, cache_salt=salt, reuse=fused())
+        assert reply["chunkcache"]["fallbacks"] == ["no_source"]
+        assert reply["chunkcache"]["fates"]["relocated"] == 0
+        assert text_of(reply) == full_prefill(fused_server, passages[1:], question)
+    assert text_of(reply) in question.answers
 
 
 # Everything together

@@ -192,12 +192,15 @@ class FusedScheduler(Scheduler):
             max_variants=config.store_variants,
             window=config.window_requests,
         )
+        self.weights = 0
+        """Their fingerprint."""
         self.fuser = Fuser(
             self.cache,
             self.fusion_pass,  # type: ignore[arg-type]
             self.store,
             limits,
             extend_reserve=prefill_budget,
+            fingerprint=lambda: self.weights,
         )
         self.cache.promiser = self.fuser
         self.evicted_before_load_back = 0
@@ -235,6 +238,7 @@ class FusedScheduler(Scheduler):
         """Also: locks are what holders explain, and every slot holds what its node's key says."""
         super().check(reqs)
         self.store.check_integrity()
+        assert self.store._on_device == set(self.cache.copies._nodes), "the store mistakes what is on the device"
         self._check_locks(reqs)
         stack: list[tuple[Any, int, int | None, str | None]] = [(self.cache.root_node, 0, 0, None)]
         while stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from radix_ext.moved_plan import Limits
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import FusionPass
+from sglang_chunkcache.fusion.fingerprint import fingerprint
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.recompute import run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable
@@ -37,6 +39,7 @@ class ModelScheduler(Scheduler):
             self.store,
             Limits(prefill_budget, config.max_gap_tokens),
             extend_reserve=prefill_budget,
+            fingerprint=partial(fingerprint, runner.model),
         )
         self.cache.promiser = self.fuser
 

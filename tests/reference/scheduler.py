@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from msgspec import structs
 from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
@@ -96,6 +97,9 @@ class FakeReq:
     def all_ids(self) -> array[int]:
         return self.origin_input_ids + self.output_ids
 
+    def _compute_max_prefix_len(self, input_len: int) -> int:
+        return max(0, input_len - 1)
+
     def get_fill_ids(self) -> array[int]:
         return self.all_ids[: self.filled]
 
@@ -157,6 +161,12 @@ class Scheduler:
         self.rows = rows or ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
         params = CacheInitParams(False, self.rows, self.allocator, 1)
         self.cache: Any = RadixCache(params) if config is None else ChunkRadixCache(params, config)
+
+    def queue(self, req: FakeReq) -> None:
+        """As `SchedulePolicy` finds a waiting request's place."""
+        match_prefix_for_req(self.cache, req, include_req=True)
+        if self.force_miss:
+            req.prefix_indices, req.host_hit_length = req.prefix_indices[:0], 0
 
     def match(self, req: FakeReq) -> int:
         """As `Req.init_next_round_input`; returns the matched length."""
@@ -301,8 +311,7 @@ class Scheduler:
         if end is None or not req.host_hit_length:
             return end
         loaded = self.cache.init_load_back(InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req))
-        if loaded is None:
-            return None
+        assert loaded is not None, "SGLang would end admission for all"
         indices, req.last_node = loaded
         assert len(indices) in (0, req.host_hit_length), "SGLang dies of a promise kept in part"
         if not len(indices):

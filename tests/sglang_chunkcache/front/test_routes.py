@@ -28,7 +28,7 @@ from sglang_chunkcache.front.search import RagSearch
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import MARK_KEY, checked, unpack
-from sglang_chunkcache.wire.state import ExplainRequest, RankState
+from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 from tests.sglang_chunkcache.front.front_bench import SECRET, A, B, Bench, C, CharTokenizer, D, make_output
 
@@ -41,7 +41,7 @@ Endpoint = Callable[..., Awaitable[Any]]
 Send = Callable[..., tuple[int, Any]]
 
 chunkcache_explain, chunkcache_preprocess = Routes.chunkcache_explain, Routes.chunkcache_preprocess
-chunkcache_stats = Routes.chunkcache_stats
+chunkcache_clear_store, chunkcache_stats = Routes.chunkcache_clear_store, Routes.chunkcache_stats
 rag_chat_completions, rag_generate, rag_retrieve = Routes.rag_chat_completions, Routes.rag_generate, Routes.rag_retrieve
 
 
@@ -66,7 +66,8 @@ class Manager:
         return self.states
 
     async def get_internal_state_communicator(self, message: Any) -> list[Any]:
-        self.sent.append(decode(message.rid, ExplainRequest))
+        asked = decode(message.rid, Asked)
+        self.sent.append(asked.explain or asked)
         return [SimpleNamespace(internal_state=state) for state in self.states]
 
     async def generate_request(self, obj: Any, raw_request: Any) -> AsyncIterator[Any]:
@@ -83,9 +84,11 @@ def told(obj: Any) -> Any:
     return unpack(obj.sampling_params["custom_params"], array("q", obj.input_ids), secret=SECRET)
 
 
-def state_of(rank: int, explanation: Explanation | None = None, **counts: Any) -> dict[str, Any]:
+def state_of(
+    rank: int, explanation: Explanation | None = None, cleared: Cleared | None = None, **counts: Any
+) -> dict[str, Any]:
     """A rank's internal state."""
-    state = RankState(rank, epoch=5, seq=0, digest=0, chunk_nodes=0, counts=counts, explanation=explanation)
+    state = RankState(rank, 5, seq=0, digest=0, chunk_nodes=0, counts=counts, explanation=explanation, cleared=cleared)
     return {"chunkcache": encode(state)}
 
 
@@ -142,7 +145,7 @@ def call() -> Iterator[MakeServer]:
         search.close()
 
 
-@pytest.mark.parametrize("endpoint", [chunkcache_explain, chunkcache_preprocess])
+@pytest.mark.parametrize("endpoint", [chunkcache_explain, chunkcache_preprocess, chunkcache_clear_store])
 def test_other_tenants_business_asks_for_the_admin_level(endpoint: Any) -> None:
     """As the tree does."""
     assert endpoint._auth_level == AuthLevel.ADMIN_OPTIONAL
@@ -402,6 +405,27 @@ def test_preprocess_runs_on_every_rank(call: Any) -> None:
         assert "".join(map(chr, obj.input_ids)).startswith(f"\x02\x01ssys\x03\x01u{B.text};{A.text};")
     assert bench.is_idle()
     assert bench.books.metrics.totals()["requests"] == {"finished": 2}
+
+
+def test_clear_store_asks_every_rank(call: Any) -> None:
+    """What each had, in order of rank. One message, and nothing is explained."""
+    _, manager, send = call(reuse="fused", num_ranks=2)
+    manager.states = [state_of(1, cleared=Cleared(0, 0, 0)), state_of(0, cleared=Cleared(2, 3, 400))]
+    status, answer = send(chunkcache_clear_store)
+    assert manager.sent == [Asked(clear_store=True)]
+    first, second = (
+        {"dp_rank": r, "chunks": c, "variants": v, "bytes": b} for r, c, v, b in ((0, 2, 3, 400), (1, 0, 0, 0))
+    )
+    assert (status, answer) == (200, {"cleared": [first, second]})
+
+
+@pytest.mark.parametrize("state", [{}, state_of(1)], ids=["without the cache", "that does not say"])
+def test_rank_that_did_not_clear_its_store_is_an_error(call: Any, state: dict[str, Any]) -> None:
+    """Else a user takes a store for empty that is not."""
+    _, manager, send = call(reuse="fused", num_ranks=2)
+    manager.states = [state_of(0, cleared=Cleared(1, 1, 1)), state]
+    status, answer = send(chunkcache_clear_store)
+    assert (status, answer["message"]) == (500, "a rank has not emptied its store")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,14 @@ class EngineScheduler(Scheduler):
         choice = None
         if attention != "masked":
             choice = make_attention(runner, attention), attention_choice.described("sparse", "a test", attention)
-        self.fuser = Fuser(self.cache, FusionPass(runner, table, settings, choice), store, ROOMY, extend_reserve=256)
+        self.fuser = Fuser(
+            self.cache,
+            FusionPass(runner, table, settings, choice),
+            store,
+            ROOMY,
+            extend_reserve=256,
+            fingerprint=lambda: 0,
+        )
         self.cache.promiser = self.fuser
         self.logits: dict[FakeReq, list[Tensor]] = {}
         """Request -> the last token's logits of each of its forwards."""

@@ -25,7 +25,7 @@ from sglang_chunkcache.front.routes import Routes
 from sglang_chunkcache.preprocess import preprocess
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import ANSWER_KEY
-from sglang_chunkcache.wire.state import STATE_KEY, ExplainRequest
+from sglang_chunkcache.wire.state import STATE_KEY, Asked
 from tests import models
 from tests.reference.model_scheduler import ModelScheduler
 from tests.reference.scheduler import FakeReq
@@ -53,7 +53,7 @@ class Manager:
         pass
 
     async def get_internal_state_communicator(self, message: Any) -> list[Any]:
-        state = self.scheduler.cache.rank_state(0, decode(message.rid, ExplainRequest))
+        state = self.scheduler.cache.rank_state(0, decode(message.rid, Asked))
         return [SimpleNamespace(internal_state={STATE_KEY: encode(state)})]
 
     async def generate_request(self, obj: Any, raw_request: Any) -> AsyncIterator[Any]:

@@ -13,11 +13,13 @@ pytest.importorskip("sglang")
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
 from radix_ext import FusionRequest, IntegrityError
-from radix_ext.moved_plan import Limits
+from radix_ext.moved_plan import Limits, make_plan
+from sglang_chunkcache.fusion import promise
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import unpack
-from sglang_chunkcache.wire.state import ExplainRequest
+from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest
 from tests.reference.fused_scheduler import KV, FusedScheduler
 from tests.reference.scheduler import SECRET, FakeReq, answer_of, config, marked, walk
 
@@ -234,7 +236,7 @@ def test_tenants_do_not_share_sources(other: dict[str, Any]) -> None:
 
 
 def test_match_promises_again_and_again_and_takes_nothing() -> None:
-    """SGLang asks up to seven times a request."""
+    """SGLang asks again in every round until the request is admitted."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     free = scheduler.allocator.available_size()
@@ -243,6 +245,41 @@ def test_match_promises_again_and_again_and_takes_nothing() -> None:
     assert scheduler.allocator.available_size() == free
     assert scheduler.cache.protected_size() == 0
     assert scheduler.admit(req, 100) == 5
+
+
+def test_queue_is_ordered_by_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 waiting requests a round are matched, and one or two of them admitted: only these are looked up and planned."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    scheduler.serve(fused(B))
+    plans: list[Any] = []
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        plans.append(args)
+        return make_plan(*args, **kwargs)
+
+    monkeypatch.setattr(promise, "make_plan", count)
+    waiting = [fused(B), fused(B, C), fused(A, C), rag(A, C)]
+    for req in waiting * 3:
+        scheduler.queue(req)
+    assert [(len(req.prefix_indices), req.host_hit_length) for req in waiting] == [(2, 0), (2, 0), (6, 0), (6, 0)]
+    assert plans == []
+    assert scheduler.match(waiting[0]) == 7
+    assert len(plans) == 1
+
+
+def test_a_place_in_the_queue_takes_back_what_was_matched() -> None:
+    """A request that was not admitted is matched for its place again: from then on nothing is promised to it."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    scheduler.serve(fused(B))
+    req = fused(B, A)
+    assert (scheduler.match(req), req.host_hit_length) == (5, 4)
+    assert state(req).fused is not None
+    scheduler.queue(req)
+    assert (len(req.prefix_indices), req.host_hit_length, state(req).fused) == (2, 0, None)
+    assert scheduler.serve(req, answer=[50]) == 9
+    scheduler.check()
 
 
 def test_explain_tells_the_plan_and_changes_nothing() -> None:
@@ -359,31 +396,35 @@ def test_request_of_the_same_batch_shares_what_is_filled_with_it() -> None:
     scheduler.check()
 
 
-def test_request_that_would_move_chunks_behind_empty_nodes_waits() -> None:
-    """To choose its critical tokens it has to look at KV that is filled with this batch."""
+def test_request_that_would_move_chunks_behind_empty_nodes_computes_them() -> None:
+    """To choose its critical tokens it would have to look at KV that is filled with this batch. Its extend comes after that."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, C))
     one, two = fused(B), fused(B, C)
     start_of(scheduler, one)
-    assert scheduler.add(two, 100) is None
-    scheduler.check([one])
+    assert start_of(scheduler, two) == 5
+    scheduler.check([one, two])
     scheduler.forward()
-    assert scheduler.admit(two, 100) == 7
     finish(scheduler, one, two)
+    assert (report(two).fused_hit, report(two).relocated, report(two).fallbacks) == (3, 3, (Fallback.NOT_FILLED,))
+    assert scheduler.serve(fused(B, C)) == 5 + 2 + 2  # computed after what was moved: for the recipe alone
+    assert scheduler.serve(rag(B, C)) == 2
     scheduler.check()
 
 
 @pytest.mark.parametrize("head", [OTHER_HEAD, [*OTHER_HEAD[:2], 99]], ids=["same head", "head that begins alike"])
-def test_request_behind_an_empty_head_waits(head: list[int]) -> None:
-    """The head that the first request has computed in the pass is no KV yet, whole or in part."""
+def test_request_behind_an_empty_head_computes_its_chunks(head: list[int]) -> None:
+    """The head that the first request has computed in the pass is no KV yet, whole or in part. What follows it is exact."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     one, two = fused(A, head=OTHER_HEAD), fused(B, head=head)
     start_of(scheduler, one)
-    assert scheduler.add(two, 100) is None
+    found = 3 if head == OTHER_HEAD else 2
+    assert start_of(scheduler, two) == found
     scheduler.forward()
-    assert scheduler.admit(two, 100) == 3 + len(B)
     finish(scheduler, one, two)
+    assert (report(two).exact, report(two).relocated, report(two).fallbacks) == (found, 0, (Fallback.NOT_FILLED,))
+    assert scheduler.serve(rag(B, head=head)) == 3 + len(B) + 2
     scheduler.check()
 
 
@@ -399,15 +440,16 @@ def test_exact_request_of_the_same_batch_shares_an_empty_gap() -> None:
 
 
 def test_batch_recomputes_no_more_than_its_budget() -> None:
-    """Further requests wait for the next batch; the first may always go."""
+    """The first may always go. Further ones are computed, in the same batch: nobody waits for a pass, plain requests included."""
     scheduler = make_scheduler(limits={"max_pass_tokens": 5})
     scheduler.serve(rag(C, A, B))
-    one, two = (fused(A, fusion=asks("query", 1.0, recipe)) for recipe in "rs")
-    start_of(scheduler, one)
-    assert scheduler.add(two, 100) is None
+    one, two, after = *(fused(A, fusion=asks("query", 1.0, recipe)) for recipe in "rs"), FakeReq([99])
+    assert [start_of(scheduler, req) for req in (one, two, after)] == [6, 2, 0]
+    scheduler.check([one, two])
     scheduler.forward()
-    assert scheduler.admit(two, 100) == 6
-    finish(scheduler, one, two)
+    finish(scheduler, one, two, after)
+    assert (report(two).exact, report(two).relocated, report(two).fallbacks) == (2, 0, (Fallback.PASS_FULL,))
+    assert scheduler.cache.stats()["fallbacks"] == {Fallback.PASS_FULL: 1}
     scheduler.check()
 
 
@@ -434,7 +476,7 @@ def test_promise_that_no_batch_keeps_stops_the_server() -> None:
 
 
 def test_declined_promise_is_an_empty_tensor() -> None:
-    """SGLang's contract: all, nothing, or None for later. Anything between kills it."""
+    """SGLang's contract: all or nothing; anything between kills it. None would end admission for all that wait."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     req = fused(B)
@@ -590,7 +632,7 @@ def test_moved_chunks_have_no_place_in_the_global_tree() -> None:
 
 
 def test_flush_forgets_waiting_captures_and_the_store() -> None:
-    """Weights may have changed with it."""
+    """But for what was preprocessed: a measurement starts afresh."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, keep=[0]), answer=[50])
     scheduler.idle()
@@ -603,6 +645,72 @@ def test_flush_forgets_waiting_captures_and_the_store() -> None:
     assert scheduler.serve(req, answer=[50]) == 0
     scheduler.idle()
     assert scheduler.store.stats().num_variants == 1
+    scheduler.check()
+
+
+def preprocessed(scheduler: FusedScheduler) -> None:
+    """B after A, and A alone, into the store; then C as requests bring it."""
+    for chunks in ([A], [A, B]):
+        fusion = FusionRequest("none", 0.0, "p", fresh=frozenset({len(chunks) - 1}), plain=True)
+        scheduler.serve(rag(*chunks, fusion=fusion, keep=[len(chunks) - 1], is_preprocessing=True), answer=[50])
+    scheduler.serve(rag(C, keep=[0]), answer=[50])
+    scheduler.idle()
+    assert scheduler.store.stats().num_variants == 3
+
+
+def test_flush_keeps_what_was_preprocessed() -> None:
+    """Hours of work, and the benches flush before each cell. It serves as before, first of all sources."""
+    scheduler = make_scheduler()
+    preprocessed(scheduler)
+    scheduler.flush()
+    assert [each.preprocessed for _, each, _ in scheduler.store._held.values()] == [True]
+    scheduler.check()
+    req = fused(B)
+    assert scheduler.serve(req, answer=[50]) == 5
+    assert [where for _, where, *_ in sources(req)] == ["gap", "host"]
+    scheduler.evict(100)  # nothing is on the device any more, so the store's order is that of an empty tree
+    scheduler.check()
+
+
+def test_flush_after_an_update_of_the_weights_keeps_nothing() -> None:
+    """SGLang resets the tree for both, and names no version unless the client did. The next flush compares with these weights."""
+    scheduler = make_scheduler()
+    preprocessed(scheduler)
+    scheduler.weights = 1
+    scheduler.flush()
+    assert scheduler.store.stats().num_variants == 0
+    assert scheduler.serve(fused(B)) == 0
+    scheduler.flush()
+    preprocessed(scheduler)
+    scheduler.flush()
+    assert scheduler.store.stats().num_variants == 1
+    scheduler.weights = 0  # back again is a change, too
+    scheduler.flush()
+    assert scheduler.store.stats().num_variants == 0
+
+
+def test_cleared_store_is_empty_and_the_tree_is_not() -> None:
+    """What was preprocessed and what waits included. A promise that reads a variant is kept, and what waited can come again."""
+    scheduler = make_scheduler()
+    preprocessed(scheduler)
+    scheduler.evict(100)
+    assert scheduler.serve(rag(D, keep=[0]), answer=[50]) == 0
+    assert scheduler.cache.stats()["store"]["pending"] == 1
+    req = fused(B)
+    assert start_of(scheduler, req) == 5
+    num_bytes = scheduler.store.stats().num_bytes
+    assert scheduler.cache.rank_state(0, Asked(clear_store=True)).cleared == Cleared(3, 3, num_bytes)
+    stats = scheduler.cache.stats()["store"]
+    assert (stats["num_variants"], stats["num_bytes"], stats["pending"]) == (0, 0, 0)
+    scheduler.check([req])
+    scheduler.forward()
+    finish(scheduler, req)
+    assert report(req).relocated == 3
+    assert scheduler.serve(fused(D)) == 2 + 4 + 2
+    scheduler.serve(rag(D, keep=[0]), answer=[50])
+    scheduler.idle()
+    assert scheduler.store.stats().num_variants == 1
+    assert scheduler.cache.rank_state(0).cleared is None
     scheduler.check()
 
 

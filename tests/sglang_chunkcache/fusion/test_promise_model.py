@@ -144,7 +144,7 @@ class FuserMachine(RuleBasedStateMachine):
         is_preprocessing=st.booleans(),
         piece=st.integers(1, 8),
         joins=st.sampled_from([True, True, False]),
-        num_matches=st.integers(0, 2),
+        num_rounds=st.integers(0, 2),
         evicted=st.sampled_from([0, 0, 0, 0, 4, 20]),
         again=st.sampled_from([None, *KINDS]),
         moves=st.sampled_from([None, *HEADS]),
@@ -159,7 +159,7 @@ class FuserMachine(RuleBasedStateMachine):
         is_preprocessing: bool,
         piece: int,
         joins: bool,
-        num_matches: int,
+        num_rounds: int,
         evicted: int,
         again: str | FusionRequest | None,
         moves: tuple[int, ...] | None,
@@ -172,13 +172,13 @@ class FuserMachine(RuleBasedStateMachine):
         head, areas, salt = shape
         self.scheduler.evicted_before_load_back = evicted
         live = make_live(kind, head, areas, tail, salt, promoted_len, keep, is_preprocessing)
-        self._add(live, piece, joins=joins, num_matches=num_matches)
+        self._add(live, piece, joins=joins, num_rounds=num_rounds)
         if again is not None:
             longer = [*areas[:-1], [*areas[-1], CHUNKS[promoted_len]]]
             twin = make_live(
                 again, head if moves is None else moves, longer, tail, salt, promoted_len, keep, is_preprocessing
             )
-            self._add(twin, piece, joins=True, num_matches=0)
+            self._add(twin, piece, joins=True, num_rounds=0)
         self.scheduler.evicted_before_load_back = 0
 
     @rule(
@@ -198,7 +198,7 @@ class FuserMachine(RuleBasedStateMachine):
         self._run()
         head, areas, salt = shape
         live = make_live(kind, head, areas, (20, 21), salt, promoted_len, keep, is_preprocessing=False)
-        self._add(live, 100, joins=False, num_matches=0)
+        self._add(live, 100, joins=False, num_rounds=0)
         self._run()
         while live in self.live:
             if self.scheduler.is_prefilled(live.req):
@@ -259,7 +259,7 @@ class FuserMachine(RuleBasedStateMachine):
         if again:  # retracted: the same request comes back with its output so far
             live.sampled = False
             self.scheduler.evict(num_evicted)
-            self._add(live, piece, joins=False, num_matches=0)
+            self._add(live, piece, joins=False, num_rounds=0)
 
     # The cache's own
 
@@ -280,15 +280,18 @@ class FuserMachine(RuleBasedStateMachine):
         self.scheduler.fusion_pass.fails = True
 
     @precondition(lambda self: not self.live)
-    @rule()
-    def flush(self) -> None:
+    @rule(is_updated=st.booleans())
+    def flush(self, is_updated: bool) -> None:
+        self.scheduler.weights += is_updated
+        kept = [each for _, each, _ in self.scheduler.store._held.values() if each.preprocessed and not is_updated]
         self.scheduler.flush()
+        assert [each for _, each, _ in self.scheduler.store._held.values()] == kept
 
     @precondition(lambda self: self.scheduler.store.stats().num_variants)
     @rule()
-    def lose_the_store(self) -> None:
-        """Variants leave it at any moment."""
-        self.scheduler.store.clear()
+    def clear_store(self) -> None:
+        """At any moment."""
+        self.scheduler.fuser.clear_store()
 
     # After every step
 
@@ -317,13 +320,15 @@ class FuserMachine(RuleBasedStateMachine):
             self.scheduler.forward()
             self.all_is_in_order()
 
-    def _add(self, live: Live, piece: int, *, joins: bool, num_matches: int) -> None:
+    def _add(self, live: Live, piece: int, *, joins: bool, num_rounds: int) -> None:
         if len(live.req.all_ids) + 4 > self.scheduler.capacity:
             return
         if not joins:
             self._run()
-        for _ in range(num_matches):  # the queue asks again and again
+        for _ in range(num_rounds):  # in which it was not admitted
+            self.scheduler.queue(live.req)
             self.scheduler.match(live.req)
+        self.scheduler.queue(live.req)
         batch = list(self.scheduler.batch)
         is_promised = bool(self.scheduler.fuser._pending)
         matched = self.scheduler.add(live.req, piece)
@@ -388,14 +393,14 @@ class SharingMachine(FuserMachine):
     )
     def admit(self, **drawn: Any) -> None:
         FuserMachine.admit(
-            self, **drawn, promoted_len=0, keep=frozenset(), is_preprocessing=False, num_matches=1, moves=None
+            self, **drawn, promoted_len=0, keep=frozenset(), is_preprocessing=False, num_rounds=1, moves=None
         )
 
     @rule(kind=st.sampled_from(STAYING_KINDS), shape=STAYING)
     def serve(self, **drawn: Any) -> None:
         FuserMachine.serve(self, **drawn, keep=frozenset(), promoted_len=0)
 
-    lose_the_store = None  # type: ignore[assignment]
+    clear_store = None  # type: ignore[assignment]
 
 
 SETTINGS = settings(max_examples=examples(150), stateful_step_count=40)

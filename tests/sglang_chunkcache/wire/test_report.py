@@ -9,7 +9,7 @@ from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inser
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Answer, Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import RequestSpans
-from sglang_chunkcache.wire.state import ExplainRequest, RankState
+from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
 
 SOURCES = (Source(0, 3, None, "gap"), Source(3, 9, 0, "device", 2, 1, 0.25))
 REPORT = Report(1, 2, 3, 2, 4, 0, SOURCES, (0,), (Fallback.NO_ROOM,), {"lookup": 0.5})
@@ -23,11 +23,13 @@ EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicte
         Answer(EVENTS, REPORT),
         Explanation(1, 2, 3, SOURCES, (Fallback.NO_SOURCE,)),
         ExplainRequest([1, 2], RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2)), None, "salt"),
+        Asked(clear_store=True),
+        RankState(1, 2, 3, 4, 5, {}, cleared=Cleared(1, 2, 3)),
         RankState(1, 2, 3, 2**63 - 1, 4, {"free": 1, "store": {"pending": 0}}, Explanation(0, 0, 0)),
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_round_trip(message: Answer | Explanation | ExplainRequest | RankState) -> None:
+def test_round_trip(message: Answer | Asked | Explanation | ExplainRequest | RankState) -> None:
     """Equal on the other side, records and enums included."""
     assert decode(encode(message), type(message)) == message
 

@@ -1,0 +1,97 @@
+"""A change of weights shows, whatever it is; and a weight update of SGLang's is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import Tensor, nn
+
+from sglang_chunkcache.fusion import fingerprint as module
+from sglang_chunkcache.fusion.fingerprint import fingerprint
+from tests.reference import naive_fingerprint as naive
+
+
+class Model(nn.Module):
+    """Parameters of two types, one of an odd number of bytes, a view with an odd offset, tied weights and a buffer."""
+
+    flags: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 5, bias=False)
+        self.narrow = nn.Parameter(torch.randn(3, 3).bfloat16())
+        self.part = nn.Parameter(torch.randn(9).bfloat16()[1:])
+        self.tied = self.narrow
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+
+
+@pytest.mark.parametrize("piece", [2, 16, 1 << 20])
+def test_equals_the_naive_one(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """Piece by piece or at once, to the last bit."""
+    for each in (module, naive):
+        monkeypatch.setattr(each, "PIECE_WORDS", piece)
+    assert fingerprint(Model()) == naive.naive_fingerprint(Model())
+
+
+def one_bit(model: Model) -> None:
+    model.first.weight.data.view(torch.int32)[6, 4] ^= 1
+
+
+def one_bit_of_a_half(model: Model) -> None:
+    model.narrow.data.view(torch.int16)[2, 2] ^= 1
+
+
+def two_signs(model: Model) -> None:
+    model.first.weight.data[2:4] *= -1
+
+
+def swapped_rows(model: Model) -> None:
+    model.first.weight.data = model.first.weight.data[[1, 0, 2, 3, 4, 5, 6]]
+
+
+def swapped_tensors(model: Model) -> None:
+    first, second = model.first.weight.data.flatten(), model.second.weight.data.flatten()
+    model.first.weight.data, model.second.weight.data = second.reshape(7, 5), first.reshape(5, 7)
+
+
+def moved_by_one(model: Model) -> None:
+    model.second.weight.data = model.second.weight.data.roll(1)
+
+
+def buffer(model: Model) -> None:
+    model.flags[1] = True
+
+
+@pytest.mark.parametrize(
+    "change", [one_bit, one_bit_of_a_half, two_signs, swapped_rows, swapped_tensors, moved_by_one, buffer]
+)
+def test_change_of_the_same_shapes_shows(change: Callable[[Model], None]) -> None:
+    """Also where every value stays and only its place is another."""
+    model = Model()
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    change(model)
+    assert fingerprint(model) != before
+
+
+def test_layout_in_memory_does_not_count() -> None:
+    """A transposed copy of the same values, as a loader may leave it."""
+    model, other = Model(), Model()
+    weight: Tensor = other.first.weight.data
+    other.first.weight.data = weight.T.contiguous().T
+    assert not other.first.weight.is_contiguous()
+    assert fingerprint(other) == fingerprint(model)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_device_does_not_count() -> None:
+    """Sums wrap alike everywhere."""
+    assert fingerprint(Model().cuda()) == fingerprint(Model())
