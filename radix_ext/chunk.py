@@ -8,17 +8,20 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple, NewType
 
 from radix_ext.errors import ChunkError, SpanError
 
 ChunkId = NewType("ChunkId", str)
-"""32 hex digits: blake2b-128 of the chunk's token ids, each as 4 little-endian bytes."""
+"""32 hex digits: blake2b-128 of the chunk's token ids, each as 4 little-endian bytes. In the global tree also `fused_chunk`."""
 
 ChainId = NewType("ChainId", int)
 """60-bit id of the path from a namespace's root to one node. Front and scheduler must agree on it; it need not be secret. A
 collision (2**30 chains for an even chance) makes a mirror wrong, which costs speed and never correctness."""
+
+_FUSED = "fused:"
 
 _MASK_60 = (1 << 60) - 1
 """Up to here an integer takes 32 bytes, above 48."""
@@ -56,6 +59,16 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
         ids = ids[:]
         ids.byteswap()
     return ChunkId(sys.intern(blake2b(ids, digest_size=16).hexdigest()))
+
+
+def fused_chunk(recipe: str, chunk: ChunkId) -> ChunkId:
+    """The global tree's name of a chunk whose KV is approximate and was made by `recipe`. No chunk has it for an id."""
+    return ChunkId(f"{_FUSED}{_named(recipe)}:{chunk}")
+
+
+def is_fused_chunk(chunk: ChunkId) -> bool:
+    """Whether the name is one of `fused_chunk`."""
+    return chunk.startswith(_FUSED)
 
 
 def text_before(head: str, spans: Sequence[Span], token_ids: Sequence[int]) -> tuple[str, ...]:
@@ -107,6 +120,11 @@ def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
         if span.end > num_tokens:
             raise SpanError(f"span {index} must end by {num_tokens} but got {span.end}")
         previous_end = span.end
+
+
+@lru_cache(maxsize=64)
+def _named(recipe: str) -> str:
+    return blake2b(recipe.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _chain(digest: blake2b) -> ChainId:

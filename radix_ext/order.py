@@ -10,6 +10,13 @@ tree        the deepest cached chain made of this request's chunks only, then th
 ```
 The search for the deepest chain goes level by level and looks into at most `max_visits` nodes. Where that is enough
 it is exact. On larger trees each level keeps the nodes with most hits, and some chain is always followed to its end.
+
+A request that moves KV by a recipe without the question follows the fused chains of this recipe too (CRAFT fig. 16), from where
+the exact chain ends, as a rank matches them:
+
+    namespace ── A ─┬─ B                        an exact request for D, C, B, A     A B, then D C
+                    └─ fused C ── fused D       a fused one for D, C, A             A C D
+                                                a fused one for D, C, B, A          A B, then D C: exact chunks come first
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +24,7 @@ from typing import Literal, NamedTuple, get_args
 
 from radix_ext.access_table import AccessTable
 from radix_ext.chain_node import ChainNode, held_mask, planned_mask
-from radix_ext.chunk import Chunk, ChunkId
+from radix_ext.chunk import Chunk, ChunkId, fused_chunk
 from radix_ext.errors import ChunkError, check_at_least, check_choice
 from radix_ext.prefix_tree import ChunkPrefixTree
 
@@ -26,17 +33,22 @@ TailPolicy = Literal["seen", "rank", "frequency"]
 ORDER_POLICIES: tuple[OrderPolicy, ...] = get_args(OrderPolicy)
 TAIL_POLICIES: tuple[TailPolicy, ...] = get_args(TailPolicy)
 
+_EXACT_WORTH = 1 << 32  # of a token, when a fused one counts 1
 _LEVEL_SHARE = 4  # a level may spend a quarter of the visits left, so that deep levels get some too
 
 
 class Ordering(NamedTuple):
-    """A decision: `chunks[:held_len]` are held, the next `planned_len` are only planned by requests under way."""
+    """A decision: `chunks[:held_len]` are held, the next `planned_len` are only planned by requests under way.
+
+    The last `num_fused` of these are expected fused, by the request's recipe, the others exact.
+    """
 
     chunks: tuple[Chunk, ...]
     held_len: int
     planned_len: int
     held_tokens: int
     planned_tokens: int
+    num_fused: int
 
     @property
     def cached_tokens(self) -> int:
@@ -54,11 +66,13 @@ def order_chunks(
     *,
     rank: int | None,
     max_visits: int,
+    recipe: str | None = None,
 ) -> Ordering:
     """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither tree nor table.
 
-    `tail` matters for `tree` only. Of equally long chains (tokens, then chunks) the one that prefers the retriever's
-    first wins. `table` must not yet have observed this request, or all of its chunks would count as seen.
+    `tail` matters for `tree` only. Of equally long chains (exact tokens, then all tokens, then chunks) the one that prefers the
+    retriever's first wins. `table` must not yet have observed this request, or all of its chunks would count as seen.
+    `recipe` has made the fused chains that the request may follow; None: exact chains alone.
 
     Raises:
         PolicyError: unknown policy or tail.
@@ -70,15 +84,17 @@ def order_chunks(
     by_id = {chunk.id: chunk for chunk in chunks}
     if len(by_id) != len(chunks):
         raise ChunkError(f"the chunks of a request must differ but {len(chunks) - len(by_id)} are repeated")
+    fused = {} if recipe is None else {fused_chunk(recipe, chunk.id): chunk.id for chunk in chunks}
     path: Sequence[ChainNode]
     if policy == "tree":
-        path = longest_chain(tree, namespace, tuple(by_id), rank=rank, max_visits=max_visits)
-        ordered = [by_id.pop(node.chunk_id) for node in path]
+        path = longest_chain(tree, namespace, tuple(by_id), rank=rank, max_visits=max_visits, fused_ids=tuple(fused))
+        ordered = [by_id.pop(fused.get(node.chunk_id, node.chunk_id)) for node in path]
         ordered += _tail(tail, list(by_id.values()), table)
     else:
         ordered = _by_frequency(chunks, table) if policy == "frequency" else list(chunks)
-        path = _usable_path(tree, namespace, ordered, rank)
-    return _ordering(ordered, path, rank)
+        fused_ids = [fused_chunk(recipe, chunk.id) for chunk in ordered] if recipe is not None else ()
+        path = _usable_path(tree, namespace, ordered, rank, fused_ids)
+    return _ordering(ordered, path, rank, num_fused=sum(node.chunk_id in fused for node in path) if fused else 0)
 
 
 def order_per_rank(
@@ -91,20 +107,31 @@ def order_per_rank(
     *,
     ranks: Iterable[int],
     max_visits: int,
+    recipe: str | None = None,
 ) -> dict[int, Ordering]:
     """The ordering each rank would get: a router compares their `cached_tokens`, the chosen one is ready for use."""
     return {
-        rank: order_chunks(policy, tail, tree, table, namespace, chunks, rank=rank, max_visits=max_visits)
+        rank: order_chunks(
+            policy, tail, tree, table, namespace, chunks, rank=rank, max_visits=max_visits, recipe=recipe
+        )
         for rank in ranks
     }
 
 
 def longest_chain(
-    tree: ChunkPrefixTree, namespace: str, ids: Sequence[ChunkId], *, rank: int | None, max_visits: int
+    tree: ChunkPrefixTree,
+    namespace: str,
+    ids: Sequence[ChunkId],
+    *,
+    rank: int | None,
+    max_visits: int,
+    fused_ids: Sequence[ChunkId] = (),
 ) -> tuple[ChainNode, ...]:
-    """The chain of held or planned nodes, made only of `ids` (in retriever order), with most tokens, then most chunks.
+    """The chain of held or planned nodes, made only of `ids` (in retriever order), with most exact tokens, then most tokens, then
+    most chunks.
 
-    Looks into at most max(max_visits, len(ids)) nodes; exact unless a level had to be narrowed for that.
+    Looks into at most max(max_visits, len(ids)) nodes; exact unless a level had to be narrowed for that. `fused_ids` are the
+    names of the same chunks where the request's recipe has fused them; an exact request has none.
 
     Raises:
         LimitError: max_visits < 1.
@@ -114,9 +141,13 @@ def longest_chain(
     if root is None:
         return ()
     held, planned = held_mask(rank), planned_mask(rank)
-    rank_of = {chunk: position for position, chunk in enumerate(ids)}
-    best, best_tokens, best_len = root, 0, 0
-    # One level of the search: (node, bit set of the positions used on the way, tokens on the way), in retriever order.
+    names = (*ids, *fused_ids)
+    rank_of = {name: position for position, name in enumerate(names)}
+    bits = [1 << position for position in range(len(ids))] * 2
+    # An exact token is worth more than all fused ones.
+    worths = [_EXACT_WORTH if fused_ids else 1] * len(ids) + [1] * len(fused_ids)
+    best, best_worth, best_len = root, 0, 0
+    # One level of the search: (node, bit set of the chunks used on the way, worth of their tokens), in retriever order.
     level = [(root, 0, 0)]
     depth, visits_left = 0, max_visits
     while level and depth < len(ids):
@@ -126,34 +157,34 @@ def longest_chain(
         visits_left -= len(level)
         depth += 1
         below = []
-        for node, used, tokens in level:
-            for position, child in _children_among(node, rank_of, ids):
-                if used >> position & 1 or not (child.tiers & held or child.plans & planned):
+        for node, used, worth in level:
+            for position, child in _children_among(node, rank_of, names):
+                if used & bits[position] or not (child.tiers & held or child.plans & planned):
                     continue
-                child_tokens = tokens + child.num_tokens
+                child_worth = worth + child.num_tokens * worths[position]
                 if child.children is not None:
-                    below.append((child, used | 1 << position, child_tokens))
-                if child_tokens > best_tokens or (child_tokens == best_tokens and depth > best_len):
-                    best, best_tokens, best_len = child, child_tokens, depth
+                    below.append((child, used | bits[position], child_worth))
+                if child_worth > best_worth or (child_worth == best_worth and depth > best_len):
+                    best, best_worth, best_len = child, child_worth, depth
         level = below
     return best.path()
 
 
 def _children_among(
-    node: ChainNode, rank_of: dict[ChunkId, int], ids: Sequence[ChunkId]
+    node: ChainNode, rank_of: dict[ChunkId, int], names: Sequence[ChunkId]
 ) -> list[tuple[int, ChainNode]]:
-    """(position in `ids`, child) for each child whose chunk is in the request, by position."""
+    """(position in `names`, child) for each child whose chunk is in the request, by position."""
     children = node.children
     if children is None:
         return []
     if isinstance(children, ChainNode):
         position = rank_of.get(children.chunk_id)
         return [] if position is None else [(position, children)]
-    if len(children) < len(ids):
+    if len(children) < len(names):
         among = [(rank_of[chunk], child) for chunk, child in children.items() if chunk in rank_of]
         among.sort(key=_position)
         return among
-    return [(position, children[chunk]) for position, chunk in enumerate(ids) if chunk in children]
+    return [(position, children[chunk]) for position, chunk in enumerate(names) if chunk in children]
 
 
 def _position(item: tuple[int, ChainNode]) -> int:
@@ -176,20 +207,33 @@ def _by_frequency(chunks: Sequence[Chunk], table: AccessTable) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: -table.count(chunk.id))
 
 
-def _usable_path(tree: ChunkPrefixTree, namespace: str, chunks: Sequence[Chunk], rank: int | None) -> list[ChainNode]:
-    """Leading run of this very order that is held or planned."""
+def _usable_path(
+    tree: ChunkPrefixTree, namespace: str, chunks: Sequence[Chunk], rank: int | None, fused_ids: Sequence[ChunkId]
+) -> list[ChainNode]:
+    """Leading run of this very order that is held or planned: exact chunks, then fused ones from where exact ones end."""
+    root = tree.root(namespace)
+    path = _usable_run(root, [chunk.id for chunk in chunks], rank)
+    if not fused_ids:
+        return path
+    num_held = sum(node.is_held(rank) for node in path)
+    ends = (len(path), num_held)
+    return max(
+        (path[:end] + _usable_run(path[end - 1] if end else root, fused_ids[end:], rank) for end in ends), key=len
+    )
+
+
+def _usable_run(node: ChainNode | None, names: Sequence[ChunkId], rank: int | None) -> list[ChainNode]:
     held, planned = held_mask(rank), planned_mask(rank)
-    path: list[ChainNode] = []
-    node = tree.root(namespace)
-    for chunk in chunks:
-        node = node.child(chunk.id) if node is not None else None
+    run: list[ChainNode] = []
+    for name in names:
+        node = node.child(name) if node is not None else None
         if node is None or not (node.tiers & held or node.plans & planned):
             break
-        path.append(node)
-    return path
+        run.append(node)
+    return run
 
 
-def _ordering(ordered: Sequence[Chunk], path: Sequence[ChainNode], rank: int | None) -> Ordering:
+def _ordering(ordered: Sequence[Chunk], path: Sequence[ChainNode], rank: int | None, *, num_fused: int) -> Ordering:
     mask = held_mask(rank)
     held_len = held_tokens = planned_tokens = 0
     for node in path:
@@ -198,4 +242,4 @@ def _ordering(ordered: Sequence[Chunk], path: Sequence[ChainNode], rank: int | N
             held_tokens += node.num_tokens
         else:
             planned_tokens += node.num_tokens
-    return Ordering(tuple(ordered), held_len, len(path) - held_len, held_tokens, planned_tokens)
+    return Ordering(tuple(ordered), held_len, len(path) - held_len, held_tokens, planned_tokens, num_fused)

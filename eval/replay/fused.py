@@ -33,6 +33,8 @@ from radix_ext import (
     ReplaySettings,
     Span,
     Tier,
+    fused_chunk,
+    is_fused_chunk,
     order_chunks,
 )
 from radix_ext.capture_queue import CaptureQueue
@@ -43,7 +45,7 @@ from radix_ext.variants import Variant, VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
 
-_RANK, _NAMESPACE, _FUSED = 0, "replay", "\0fused\0"
+_RANK, _NAMESPACE = 0, "replay"
 
 
 class FusedCount(NamedTuple):
@@ -221,9 +223,12 @@ class FusedReplay:
         if history is None:
             by, visits = self._settings, self._settings.max_visits
             parts = self._tree, self._table, _NAMESPACE
-            chunks = order_chunks(by.order, by.tail, *parts, request, rank=_RANK, max_visits=visits).chunks
             recipe = str(self.num_requests) if self._fusion.asks_the_question else "all"
             is_fused = int(self.num_requests * self._share) > int((self.num_requests - 1) * self._share)
+            shared = recipe if is_fused and not self._fusion.asks_the_question else None
+            chunks = order_chunks(
+                by.order, by.tail, *parts, request, rank=_RANK, max_visits=visits, recipe=shared
+            ).chunks
             return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused)
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
         fresh = [chunk for chunk in request if chunk.id not in shown]
@@ -243,7 +248,7 @@ class FusedReplay:
         return has_room(idle, plan.end - plan.start, reserve=self._budget, num_after=after)
 
     def _serves_one(self, node: ChainNode) -> bool:
-        return self._fusion.asks_the_question and _FUSED in node.chunk_id
+        return self._fusion.asks_the_question and is_fused_chunk(node.chunk_id)
 
     def _credit(self, node: ChainNode) -> None:
         self._tree.count_use(node)
@@ -303,8 +308,9 @@ class FusedReplay:
 
 def _chain(prompt: _History, num_exact: int) -> list[Chunk]:
     """As the tree knows it: exact, then fused by the prompt's recipe."""
-    keys = [*prompt.keys[:num_exact], *(f"{prompt.recipe}{_FUSED}{key}" for key in prompt.keys[num_exact:])]
-    return [Chunk(ChunkId(key), chunk.num_tokens) for key, chunk in zip(keys, prompt.chunks, strict=True)]
+    keys = [ChunkId(key) for key in prompt.keys]
+    keys[num_exact:] = (fused_chunk(prompt.recipe, key) for key in keys[num_exact:])
+    return [Chunk(key, chunk.num_tokens) for key, chunk in zip(keys, prompt.chunks, strict=True)]
 
 
 def _spans(chunks: Sequence[Chunk]) -> list[Span]:

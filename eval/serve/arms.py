@@ -101,7 +101,7 @@ ARMS = {
         _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
         _fused("fused-unscored", "the same without scores", "--chunkcache-scoring", "off"),
         _fused("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, order="retriever", **CACHEBLEND),
-        _fused("craft+cacheblend", "in CRAFT's order (fig. 16)", *NO_PASS_LIMIT, order="frequency", **CACHEBLEND),
+        _fused("craft+cacheblend", "continuing its fused chains (fig. 16)", *NO_PASS_LIMIT, order="tree", **CACHEBLEND),
         _fused("cache-craft", "Cache-Craft, no focus: 15% by context", order="retriever", focus="off", **CACHE_CRAFT),
         _fused("cache-craft-focus", "with focus, so less: see recomputed_share", order="retriever", **CACHE_CRAFT),
         _fused("epic", "EPIC: the first 15% of each", order="retriever", selector="first", ratio=0.15),

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from radix_ext import (
-    Chunk,
     ChunkPrefixTree,
     ConversationKey,
     ConversationMap,
@@ -87,14 +86,13 @@ class Bookkeeper:
     def begin(self, rag: RagRequest) -> Iterator[RagRequest]:
         """Count the request, take what it takes, and give that back at the end of the block."""
         planned = rag.planned
-        area = [Chunk(span.chunk, span.end - span.start) for span in planned.area]
         self._count_request(planned)
         told = self.told(planned)
         rag.custom_params = pack(told, secret=self._config.secret)
         with ExitStack() as taken:
-            rag.plan = self.tree.plan(planned.namespace, area, rank=planned.rank)
+            rag.plan = self.tree.plan(planned.namespace, planned.chain, rank=planned.rank)
             taken.callback(self.tree.cancel, rag.plan)
-            ids = (chunk.id for chunk in area)
+            ids = (span.chunk for span in planned.area)
             self.tree.mark_promoted(planned.namespace, ids, promoted_len=told.promoted_len)
             self.router.begin(planned.rank, len(planned.input_ids))
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
@@ -254,7 +252,7 @@ class Bookkeeper:
             assert rag.plan is not None
             exact = rag.known["exact"]
             rag.hit_len = sum(1 for span in rag.planned.area if span.end <= exact)
-            self.tree.count_hits(rag.plan, rag.hit_len)
+            self.tree.count_hits(rag.plan, min(rag.hit_len, rag.planned.fused_from))
             self.metrics.count("chunks", "hit", rag.hit_len)
 
     def _fall_back(self, rag: RagRequest, reason: Fallback) -> None:

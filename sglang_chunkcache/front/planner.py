@@ -41,6 +41,7 @@ class Planner:
         ids, spans = draft.assemble(ordered)
         self._check_length(len(ids), draft.options)
         area = leading_area(spans)
+        num_exact = ordering.held_len + ordering.planned_len - ordering.num_fused
         return Planned(
             draft,
             ids.tolist(),
@@ -49,7 +50,8 @@ class Planner:
             namespace,
             rank,
             order=[*(draft.labels[item.chunk.id] for item in ordered), *draft.later_labels],
-            planned_len=ordering.held_len + ordering.planned_len,
+            planned_len=num_exact,
+            fused_from=self._fused_from(draft, area, num_exact, ordering.num_fused),
             fusion=_with_recipe(draft, ids[area[-1].end :] if area else ()),
             order_seconds=seconds,
         )
@@ -70,11 +72,23 @@ class Planner:
             _chunks_of(leading_area(draft.history)) if draft.history else [item.chunk for item in draft.chunks],
             ranks=ranks,
             max_visits=self._config.max_search_visits,
+            recipe=_shared_recipe(draft),
         )
         if rank is None:
             cached = {rank: ordering.cached_tokens for rank, ordering in orderings.items()}
             rank = ranks[0] if by_turns else router.choose(cached)
         return rank, orderings[rank]
+
+    def _fused_from(self, draft: Draft, area: Sequence[Span], num_exact: int, num_fused: int) -> int:
+        """From which chunk on the KV is expected fused: where fused KV is found, or at a chunk that was asked for before, so that
+        there is a source of it.
+        """
+        if draft.options.fusion is None:
+            return len(area)
+        if num_fused:
+            return num_exact
+        table = self._books.tables.of(draft.identity.tenant)
+        return next((n for n in range(num_exact, len(area)) if table.count(area[n].chunk)), len(area))
 
     def _check_length(self, prompt_len: int, options: Options) -> None:
         answer_len = max(1, options.max_new_tokens or 1)
@@ -90,6 +104,14 @@ class Planner:
 
 def _chunks_of(spans: Sequence[Span]) -> list[Chunk]:
     return [Chunk(span.chunk, span.end - span.start) for span in spans]
+
+
+def _shared_recipe(draft: Draft) -> str | None:
+    """The recipe by which the request may find what others have fused. None where that depends on the question."""
+    fusion = draft.options.fusion
+    if fusion is None or fusion.asks_the_question or fusion.plain:
+        return None
+    return recipe_of(fusion, (), draft.earlier_recipe)
 
 
 def _with_recipe(draft: Draft, question: Sequence[int]) -> FusionRequest | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from radix_ext import ChunkId, FusionRequest, OrderPolicy, Plan, Span
+from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, Plan, Span, fused_chunk
 from sglang_chunkcache.front.conversation import OpenTurn
 from sglang_chunkcache.front.prompt import Piece, TokenizedChunk, joined
 from sglang_chunkcache.wire.report import Answer, Fallback, Report
@@ -121,7 +121,9 @@ class Planned:
     order: list[str]
     """Labels of the chunks that are sent with this turn."""
     planned_len: int
-    """Leading chunks of `area` that the tree expects to be cached."""
+    """Leading chunks of `area` that the tree expects to be cached exactly."""
+    fused_from: int
+    """Leading chunks of `area` whose KV is expected to be exact, cached or not."""
     fusion: FusionRequest | None
     order_seconds: float
     """What ordering and routing took."""
@@ -131,6 +133,15 @@ class Planned:
         """One per span. Those of earlier turns are not kept: such chunks are named by the first characters of their hash."""
         earlier = self.spans[: len(self.spans) - len(self.order)]
         return [*(span.chunk[:8] for span in earlier), *self.order]
+
+    @property
+    def chain(self) -> list[Chunk]:
+        """The first chunk area as the tree should come to know it."""
+        chunks = [Chunk(span.chunk, span.end - span.start) for span in self.area]
+        if self.fusion is None:
+            return chunks
+        fused = (replace(chunk, id=fused_chunk(self.fusion.recipe, chunk.id)) for chunk in chunks[self.fused_from :])
+        return [*chunks[: self.fused_from], *fused]
 
     @property
     def predicted_exact(self) -> int:

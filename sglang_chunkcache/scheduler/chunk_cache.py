@@ -40,7 +40,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, root_chain, text_before
+from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, fused_chunk, root_chain, text_before
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
@@ -257,6 +257,8 @@ class ChunkRadixCache(SharingRadixCache):
             if (chain := facts(node).chain) is not None:
                 chunks, digest, tokens = chunks + 1, digest ^ chain, tokens + len(node.key)
                 promoted += facts(node).promoted
+                if facts(node.parent).chunk is not None and facts(node.parent).chain is None:
+                    violations.append(f"node {node.id} has a place in the global tree but the chunk above has none")
             if self.copies.holds(node) != self._is_copy(node):
                 violations.append(f"node {node.id}: findable as a source is {self.copies.holds(node)}")
         if len(self.copies) != sum(self._is_copy(node) for node in self._nodes()):
@@ -348,19 +350,23 @@ class ChunkRadixCache(SharingRadixCache):
     def _mark(self, path: list[TreeNode], spans: RequestSpans, *, counts_hits: bool) -> None:
         """Give the nodes of the first chunk area their place in the global tree and this request's promotion marks.
 
-        `counts_hits`: every chunk that was there before counts one.
+        What is fused for one question gets none: no other request asks for it. Other fused chunks have theirs below the exact
+        chain they hang on, named by their recipe. They are not promoted and count no hits, or they would push exact chains out of
+        the pool (eval/LOG.md). `counts_hits`: every exact chunk that was there before counts one.
         """
-        exact = itertools.takewhile(lambda node: node.key.fused is None, path)
-        parent, area = None, [node for node in exact if facts(node).chunk is not None][: spans.area_len]
+        mine = itertools.takewhile(lambda node: node.key.fused is None or not node.key.fused.serves_one, path)
+        parent, area = None, [node for node in mine if facts(node).chunk is not None][: spans.area_len]
         for index, node in enumerate(area):
-            known, promoted = facts(node), index < spans.promoted_len
+            known, fused = facts(node), node.key.fused
+            promoted = fused is None and index < spans.promoted_len
             assert known.chunk is not None
             if known.chain is None:
-                known.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, known.chunk)
+                chunk = known.chunk if fused is None else fused_chunk(fused.recipe, known.chunk)
+                known.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, chunk)
                 self._count(known.chain, len(node.key))
                 self.num_inserted_chunks += 1
-                self.log.append(Inserted(known.chunk, len(node.key), parent, spans.namespace, promoted))
-            elif counts_hits:
+                self.log.append(Inserted(chunk, len(node.key), parent, spans.namespace, promoted))
+            elif counts_hits and fused is None:
                 known.hits += 1
             self._num_promoted += promoted - known.promoted
             known.promoted, parent = promoted, known.chain

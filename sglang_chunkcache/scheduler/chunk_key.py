@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radix_ext import ChunkId, Span
+from radix_ext.moved_plan import QUESTION
 
 _TAG = "chunkcache"
 
@@ -39,6 +40,11 @@ class Fused(NamedTuple):
 
     start: int
     recipe: str
+
+    @property
+    def serves_one(self) -> bool:
+        """Whether the KV was made for one question, or one prompt: no other request asks for it."""
+        return QUESTION in self.recipe
 
 
 class ChunkKey(RadixKey):  # type: ignore[misc]

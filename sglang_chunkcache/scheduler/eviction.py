@@ -8,7 +8,6 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import reused_priority
-from radix_ext.moved_plan import QUESTION
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts
 
@@ -26,7 +25,7 @@ class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
 
     def get_priority(self, node: TreeNode) -> tuple[tuple[int, int], Any]:
         known, fused = facts(node), node.key.fused if isinstance(node.key, ChunkKey) else None
-        serves_one = fused is not None and QUESTION in fused.recipe and not known.is_waiting
+        serves_one = fused is not None and fused.serves_one and not known.is_waiting
         priority = reused_priority(hits=known.hits, last_access=known.used, window=self.window, serves_one=serves_one)
         return priority, self.base.get_priority(node)
 

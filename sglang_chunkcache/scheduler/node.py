@@ -41,10 +41,11 @@ class ChunkFacts(CopyFacts):
     holding: Holding | None = None
     """Its part of slots that other nodes hold as well."""
     chain: ChainId | None = None
-    """The place in the global tree. None: a token node, or a chunk of a later turn, which the global tree does not hold."""
+    """The place in the global tree. None: a token node, or a chunk that the global tree does not hold: of a later turn, or fused
+    for one question."""
     promoted: bool = False
     hits: int = 0
-    """Requests that found it cached."""
+    """Requests that found it cached exactly."""
     used: int = 0
     """Number of the request that used it last."""
 

@@ -20,7 +20,10 @@ class Acknowledgement(Record, frozen=True):
 
 
 class Inserted(Record, frozen=True, array_like=True, tag="+"):
-    """A chunk node is in the rank's tree, after `parent` or, if that is None, first in its namespace."""
+    """A chunk node is in the rank's tree, after `parent` or, if that is None, first in its namespace.
+
+    Where its KV is approximate, `chunk` is `fused_chunk` of its recipe; no question is part of that.
+    """
 
     chunk: ChunkId
     num_tokens: int

@@ -74,6 +74,16 @@ def test_fused_kv_is_found_again_by_its_recipe_alone() -> None:
         assert replay.step(request("BA")).fused_hit == found
 
 
+def test_order_aims_at_fused_chains_of_its_recipe() -> None:
+    """Behind C, B was fused before A; `query` chooses by the question, so nobody else's chain is one to follow."""
+    for selector, found in (("query", 0), ("none", 20)):
+        replay = make_replay(order="tree", selector=selector)
+        for names in ("XAB", "C", "CBA"):
+            replay.step(request(names))
+        count = replay.step(request("ABC"))
+        assert (count.exact, count.fused_hit) == (10, found)
+
+
 def test_a_chunk_moved_is_no_source_and_a_gap_is_one() -> None:
     """Only computed KV is copied on."""
     replay = make_replay(capacity_tokens=50, store_threshold=1000)

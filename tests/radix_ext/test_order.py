@@ -21,6 +21,7 @@ from radix_ext import (
     PolicyError,
     TailPolicy,
     Tier,
+    fused_chunk,
     order_chunks,
     order_per_rank,
 )
@@ -30,7 +31,13 @@ LENGTHS = {"a": 4, "b": 4, "c": 9, "d": 4, "e": 17}
 
 
 def make_chunks(names: str) -> list[Chunk]:
-    return [Chunk(ChunkId(name), LENGTHS.get(name, 4)) for name in names]
+    """A capital is the chunk fused by recipe r."""
+    return [
+        Chunk(
+            fused_chunk("r", ChunkId(name.lower())) if name.isupper() else ChunkId(name), LENGTHS.get(name.lower(), 4)
+        )
+        for name in names
+    ]
 
 
 def make_tree(*chains: str, rank: int = 0) -> ChunkPrefixTree:
@@ -49,11 +56,14 @@ def order(
     seen: str = "",
     rank: int | None = 0,
     max_visits: int = 1000,
+    recipe: str | None = None,
 ) -> Ordering:
     table = AccessTable(window=100)
     for name in seen:
         table.observe([ChunkId(name)])
-    return order_chunks(policy, tail, tree, table, "", make_chunks(names), rank=rank, max_visits=max_visits)
+    return order_chunks(
+        policy, tail, tree, table, "", make_chunks(names), rank=rank, max_visits=max_visits, recipe=recipe
+    )
 
 
 def names_of(ordering: Ordering) -> str:
@@ -94,7 +104,7 @@ def test_tree_prefers_the_retrievers_first_among_equals() -> None:
 
 def test_order_of_an_empty_request_is_empty() -> None:
     """No chunks, nothing to decide."""
-    assert order("", make_tree("ab")) == Ordering((), 0, 0, 0, 0)
+    assert order("", make_tree("ab")) == Ordering((), 0, 0, 0, 0, 0)
 
 
 def test_planned_nodes_guide_but_do_not_count_as_held() -> None:
@@ -191,6 +201,70 @@ def test_unbounded_search_equals_brute_force(
         "frequency": sorted(rest, key=lambda name: -seen.count(name)),
     }
     assert names_of(ordering)[best_len:] == "".join(expected[tail])
+
+
+def test_fused_request_continues_the_fused_chains_of_its_recipe() -> None:
+    """Behind an exact chain or at once; another recipe's and exact requests see exact chains alone."""
+    tree = make_tree("aCD", "bE", "D")
+    fused = order("dca", tree, recipe="r")
+    assert (names_of(fused), fused.held_len, fused.num_fused, fused.held_tokens) == ("acd", 3, 2, 17)
+    alone = order("cd", tree, recipe="r")
+    assert (names_of(alone), alone.held_len, alone.num_fused) == ("dc", 1, 1)
+    for recipe in (None, "s"):
+        other = order("dca", tree, recipe=recipe)
+        assert (names_of(other), other.held_len, other.num_fused) == ("adc", 1, 0)
+
+
+def test_exact_chunks_come_before_fused_ones() -> None:
+    """One exact chunk of 4 tokens and three fused of 4, 9 and 17: exact KV is what everybody can continue."""
+    tree = make_tree("b", "ACDE", "bA")
+    ordering = order("acdeb", tree, recipe="r")
+    assert (names_of(ordering), ordering.held_len, ordering.num_fused) == ("bacde", 2, 1)
+
+
+@pytest.mark.parametrize("policy", ["tree", "retriever"])
+def test_planned_fused_chains_guide_too(policy: OrderPolicy) -> None:
+    """Of what is held and what is planned, exact or fused, the held continuation is followed where the order is given."""
+    tree = make_tree("aB")
+    tree.plan("", make_chunks("aBC"), rank=0)
+    ordering = order("abc", tree, policy=policy, recipe="r")
+    assert (ordering.held_len, ordering.planned_len, ordering.num_fused) == (2, 1, 2)
+
+
+@given(
+    chains=st.lists(st.tuples(st.permutations("abcde"), st.integers(0, 5), st.integers(0, 5)), max_size=8),
+    request_names=st.permutations("abcdz").map("".join),
+    policy=st.sampled_from(["tree", "retriever"]),
+)
+def test_fused_search_equals_brute_force(
+    chains: list[tuple[list[str], int, int]], request_names: str, policy: OrderPolicy
+) -> None:
+    """Over all permutations: most exact tokens, then most tokens, then chunks, then the retriever's first, exact before fused. A
+    rank that matches exactly first and then what is fused finds just that."""
+    cut = ["".join(names[:exact] + [name.upper() for name in names[exact:end]]) for names, exact, end in chains]
+    tree = make_tree(*cut)
+    held = {chain[:end] for chain in cut for end in range(len(chain) + 1)} | {""}
+
+    def found(permuted: str) -> str:
+        exact = max(end for end in range(len(permuted) + 1) if permuted[:end] in held)
+        lengths = range(exact, len(permuted) + 1)
+        return next(run for end in reversed(lengths) if (run := permuted[:exact] + permuted[exact:end].upper()) in held)
+
+    def goodness(run: str) -> tuple[int, int, int, list[int]]:
+        tokens = [chunk.num_tokens for chunk in make_chunks(run)]
+        exact = sum(n for n, name in zip(tokens, run, strict=True) if name.islower())
+        ranks = [-(request_names + request_names.upper()).index(name) for name in run]
+        return exact, sum(tokens), len(run), ranks
+
+    orders = ["".join(order) for order in permutations(request_names)] if policy == "tree" else [request_names]
+    best = max(map(found, orders), key=goodness)
+    ordering = order(request_names, tree, policy=policy, recipe="r")
+    assert names_of(ordering)[: len(best)] == best.lower()
+    assert (ordering.held_len, ordering.num_fused) == (len(best), sum(map(str.isupper, best)))
+    assert ordering.held_tokens == goodness(best)[1]
+    assert order(request_names, tree, policy=policy) == order(
+        request_names, make_tree(*("".join(filter(str.islower, chain)) for chain in cut)), policy=policy
+    )
 
 
 def scattered_tree(num_chunks: int, num_chains: int, max_len: int) -> tuple[ChunkPrefixTree, list[Chunk]]:

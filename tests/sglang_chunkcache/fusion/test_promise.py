@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +13,19 @@ pytest.importorskip("sglang")
 
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
-from radix_ext import FusionRequest, IntegrityError
+from radix_ext import FusionRequest, IntegrityError, chunk_id, fused_chunk
+from radix_ext.moved_plan import QUESTION as QUESTION_NAME
 from radix_ext.moved_plan import Limits, make_plan
 from sglang_chunkcache.fusion import promise
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.node import facts, state
+from sglang_chunkcache.wire.events import Evicted, Inserted
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest
+from tests.reference.chains import chain_of
 from tests.reference.fused_scheduler import KV, FusedScheduler
-from tests.reference.scheduler import SECRET, FakeReq, answer_of, config, marked, walk
+from tests.reference.scheduler import NOTHING_READ, SECRET, FakeReq, answer_of, config, marked, walk
 
 HEAD, A, B, C, D, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [6, 6, 6, 6], [30, 31, 32]
 OTHER_HEAD = [95, 96, 97]
@@ -614,9 +618,9 @@ def test_admission_promoted_keeps_promised_chunks() -> None:
     scheduler.check()
 
 
-def test_moved_chunks_have_no_place_in_the_global_tree() -> None:
-    """The front routes by what is cached exactly: a fused node is nothing to send an exact request to."""
-    scheduler = make_scheduler()
+def test_chunks_fused_for_one_question_have_no_place_in_the_global_tree() -> None:
+    """Nobody else asks for them."""
+    scheduler, fused = make_scheduler(), partial(rag, fusion=asks(recipe=f"r{QUESTION_NAME}1"))
     scheduler.serve(rag(A, B), answer=[50])
     before = scheduler.cache.rank_state(0)
     scheduler.serve(fused(B, D), answer=[50])
@@ -626,6 +630,29 @@ def test_moved_chunks_have_no_place_in_the_global_tree() -> None:
     scheduler.serve(fused(C, B), answer=[50])  # C is a gap in front of the first moved chunk
     assert scheduler.cache.rank_state(0).chunk_nodes == 3
     scheduler.check()
+
+
+def test_chunks_fused_for_anybody_are_reported_by_the_name_of_their_recipe() -> None:
+    """Once, below the exact chain they hang on, unpromoted and without hits; and that they have left."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B), answer=[50])
+    told = scheduler.cache.log.seq
+    for _ in range(3):
+        scheduler.serve(fused(A, C, B, promoted_len=3), answer=[50])
+    names = [chunk_id(A), chunk_id(C), fused_chunk("r", chunk_id(B))]
+    chains = [chain_of(str(HEAD), names[:end]) for end in (1, 2, 3)]
+    events = scheduler.cache.log.unread(NOTHING_READ).events
+    assert events[told:] == (
+        Inserted(names[1], len(C), chains[0], str(HEAD), promoted=True),
+        Inserted(names[2], len(B), chains[1], str(HEAD), promoted=False),
+    )
+    node = node_of(scheduler, HEAD, A, C, B, recipe="r")
+    assert (facts(node).promoted, facts(node).hits, facts(node.parent).hits) == (False, 0, 2)
+    scheduler.check()
+    scheduler.evict(60)
+    events = scheduler.cache.log.unread(NOTHING_READ).events
+    assert set(events[told + 2 :]) >= {Evicted(chains[1]), Evicted(chains[2])}
+    assert scheduler.cache.rank_state(0).chunk_nodes == 0
 
 
 # Flush

@@ -2,7 +2,7 @@
 
 The pool knows what each slot holds (tests/reference/fused_scheduler.py). After every step each slot has one owner or
 nodes that are booked as sharing it, sizes count it once, locks are what holders explain, nodes hold what their keys say, and
-no exact KV is ever computed over approximate KV.
+no exact KV is ever computed over approximate KV. The front's mirror has what the rank reports.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radix_ext import FusionRequest
-from radix_ext.moved_plan import Limits
+from radix_ext import ChunkId, ChunkPrefixTree, FusionRequest, fused_chunk
+from radix_ext.moved_plan import QUESTION, Limits
+from sglang_chunkcache.front.rank_mirror import RankMirror
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.node import facts
 from tests.examples import examples
+from tests.reference.chains import chain_of
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
-from tests.reference.scheduler import FakeReq, answer_of, config, marked
+from tests.reference.scheduler import FakeReq, answer_of, config, marked, walk
 
 CHUNKS = ((1, 2, 3, 4), (1, 2, 5, 5), (1, 2, 3, 4, 6), (7, 8))  # they begin alike, and two are of one length
 Shape = tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]
@@ -299,6 +303,35 @@ class FuserMachine(RuleBasedStateMachine):
     def all_is_in_order(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check([live.req for live in self.live])
+
+    @invariant()
+    def front_knows_what_may_be_shared(self) -> None:
+        """Its mirror is the rank's tree: exact chunks, and below them those fused by a recipe without the question."""
+        if not hasattr(self, "scheduler"):
+            return
+        if not hasattr(self, "mirror"):
+            self.tree = ChunkPrefixTree(max_nodes=10_000)
+            self.mirror = RankMirror(self.tree, 0)
+        cache = self.scheduler.cache
+        self.mirror.apply(cache.log.unread(self.mirror.acknowledgement))
+        rank = cache.rank_state(0)
+        assert self.tree.digest(0) == (rank.chunk_nodes, rank.digest)
+        assert self.tree.stats.num_unknown_notices == 0
+        for keys, node in walk(cache):
+            if facts(node).chain is None:
+                continue
+            chunks = [key for key in keys if key.spans]
+            head = tuple(token for key in keys[: len(keys) - len(chunks)] for token in key.token_ids)
+            names = [self._name(key) for key in chunks]
+            assert facts(node).chain == chain_of(f"{head}{node.key.cache_salt}", names)
+
+    @staticmethod
+    def _name(key: ChunkKey) -> ChunkId:
+        (span,) = key.spans
+        if key.fused is None:
+            return span.chunk
+        assert QUESTION not in key.fused.recipe
+        return fused_chunk(key.fused.recipe, span.chunk)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

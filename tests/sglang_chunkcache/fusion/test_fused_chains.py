@@ -1,0 +1,177 @@
+"""Fused chains from front to rank and back: planner and bookkeeper order for what `Fuser` on SGLang's pools reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from radix_ext import fused_chunk
+from sglang_chunkcache.front.fusion_options import fused_request
+from sglang_chunkcache.front.request import Identity, Passage
+from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.wire.report import ANSWER_KEY
+from tests.reference.fused_scheduler import FusedScheduler
+from tests.reference.scheduler import FakeReq
+from tests.sglang_chunkcache.front.front_bench import ME, Asked, Bench, make_output
+
+A, B, C, D = (Passage(name, f"<{name * n}>") for name, n in zip("abcd", (3, 4, 5, 6), strict=True))
+X, Y = Passage("x", "<xx>"), Passage("y", "<yyyyyyy>")
+
+
+class Served:
+    """A front whose ranks are real trees on counted pools; the model is a stand-in."""
+
+    def __init__(self, *, num_ranks: int = 1, **knobs: Any) -> None:
+        knobs = {"reuse": "fused", "selector": "deviation", "tail": "rank", "routing": "kv_aware", **knobs}
+        self.bench = Bench(num_ranks=num_ranks, **knobs)
+        self.ranks = [FusedScheduler(400, self.bench.config) for _ in range(num_ranks)]
+        self.num_asked = 0
+
+    def plan(self, *passages: Passage, fused: bool = True, who: Identity = ME, **options: Any) -> Asked:
+        if fused:
+            wish = {key: options.pop(key) for key in ("selector", "ratio") if key in options}
+            options["fusion"] = fused_request(self.bench.config, **wish)
+        self.num_asked += 1  # each has its own question, from the first token on
+        return self.bench.ask(f"{self.num_asked}?", *passages, who=who, **options)
+
+    def answer(self, request: Asked) -> Asked:
+        """Served by the rank it was sent to; the front learns from the answer."""
+        identity = request.draft.identity
+        req = FakeReq(request.input_ids, request.custom_params, cache_salt=identity.cache_salt)
+        cached = self.ranks[request.rank].serve(req, answer=[50])
+        assert req.customized_info is not None
+        entry = req.customized_info[ANSWER_KEY]
+        self.bench.observe(request, make_output([50], cached, "stop", request.rank, entry))
+        self.bench.end(request)
+        self.check()
+        return request
+
+    def ask(self, *passages: Passage, **options: Any) -> Asked:
+        return self.answer(self.plan(*passages, **options))
+
+    def check(self) -> None:
+        """Trees and mirrors are sound and agree."""
+        self.bench.books.tree.check_integrity()
+        for number, (rank, mirror) in enumerate(zip(self.ranks, self.bench.books.mirrors, strict=True)):
+            rank.check()
+            state = rank.cache.rank_state(number)
+            assert mirror.compared(state)["agrees"] is not False
+
+
+def fused_hit(request: Asked) -> int:
+    assert request.report is not None
+    return request.report.fused_hit
+
+
+def tokens(*passages: Passage) -> int:
+    return sum(len(passage.text) + 1 for passage in passages)
+
+
+def test_second_request_finds_the_fused_chain_of_the_first() -> None:
+    """The same chunks in another order, behind a chunk that is cached: the front puts them as they were fused."""
+    served = Served()
+    served.ask(A, B, C, fused=False)
+    served.ask(X, fused=False)
+    first = served.ask(X, C, B)
+    assert (first.order, fused_hit(first)) == (["x", "c", "b"], 0)
+    second = served.ask(B, X, C, D)
+    assert (second.order, fused_hit(second)) == (["x", "c", "b", "d"], tokens(C, B))
+    assert (second.planned_len, second.fused_from, second.hit_len) == (1, 1, 1)
+
+
+def test_fused_chain_at_the_beginning_of_the_prompt_is_found() -> None:
+    """Nothing exact before it."""
+    served = Served()
+    served.ask(Y, A, B, fused=False)
+    served.ask(B, A, order="retriever")
+    again = served.ask(A, B)
+    assert (again.order, fused_hit(again)) == (["b", "a"], tokens(A, B))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"ratio": 0.5},
+        {"selector": "query"},
+        {"fused": False},
+        {"who": Identity("me", cache_salt="other")},
+    ],
+    ids=["recipe", "question", "exact", "tenant"],
+)
+def test_others_do_not_aim_at_it(other: dict[str, Any]) -> None:
+    """Their rank would not find it."""
+    served = Served()
+    served.ask(Y, A, B, fused=False)
+    served.ask(B, A, order="retriever")
+    request = served.ask(A, B, **other)
+    assert request.order == ["a", "b"]
+    assert request.report is None or fused_hit(request) == 0
+
+
+def test_hits_and_marks_are_those_of_exact_chunks() -> None:
+    """Fused chunks are no hits, neither in the answer nor in the counters nor in a tree, and are never promoted."""
+    served = Served(promotion_threshold=1)
+    served.ask(X, fused=False)
+    served.ask(Y, A, B, fused=False)
+    for _ in range(3):
+        request = served.ask(X, A, B)
+    assert (request.hit_len, request.planned_len, fused_hit(request)) == (1, 1, tokens(A, B))
+    assert request.predicted_exact == request.area[0].end
+    books = served.bench.books
+    assert books.metrics.totals()["chunks"]["hit"] == 3
+    recipe = request.fusion.recipe
+    ids = [request.area[0].chunk, *(fused_chunk(recipe, span.chunk) for span in request.area[1:])]
+    assert [chunk.id for chunk in request.chain] == ids
+    nodes = books.tree.match(request.namespace, ids, rank=0)
+    assert [(node.hits, node.promoted) for node in nodes] == [(3, True), (0, False), (0, False)]
+    cache = served.ranks[0].cache
+    known = [facts(node) for node in cache._nodes() if facts(node).chain in {node.chain for node in nodes}]
+    assert sorted((each.hits, each.promoted) for each in known) == [(0, False), (0, False), (3, True)]
+
+
+def test_request_under_way_is_planned_as_it_will_be_fused() -> None:
+    """A second one takes its order at once; an exact one does not wait for KV that it cannot use."""
+    served = Served()
+    served.ask(Y, A, B, fused=False)
+    first = served.plan(B, A)
+    second, exact = served.plan(A, B), served.plan(A, B, fused=False)
+    assert (second.order, exact.order) == (["b", "a"], ["a", "b"])
+    for request in (first, second, exact):
+        served.answer(request)
+    assert fused_hit(second) == tokens(A, B)
+    assert served.bench.is_idle()
+
+
+def test_chunks_never_asked_for_are_planned_as_exact() -> None:
+    """They have no source, so they are computed behind the exact prefix, and exact requests may count on them."""
+    served = Served()
+    first = served.plan(B, A)
+    exact = served.plan(A, B, fused=False)
+    assert exact.order == ["b", "a"]
+    served.answer(first)
+    assert served.answer(exact).hit_len == 2
+
+
+def test_router_sends_a_request_to_its_fused_chain() -> None:
+    """Both ranks hold X exactly, one holds C and B behind it, fused."""
+    served = Served(num_ranks=2)
+    for rank in (0, 1):
+        served.ask(A, B, C, fused=False, rank=rank)
+        served.ask(X, fused=False, rank=rank)
+    served.ask(X, C, B, rank=1)
+    for _ in range(2):
+        request = served.ask(B, C, X)
+        assert (request.rank, fused_hit(request)) == (1, tokens(B, C))
+
+
+def test_evicted_fused_chain_is_not_aimed_at() -> None:
+    """The next answer tells of it."""
+    served = Served()
+    served.ask(Y, A, B, fused=False)
+    served.ask(B, A, order="retriever")
+    served.ranks[0].evict(400)
+    served.ask(D, fused=False)
+    assert served.ask(A, B).order == ["a", "b"]
