@@ -53,8 +53,13 @@ NEIGHBOR = TextChunk("behind", "Behind this.")
 """Stored chunks are computed after it. Of equal sources the server prefers a preprocessed one to a device copy."""
 MAX_DRAINS = 1000
 """If chunks still wait for the store after this many requests, the bench fails."""
-OUR_FLAGS = ["--reuse", "fused", "--chunkcache-min-saved-tokens", "0", "--chunkcache-store-threshold", "1000000"]
-"""Moving is never declined, and only preprocessing fills the store."""
+OUR_FLAGS = [
+    *("--reuse", "fused"),
+    *("--chunkcache-min-saved-tokens", "0"),
+    *("--chunkcache-store-threshold", "1000000"),
+    *("--chunkcache-scoring", "on"),
+]
+"""Moving is never declined, and only preprocessing fills the store, scored for the selectors that read scores."""
 SOURCES = ("host", "device")
 PHASE_RATIO = 0.15
 ROUTES = {"ours": serve_arms.Arm("ours", "", route="rag"), "stock": serve_arms.Arm("stock", "", route="chat")}
