@@ -1,24 +1,40 @@
 """Which chunks of a tree are copied into the store, and in which order: queued with their request, made later.
 
-A queued node is not locked: on an idle server a prompt that needs its slots would wait for a forward that never comes. A node
-that was evicted meanwhile is dropped.
+    add ──► waits ──► next_batch ──► is copied ──► put
+
+A chunk that waits or is being copied is not queued again. A queued node is not locked: on an idle server a prompt that needs its
+slots would wait for a forward that never comes. A node that was evicted meanwhile is dropped.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
+from radix_ext.cfo import Attention, Scored
 from radix_ext.sources import ChunkCopies
-from radix_ext.variants import VariantIndex
+from radix_ext.variants import Variant, VariantIndex
+
+READERS = {"context": Scored.MASSES, "h2o": Scored.ALL}
+"""Selectors that choose by scores, and by how much of them."""
+
+
+class Waiting(NamedTuple):
+    """A chunk node to be copied."""
+
+    node: Any
+    preprocessed: bool
+    scored: Scored
+    """How much is to be measured of it."""
 
 
 class CaptureQueue:
     """The queue of one rank.
 
     Args:
-        is_scoring: what is captured is scored.
+        scoring: "on": all that is captured is scored, "off": nothing, "auto": what the request's selector, or `selector`, reads.
+        selector: the server's default.
         max_waiting: chunks that wait. More are dropped.
         max_tokens: of the chunks of one batch; a longer chunk is a batch of its own.
         token_bytes: of one token's KV.
@@ -30,22 +46,30 @@ class CaptureQueue:
         store: VariantIndex,
         len_of: Callable[[Any], int],
         *,
-        is_scoring: bool,
+        scoring: str,
+        selector: str,
         max_waiting: int,
         max_tokens: int,
         token_bytes: int,
     ) -> None:
         self._token_bytes = token_bytes
         self._copies, self._store, self._len_of = copies, store, len_of
-        self._is_scoring, self._max_waiting, self._max_tokens = is_scoring, max_waiting, max_tokens
-        self._queue: deque[tuple[Any, bool]] = deque()
+        self._scoring, self._selector = scoring, selector
+        self._max_waiting, self._max_tokens = max_waiting, max_tokens
+        self._queue: deque[Waiting] = deque()
         self.num_dropped = 0
 
-    def add(self, chunks: Sequence[Any], keep: Collection[int], *, is_preprocessing: bool) -> None:
+    def add(
+        self, chunks: Sequence[Any], keep: Collection[int], *, is_preprocessing: bool, selector: str | None = None
+    ) -> None:
         """Queue those of a request's chunk nodes that have earned it (`keep`) and bring the store something new.
 
         In place of a chunk that was moved, its latest copy: what it was moved from, if that is on the device.
+
+        Args:
+            selector: the request's; None: it moves nothing.
         """
+        scored = self._scored_for(selector)
         for index in sorted(keep):
             if index >= len(chunks):
                 break
@@ -54,21 +78,21 @@ class CaptureQueue:
                 copies = self._copies.find(self._copies.identity_of(node), self._copies.facts_of(node).head, 1)
                 node = copies[0] if copies else node
             # Alone it has seen no neighbour.
-            preprocessed = is_preprocessing and bool(self._copies.facts_of(node).prefix)
-            if self._copies.facts_of(node).is_waiting or not self._is_wanted(node, preprocessed):
+            entry = Waiting(node, is_preprocessing and bool(self._copies.facts_of(node).prefix), scored)
+            if self._copies.facts_of(node).is_waiting or not self._is_wanted(entry):
                 continue
             if len(self._queue) >= self._max_waiting:
                 self.num_dropped += 1
                 continue
             self._copies.facts_of(node).is_waiting = True
-            self._queue.append((node, preprocessed))
+            self._queue.append(entry)
 
-    def next_batch(self) -> list[tuple[Any, bool]]:
-        """What comes first in the queue, as (node, whether it is preprocessed); it waits no longer."""
-        batch: list[tuple[Any, bool]] = []
+    def next_batch(self) -> list[Waiting]:
+        """What comes first in the queue. Each counts as waiting until it is `put` or given up."""
+        batch: list[Waiting] = []
         num_tokens = 0
         while self._queue:
-            node, _ = self._queue[0]
+            node = self._queue[0].node
             is_gone = not self._copies.holds(node)
             if not is_gone and batch and num_tokens + self._len_of(node) > self._max_tokens:
                 break
@@ -76,10 +100,21 @@ class CaptureQueue:
             if is_gone:
                 self.num_dropped += 1
                 continue
-            self._copies.facts_of(node).is_waiting = False
             batch.append(entry)
             num_tokens += self._len_of(node)
         return batch
+
+    def put(self, entry: Waiting, blob: Any, scores: Attention | None) -> None:
+        """The chunk is copied: into the store with it."""
+        facts, identity = self._copies.facts_of(entry.node), self._copies.identity_of(entry.node)
+        facts.is_waiting, facts.scores = False, scores
+        assert identity is not None
+        self._store.put(identity, Variant(facts.prefix, blob, scores, entry.preprocessed, facts.head))
+
+    def give_up(self, batch: Iterable[Waiting]) -> None:
+        """These could not be copied. Another request may queue them again."""
+        for entry in batch:
+            self._copies.facts_of(entry.node).is_waiting = False
 
     def clear(self) -> None:
         """Drop what waits."""
@@ -91,16 +126,21 @@ class CaptureQueue:
         """Chunks that wait now, and those dropped since the start."""
         return {"pending": len(self._queue), "dropped": self.num_dropped}
 
-    def _is_wanted(self, node: Any, preprocessed: bool) -> bool:
-        identity = self._copies.identity_of(node)
-        if identity is None or not self._copies.holds(node):
+    def _scored_for(self, selector: str | None) -> Scored:
+        if self._scoring != "auto":
+            return Scored.ALL if self._scoring == "on" else Scored.NOTHING
+        return max(READERS.get(name or "", Scored.NOTHING) for name in (selector, self._selector))
+
+    def _is_wanted(self, entry: Waiting) -> bool:
+        identity = self._copies.identity_of(entry.node)
+        if identity is None or not self._copies.holds(entry.node):
             return False
-        facts = self._copies.facts_of(node)
+        facts = self._copies.facts_of(entry.node)
         return self._store.wants(
             identity,
             facts.head,
             facts.prefix,
-            scored=self._is_scoring,
-            preprocessed=preprocessed,
-            nbytes=self._token_bytes * self._len_of(node),
+            scored=entry.scored,
+            preprocessed=entry.preprocessed,
+            nbytes=self._token_bytes * self._len_of(entry.node),
         )

@@ -15,11 +15,22 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from math import exp, inf
 
 from radix_ext.chunk import ChunkId
 
 Prefix = tuple[ChunkId, ...]
+
+
+class Scored(IntEnum):
+    """How much of a variant's attention is measured. Each includes what comes before it."""
+
+    NOTHING = 0
+    MASSES = 1
+    """What the chunk attends to: all that this module reads."""
+    ALL = 2
+    """Also what each of its tokens receives."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +66,11 @@ class Attention(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that it takes in a store."""
+
+    @property
+    def scored(self) -> Scored:
+        """How much of it there is."""
+        return Scored.ALL
 
 
 def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0) -> float:

@@ -3,7 +3,8 @@
     identity ──► (head, ()) ────────► Variant: blob, scores, f_r
                  (head, (c7, c2)) ──► Variant: ...            at most `max_chunks` * `max_variants` in all
 
-f_r sums 1/CFO over a variant's uses and halves with each window of requests.
+f_r sums 1/CFO over a variant's uses and halves with each window of requests. Where a variant is not scored its
+CFO is the estimate of `fix_overhead`, on the same scale.
 
     leaves first    the lowest f_r, among equals the least recently used one. Chunks that are on the device leave before others:
                     there they are found in any case. Preprocessed variants never used so far leave for preprocessed ones only.
@@ -25,7 +26,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
 
 from radix_ext.access_table import AccessTable
-from radix_ext.cfo import Attention, Prefix
+from radix_ext.cfo import Attention, Prefix, Scored
 from radix_ext.errors import IntegrityError, check_at_least
 
 Identity = Hashable
@@ -70,6 +71,11 @@ class Variant:
         """Bytes of KV and scores."""
         kv: int = self.blob.nbytes
         return kv + (self.scores.nbytes if self.scores else 0)
+
+    @property
+    def scored(self) -> Scored:
+        """How much of it is measured."""
+        return self.scores.scored if self.scores else Scored.NOTHING
 
     @property
     def is_reserved(self) -> bool:
@@ -143,7 +149,7 @@ class VariantIndex:
         head: str,
         prefix: Prefix,
         *,
-        scored: bool = False,
+        scored: Scored = Scored.NOTHING,
         preprocessed: bool = False,
         nbytes: int = 0,
     ) -> bool:
@@ -151,7 +157,7 @@ class VariantIndex:
         if nbytes > self._max_bytes:
             return False
         old = self.get(identity, head, prefix)
-        if old is not None and (preprocessed, scored) <= (old.preprocessed, old.scores is not None):
+        if old is not None and (preprocessed, scored) <= (old.preprocessed, old.scored):
             return False
         if not preprocessed and self._reserved_bytes + nbytes > self._max_bytes:
             return False
@@ -170,14 +176,19 @@ class VariantIndex:
         """Add `variant`, evicting others until it fits: O(log variants), amortised over uses.
 
         With the same identity, head and prefix it replaces the old one, and takes over its f_r, if it is preprocessed and the
-        old one is not, or is scored and the old one, otherwise equal, is not.
+        old one is not, or if more of it is scored than of the old one, otherwise equal.
 
         Returns:
             False: nothing changed. It is not wanted, is in the store already, or is larger than the whole store.
         """
-        nbytes, scored = variant.nbytes, variant.scores is not None
+        nbytes = variant.nbytes
         wanted = self.wants(
-            identity, variant.head, variant.prefix, scored=scored, preprocessed=variant.preprocessed, nbytes=nbytes
+            identity,
+            variant.head,
+            variant.prefix,
+            scored=variant.scored,
+            preprocessed=variant.preprocessed,
+            nbytes=nbytes,
         )
         if not wanted or self._holds(variant):
             self._num_refused += 1

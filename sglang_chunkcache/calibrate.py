@@ -75,10 +75,13 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
         ServerError: the server refuses a request, or moves no KV.
     """
     salt = f"calibrate-{time.time_ns()}"
-    for _ in range(2):  # the store takes a chunk at its second use
+    reads_scores = {
+        "reuse": {"mode": "fused", "selector": "context"}
+    }  # all is found as it stands, and scored when stored
+    for fields in ({}, reads_scores):  # the store takes a chunk at its second use
         for example in examples:
             turned = [*example.chunks[1:], example.chunks[0]]
-            _ask(client, example, turned, cache_salt=salt, max_tokens=1)
+            _ask(client, example, turned, cache_salt=salt, max_tokens=1, **fields)
     settle(client)
     full_f1 = _mean([_f1(_ask(client, e, e.chunks, cache_salt=f"{salt}-full")[0], e) for e in examples])
     steps: list[dict[str, float]] = []

@@ -135,8 +135,16 @@ class ChunkCacheConfig:
         2, "accesses within the window that bring a chunk into the store", low=1, high=1_000_000
     )
     """Below it, a chunk is found only in the tree."""
-    scoring: str = knob("on", "measure attention between chunks when one enters the store", choices=("on", "off"))
-    """Costs one more prefill of the chunk, once per variant; `context` and `h2o` need it."""
+    question_window: int = knob(
+        32, "last tokens of a question that choose what is recomputed; all of a shorter one", low=1, high=4096
+    )
+    """They run through the model once more, before the answer does. 32 hold a question, take a third to a half of the time of
+    recomputing what they select, and choose better than 256 where instructions precede the question (eval/LOG.md)."""
+    scoring: str = knob(
+        "auto", "measure attention between chunks when one enters the store", choices=("auto", "on", "off")
+    )
+    """Costs one more prefill of the chunk, once per variant. `auto`: where the selector of the request that stores the chunk, or
+    the server's, reads scores (`context`, `h2o`)."""
     max_pass_tokens: int = knob(0, "tokens recomputed before one batch; 0: SGLang's prefill budget", low=0)
     """Bounds how long the other requests of a batch wait."""
     max_gap_tokens: int = knob(2048, "tokens between moved chunks that one request may compute in the pass", low=0)

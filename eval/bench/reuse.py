@@ -54,8 +54,12 @@ NEIGHBOR = TextChunk("behind", "Behind this.")
 """Stored chunks are computed after it. Of equal sources the server prefers a preprocessed one to a device copy."""
 MAX_DRAINS = 1000
 """If chunks still wait for the store after this many requests, the bench fails."""
-OUR_FLAGS = ["--reuse", "fused", "--chunkcache-store-threshold", "1000000"]
-"""Only preprocessing fills the store."""
+OUR_FLAGS = [
+    *("--reuse", "fused"),
+    *("--chunkcache-store-threshold", "1000000"),
+    *("--chunkcache-scoring", "on"),
+]
+"""Only preprocessing fills the store, scored for the selectors that read scores."""
 SOURCES = ("host", "device")
 ROUTES = {"ours": serve_arms.Arm("ours", "", route="rag"), "stock": serve_arms.Arm("stock", "", route="chat")}
 

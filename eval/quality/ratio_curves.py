@@ -38,8 +38,13 @@ from eval.run import Sample
 from eval.serve.arms import ARMS, Arm
 from eval.task import TextChunk
 
-FLAGS = ("--reuse", "fused", "--chunkcache-move", "always", "--chunkcache-store-threshold", "1")
-"""Every movable chunk is moved, and every chunk enters the store at once."""
+FLAGS = (
+    *("--reuse", "fused"),
+    *("--chunkcache-move", "always"),
+    *("--chunkcache-store-threshold", "1"),
+    *("--chunkcache-scoring", "on"),
+)
+"""Every movable chunk is moved, and every chunk enters the store at once, scored: one capture serves all selectors."""
 SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "context-all", "set")
 UNRATED = ("none", "set")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import log
 from typing import NamedTuple
@@ -38,10 +38,10 @@ from radix_ext import (
     order_chunks,
 )
 from radix_ext.capture_queue import CaptureQueue
-from radix_ext.cfo import Attention
+from radix_ext.cfo import Attention, Scored
 from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, has_room, make_plan
 from radix_ext.sources import ChunkCopies, ChunkSources, CopyFacts, DeviceCopy
-from radix_ext.variants import Variant, VariantIndex
+from radix_ext.variants import VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
 
@@ -88,6 +88,7 @@ class EvenAttention(Attention):
     """Every token attends alike to all before it and to itself."""
 
     num_tokens: int = 1
+    scored: Scored = Scored.ALL
 
     @classmethod
     def of(cls, start: int, prefix_lens: Sequence[int], num_tokens: int) -> EvenAttention:
@@ -98,7 +99,7 @@ class EvenAttention(Attention):
 
     @property
     def nbytes(self) -> int:
-        return 8 * self.num_tokens
+        return 4 * self.num_tokens * self.scored
 
 
 GONE = _Known()
@@ -153,7 +154,8 @@ class FusedReplay:
             self._copies,
             self.store,
             lambda node: node.num_tokens,
-            is_scoring=config.scoring == "on",
+            scoring=config.scoring,
+            selector=config.selector,
             max_waiting=MAX_WAITING_CAPTURES,
             max_tokens=MAX_CAPTURED_TOKENS,
             token_bytes=kv_bytes,
@@ -211,7 +213,7 @@ class FusedReplay:
         nodes = self._learn(leaf, prompt, len(found), moved)
         self.store.ask((self._known[node].chunk, "", self._known[node].prefix) for node in nodes)
         keep = self._table.frequent((chunk.id for chunk in prompt.chunks), self._config.store_threshold)
-        self._captures.add(nodes, keep, is_preprocessing=False)
+        self._captures.add(nodes, keep, is_preprocessing=False, selector=self._fusion.selector)
         self._capture()
         first = len(history.chunks) if history else 0
         return _count(request, spans, plan, num_exact, len(found), fused_from, first=first)
@@ -297,13 +299,13 @@ class FusedReplay:
     def _capture(self) -> None:
         """Everything that waits, by batches of one forward."""
         while batch := self._captures.next_batch():
-            for node, preprocessed in batch:
-                known = self._known[node]
-                if self._config.scoring == "on":
+            for entry in batch:
+                node, known = entry.node, self._known[entry.node]
+                scores = known.scores
+                if entry.scored:
                     lens = [above.num_tokens for above in node.path()[:-1]]
-                    known.scores = EvenAttention.of(known.start, lens, node.num_tokens)
-                size = _Size(self._kv_bytes * node.num_tokens)
-                self.store.put(known.chunk, Variant(known.prefix, size, known.scores, preprocessed))
+                    scores = replace(EvenAttention.of(known.start, lens, node.num_tokens), scored=entry.scored)
+                self._captures.put(entry, _Size(self._kv_bytes * node.num_tokens), scores)
 
 
 def _chain(prompt: _History, num_exact: int) -> list[Chunk]:

@@ -99,7 +99,7 @@ ARMS = {
         Arm("ours", "our defaults, longest prefix first", LPM),
         Arm("ours-fcfs", "our defaults, first come first served", FCFS),
         _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
-        _fused("fused-unscored", "the same without scores", "--chunkcache-scoring", "off"),
+        _fused("fused-scored", "the same with everything scored", "--chunkcache-scoring", "on"),
         _fused("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, order="retriever", **CACHEBLEND),
         _fused("craft+cacheblend", "continuing its fused chains (fig. 16)", *NO_PASS_LIMIT, order="tree", **CACHEBLEND),
         _fused("cache-craft", "Cache-Craft, no focus: 15% by context", order="retriever", focus="off", **CACHE_CRAFT),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 
-from radix_ext.capture_queue import CaptureQueue
+from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.sources import ChunkCopies
-from radix_ext.variants import Variant, VariantIndex
+from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_WAITING_CAPTURES
-from sglang_chunkcache.fusion.fill import Capture, FusionPass
-from sglang_chunkcache.scheduler.node import facts, identity_of
+from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass
+from sglang_chunkcache.scheduler.node import facts
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -22,41 +23,65 @@ logger = logging.getLogger(__name__)
 
 
 class Captures(CaptureQueue):
-    """The queue of one rank, and its way into the store."""
+    """The queue of one rank, and its way into the store.
+
+    When a copy arrives depends on the device. Tensor-parallel ranks, which fused reuse refuses so far, would have to agree on it.
+    """
 
     def __init__(self, copies: ChunkCopies, fusion_pass: FusionPass, store: VariantIndex) -> None:
         super().__init__(
             copies,
             store,
             lambda node: len(node.key),
-            is_scoring=fusion_pass.config.scoring == "on",
+            scoring=fusion_pass.config.scoring,
+            selector=fusion_pass.config.selector,
             max_waiting=MAX_WAITING_CAPTURES,
             max_tokens=MAX_CAPTURED_TOKENS,
             token_bytes=fusion_pass.token_bytes,
         )
         self._pass = fusion_pass
+        self._under_way: deque[tuple[Waiting, Captured]] = deque()
 
     def run(self) -> int:
-        """Score and store what comes first in the queue. Returns how many chunks could not be stored."""
-        batch = self.next_batch()
+        """Store what has arrived, in order, then score and copy what comes first in the queue. Waits for nothing.
+
+        One batch is under way at a time, which bounds the memory that its copies take on the device.
+
+        Returns:
+            How many chunks could not be copied.
+        """
+        self._put_arrived()
+        batch = [] if self._under_way else self.next_batch()
         if not batch:
             return 0
         try:
-            results = self._pass.capture([_capture_of(node) for node, _ in batch])
+            captured = self._pass.capture([_capture_of(entry) for entry in batch])
         except Exception:  # the answers are there; the store can wait
             logger.exception("chunk cache: storing %d chunk(s) failed", len(batch))
+            self.give_up(batch)
             return len(batch)
-        for (node, preprocessed), (blob, scores) in zip(batch, results, strict=True):
-            known, identity = facts(node), identity_of(node)
-            known.scores = scores
-            assert identity is not None
-            self._store.put(identity, Variant(known.prefix, blob, scores, preprocessed, known.head))
+        self._under_way.extend(zip(batch, captured, strict=True))
+        self._put_arrived()
         return 0
 
+    def clear(self) -> None:
+        super().clear()
+        self._under_way.clear()
 
-def _capture_of(node: TreeNode) -> Capture:
+    def stats(self) -> dict[str, int]:
+        """Chunks under way are pending, too."""
+        stats = super().stats()
+        return {**stats, "pending": stats["pending"] + len(self._under_way)}
+
+    def _put_arrived(self) -> None:
+        while self._under_way and self._under_way[0][1].is_done():
+            entry, captured = self._under_way.popleft()
+            self.put(entry, *captured.read())
+
+
+def _capture_of(entry: Waiting) -> Capture:
     """The chunk with all that precedes it."""
-    path = []
+    node, path = entry.node, []
     above: TreeNode | None = node
     while above is not None and above.parent is not None:
         path.append(above)
@@ -74,5 +99,6 @@ def _capture_of(node: TreeNode) -> Capture:
             for each in path[:-1]
             if facts(each).chunk is not None
         ),
+        scored=entry.scored,
         scores=facts(node).scores,
     )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from radix_ext import FusionRequest
+from radix_ext.cfo import Scored
 from radix_ext.costs import Phase, Work
 from radix_ext.moved_plan import Piece
 from radix_ext.sources import DeviceCopy, HostCopy
@@ -39,6 +40,7 @@ from sglang_chunkcache.fusion.measure import (
     deviation_evidence,
     question_evidence,
     score_chunks,
+    scores_of,
 )
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.pricing import Pricing
@@ -46,13 +48,10 @@ from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
-from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
 from sglang_chunkcache.wire.report import Fallback
 
 logger = logging.getLogger(__name__)
-
-MAX_QUESTION_TOKENS = 256
-"""The last tokens after the chunks count as the question: instructions in front of them would drown it."""
 
 RESCUE_PIECE = 512
 """Tokens at a time when a region is computed after all."""
@@ -69,8 +68,40 @@ class Capture:
     start: int
     prefix: tuple[tuple[int, int], ...]
     """`[start, end)` of the chunks before it."""
+    scored: Scored = Scored.NOTHING
+    """How much is to be measured of it."""
     scores: ChunkScores | None = None
     """Measured before."""
+
+    @property
+    def is_to_be_scored(self) -> bool:
+        """Whether less is known than is asked for."""
+        return self.scored > (self.scores.scored if self.scores else Scored.NOTHING)
+
+
+class Captured:
+    """A chunk's KV and scores on their way to host memory.
+
+    Args:
+        scores: known before; None: not, or measured with this copy.
+        measured: the probe, and `score_chunks`' sums on the device.
+    """
+
+    def __init__(
+        self, kv: tuple[Tensor, Tensor], scores: ChunkScores | None, measured: tuple[ScoreProbe, Tensor] | None = None
+    ) -> None:
+        self._scores, self._probe = scores, measured and measured[0]
+        self._offload = Offload(kv if measured is None else (*kv, measured[1]))
+
+    def is_done(self) -> bool:
+        """Whether it can be read. Does not wait."""
+        return self._offload.is_done()
+
+    def read(self) -> tuple[HostBlob, ChunkScores | None]:
+        """What has arrived."""
+        keys, values, *sums = self._offload.read()
+        scores = self._scores if self._probe is None else scores_of(self._probe, *sums)
+        return HostBlob(keys, values), scores
 
 
 class FusionPass:
@@ -118,24 +149,23 @@ class FusionPass:
             }
 
     @torch.no_grad()
-    def capture(self, captures: Sequence[Capture]) -> list[tuple[HostBlob, ChunkScores | None]]:
-        """Copies for the store, with scores unless scoring is off."""
-        scores = [capture.scores for capture in captures]
-        if self.config.scoring == "on":
-            new = [index for index, known in enumerate(scores) if known is None]
+    def capture(self, captures: Sequence[Capture]) -> list[Captured]:
+        """Copies for the store, with the scores that are asked for. Queued only: the pool may be written afterwards."""
+        probes = {i: _score_probe(each) for i, each in enumerate(captures) if each.is_to_be_scored}
+        measured: dict[int, tuple[ScoreProbe, Tensor]] = {}
+        if probes:
             with self._timed("score"):
-                measured = score_chunks(self.runner, [_score_probe(captures[index]) for index in new])
-            for index, found in zip(new, measured, strict=True):
-                scores[index] = found
-            self.num_tokens["scored"] += sum(len(captures[index].token_ids) - captures[index].start for index in new)
-        blobs = []
+                sums = score_chunks(self.runner, list(probes.values()))
+            measured = {i: (probes[i], each) for i, each in zip(probes, sums, strict=True)}
+            self.num_tokens["scored"] += sum(len(probe.token_ids) for probe in probes.values())
+        captured = []
         with self._timed("capture"):
-            for capture in captures:
+            for index, capture in enumerate(captures):
                 slots = capture.slots[capture.start :]
                 positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
-                keys, values = read_blob(self.pool, self.table, slots, positions)
-                blobs.append(HostBlob(keys.cpu(), values.cpu()))
-        return list(zip(blobs, scores, strict=True))
+                kv = read_blob(self.pool, self.table, slots, positions)
+                captured.append(Captured(kv, capture.scores, measured.get(index)))
+        return captured
 
     @property
     def token_bytes(self) -> int:
@@ -221,7 +251,7 @@ class FusionPass:
                 need.discard(Need.QUESTION)
         asking = [i for i, need in enumerate(needs) if Need.QUESTION in need]
         deviating = [i for i, need in enumerate(needs) if Need.DEVIATION in need]
-        asked = [_question_probe(moves[i]) for i in asking]
+        asked = [self._question_probe(moves[i]) for i in asking]
         with self.pricing.watch(Phase.QUESTION, _work((len(probe.token_ids), probe.end) for probe in asked)):
             questions = question_evidence(self.runner, asked)
         probes = [_deviation_probe(moves[i]) for i in deviating]
@@ -234,6 +264,21 @@ class FusionPass:
             question, by_layer = by_question.get(i, (None, None))
             evidence.append(Evidence(question, by_layer, by_deviation.get(i)))
         return evidence
+
+    def _question_probe(self, move: Move) -> QuestionProbe:
+        num_tokens = question_tokens(move.fusion, len(move.question_ids), window=self.config.question_window)
+        ids = torch.tensor(move.question_ids[-num_tokens:], dtype=torch.int64)
+        start = move.question_start + len(move.question_ids) - num_tokens
+        visible = _filled(move).nonzero().flatten()
+        return QuestionProbe(
+            token_ids=ids,
+            positions=torch.arange(start, start + num_tokens),
+            kv_slots=move.slots[upload(visible, move.slots.device)],
+            kv_positions=visible,
+            chunks=_spans(move),
+            end=move.plan.end,
+            in_all_layers=move.fusion.focus != "off",
+        )
 
     def _compute(self, moves: Sequence[Move], critical: Sequence[list[int]]) -> None:
         work = [(move, positions) for move, positions in zip(moves, critical, strict=True) if positions]
@@ -274,6 +319,14 @@ class FusionPass:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - started
+
+
+def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) -> int:
+    """Tokens that the question pass runs for such a request: the last `window` of the `question_len` after its chunks.
+
+    0 where its choice does not depend on the question.
+    """
+    return min(question_len, window) if fusion.is_choice and fusion.asks_the_question else 0
 
 
 def _selector_of(fusion: FusionRequest) -> Selector:
@@ -341,21 +394,6 @@ def _spans(move: Move) -> tuple[tuple[int, int], ...]:
     return tuple((piece.start, piece.end) for piece in move.moved)
 
 
-def _question_probe(move: Move) -> QuestionProbe:
-    num_skipped = max(0, len(move.question_ids) - MAX_QUESTION_TOKENS)
-    ids = torch.tensor(move.question_ids[num_skipped:], dtype=torch.int64)
-    start = move.question_start + num_skipped
-    visible = _filled(move).nonzero().flatten()
-    return QuestionProbe(
-        token_ids=ids,
-        positions=torch.arange(start, start + len(ids)),
-        kv_slots=move.slots[upload(visible, move.slots.device)],
-        kv_positions=visible,
-        chunks=_spans(move),
-        end=move.plan.end,
-    )
-
-
 def _deviation_probe(move: Move) -> DeviationProbe:
     ids = _ids(move.token_ids)
     return DeviationProbe(token_ids=ids[move.plan.start :], slots=move.slots, chunks=_spans(move))
@@ -363,4 +401,4 @@ def _deviation_probe(move: Move) -> DeviationProbe:
 
 def _score_probe(capture: Capture) -> ScoreProbe:
     ids = _ids(capture.token_ids)
-    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix)
+    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix, capture.scored is Scored.ALL)

@@ -4,21 +4,25 @@
     deviation   the promised region, computed again  -> which tokens' KV is off        two layers, piece by piece
     scores      a chunk over its own KV              -> what the chunk attended to     once per variant
 
-Attention weights are summed piece by piece, in float32; no matrix of queries by keys outlives its piece. Under tensor
-parallelism a rank has some of the heads, so sums are added over the ranks: all ranks decide on the same numbers. Results are
-copied to the CPU, which is this module's only synchronisation.
+Attention weights exist in float32 where they are read by token, piece by piece: those of the question in the last layer (in all
+layers for focus), and of a chunk over itself for `h2o`. Masses on whole chunks come from log-sum-exps. Under tensor
+parallelism a rank has some of the heads, so sums are added over the ranks: all ranks decide on the same numbers.
+
+The evidence of a request (question, deviation) is read back to the CPU, for which the host waits: the selection needs it.
+Scores stay on the device, and travel with the chunk's KV.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
+from sglang_chunkcache.attention.lse import log_sum_exp
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention, StopPass
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.fusion.recompute import run_pass
@@ -39,7 +43,7 @@ class QuestionProbe:
 
     token_ids, positions: [n] int64, the question's, positions ascending. kv_slots, kv_positions: [m] int64, the KV it may
     attend to: the exact prefix and what was moved, without gaps. chunks: `[start, end)` of each moved chunk, ascending. end:
-    length of the promised region; chunks end within it.
+    length of the promised region; chunks end within it. in_all_layers: chunks are compared in every layer (focus).
     """
 
     token_ids: Tensor
@@ -48,6 +52,7 @@ class QuestionProbe:
     kv_positions: Tensor
     chunks: tuple[tuple[int, int], ...]
     end: int
+    in_all_layers: bool = False
 
     def __post_init__(self) -> None:
         _check_spans(self.chunks, 0, self.end)
@@ -84,12 +89,13 @@ class ScoreProbe:
     """A chunk at `[start, start + n)` whose KV was computed at these positions.
 
     token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
-    `[start, end)` of each chunk before it, ascending.
+    `[start, end)` of each chunk before it, ascending. received: also what each of its tokens receives (`h2o`).
     """
 
     token_ids: Tensor
     slots: Tensor
     prefix: tuple[tuple[int, int], ...]
+    received: bool = False
 
     def __post_init__(self) -> None:
         _check_spans(self.prefix, 0, self.start)
@@ -100,14 +106,14 @@ class ScoreProbe:
         return len(self.slots) - len(self.token_ids)
 
 
-def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tuple[Tensor, Tensor]]:
+def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tuple[Tensor, Tensor | None]]:
     """What the questions attend to, all in one pass. Softmax over everything a question token sees, itself included.
 
     Returns per request, float32, CPU:
         [end]: mass on each prompt position in the last layer, summed over question tokens and heads; 0 at positions without
         a moved token (FusionRAG 3.2).
         [num_layers, num_chunks]: mass on each moved chunk, summed over question tokens, heads and the chunk's tokens
-        (Cache-Craft eq. 15's summand, alg. 1).
+        (Cache-Craft eq. 15's summand, alg. 1). None where not asked for (`in_all_layers`).
     Raises:
         ValueError: spans out of order or outside [0, end); sequences as in `run_pass`.
     """
@@ -122,8 +128,10 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
         ],
         observer=observer,
     )
-    sums = _sum_over_ranks(runner, observer.last + observer.by_layer)
-    return list(zip(sums[: len(requests)], sums[len(requests) :], strict=True))
+    asked = [index for index, request in enumerate(requests) if request.in_all_layers]
+    sums = _sum_over_ranks(runner, observer.last + [observer.by_layer[i] for i in asked], "cpu")
+    by_layer = dict(zip(asked, sums[len(requests) :], strict=True))
+    return [(sums[index], by_layer.get(index)) for index in range(len(requests))]
 
 
 def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[Tensor]:
@@ -144,14 +152,17 @@ def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[
     for request, deviation in zip(requests, deviations, strict=True):
         for start in range(request.start, request.end, PIECE_TOKENS):
             _measure_piece(runner, request, start, min(start + PIECE_TOKENS, request.end), deviation)
-    return _sum_over_ranks(runner, deviations)
+    return _sum_over_ranks(runner, deviations, "cpu")
 
 
-def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[ChunkScores]:
-    """How much each chunk's tokens attended to the chunks before it and to each other (Cache-Craft eq. 3, 4, 14).
+def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
+    """How much each chunk's tokens attend to the chunks before it and to each other; `scores_of` names the columns.
 
-    The chunks' tokens run again over the KV in the pool, theirs included. Means over layers and heads.
+    The chunks' tokens run again over the KV in the pool, theirs included. No sync: sums stay on the device.
 
+    Returns per chunk, [n, 3 + num_prefix_chunks] float32, on the device: mass of each token on what is in no chunk, on each
+    chunk of the prefix, on earlier tokens of its own chunk, and what it receives from later ones (0 where not asked for). Means
+    over layers and heads.
     Raises:
         ValueError: spans out of order or not before the chunk; sequences as in `run_pass`.
     """
@@ -163,21 +174,21 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[ChunkScores]
     ]
     observer = _ScoreObserver(runner, chunks)
     run_pass(runner, sequences, observer=observer)
-    sums = _sum_over_ranks(runner, observer.on_prefix + observer.received)
-    scores = []
-    for chunk, on_prefix, received in zip(chunks, sums[: len(chunks)], sums[len(chunks) :], strict=True):
-        scores.append(
-            ChunkScores(
-                inter=tuple(on_prefix[:, 1:].sum(0).tolist()),
-                prefix_lens=tuple(end - start for start, end in chunk.prefix),
-                intra=float(received.sum()),
-                context=on_prefix[:, 1:].sum(1),
-                received=received,
-                head=float(on_prefix[:, 0].sum()),
-                head_len=chunk.start - sum(end - start for start, end in chunk.prefix),
-            )
-        )
-    return scores
+    return _sum_over_ranks(runner, observer.sums, runner.device)
+
+
+def scores_of(chunk: ScoreProbe, sums: Tensor) -> ChunkScores:
+    """A chunk's scores (Cache-Craft eq. 3, 4, 14) from what `score_chunks` has measured of it, copied to the CPU."""
+    on_prefix = sums[:, 1:-2]
+    return ChunkScores(
+        inter=tuple(on_prefix.sum(0).tolist()),
+        prefix_lens=tuple(end - start for start, end in chunk.prefix),
+        intra=float(sums[:, -2].sum()),
+        context=on_prefix.sum(1),
+        received=sums[:, -1].clone() if chunk.received else None,
+        head=float(sums[:, 0].sum()),
+        head_len=chunk.start - sum(end - start for start, end in chunk.prefix),
+    )
 
 
 class _QuestionObserver(Observer):
@@ -188,12 +199,15 @@ class _QuestionObserver(Observer):
         for request in requests:
             keys, _ = torch.cat([request.kv_positions.cpu(), request.positions.cpu()]).sort()
             inside = keys[keys < request.end]
-            self._inside.append(inside.to(device))
-            self._owners.append(_owners(request.chunks, request.end)[inside].to(device))
+            self._inside.append(upload(inside, device))
+            self._owners.append(upload(_owners(request.chunks, request.end)[inside], device))
+        self._in_all_layers = [request.in_all_layers for request in requests]
         self.last = [torch.zeros(r.end, device=device) for r in requests]
         self.by_layer = [torch.zeros(self._last_layer + 1, len(r.chunks), device=device) for r in requests]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
+        if layer_id != self._last_layer and not self._in_all_layers[sequence]:
+            return
         inside, owners = self._inside[sequence], self._owners[sequence]
         mass = torch.zeros(len(inside), device=inside.device)
         for _, _, weights in attention.weights():
@@ -249,22 +263,39 @@ class _ScoreObserver(Observer):
         self._last_layer = runner.token_to_kv_pool.layer_num - 1
         self._num_ranks = runner.tp_group.world_size
         self._chunks = chunks
-        device = runner.device
-        self._owners = [_with_rest(_owners(c.prefix, c.start)).to(device) for c in chunks]
-        self.on_prefix = [torch.zeros(len(c.token_ids), 1 + len(c.prefix), device=device) for c in chunks]
-        self.received = [torch.zeros(len(c.token_ids), device=device) for c in chunks]
+        rest = [_owners(c.prefix, c.start).sum(1) == 0 for c in chunks]
+        self._rest = [upload(each.nonzero()[:, 0], runner.device) for each in rest]
+        self.sums = [torch.zeros(len(c.token_ids), 3 + len(c.prefix), device=runner.device) for c in chunks]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
-        start = self._chunks[sequence].start
-        num_weights = attention.queries.shape[1] * self._num_ranks * (self._last_layer + 1)
-        for first, last, weights in attention.weights():
-            mean = weights.sum(0) / num_weights
-            self.on_prefix[sequence][first:last] += mean[:, :start] @ self._owners[sequence]
-            own = mean[:, start:]
-            own.diagonal(first).zero_()
-            self.received[sequence] += own.sum(0)
+        chunk, rest, sums = self._chunks[sequence], self._rest[sequence], self.sums[sequence]
+        queries, keys, scale = attention.queries, attention.keys, attention.scale
+        own = keys[chunk.start :]
+        parts = [log_sum_exp(queries, keys[start:end], scale=scale) for start, end in chunk.prefix]
+        parts.append(log_sum_exp(queries, own, scale=scale, is_causal=True))
+        head = log_sum_exp(queries, keys[rest], scale=scale) if len(rest) else torch.full_like(parts[-1], -torch.inf)
+        lse = torch.stack([head, *parts])
+        total = lse.logsumexp(0)
+        masses = (lse - total).exp()  # [parts, num_heads, n]
+        on_own = masses[-1].clone()
+        masses[-1] = (on_own - (_own_logits(queries, own, scale) - total).exp()).clamp_min(0)
+        num_weights = queries.shape[1] * self._num_ranks * (self._last_layer + 1)
+        sums[:, :-1] += masses.sum(1).T / num_weights
+        if chunk.received:
+            inside = replace(attention, keys=own, key_positions=attention.key_positions[chunk.start :])
+            for first, last, weights in inside.weights():
+                received = (weights * on_own[:, first:last, None]).sum(0) / num_weights
+                received.diagonal(first).zero_()
+                sums[:, -1] += received.sum(0)
         if layer_id == self._last_layer and sequence == len(self._chunks) - 1:
             raise StopPass
+
+
+def _own_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """[num_heads, n] float32: each query's logit at its own key."""
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    by_group = queries.float().reshape(num_tokens, num_kv_heads, -1, head_dim)
+    return (by_group * keys.float()[:, :, None]).sum(-1).flatten(1).T * scale
 
 
 def _owners(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
@@ -275,19 +306,14 @@ def _owners(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
     return owners
 
 
-def _with_rest(owners: Tensor) -> Tensor:
-    """With a first column for the positions that are in no span."""
-    return torch.cat([1 - owners.sum(1, keepdim=True), owners], 1)
-
-
-def _sum_over_ranks(runner: Any, sums: list[Tensor]) -> list[Tensor]:
-    """The tensors added over the tensor-parallel ranks, equal to the last bit on all of them; on the CPU."""
+def _sum_over_ranks(runner: Any, sums: list[Tensor], device: torch.device | str) -> list[Tensor]:
+    """The tensors added over the tensor-parallel ranks, equal to the last bit on all of them; views of one tensor on `device`."""
     flat = torch.cat([part.flatten() for part in sums])
     group = runner.tp_group
     if group.world_size > 1:
         # An all-reduce may round differently on different ranks, and a tie broken differently stops the server.
         flat = group.broadcast(group.all_reduce(flat), src=0)
-    parts = torch.split(flat.cpu(), [part.numel() for part in sums])
+    parts = torch.split(flat.to(device), [part.numel() for part in sums])
     return [part.reshape(shaped.shape) for part, shaped in zip(parts, sums, strict=True)]
 
 

@@ -229,7 +229,8 @@ class Fuser:
             moved = {piece.span for piece in (move.plan.pieces if move else ()) if piece.source is not None}
             if not moved.issuperset(range(1, len(spans.spans) - 1)):
                 return
-        self.captures.add(chunks, spans.keep, is_preprocessing=spans.is_preprocessing)
+        selector = spans.fusion.selector if spans.fusion else None
+        self.captures.add(chunks, spans.keep, is_preprocessing=spans.is_preprocessing, selector=selector)
 
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from radix_ext.cfo import Attention
+from radix_ext.cfo import Attention, Scored
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,13 +23,14 @@ class ChunkScores(Attention):
 
     context: Tensor
     """[num_tokens] float32, CPU: mass of each token on all chunks of the prefix (Cache-Craft eq. 14)."""
-    received: Tensor
-    """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk."""
+    received: Tensor | None = None
+    """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk. None: not measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.context.dim() != 1 or self.received.shape != self.context.shape:
-            shapes = f"{tuple(self.context.shape)} and {tuple(self.received.shape)}"
+        received = self.context if self.received is None else self.received
+        if self.context.dim() != 1 or received.shape != self.context.shape:
+            shapes = f"{tuple(self.context.shape)} and {tuple(received.shape)}"
             raise ValueError(f"context and received must both be [num_tokens] but got {shapes}")
 
     @property
@@ -35,7 +39,11 @@ class ChunkScores(Attention):
 
     @property
     def nbytes(self) -> int:
-        return self.context.nbytes + self.received.nbytes
+        return self.context.nbytes + (0 if self.received is None else self.received.nbytes)
+
+    @property
+    def scored(self) -> Scored:
+        return Scored.MASSES if self.received is None else Scored.ALL
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +78,44 @@ class HostBlob:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
+        """Host memory of keys and values: of pinned memory, torch takes a power of two for each."""
+        return sum(1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes for each in self.read())
 
     def read(self) -> tuple[Tensor, Tensor]:
         """(keys, values): the tensors themselves, not to be written."""
         return self.keys, self.values
+
+
+class Offload:
+    """Tensors on their way to pinned host memory, on a stream beside the current one. CPU tensors are there at once.
+
+    Args:
+        tensors: on one device, own memory, complete when the current stream gets here; not written afterwards.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors: tuple[Tensor, ...] = tuple(tensors)
+        self._arrived: Any = None
+        if not self._tensors[0].is_cuda:
+            return
+        stream = _offload_stream(self._tensors[0].device)
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            copies = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
+            for copy, each in zip(copies, tensors, strict=True):
+                copy.copy_(each, non_blocking=True)
+                each.record_stream(stream)  # else its memory is given to others before it has been read
+            self._tensors, self._arrived = tuple(copies), stream.record_event()
+
+    def is_done(self) -> bool:
+        """Whether all of it has arrived. Does not wait."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def read(self) -> tuple[Tensor, ...]:
+        """The tensors in host memory; to be read once they have arrived."""
+        return self._tensors
+
+
+@cache
+def _offload_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -132,7 +132,8 @@ class Fallback(StrEnum):
     UNSCORED = (
         "unscored",
         "A moved chunk has no attention scores, so `h2o` and `context` recomputed its first tokens.",
-        "Leave `--chunkcache-scoring on`; a chunk has scores once it has been stored (`--chunkcache-store-threshold`).",
+        "A chunk has scores once a request with such a selector has stored it (`--chunkcache-store-threshold`); start with "
+        "`--chunkcache-scoring on`, or with such a selector as the default, to score what others store, too.",
     )
     NO_QUESTION = (
         "no_question",

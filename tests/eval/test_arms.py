@@ -104,7 +104,7 @@ def test_fused_is_what_a_user_gets() -> None:
     assert (request.selector, request.ratio, request.focus) == (defaults.selector, defaults.recompute_ratio, "off")
     for name, arm in ARMS.items():
         if arm.is_fused:
-            assert (parse_launcher(list(arm.flags))[0].scoring == "off") == ("unscored" in name)
+            assert (parse_launcher(list(arm.flags))[0].scoring == "on") == ("scored" in name)
 
 
 def test_cache_craft_recomputes_what_it_is_labelled_with() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radix_ext import IntegrityError
+from radix_ext.cfo import Scored
 from radix_ext.errors import LimitError
 from radix_ext.variants import Variant, VariantIndex
 from tests.reference.naive_store import NaiveStore, NaiveVariant
@@ -34,14 +35,16 @@ def chunk(name: str, tenant: str = "") -> tuple[str, str]:
     return name, tenant
 
 
-def make_scores(names: str, num_tokens: int = 1) -> Sums:
+def make_scores(names: str, num_tokens: int, scored: Scored) -> Sums:
     n = len(names)
-    return Sums((1.0,) * n, (4,) * n, 1.0, num_tokens, SCORE_BYTES * num_tokens)
+    return Sums((1.0,) * n, (4,) * n, 1.0, num_tokens, SCORE_BYTES * num_tokens, scored)
 
 
-def make_variant(names: str = "", *, num_tokens: int = 1, scored: bool = False, preprocessed: bool = False) -> Variant:
+def make_variant(
+    names: str = "", *, num_tokens: int = 1, scored: Scored = Scored.NOTHING, preprocessed: bool = False
+) -> Variant:
     blob = Bytes(TOKEN_BYTES * num_tokens)
-    return Variant(ids(names), blob, make_scores(names, num_tokens) if scored else None, preprocessed)
+    return Variant(ids(names), blob, make_scores(names, num_tokens, scored) if scored else None, preprocessed)
 
 
 def behind(head: str, variant: Variant) -> Variant:
@@ -78,7 +81,7 @@ def test_find_gives_every_variant_of_one_identity() -> None:
 def test_bytes_count_keys_values_and_scores() -> None:
     """An uncounted part would let the store outgrow its limit."""
     store = make_store()
-    store.put(chunk("a"), make_variant(num_tokens=3, scored=True))
+    store.put(chunk("a"), make_variant(num_tokens=3, scored=Scored.ALL))
     assert store.stats().num_bytes == 3 * (TOKEN_BYTES + SCORE_BYTES)
 
 
@@ -148,7 +151,7 @@ def test_larger_than_the_store_is_refused() -> None:
     store = make_store(tokens=2)
     store.put(chunk("a"), make_variant(num_tokens=2))
     assert not store.put(chunk("b"), make_variant(num_tokens=3))
-    assert not store.put(chunk("a"), make_variant(num_tokens=2, scored=True))  # the scores are too much
+    assert not store.put(chunk("a"), make_variant(num_tokens=2, scored=Scored.ALL))  # the scores are too much
     assert store.stats().num_bytes == 2 * TOKEN_BYTES
     assert store.stats().num_refused == 2
     assert store.put(chunk("a"), make_variant("x", num_tokens=2))  # exactly as large
@@ -282,16 +285,19 @@ def test_number_limit_evicts_the_lowest_of_any_chunk() -> None:
     ("old", "new", "replaced"),
     [
         ({}, {}, False),
-        ({}, {"scored": True}, True),
+        ({}, {"scored": Scored.MASSES}, True),
         ({}, {"preprocessed": True}, True),
-        ({"scored": True}, {}, False),
-        ({"scored": True}, {"preprocessed": True}, True),
-        ({"preprocessed": True}, {"scored": True}, False),
-        ({"preprocessed": True}, {"scored": True, "preprocessed": True}, True),
-        ({"scored": True, "preprocessed": True}, {"scored": True, "preprocessed": True}, False),
+        ({"scored": Scored.MASSES}, {}, False),
+        ({"scored": Scored.MASSES}, {"scored": Scored.MASSES}, False),
+        ({"scored": Scored.MASSES}, {"scored": Scored.ALL}, True),
+        ({"scored": Scored.ALL}, {"scored": Scored.MASSES}, False),
+        ({"scored": Scored.MASSES}, {"preprocessed": True}, True),
+        ({"preprocessed": True}, {"scored": Scored.MASSES}, False),
+        ({"preprocessed": True}, {"scored": Scored.MASSES, "preprocessed": True}, True),
+        ({"scored": Scored.MASSES, "preprocessed": True}, {"scored": Scored.MASSES, "preprocessed": True}, False),
     ],
 )
-def test_same_prefix_is_replaced_only_by_better(old: dict[str, bool], new: dict[str, bool], replaced: bool) -> None:
+def test_same_prefix_is_replaced_only_by_better(old: dict[str, Any], new: dict[str, Any], replaced: bool) -> None:
     """A total order, so that two kinds never replace each other in turn; uses of the old one stay counted."""
     store = make_store()
     before, after = make_variant("x", **old), make_variant("x", **new)
@@ -397,7 +403,7 @@ def move_variant(store: VariantIndex) -> None:
 
 
 def add_scores(store: VariantIndex) -> None:
-    store.find(chunk("a"))[0].scores = make_scores("")
+    store.find(chunk("a"))[0].scores = make_scores("", 1, Scored.ALL)
 
 
 def lower_reuse(store: VariantIndex) -> None:
@@ -450,10 +456,10 @@ class StoreMachine(RuleBasedStateMachine):
         before=befores,
         head=st.sampled_from(["", "", "other"]),
         tokens=st.integers(1, 4) | st.just(13),
-        scored=st.booleans(),
+        scored=st.sampled_from(Scored),
         preprocessed=st.sampled_from([False, False, True]),
     )
-    def put(self, name: str, before: str, head: str, tokens: int, scored: bool, preprocessed: bool) -> None:
+    def put(self, name: str, before: str, head: str, tokens: int, scored: Scored, preprocessed: bool) -> None:
         variant = behind(head, make_variant(before, num_tokens=tokens, scored=scored, preprocessed=preprocessed))
         naive = NaiveVariant(chunk(name), ids(before), variant.nbytes, scored, preprocessed, head)
         taken = self.store.put(chunk(name), variant)

@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from radix_ext.cfo import Scored
 from radix_ext.moved_plan import Limits, Piece
 from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.fusion.fill import Capture
+from sglang_chunkcache.fusion.fill import Capture, Captured
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.promise import Fuser
-from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.wire.report import Fallback
@@ -98,7 +99,7 @@ class FakePass:
         """`holders`: the slots of all nodes, as often as they are held."""
         self.contents, self.rows, self.config, self.holders = contents, rows, config, holders
         self.pricing = Pricing(SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1)))
-        self.num_captured = 0
+        self.num_captured = self.num_scored = 0
         self.fails = False
         """The next run does, once everything is moved, and computes all."""
 
@@ -129,17 +130,20 @@ class FakePass:
         for move, positions in zip(moves, claimed, strict=True):
             self._compute(move, positions)
 
-    def capture(self, captures: Sequence[Capture]) -> list[tuple[HostBlob, ChunkScores | None]]:
-        results = []
+    def capture(self, captures: Sequence[Capture]) -> list[Captured]:
+        captured = []
         for capture in captures:
             self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
             tokens = torch.tensor(capture.token_ids[capture.start :], dtype=torch.float32).reshape(1, -1, 1, 1)
-            lens = tuple(end - start for start, end in capture.prefix)
-            num_tokens = tokens.shape[1]
-            scores = ChunkScores((1.0,) * len(lens), lens, 1.0, torch.zeros(num_tokens), torch.zeros(num_tokens))
-            results.append((HostBlob(tokens, tokens.clone()), scores if self.config.scoring == "on" else None))
+            scores = capture.scores
+            if capture.is_to_be_scored:
+                lens, zeros = tuple(end - start for start, end in capture.prefix), torch.zeros(tokens.shape[1])
+                received = zeros if capture.scored is Scored.ALL else None
+                scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
+                self.num_scored += 1
+            captured.append(Captured((tokens, tokens.clone()), scores))
         self.num_captured += len(captures)
-        return results
+        return captured
 
     def stats(self) -> dict[str, Any]:
         return {"captured": self.num_captured}

@@ -15,7 +15,7 @@ class NaiveVariant:
     identity: Hashable
     prefix: tuple[ChunkId, ...]
     nbytes: int
-    scored: bool
+    scored: int
     preprocessed: bool
     head: str = ""
     reuse: float = 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from radix_ext import ChunkId, FusionRequest
-from radix_ext.cfo import Attention
+from radix_ext.cfo import Attention, Scored
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,6 +15,7 @@ class Sums(Attention):
 
     num_tokens: int = 1
     nbytes: int = 0
+    scored: Scored = Scored.ALL
 
 
 def ids(names: str) -> tuple[ChunkId, ...]:

@@ -113,11 +113,13 @@ def test_steps_tell_what_was_recomputed() -> None:
 
 
 def test_chunks_are_stored_in_another_order_first() -> None:
-    """Twice, since a chunk enters the store at its second use. Captures are waited for. Full prefill has its own salt."""
+    """Twice, since a chunk enters the store at its second use, which reads scores. Captures are waited for. Full prefill has its
+    own salt."""
     client = FakeClient(lambda alpha: 1.0)
     calibrate(client, EXAMPLES[:1], target=0.9)
     warm, again, full, fused = client.chats
-    assert warm == again
+    assert again == {**warm, "reuse": {"mode": "fused", "selector": "context"}}
+    assert "reuse" not in warm
     assert [chunk["text"] for chunk in warm["chunks"]] == ["two", "three", "one"]
     assert warm["max_tokens"] == 1
     assert [chunk["text"] for chunk in fused["chunks"]] == ["one", "two", "three"]

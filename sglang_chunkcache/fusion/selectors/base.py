@@ -64,7 +64,7 @@ class Evidence:
     """[end] by prompt position: attention mass from the question in the last layer, summed over its tokens and heads; 0
     at positions without a moved token (FusionRAG 3.2)."""
     question_by_layer: Tensor | None = None
-    """[num_layers, num_chunks]: mass from the question on each moved chunk (Cache-Craft algorithm 1)."""
+    """[num_layers, num_chunks]: mass from the question on each moved chunk (Cache-Craft algorithm 1); for focus alone."""
     deviation: Tensor | None = None
     """[end] by prompt position: squared KV deviation at the second layer (CacheBlend; FusionRAG eq. 7)."""
 

@@ -19,14 +19,15 @@ class MostAttended(Selector):
     name = "h2o"
 
     def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
-        """Chunks without scores: as `first`, fallback "unscored"."""
+        """Chunks of which this was not measured: as `first`, fallback "unscored"."""
+        received = [chunk.scores.received if chunk.scores else None for chunk in chunks]
         offsets = tuple(
-            highest(chunk.scores.received, num_critical(request.ratio, chunk.num_tokens))
-            if chunk.scores
-            else leading(request.ratio, chunk.num_tokens)
-            for chunk in chunks
+            leading(request.ratio, chunk.num_tokens)
+            if scores is None
+            else highest(scores, num_critical(request.ratio, chunk.num_tokens))
+            for chunk, scores in zip(chunks, received, strict=True)
         )
-        unscored = any(chunk.scores is None for chunk in chunks)
+        unscored = any(scores is None for scores in received)
         return Selection(offsets, (None,) * len(chunks), (Fallback.UNSCORED,) if unscored else ())
 
 

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from radix_ext import ChunkId, FusionRequest
-from radix_ext.moved_plan import Piece, ReusePlan
+from radix_ext.cfo import Scored
+from radix_ext.moved_plan import Focus, Piece, ReusePlan
 from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import Variant
+from sglang_chunkcache import config
 from sglang_chunkcache.attention.base import HeadShape
 from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -83,9 +85,9 @@ END = HERE["E"][1]
 class Scene:
     """One model with its pool as drawn above."""
 
-    def __init__(self, runner: Any, *, scoring: str = "on") -> None:
+    def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.config = ChunkCacheConfig(reuse="fused", scoring=scoring, recompute_attention="masked")
+        self.config = ChunkCacheConfig(reuse="fused", recompute_attention="masked")
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         self.fusion_pass = FusionPass(runner, table, self.config)
         self.logits = prefill(runner, tokens_of((*PROMPT, "question")), REFERENCE[: END + QUESTION_LEN])
@@ -97,8 +99,8 @@ class Scene:
             facts(node).start, facts(node).prefix = start, self.prefix_there(name)
             self.sources[name] = DeviceCopy(node, facts(node))
         captured = self.fusion_pass.capture([self.capture(name) for name in "BE"])
-        for name, (blob, scores) in zip("BE", captured, strict=True):
-            self.sources[name] = HostCopy(Variant(self.prefix_there(name), blob, scores))
+        for name, each in zip("BE", captured, strict=True):
+            self.sources[name] = HostCopy(Variant(self.prefix_there(name), *each.read()))
 
     def prefix_there(self, name: str) -> tuple[ChunkId, ...]:
         return tuple(ChunkId(each) for each in ELSEWHERE[1 : ELSEWHERE.index(name)])
@@ -107,7 +109,7 @@ class Scene:
         start, end = THERE[name]
         before = ELSEWHERE[1 : ELSEWHERE.index(name)]
         prefix = tuple(THERE[each] for each in before)
-        return Capture(array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, prefix)
+        return Capture(array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, prefix, Scored.ALL)
 
     def move(self, reuse: FusionRequest, *, target: Tensor = TARGET, row: int = 1, question: bool = True) -> Move:
         """The promised region, NaN so far, after the head of the reference."""
@@ -387,14 +389,42 @@ def test_the_end_of_a_long_question_stands_for_it(scene: Scene, monkeypatch: pyt
         return question_evidence(runner, requests)
 
     monkeypatch.setattr(fusion_pass, "question_evidence", spy)
-    monkeypatch.setattr(fusion_pass, "MAX_QUESTION_TOKENS", 3)
-    scene.fusion_pass.run([scene.move(asked("query", 0.3))])
+    replace_config(scene, question_window=3).run(
+        [scene.move(asked("query", 0.3)), scene.move(asked("h2o", 0.3), row=2)]
+    )
     (probe,) = probes
     assert probe.token_ids.tolist() == TOKENS["question"][-3:]
     assert probe.positions.tolist() == [END + 5, END + 6, END + 7]
     gaps = set(offsets_of(["text", "D"]).tolist())
     assert probe.kv_positions.tolist() == [p for p in range(END) if p not in gaps]
     assert probe.chunks == tuple(HERE[name] for name in "ABCE")
+    assert not probe.in_all_layers
+    replace_config(scene, question_window=QUESTION_LEN + 1).run([scene.move(asked("first", 0.3, focus="spare"))])
+    assert probes[-1].token_ids.tolist() == TOKENS["question"]
+    assert probes[-1].positions[0] == END
+    assert probes[-1].in_all_layers
+
+
+@pytest.mark.parametrize("selector", config.SELECTORS)
+@pytest.mark.parametrize("focus", ["off", "refill"])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_the_question_pass_is_as_long_as_is_told(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, selector: str, focus: Focus, ratio: float
+) -> None:
+    """What a cost model counts is what runs."""
+    lens: list[int] = []
+
+    def spy(runner: Any, requests: Sequence[Any]) -> Any:
+        lens.extend(len(request.token_ids) for request in requests)
+        return question_evidence(runner, requests)
+
+    monkeypatch.setattr(fusion_pass, "question_evidence", spy)
+    reuse = asked(selector, ratio, focus=focus)
+    for window in (3, QUESTION_LEN, 100):
+        lens.clear()
+        replace_config(scene, question_window=window).run([scene.move(reuse)])
+        assert sum(lens) == fusion_pass.question_tokens(reuse, QUESTION_LEN, window=window)
+        assert sum(lens) in (0, min(window, QUESTION_LEN))
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -484,28 +514,53 @@ def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
 # For the store, and for the stats
 
 
-def test_captures_are_scored_unless_switched_off(scene: Scene) -> None:
+def test_captures_are_scored_as_asked(scene: Scene) -> None:
     """Scores say what came before; the copy is the source's KV."""
-    capture = scene.capture("E")
-    ((blob, scores),) = scene.fusion_pass.capture([capture])
-    assert scores is not None
-    assert scores.prefix_lens == (LENS["C"], LENS["A"])
+    counting, capture = replace_config(scene), scene.capture("E")
+    plain, masses, everything = (replace(capture, scored=scored) for scored in Scored)
+    (each,) = counting.capture([plain])
+    assert each.is_done()
+    blob, scores = each.read()
+    assert scores is None
     assert blob.num_tokens == LENS["E"]
     assert torch.equal(blob.read()[1], scene.kv(SOURCE[slice(*THERE["E"])])[1])
-    off = replace_config(scene, scoring="off")
-    ((again, none),) = off.capture([capture])
-    assert none is None
-    assert torch.equal(again.read()[0], blob.read()[0])
-    assert off.stats()["tokens"] == {}
+    assert counting.stats()["tokens"] == {}
+    for asked_for in (masses, everything):
+        (each,) = counting.capture([asked_for])
+        again, scores = each.read()
+        assert torch.equal(again.read()[0], blob.read()[0])
+        assert scores is not None
+        assert scores.prefix_lens == (LENS["C"], LENS["A"])
+        assert scores.scored is asked_for.scored
 
 
 def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:
-    """Scoring costs a prefill of the chunk; a node keeps what was measured of it."""
+    """Scoring costs a prefill of the chunk, so a node keeps what was measured; what is missing is measured with the rest."""
     counting = replace_config(scene)
-    capture = scene.capture("B")
-    ((_, scores),) = counting.capture([capture])
-    assert counting.capture([replace(capture, scores=scores)])[0][1] is scores
+    masses = replace(scene.capture("B"), scored=Scored.MASSES)
+    _, scores = counting.capture([masses])[0].read()
+    known = replace(masses, scores=scores)
+    assert counting.capture([known])[0].read()[1] is scores
+    assert counting.capture([replace(known, scored=Scored.NOTHING)])[0].read()[1] is scores
     assert counting.stats()["tokens"]["scored"] == LENS["B"]
+    _, more = counting.capture([replace(known, scored=Scored.ALL)])[0].read()
+    assert more is not None
+    assert more.scored is Scored.ALL
+    assert counting.stats()["tokens"]["scored"] == 2 * LENS["B"]
+
+
+def test_a_copy_is_not_what_the_pool_holds_later(scene: Scene) -> None:
+    """The node may be evicted before the copy has arrived, and its slots are given to others."""
+    capture = scene.capture("E")
+    before = scene.kv(SOURCE)
+    (each,) = scene.fusion_pass.capture([capture])
+    for buffer in (*scene.runner.token_to_kv_pool.k_buffer, *scene.runner.token_to_kv_pool.v_buffer):
+        buffer[SOURCE[slice(*THERE["E"])]] = float("nan")
+    blob, _ = each.read()
+    assert torch.equal(blob.read()[1], before[1][:, slice(*THERE["E"])])
+    for i, layer in enumerate(range(scene.runner.token_to_kv_pool.layer_num)):
+        scene.runner.token_to_kv_pool.k_buffer[layer][SOURCE] = before[0][i]
+        scene.runner.token_to_kv_pool.v_buffer[layer][SOURCE] = before[1][i]
 
 
 def test_stats_count_tokens_and_seconds(scene: Scene) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,10 @@ from sglang_chunkcache.fusion.measure import (
     deviation_evidence,
     question_evidence,
     score_chunks,
+    scores_of,
 )
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
+from sglang_chunkcache.fusion.store import ChunkScores
 from tests import models
 from tests.models import NUM_LAYERS, kv_of, make_row, prefill
 from tests.reference.attention import attend
@@ -96,8 +99,40 @@ def move_in(runner: Any, tokens: Tensor) -> None:
         runner.token_to_kv_pool.get_value_buffer(layer)[SLOTS[PREFIX:END]] = values[layer]
 
 
-def question_of(tokens: Tensor, visible: Tensor, chunks: tuple[tuple[int, int], ...]) -> QuestionProbe:
-    return QuestionProbe(tokens[END:], torch.arange(END, len(tokens)), SLOTS[visible], visible, chunks, END)
+def question_of(
+    tokens: Tensor, visible: Tensor, chunks: tuple[tuple[int, int], ...], *, in_all_layers: bool = True
+) -> QuestionProbe:
+    return QuestionProbe(
+        tokens[END:], torch.arange(END, len(tokens)), SLOTS[visible], visible, chunks, END, in_all_layers
+    )
+
+
+def ask(runner: Any, requests: list[QuestionProbe]) -> list[tuple[Tensor, Tensor]]:
+    """The evidence of questions that ask for every layer."""
+    evidence = []
+    for last, by_layer in question_evidence(runner, requests):
+        assert by_layer is not None
+        evidence.append((last, by_layer))
+    return evidence
+
+
+def score(runner: Any, probes: list[ScoreProbe]) -> list[ChunkScores]:
+    return [scores_of(probe, sums.cpu()) for probe, sums in zip(probes, score_chunks(runner, probes), strict=True)]
+
+
+@contextmanager
+def weighed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Keys of every sequence and layer whose attention weights exist meanwhile."""
+    found: list[int] = []
+    weights = masked.SequenceAttention.weights
+
+    def spy(attention: masked.SequenceAttention) -> Any:
+        found.append(len(attention.keys))
+        return weights(attention)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(masked.SequenceAttention, "weights", spy)
+        yield found
 
 
 @pytest.mark.parametrize("weight_bytes", [1, pytest.param(128 << 20, marks=pytest.mark.nightly)])
@@ -113,7 +148,7 @@ def test_question_evidence_is_the_questions_attention(
         question_of(a, torch.arange(END), chunks) for a, chunks in zip(asked, (CHUNKS, CHUNKS[1:2]), strict=True)
     ]
     with untouched(runner):
-        evidence = question_evidence(runner, requests)
+        evidence = ask(runner, requests)
     # The oracle writes the question's K/V after the chunks.
     for question, chunks, (last, by_layer) in zip(asked, (CHUNKS, CHUNKS[1:2]), evidence, strict=True):
         with captured(runner) as queries:
@@ -137,7 +172,7 @@ def test_question_evidence_leaves_gaps_out(runner: Any) -> None:
     move_in(runner, tokens)
     visible = torch.tensor([p for p in range(END) if not 22 <= p < 27])
     chunks = (CHUNKS[0], CHUNKS[2])
-    [(last, by_layer)] = question_evidence(runner, [question_of(tokens, visible, chunks)])
+    [(last, by_layer)] = ask(runner, [question_of(tokens, visible, chunks)])
     runner.token_to_kv_pool.get_key_buffer(0)[SLOTS[22:27]] = float("nan")
     [(again, _)] = question_evidence(runner, [question_of(tokens, visible, chunks)])
     assert torch.equal(last, again)
@@ -146,6 +181,23 @@ def test_question_evidence_leaves_gaps_out(runner: Any) -> None:
     torch.testing.assert_close(by_layer[-1], torch.stack([last[10:22].sum(), last[27:40].sum()]))
     [(full, _)] = question_evidence(runner, [question_of(tokens, torch.arange(END), CHUNKS)])
     assert not torch.allclose(last[10:22], full[10:22])
+
+
+def test_weights_exist_in_the_layers_that_are_read(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one request in every layer, of the other in the last; what both are told of the last is the same."""
+    tokens = make_tokens(0)
+    move_in(runner, tokens)
+    few, all_layers = (question_of(tokens, torch.arange(END), CHUNKS, in_all_layers=b) for b in (False, True))
+    with weighed(monkeypatch) as found:
+        [(last, nothing), (again, by_layer)] = question_evidence(runner, [few, all_layers])
+    assert len(found) == NUM_LAYERS + 1
+    assert nothing is None
+    assert by_layer is not None
+    torch.testing.assert_close(last, again)
+    with weighed(monkeypatch) as found:
+        [(alone, _)] = question_evidence(runner, [few])
+    assert len(found) == 1
+    torch.testing.assert_close(alone, last)
 
 
 def test_question_before_the_regions_end(runner: Any) -> None:
@@ -230,10 +282,13 @@ def test_scores_are_means_of_the_chunks_attention(
     with captured(runner) as queries:
         prefill(runner, tokens.tolist(), SLOTS)
     weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS)).mean((0, 1))
-    probes = [ScoreProbe(tokens[start:end], SLOTS[:end], CHUNKS[:index]) for index, (start, end) in enumerate(CHUNKS)]
+    places = list(enumerate(CHUNKS))
+    probes = [
+        ScoreProbe(tokens[start:end], SLOTS[:end], CHUNKS[:index], received=True) for index, (start, end) in places
+    ]
     with untouched(runner):
-        scores = score_chunks(runner, probes)
-    for index, ((start, end), score) in enumerate(zip(CHUNKS, scores, strict=True)):
+        scores = score(runner, probes)
+    for (index, (start, end)), found in zip(places, scores, strict=True):
         inter, context = [], torch.zeros(end - start, dtype=torch.float64)
         for a, b in CHUNKS[:index]:
             inter.append(float(weights[start:end, a:b].sum()))
@@ -242,12 +297,38 @@ def test_scores_are_means_of_the_chunks_attention(
         for k in range(start, end):
             for earlier in range(start, k):
                 received[earlier - start] += weights[k, earlier]
-        assert score.inter == pytest.approx(inter, abs=ATOL)
-        assert score.prefix_lens == tuple(b - a for a, b in CHUNKS[:index])
-        assert score.intra == pytest.approx(float(received.sum()), abs=ATOL)
-        torch.testing.assert_close(score.context.double(), context, rtol=0, atol=ATOL)
-        torch.testing.assert_close(score.received.double(), received, rtol=0, atol=ATOL)
-        assert score.context.dtype == score.received.dtype == torch.float32
+        assert found.inter == pytest.approx(inter, abs=ATOL)
+        assert found.prefix_lens == tuple(b - a for a, b in CHUNKS[:index])
+        assert found.intra == pytest.approx(float(received.sum()), abs=ATOL)
+        assert found.received is not None
+        torch.testing.assert_close(found.context.double(), context, rtol=0, atol=ATOL)
+        torch.testing.assert_close(found.received.double(), received, rtol=0, atol=ATOL)
+        assert found.context.dtype == found.received.dtype == torch.float32
+        head = float(weights[start:end, :start].sum()) - sum(inter)
+        assert found.head == pytest.approx(head, abs=ATOL)
+        assert found.head_len == PREFIX
+
+
+def test_masses_need_no_weights(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-sum-exps do; what tokens receive needs weights over the chunk's own keys. Text around chunks is no chunk."""
+    tokens = make_tokens(0)
+    prefill(runner, tokens.tolist(), SLOTS)
+    start, end = CHUNKS[2]
+    after_text = ScoreProbe(tokens[start:end], SLOTS[:end], CHUNKS[:1])  # the second chunk is text now
+    after_chunks = ScoreProbe(tokens[start:end], SLOTS[:end], ((0, PREFIX), *CHUNKS[:2]))
+    with weighed(monkeypatch) as found:
+        mixed, chunks_alone = score(runner, [after_text, after_chunks])
+    assert found == []
+    assert mixed.received is None
+    assert mixed.head_len == PREFIX + 5
+    assert chunks_alone.head_len == chunks_alone.head == 0
+    assert mixed.head == pytest.approx(chunks_alone.inter[0] + chunks_alone.inter[2], abs=ATOL)
+    assert mixed.inter == pytest.approx(chunks_alone.inter[1:2], abs=ATOL)
+    with weighed(monkeypatch) as found:
+        [scored] = score(runner, [replace(after_text, received=True)])
+    assert found == [end - start] * NUM_LAYERS
+    assert scored.received is not None
+    assert float(scored.received.sum()) == pytest.approx(mixed.intra, abs=ATOL)
 
 
 def test_ranks_add_up_their_heads(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +341,8 @@ def test_ranks_add_up_their_heads(runner: Any, monkeypatch: pytest.MonkeyPatch) 
     )
     move_in(runner, tokens)
     chunk = ScoreProbe(tokens[27:40], SLOTS[:40], CHUNKS[:2])
-    alone = question_evidence(runner, [question])[0], deviation_evidence(runner, [deviation])[0]
-    [score] = score_chunks(runner, [chunk])
+    alone = ask(runner, [question])[0], deviation_evidence(runner, [deviation])[0]
+    [mean] = score(runner, [chunk])
     sources = []
 
     def broadcast(tensor: Tensor, src: int) -> Tensor:
@@ -270,13 +351,13 @@ def test_ranks_add_up_their_heads(runner: Any, monkeypatch: pytest.MonkeyPatch) 
 
     group = SimpleNamespace(world_size=2, all_reduce=lambda tensor: 2 * tensor, broadcast=broadcast)
     monkeypatch.setattr(runner, "tp_group", group)
-    (last, by_layer), both = question_evidence(runner, [question])[0], deviation_evidence(runner, [deviation])[0]
+    (last, by_layer), both = ask(runner, [question])[0], deviation_evidence(runner, [deviation])[0]
     torch.testing.assert_close(last, 2 * alone[0][0])
     torch.testing.assert_close(by_layer, 2 * alone[0][1])
     torch.testing.assert_close(both, 2 * alone[1])
-    [scored] = score_chunks(runner, [chunk])
-    assert scored.inter == pytest.approx(score.inter)
-    assert scored.intra == pytest.approx(score.intra)
+    [scored] = score(runner, [chunk])
+    assert scored.inter == pytest.approx(mean.inter)
+    assert scored.intra == pytest.approx(mean.intra)
     assert sources == [0, 0, 0]
 
 
@@ -288,7 +369,7 @@ def test_a_model_of_one_layer_is_compared_in_it() -> None:
     prefill(runner, others.tolist(), SLOTS)
     [evidence] = deviation_evidence(runner, [DeviationProbe(tokens[PREFIX:END], SLOTS[:END], CHUNKS)])
     assert evidence.nonzero().flatten().tolist() == [30]
-    [(last, by_layer)] = question_evidence(runner, [question_of(tokens, torch.arange(END), CHUNKS)])
+    [(last, by_layer)] = ask(runner, [question_of(tokens, torch.arange(END), CHUNKS)])
     torch.testing.assert_close(by_layer[0].sum(), last.sum())
 
 

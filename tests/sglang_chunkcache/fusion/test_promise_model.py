@@ -98,7 +98,7 @@ class FuserMachine(RuleBasedStateMachine):
         capacity=st.integers(50, 120),
         admission=st.sampled_from(["all", "all", "promoted"]),
         eviction=st.sampled_from(["reused", "promoted", "lru"]),
-        scoring=st.sampled_from(["on", "off"]),
+        scoring=st.sampled_from(["auto", "on", "off"]),
         limits=st.sampled_from([ROOMY, ROOMY, Limits(12, 6, 0), Limits(1000, 1000, 4)]),
         prefill_budget=st.sampled_from([8, 16, 30]),
         is_chunked=st.sampled_from([True, True, False]),

@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("sglang")
 
 from radix_ext import chunk_id
+from radix_ext.cfo import Scored
 from sglang_chunkcache.fusion import capture
+from sglang_chunkcache.fusion.fill import Captured
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import ExplainRequest
@@ -37,11 +39,42 @@ from tests.sglang_chunkcache.fusion.test_promise import (
 
 
 def variants(scheduler: FusedScheduler, chunk: list[int]) -> list[tuple[Any, ...]]:
-    """(chunks before it, its tokens, whether scored, whether preprocessed)."""
+    """(chunks before it, its tokens, how much is scored, whether preprocessed)."""
     found = scheduler.store.find(ChunkIdentity(chunk_id(chunk), None, None))
-    return [
-        (v.prefix, [int(x) for x in v.blob.read()[0].flatten()], v.scores is not None, v.preprocessed) for v in found
-    ]
+    return [(v.prefix, [int(x) for x in v.blob.read()[0].flatten()], v.scored, v.preprocessed) for v in found]
+
+
+class Late:
+    """A copy that arrives when told to."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured, self.has_arrived = captured, False
+
+    def is_done(self) -> bool:
+        return self.has_arrived
+
+    def read(self) -> Any:
+        assert self.has_arrived
+        return self.captured.read()
+
+
+def delay(scheduler: FusedScheduler, monkeypatch: pytest.MonkeyPatch) -> list[Late]:
+    """All copies from now on, in the order in which they are made."""
+    late: list[Late] = []
+    capture = scheduler.fusion_pass.capture
+
+    def delayed(captures: Any) -> Any:
+        made = [Late(each) for each in capture(captures)]
+        late.extend(made)
+        return made
+
+    monkeypatch.setattr(scheduler.fusion_pass, "capture", delayed)
+    return late
+
+
+def pending(scheduler: FusedScheduler) -> int:
+    found: int = scheduler.fuser.stats()["store"]["pending"]
+    return found
 
 
 def test_chunks_that_have_earned_it_enter_the_store() -> None:
@@ -53,8 +86,8 @@ def test_chunks_that_have_earned_it_enter_the_store() -> None:
     scheduler.check()
     assert scheduler.cache.protected_size() == 0
     assert variants(scheduler, A) == []
-    assert variants(scheduler, B) == [((chunk_id(A),), B, True, False)]
-    assert variants(scheduler, C) == [((chunk_id(A), chunk_id(B)), C, True, False)]
+    assert variants(scheduler, B) == [((chunk_id(A),), B, Scored.NOTHING, False)]
+    assert variants(scheduler, C) == [((chunk_id(A), chunk_id(B)), C, Scored.NOTHING, False)]
 
 
 def test_what_is_stored_is_not_captured_again() -> None:
@@ -76,7 +109,7 @@ def test_moved_chunks_are_captured_from_their_source() -> None:
     for _ in range(2):
         scheduler.serve(fused(B, D, keep=[0, 1]), answer=[50])
         scheduler.idle()
-    assert variants(scheduler, B) == [((chunk_id(A),), B, True, False)]
+    assert variants(scheduler, B) == [((chunk_id(A),), B, Scored.NOTHING, False)]
     assert len(variants(scheduler, D)) == 1
     assert scheduler.fuser.stats()["store"]["dropped"] == 0
 
@@ -180,14 +213,149 @@ def test_source_behind_another_head_is_taken_last() -> None:
     scheduler.check()
 
 
-def test_unscored_variants_are_replaced_by_scored_ones_only() -> None:
-    """Scoring costs a prefill; where it is off a chunk is stored without."""
-    scheduler = make_scheduler(scoring="off")
-    for _ in range(2):
-        scheduler.serve(rag(A, keep=[0]), answer=[50])
+@pytest.mark.parametrize(
+    ("knobs", "selector", "scored"),
+    [
+        ({}, None, Scored.NOTHING),
+        ({}, "query", Scored.NOTHING),
+        ({}, "context", Scored.MASSES),
+        ({}, "h2o", Scored.ALL),
+        ({"selector": "context"}, None, Scored.MASSES),
+        ({"selector": "context"}, "h2o", Scored.ALL),
+        ({"selector": "h2o"}, "context", Scored.ALL),
+        ({"scoring": "on"}, None, Scored.ALL),
+        ({"scoring": "off"}, "h2o", Scored.NOTHING),
+    ],
+)
+def test_what_is_scored(knobs: dict[str, Any], selector: str | None, scored: Scored) -> None:
+    """Scoring costs a prefill: what the selectors in use read, the server's and the request's."""
+    scheduler = make_scheduler(**knobs)
+    req = rag(A, keep=[0], fusion=None if selector is None else asks(selector, 0.15))
+    scheduler.serve(req, answer=[50])
+    scheduler.idle()
+    assert variants(scheduler, A) == [((), A, scored, False)]
+
+
+def test_more_is_scored_when_it_is_asked_for() -> None:
+    """Once each; an unscored variant is not copied again for those who do not read scores."""
+    scheduler = make_scheduler(200)
+    for selector, num_captured, num_scored in [
+        ("first", 1, 0),
+        ("query", 1, 0),
+        ("context", 2, 1),
+        ("first", 2, 1),
+        ("h2o", 3, 2),
+        ("context", 3, 2),
+    ]:
+        scheduler.serve(fused(A, keep=[0], fusion=asks(selector, 0.15, recipe=selector)), answer=[50])
         scheduler.idle()
-    assert variants(scheduler, A) == [((), A, False, False)]
-    assert scheduler.fusion_pass.num_captured == 1
+        assert (scheduler.fusion_pass.num_captured, scheduler.fusion_pass.num_scored) == (num_captured, num_scored)
+    assert variants(scheduler, A) == [((), A, Scored.ALL, False)]
+
+
+def test_what_is_known_of_a_node_is_stored_with_it() -> None:
+    """Its variant has left the store, and the next request does not ask for scores: they cost nothing more."""
+    scheduler = make_scheduler()
+    scheduler.serve(fused(A, keep=[0], fusion=asks("context", 0.15)), answer=[50])
+    scheduler.idle()
+    scheduler.store.clear()
+    scheduler.serve(rag(A, keep=[0]), answer=[50])
+    scheduler.idle()
+    assert variants(scheduler, A) == [((), A, Scored.MASSES, False)]
+    assert scheduler.fusion_pass.num_scored == 1
+
+
+def test_f_r_counts_scored_and_unscored_variants_on_one_scale() -> None:
+    """An unscored one counts 1 / CFO as well, by the estimate: all of its two chunks are here again, or none."""
+    scheduler = make_scheduler(200)
+    scheduler.serve(rag(A, C, B, keep=[2]), answer=[50])
+    scheduler.idle()
+    (variant,) = scheduler.store.find(ChunkIdentity(chunk_id(B), None, None))
+    for chunks, cfo in (((D, A, C, B), 1 / len(B)), ((D, B), 1.0)):
+        before = variant.reuse
+        req = fused(*chunks, fusion=asks(recipe=str(len(chunks))))
+        scheduler.serve(req, answer=[50])
+        assert sources(req)[-1][-1] == pytest.approx(cfo)
+        assert variant.reuse - before == pytest.approx(1 / cfo)
+    assert variant.scores is None
+
+
+def test_copies_that_arrive_late_are_stored_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile they count as waiting: not queued again, none stored twice, and no other batch takes memory on the device."""
+    scheduler = make_scheduler(200)
+    late = delay(scheduler, monkeypatch)
+    for _ in range(2):
+        scheduler.serve(rag(A, B, C, keep=[0, 1, 2]), answer=[50])
+        scheduler.forward()
+        assert (len(late), pending(scheduler)) == (3, 3)
+    scheduler.serve(rag(D, keep=[0]), answer=[50])
+    late[1].has_arrived = True
+    scheduler.forward()
+    assert (len(late), pending(scheduler), scheduler.store.stats().num_added) == (3, 4, 0)
+    late[0].has_arrived = True
+    scheduler.forward()
+    assert (len(late), pending(scheduler), scheduler.store.stats().num_added) == (3, 2, 2)
+    late[2].has_arrived = True
+    scheduler.forward()
+    assert (len(late), pending(scheduler), scheduler.store.stats().num_added) == (4, 1, 3)
+    late[3].has_arrived = True
+    scheduler.forward()
+    assert pending(scheduler) == 0
+    found = [scheduler.store.find(ChunkIdentity(chunk_id(chunk), None, None)) for chunk in (A, B, C, D)]
+    assert [[variant.serial for variant in each] for each in found] == [[1], [2], [3], [4]]
+    scheduler.check()
+
+
+def test_copy_of_a_node_that_has_left_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the copy holds was read before. Computed and queued again meanwhile, the chunk is stored once."""
+    scheduler = make_scheduler()
+    late = delay(scheduler, monkeypatch)
+    scheduler.serve(rag(A, keep=[0]), answer=[50])
+    scheduler.forward()
+    scheduler.evict(100)
+    scheduler.serve(rag(A, keep=[0]), answer=[50])
+    while pending(scheduler):
+        for each in late:
+            each.has_arrived = True
+        scheduler.forward()
+    assert len(late) == 2
+    assert variants(scheduler, A) == [((), A, Scored.NOTHING, False)]
+    assert scheduler.store.stats().num_added == 1
+    scheduler.check()
+
+
+def test_copies_under_way_do_not_outlive_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights may have changed: what was computed by the old ones must not arrive."""
+    scheduler = make_scheduler()
+    late = delay(scheduler, monkeypatch)
+    scheduler.serve(rag(A, keep=[0]), answer=[50])
+    scheduler.forward()
+    scheduler.flush()
+    assert pending(scheduler) == 0
+    late[0].has_arrived = True
+    scheduler.forward()
+    assert scheduler.store.stats().num_added == 0
+    scheduler.serve(rag(A, keep=[0]), answer=[50])
+    scheduler.forward()
+    assert len(late) == 2
+
+
+def test_a_chunk_that_could_not_be_copied_may_be_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted; else it would wait for ever, and its node would stay longer than others."""
+    scheduler = make_scheduler()
+
+    def fail(captures: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.fusion_pass, "capture", fail)
+        scheduler.serve(rag(A, keep=[0]), answer=[50])
+        scheduler.forward()
+    assert scheduler.fuser.stats()["fallbacks"] == {"capture_failed": 1}
+    assert (pending(scheduler), variants(scheduler, A)) == (0, [])
+    scheduler.serve(rag(A, keep=[0]), answer=[50])
+    scheduler.idle()
+    assert len(variants(scheduler, A)) == 1
 
 
 def test_a_chunk_with_all_its_variants_gets_those_that_are_asked_for() -> None:
@@ -223,7 +391,7 @@ def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
     assert report(req).exact == len(HEAD) + len(A)
     assert sources(req) == [(1, "device", 0, 0, 1)]
     scheduler.idle()
-    assert variants(scheduler, D) == [((chunk_id(A), chunk_id(B)), D, True, True)]
+    assert variants(scheduler, D) == [((chunk_id(A), chunk_id(B)), D, Scored.NOTHING, True)]
     scheduler.check()
 
 
@@ -244,7 +412,7 @@ def test_chunk_preprocessed_behind_nothing_is_an_ordinary_variant() -> None:
     scheduler = make_scheduler()
     scheduler.serve(rag(A, keep=[0], is_preprocessing=True), answer=[50])
     scheduler.idle()
-    assert variants(scheduler, A) == [((), A, True, False)]
+    assert variants(scheduler, A) == [((), A, Scored.NOTHING, False)]
 
 
 def test_stored_chunk_outlives_the_tree() -> None:

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from radix_ext.variants import Variant  # noqa: E402
-from sglang_chunkcache.fusion.store import ChunkScores, HostBlob  # noqa: E402
+from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload  # noqa: E402
 
 
 def test_bytes_count_keys_values_and_scores() -> None:
@@ -48,3 +48,29 @@ def test_malformed_parts_are_refused(make: Callable[[], object], message: str) -
     """Each Raises of HostBlob and ChunkScores."""
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_cpu_tensors_are_there_at_once() -> None:
+    """They are not copied again."""
+    keys = torch.ones(3)
+    offload = Offload([keys])
+    assert offload.is_done()
+    assert offload.read()[0] is keys
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_device_tensors_arrive_in_pinned_memory() -> None:
+    """As they were when asked for, though their memory is given to others at once; counted as what torch takes for them."""
+    tensor = torch.arange(1 << 24, device="cuda").reshape(4, -1, 1, 1)[:, :1000].contiguous()
+    expected = tensor.cpu()
+    offload = Offload([tensor, tensor + 1])
+    del tensor
+    other = torch.zeros_like(expected, device="cuda")
+    while not offload.is_done():
+        other.add_(1)
+    keys, values = offload.read()
+    assert keys.is_pinned()
+    assert torch.equal(keys, expected)
+    assert torch.equal(values, expected + 1)
+    assert HostBlob(keys, values).nbytes == 2 * 32768
