@@ -66,6 +66,11 @@ class FusionRequest:
         """Whether the choice depends on the question: then only requests with the same question share fused KV."""
         return self.selector == "query" or self.focus != "off"
 
+    @property
+    def may_compute(self) -> bool:
+        """Whether a chunk with a source may be computed: not where the purpose is to move it, or to move a whole chain."""
+        return not self.plain and self.selector != "set"
+
 
 QUESTION = "/question="
 """In a recipe: what follows names the question, or the one prompt, that the fused KV was made for."""
@@ -211,19 +216,23 @@ def make_plan(
     fusion: FusionRequest,
     limits: Limits,
     heads: Sequence[str] | None = None,
+    exact: Collection[int] = frozenset(),
 ) -> ReusePlan:
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
     `candidates` is asked once per chunk, with its head; an empty answer makes the chunk a gap. `heads` is `text_before` of the
     prompt. A `plain` request moves chunks for what their KV is, not to save time, so `min_saved_tokens` does not count for it.
+    `exact` are indices of spans that are computed though a source may exist, all directly after the cached prefix (invest.py);
+    they are gaps of the pass, and `max_gap_tokens` does not count them.
     """
-    chosen = _choose(spans, start, limit, candidates, fusion, heads or ("",) * len(spans))
+    chosen = _choose(spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact)
     if not chosen:
         return ReusePlan((), (NotMoved.NO_SOURCE,) if any(s.start >= start and s.end <= limit for s in spans) else ())
     pieces: list[Piece] = []
     waiting: list[Piece] = []  # gaps, until a hit after them makes them worth it
     fallbacks: list[str] = []
     position, moved_len, gap_len, recomputed_len, measured_len, by_alpha = start, 0, 0, 0, 0, 0
+    exact_len = sum(spans[index].end - spans[index].start for index in exact)
     measuring_share = limits.measuring_share if fusion.selector == "deviation" and fusion.is_choice else 0.0
     for index, span in enumerate(spans):
         if span.start < start or span.end > limit:
@@ -237,7 +246,7 @@ def make_plan(
             continue
         gaps = gap_len + sum(gap.end - gap.start for gap in waiting)
         moved = moved_len + piece.end - piece.start
-        if gaps > limits.max_gap_tokens:
+        if gaps - exact_len > limits.max_gap_tokens:
             fallbacks.append(NotMoved.GAP_TOO_LONG)
             break
         by_alpha += _num_by_alpha(piece, fusion)
@@ -290,6 +299,7 @@ def _choose(
     candidates: Callable[[ChunkId, str], Sequence[Candidate]],
     fusion: FusionRequest,
     heads: Sequence[str],
+    exact: Collection[int],
 ) -> dict[int, Piece]:
     """Span index -> the piece that moves it from its best source, one computed after another head only if there is no other."""
     ids = [span.chunk for span in spans]
@@ -298,7 +308,10 @@ def _choose(
             sorted(_admitted(candidates(span.chunk, head), fusion, head), key=lambda option: option.start != span.start)
         )
         for index, (span, head) in enumerate(zip(spans, heads, strict=True))
-        if span.end <= limit and index not in fusion.fresh and (span.start >= start or fusion.selector == "set")
+        if span.end <= limit
+        and index not in fusion.fresh
+        and index not in exact
+        and (span.start >= start or fusion.selector == "set")
     }
     if fusion.selector == "set":
         offered = _of_one_set(ids, {index: _after(heads[index], options) for index, options in offered.items()})

@@ -4,7 +4,8 @@
 retriever   as the retriever ranked them
 frequency   descending count in the access table, ties by rank (CRAFT 4.2)
 tree        the deepest cached chain made of this request's chunks only, then the rest by `tail`:
-            seen       chunks that the window has seen first, by rank among them and among the others
+            seen       chunks that the window has seen first, by rank among them and among the others; of a fused request
+                       only those that its exact chain grows by come before what the window has not seen (invest.py)
             rank       as the retriever ranked them
             frequency  descending count, ties by rank
 ```
@@ -19,6 +20,7 @@ from radix_ext.access_table import AccessTable
 from radix_ext.chain_node import ChainNode, held_mask, planned_mask
 from radix_ext.chunk import Chunk, ChunkId
 from radix_ext.errors import ChunkError, check_at_least, check_choice
+from radix_ext.invest import Growth
 from radix_ext.prefix_tree import ChunkPrefixTree
 
 OrderPolicy = Literal["retriever", "frequency", "tree"]
@@ -54,11 +56,13 @@ def order_chunks(
     *,
     rank: int | None,
     max_visits: int,
+    growth: Growth | None = None,
 ) -> Ordering:
     """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither tree nor table.
 
     `tail` matters for `tree` only. Of equally long chains (tokens, then chunks) the one that prefers the retriever's
-    first wins. `table` must not yet have observed this request, or all of its chunks would count as seen.
+    first wins. `table` must not yet have observed this request, or all of its chunks would count as seen. `growth` matters for
+    the tail `seen` only; None: an exact request.
 
     Raises:
         PolicyError: unknown policy or tail.
@@ -74,7 +78,7 @@ def order_chunks(
     if policy == "tree":
         path = longest_chain(tree, namespace, tuple(by_id), rank=rank, max_visits=max_visits)
         ordered = [by_id.pop(node.chunk_id) for node in path]
-        ordered += _tail(tail, list(by_id.values()), table)
+        ordered += _tail(tail, list(by_id.values()), table, growth)
     else:
         ordered = _by_frequency(chunks, table) if policy == "frequency" else list(chunks)
         path = _usable_path(tree, namespace, ordered, rank)
@@ -91,10 +95,13 @@ def order_per_rank(
     *,
     ranks: Iterable[int],
     max_visits: int,
+    growth: Growth | None = None,
 ) -> dict[int, Ordering]:
     """The ordering each rank would get: a router compares their `cached_tokens`, the chosen one is ready for use."""
     return {
-        rank: order_chunks(policy, tail, tree, table, namespace, chunks, rank=rank, max_visits=max_visits)
+        rank: order_chunks(
+            policy, tail, tree, table, namespace, chunks, rank=rank, max_visits=max_visits, growth=growth
+        )
         for rank in ranks
     }
 
@@ -166,7 +173,9 @@ def _most_hit(level: list[tuple[ChainNode, int, int]], width: int) -> list[tuple
     return [level[index] for index in sorted(kept)]
 
 
-def _tail(tail: TailPolicy, chunks: list[Chunk], table: AccessTable) -> list[Chunk]:
+def _tail(tail: TailPolicy, chunks: list[Chunk], table: AccessTable, growth: Growth | None) -> list[Chunk]:
+    if tail == "seen" and growth is not None:
+        return growth.tail(chunks, table)
     if tail == "seen":
         return sorted(chunks, key=lambda chunk: table.count(chunk.id) == 0)
     return _by_frequency(chunks, table) if tail == "frequency" else chunks

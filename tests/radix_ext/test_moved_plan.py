@@ -52,6 +52,7 @@ def plan_of(
     limit: int | None = None,
     fusion: FusionRequest = NONE,
     limits: Limits = ROOMY,
+    exact: frozenset[int] = frozenset(),
 ) -> ReusePlan:
     """`sources` as letters: one copy each, computed after nothing."""
     known: Mapping[str, Sequence[Candidate]] = (
@@ -64,6 +65,7 @@ def plan_of(
         candidates=lambda chunk, head: known.get(chunk, ()),
         fusion=fusion,
         limits=limits,
+        exact=exact,
     )
 
 
@@ -348,6 +350,17 @@ def test_recomputed_tokens_are_foreseen(fusion: FusionRequest, expected: int) ->
         sources = {"A": [Copy()], "Z": [Copy(ids("A"))], "Y": [Copy(ids("AZ"))]}
     plan = plan_of("AZZZZZZZZYYYY.", sources, start=1, fusion=fusion)
     assert (plan.moved_len, plan.recomputed_len) == (12, expected)
+
+
+def test_exact_gaps_are_computed_outside_the_gap_budget() -> None:
+    """A could be moved and B not; C's own gap would be one too long. The pass has them all."""
+    limits = Limits(max_pass_tokens=9, max_gap_tokens=3, min_saved_tokens=0)
+    plan = plan_of("AAABBBDDDCC.", "AC", limits=limits, exact=frozenset({0, 1}))
+    assert pieces(plan) == [(0, 3, False), (3, 6, False), (6, 9, False), (9, 11, True)]
+    assert (plan.fused_from, plan.gap_len, plan.fallbacks) == (9, 9, ())
+    assert plan_of("AAABBBDDDDCC.", "AC", limits=limits, exact=frozenset({0, 1})).fallbacks == (NotMoved.GAP_TOO_LONG,)
+    tight = Limits(max_pass_tokens=8, max_gap_tokens=3, min_saved_tokens=0)
+    assert plan_of("AAABBBDDDCC.", "AC", limits=tight, exact=frozenset({0, 1})).fallbacks == (NotMoved.PASS_BUDGET,)
 
 
 # Against a slow version
