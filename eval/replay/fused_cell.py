@@ -85,8 +85,9 @@ class FusedCell(ReplayCell):
     """A fused replay of one cell of the grid."""
 
     def __init__(self, cell: Cell, facts: TraceFacts, options: argparse.Namespace, config: ChunkCacheConfig) -> None:
-        # The store's threshold counts in the window.
-        settings = replace(cell.settings, window=cell.window or DEFAULTS["window"])
+        # The store's threshold counts in the window, and exact chains grow by promoted chunks.
+        window, threshold = cell.window or DEFAULTS["window"], cell.threshold or DEFAULTS["threshold"]
+        settings = replace(cell.settings, window=window, threshold=threshold)
         self._chunk_tokens = None if facts.has_lengths else options.chunk_tokens
         self._fused = FusedReplay(
             settings,

@@ -91,7 +91,7 @@ def test_exact_chains_grow_by_a_chunk_a_request() -> None:
     assert fates(replay, "BC") == (0, 8, 2, 10)
     assert fates(replay, "BC") == (10, 0, 0, 10)
     assert fates(replay, "BC") == (20, 0, 0, 0)
-    assert replay.step(request("BCA")).exact == 20
+    assert replay.step(request("BCD")).exact == 20
 
 
 def test_chunks_cached_nowhere_come_before_what_is_moved() -> None:
