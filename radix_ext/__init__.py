@@ -44,6 +44,7 @@ from radix_ext.eviction import (
     EvictionQueue,
     reused_priority,
 )
+from radix_ext.invest import Growth
 from radix_ext.moved_plan import FusionRequest
 from radix_ext.order import (
     ORDER_POLICIES,
@@ -93,6 +94,7 @@ __all__ = [
     "EvictionPolicy",
     "EvictionQueue",
     "FusionRequest",
+    "Growth",
     "HeldStats",
     "IntegrityError",
     "KvAware",

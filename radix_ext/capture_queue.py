@@ -118,8 +118,7 @@ class CaptureQueue:
 
     def clear(self) -> None:
         """Drop what waits."""
-        for node, _ in self._queue:
-            self._copies.facts_of(node).is_waiting = False
+        self.give_up(self._queue)
         self._queue.clear()
 
     def stats(self) -> dict[str, int]:

@@ -78,6 +78,11 @@ class FusionRequest:
             return None
         return replace(self, selector="context" if self.selector == "context" else "first", focus="off")
 
+    @property
+    def may_compute(self) -> bool:
+        """Whether a chunk with a source may be computed: not where the purpose is to move it, or to move a whole chain."""
+        return not self.plain and self.selector != "set"
+
 
 QUESTION = "/question="
 """In a recipe: what follows names the question, or the one prompt, that the fused KV was made for."""
@@ -360,8 +365,8 @@ class _Walk:
     def _works(self, end: int, num_computed: int, fusion: FusionRequest) -> tuple[int, dict[Phase, Work]]:
         """(what measuring costs, in tokens through all layers; all phases but the moves)."""
         region = end - self.start if fusion.selector == "deviation" and fusion.is_choice else 0
-        asked = self.limits.question_window if fusion.asks_the_question and fusion.is_choice else 0
-        asked = max(0, min(asked, self.num_tokens - self.spans[-1].end))
+        question_len = max(0, self.num_tokens - self.spans[-1].end)
+        asked = question_tokens(fusion, question_len, window=self.limits.question_window)
         works = {
             Phase.QUESTION: Work(asked > 0, asked, asked * end),
             Phase.DEVIATION: Work(region > 0, region, region * end),
@@ -378,6 +383,14 @@ class _Walk:
         share = _num_by_alpha(piece, fusion) / num_tokens if _goes_by_alpha(fusion) else fusion.ratio
         moved = self.price[_tier(piece.source)].seconds(_move_of(piece.source, piece))
         return moved + (share if fusion.recomputes else 0) * computed < computed
+
+
+def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) -> int:
+    """Tokens that the question pass runs for such a request: the last `window` of the `question_len` after its chunks.
+
+    0 where its choice does not depend on the question.
+    """
+    return min(question_len, window) if fusion.is_choice and fusion.asks_the_question else 0
 
 
 def max_critical(pieces: Sequence[Piece], plan: ReusePlan, fusion: FusionRequest) -> int:

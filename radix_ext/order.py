@@ -4,7 +4,8 @@
 retriever   as the retriever ranked them
 frequency   descending count in the access table, ties by rank (CRAFT 4.2)
 tree        the deepest cached chain made of this request's chunks only, then the rest by `tail`:
-            seen       chunks that the window has seen first, by rank among them and among the others
+            seen       chunks that the window has seen first, by rank among them and among the others; of a fused request
+                       only those that its exact chain grows by come before what the window has not seen (invest.py)
             rank       as the retriever ranked them
             frequency  descending count, ties by rank
 ```
@@ -26,6 +27,7 @@ from radix_ext.access_table import AccessTable
 from radix_ext.chain_node import ChainNode, held_mask, planned_mask
 from radix_ext.chunk import Chunk, ChunkId, fused_chunk
 from radix_ext.errors import ChunkError, check_at_least, check_choice
+from radix_ext.invest import Growth
 from radix_ext.prefix_tree import ChunkPrefixTree
 
 OrderPolicy = Literal["retriever", "frequency", "tree"]
@@ -67,12 +69,14 @@ def order_chunks(
     rank: int | None,
     max_visits: int,
     recipe: str | None = None,
+    growth: Growth | None = None,
 ) -> Ordering:
     """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither tree nor table.
 
     `tail` matters for `tree` only. Of equally long chains (exact tokens, then all tokens, then chunks) the one that prefers the
     retriever's first wins. `table` must not yet have observed this request, or all of its chunks would count as seen.
-    `recipe` has made the fused chains that the request may follow; None: exact chains alone.
+    `recipe` has made the fused chains that the request may follow; None: exact chains alone. `growth` matters for the tail `seen`
+    behind an exact chain; None: an exact request.
 
     Raises:
         PolicyError: unknown policy or tail.
@@ -89,7 +93,8 @@ def order_chunks(
     if policy == "tree":
         path = longest_chain(tree, namespace, tuple(by_id), rank=rank, max_visits=max_visits, fused_ids=tuple(fused))
         ordered = [by_id.pop(fused.get(node.chunk_id, node.chunk_id)) for node in path]
-        ordered += _tail(tail, list(by_id.values()), table)
+        is_exact = not path or path[-1].chunk_id not in fused
+        ordered += _tail(tail, list(by_id.values()), table, growth if is_exact else None)
     else:
         ordered = _by_frequency(chunks, table) if policy == "frequency" else list(chunks)
         fused_ids = [fused_chunk(recipe, chunk.id) for chunk in ordered] if recipe is not None else ()
@@ -108,11 +113,21 @@ def order_per_rank(
     ranks: Iterable[int],
     max_visits: int,
     recipe: str | None = None,
+    growth: Growth | None = None,
 ) -> dict[int, Ordering]:
     """The ordering each rank would get: a router compares their `cached_tokens`, the chosen one is ready for use."""
     return {
         rank: order_chunks(
-            policy, tail, tree, table, namespace, chunks, rank=rank, max_visits=max_visits, recipe=recipe
+            policy,
+            tail,
+            tree,
+            table,
+            namespace,
+            chunks,
+            rank=rank,
+            max_visits=max_visits,
+            recipe=recipe,
+            growth=growth,
         )
         for rank in ranks
     }
@@ -197,7 +212,9 @@ def _most_hit(level: list[tuple[ChainNode, int, int]], width: int) -> list[tuple
     return [level[index] for index in sorted(kept)]
 
 
-def _tail(tail: TailPolicy, chunks: list[Chunk], table: AccessTable) -> list[Chunk]:
+def _tail(tail: TailPolicy, chunks: list[Chunk], table: AccessTable, growth: Growth | None) -> list[Chunk]:
+    if tail == "seen" and growth is not None:
+        return growth.tail(chunks, table)
     if tail == "seen":
         return sorted(chunks, key=lambda chunk: table.count(chunk.id) == 0)
     return _by_frequency(chunks, table) if tail == "frequency" else chunks

@@ -4,6 +4,7 @@ What is moved from where, what the store keeps and what leaves are the server's 
 `CaptureQueue`, `VariantIndex` and `EvictionQueue` of radix_ext, with the server's defaults. Each request is served alone:
 
     order, match     the exact chain; then fused nodes of the same recipe, which only a question-independent selector shares
+    grow             promoted chunks after the exact prefix, and those cached nowhere, are computed exactly (radix_ext/invest.py)
     plan             for what follows, from copies in the tree and variants in the store; its sources count a use
     insert, evict    from the first moved chunk on under keys that name the recipe: no exact request matches them
     capture          chunks with enough accesses whose KV was computed, before the next request
@@ -30,6 +31,7 @@ from radix_ext import (
     ChunkPrefixTree,
     EvictionQueue,
     FusionRequest,
+    Growth,
     ReplaySettings,
     Span,
     Tier,
@@ -39,6 +41,7 @@ from radix_ext import (
 )
 from radix_ext.capture_queue import CaptureQueue
 from radix_ext.cfo import Attention, Scored
+from radix_ext.invest import exact_gaps
 from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, has_room, make_plan
 from radix_ext.sources import ChunkCopies, ChunkSources, CopyFacts, DeviceCopy
 from radix_ext.variants import VariantIndex
@@ -69,6 +72,10 @@ class FusedCount(NamedTuple):
     """Of the conversation's history, in addition: neither found nor moved."""
     ended: int
     """1 if moved KV ends the prompt's exact chain."""
+    opted_tokens: int
+    """`tokens`, if the request opted into moved KV; likewise the next two."""
+    opted_exact: int
+    opted_computed: int
 
 
 class _History(NamedTuple):
@@ -135,6 +142,8 @@ class FusedReplay:
         self._fusion = FusionRequest(
             config.selector, config.recompute_ratio, focus="spare" if config.selector == "context" else "off"
         )
+        grows = self._fusion.may_compute and settings.order == "tree"
+        self._growth = Growth(config.exact_gaps if grows else 0, settings.threshold)
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens)
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
@@ -188,6 +197,7 @@ class FusedReplay:
                 candidates=self._sources.candidates,
                 fusion=self._fusion,
                 limits=self._limits,
+                exact=self._exact_gaps(prompt, spans, start) if len(found) == num_exact else frozenset(),
             )
         locked = {*found, *_sources(plan)}
         if plan.pieces and not self._has_room(plan, locked, after=spans[-1].end - plan.end):
@@ -216,7 +226,10 @@ class FusedReplay:
         self._captures.add(nodes, keep, is_preprocessing=False, selector=self._fusion.selector)
         self._capture()
         first = len(history.chunks) if history else 0
-        return _count(request, spans, plan, num_exact, len(found), fused_from, first=first)
+        count = _count(request, spans, plan, num_exact, len(found), fused_from, first=first)
+        if not prompt.is_fused:
+            return count
+        return count._replace(opted_tokens=count.tokens, opted_exact=count.exact, opted_computed=count.computed)
 
     # Private, in order of use
 
@@ -228,8 +241,9 @@ class FusedReplay:
             recipe = str(self.num_requests) if self._fusion.asks_the_question else "all"
             is_fused = int(self.num_requests * self._share) > int((self.num_requests - 1) * self._share)
             shared = recipe if is_fused and not self._fusion.asks_the_question else None
+            growth = self._growth if is_fused and self._fusion.may_compute else None
             chunks = order_chunks(
-                by.order, by.tail, *parts, request, rank=_RANK, max_visits=visits, recipe=shared
+                by.order, by.tail, *parts, request, rank=_RANK, max_visits=visits, recipe=shared, growth=growth
             ).chunks
             return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused)
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
@@ -243,6 +257,19 @@ class FusedReplay:
         if not prompt.is_fused:
             return len(exact), exact
         return len(exact), self._tree.match(_NAMESPACE, (chunk.id for chunk in _chain(prompt, len(exact))))
+
+    def _exact_gaps(self, prompt: _History, spans: Sequence[Span], start: int) -> frozenset[int]:
+        """As `Fuser`: in the first chunk area, which is the first turn's."""
+        ids = [chunk.id for chunk in prompt.chunks]
+        area = [span for span, key in zip(spans, prompt.keys, strict=True) if span.chunk == key]
+        return exact_gaps(
+            area,
+            start=start,
+            limit=spans[-1].end,
+            promoted_len=self._table.promoted_run(ids[: len(area)], self._settings.threshold),
+            num_chunks=self._growth.num_chunks,
+            can_move=lambda chunk: bool(self._sources.candidates(chunk)),
+        )
 
     def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:
         """Whether what is free or idle holds the promise and leaves room for an extend, as the server asks."""
@@ -362,4 +389,7 @@ def _count(
         from_host=moved["host"],
         lost=sum(lens[num_found:first]) - moved["history"],
         ended=fused_from < len(spans),
+        opted_tokens=0,
+        opted_exact=0,
+        opted_computed=0,
     )

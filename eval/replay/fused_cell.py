@@ -25,6 +25,7 @@ KNOBS = (
     "store_threshold",
     "max_pass_tokens",
     "max_gap_tokens",
+    "exact_gaps",
 )
 """Settings of the server that a fused replay has too, with the same defaults."""
 NUMBERS = (
@@ -83,8 +84,9 @@ class FusedCell(ReplayCell):
     """A fused replay of one cell of the grid."""
 
     def __init__(self, cell: Cell, facts: TraceFacts, options: argparse.Namespace, config: ChunkCacheConfig) -> None:
-        # The store's threshold counts in the window.
-        settings = replace(cell.settings, window=cell.window or DEFAULTS["window"])
+        # The store's threshold counts in the window, and exact chains grow by promoted chunks.
+        window, threshold = cell.window or DEFAULTS["window"], cell.threshold or DEFAULTS["threshold"]
+        settings = replace(cell.settings, window=window, threshold=threshold)
         self._chunk_tokens = None if facts.has_lengths else options.chunk_tokens
         self._fused = FusedReplay(
             settings,
@@ -136,12 +138,29 @@ def fused_entry(
         "cell": sample["fused"],
         "exact_without": exact and (exact["token_hit_rate"] or exact["chunk_hit_rate"]),
         "fates": {fate: share(sample, sample[fate], "tokens") for fate in FATES},
+        "halves": _halves(sample, share),
         "behind_moved": share(sample, sample["behind"], "tokens"),
         "found_fused": share(sample, sample["fused_hit"], "tokens"),
         "from_host": sum(sample["from_host"]) / moved if moved else 0.0,
         "chains_ended": sum(sample["ended"]) / max(1, sample["num_requests"]),
         **{name: sample[name] for name in COPIED if name in sample},
     }
+
+
+def _halves(sample: Mapping[str, Any], share: Callable[..., dict[str, float]]) -> dict[str, Any]:
+    """Exact and computed shares of the tokens of requests that opted into moved KV, and of the others. Empty: all opted in."""
+    if "opted_tokens" not in sample or sample["opted_tokens"] == sample["tokens"]:
+        return {}
+    fates = ("exact", "computed")
+    others = {name: _less(sample[name], sample[f"opted_{name}"]) for name in (*fates, "tokens")}
+    return {
+        "opted": {name: share(sample, sample[f"opted_{name}"], "opted_tokens") for name in fates},
+        "others": {name: share({**sample, **others}, others[name], "tokens") for name in fates},
+    }
+
+
+def _less(all_of: Sequence[int], some: Sequence[int]) -> list[int]:
+    return [a - b for a, b in zip(all_of, some, strict=True)]
 
 
 def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -153,6 +172,8 @@ def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         cell, store, without = entry["cell"], entry["store"], entry["exact_without"]
         row = {"capacity": capacity_name(cell)} | {name: str(cell[name] or "-") for name in differs}
         row["exact without"] = f"{without['value']:.1%}" if without else "-"
+        if halves := entry.get("halves"):
+            row |= {f"{name}: {fate}": f"{part[fate]['value']:.1%}" for name, part in halves.items() for fate in part}
         has_turns = cell["dedup"] is not None
         row |= {fate: f"{entry['fates'][fate]['value']:.1%}" for fate in (FATES if has_turns else FATES[:-1])}
         row |= {
@@ -167,8 +188,10 @@ def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         rows.append(row)
     note = (
-        "Shares of the requests' chunk tokens; moved = relocated + recomputed. Exact chain ended: requests; no exact request "
+        "Shares of the requests' chunk tokens; moved = relocated + recomputed. Opted: requests that asked for moved KV. "
+        "Exact chain ended: requests; no exact request "
         "finds what is behind moved KV. Computed behind: tokens computed there all the same. Evictions, store and "
         "fallbacks: warm-up too."
     )
-    return {"title": "All requests fused", "rows": rows, "note": note}
+    halves = any(entry.get("halves") for entry in entries)
+    return {"title": "Some requests fused" if halves else "All requests fused", "rows": rows, "note": note}

@@ -114,6 +114,7 @@ class Bookkeeper:
             is_preprocessing=is_preprocessing,
             fusion=fusion,
             is_later_turn=planned.draft.num_turns > 0,
+            exact_gaps=planned.exact_gaps,
         )
 
     def observe(self, rag: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool) -> None:

@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from radix_ext import Chunk, FusionRequest, Ordering, OrderPolicy, Span, TailPolicy, leading_area, order_per_rank
+from radix_ext import (
+    Chunk,
+    FusionRequest,
+    Growth,
+    Ordering,
+    OrderPolicy,
+    Span,
+    TailPolicy,
+    leading_area,
+    order_per_rank,
+)
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
@@ -34,7 +44,9 @@ class Planner:
         identity = draft.identity
         namespace = namespace_of(draft.head, identity.extra_key, identity.cache_salt, identity.lora)
         start = time.perf_counter()
-        rank, ordering = self._decide(draft, namespace)
+        policy = draft.options.order or cast(OrderPolicy, self._config.order)
+        growth = self._growth(draft.options.fusion, policy)
+        rank, ordering = self._decide(draft, namespace, policy, growth)
         seconds = time.perf_counter() - start
         by_id = {item.chunk.id: item for item in draft.chunks}
         ordered = list(draft.chunks) if draft.history else [by_id[chunk.id] for chunk in ordering.chunks]
@@ -54,15 +66,21 @@ class Planner:
             fused_from=self._fused_from(draft, area, num_exact, ordering.num_fused),
             fusion=_with_recipe(draft, ids[area[-1].end :] if area else ()),
             order_seconds=seconds,
+            exact_gaps=growth.num_chunks if growth else 0,
         )
 
     # Private, in order of use
 
-    def _decide(self, draft: Draft, namespace: str) -> tuple[int, Ordering]:
+    def _growth(self, fusion: FusionRequest | None, policy: OrderPolicy) -> Growth | None:
+        """Only chains that the tree's order aims for grow: other orders stay as their papers have them."""
+        if fusion is None or not fusion.may_compute or policy != "tree":
+            return None
+        return Growth(self._config.exact_gaps, self._config.promotion_threshold)
+
+    def _decide(self, draft: Draft, namespace: str, policy: OrderPolicy, growth: Growth | None) -> tuple[int, Ordering]:
         router, rank = self._books.router, draft.options.rank
         by_turns = self._config.routing == "round_robin"
         ranks = [rank] if rank is not None else [router.choose({})] if by_turns else range(router.num_ranks)
-        policy = draft.options.order or cast(OrderPolicy, self._config.order)
         orderings = order_per_rank(
             "retriever" if draft.history else policy,
             cast(TailPolicy, self._config.tail),
@@ -73,6 +91,7 @@ class Planner:
             ranks=ranks,
             max_visits=self._config.max_search_visits,
             recipe=_shared_recipe(draft),
+            growth=growth,
         )
         if rank is None:
             cached = {rank: ordering.cached_tokens for rank, ordering in orderings.items()}

@@ -127,6 +127,8 @@ class Planned:
     fusion: FusionRequest | None
     order_seconds: float
     """What ordering and routing took."""
+    exact_gaps: int = 0
+    """Chunks that its exact chain may grow by although they could be moved."""
 
     @property
     def labels(self) -> list[str]:

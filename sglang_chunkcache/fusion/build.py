@@ -11,7 +11,7 @@ from typing import Any
 from radix_ext.moved_plan import Limits
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.fusion.fill import MAX_QUESTION_TOKENS, FusionPass
+from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.fingerprint import fingerprint
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
 from sglang_chunkcache.fusion.measure import DEVIATION_LAYER
@@ -49,7 +49,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
     limits = Limits(
         max_pass_tokens=config.max_pass_tokens or prefill_budget,
         max_gap_tokens=config.max_gap_tokens,
-        question_window=MAX_QUESTION_TOKENS,
+        question_window=config.question_window,
         measuring_share=min(1.0, (DEVIATION_LAYER + 1) / runner.token_to_kv_pool.layer_num),
     )
     pricing = Pricing(runner)

@@ -66,6 +66,7 @@ class Captures(CaptureQueue):
 
     def clear(self) -> None:
         super().clear()
+        self.give_up(entry for entry, _ in self._under_way)
         self._under_way.clear()
 
     def stats(self) -> dict[str, int]:

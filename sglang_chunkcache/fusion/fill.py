@@ -26,7 +26,7 @@ from torch import Tensor
 from radix_ext import FusionRequest
 from radix_ext.cfo import Scored
 from radix_ext.costs import Phase, Work
-from radix_ext.moved_plan import Piece
+from radix_ext.moved_plan import Piece, question_tokens
 from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
@@ -319,14 +319,6 @@ class FusionPass:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - started
-
-
-def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) -> int:
-    """Tokens that the question pass runs for such a request: the last `window` of the `question_len` after its chunks.
-
-    0 where its choice does not depend on the question.
-    """
-    return min(question_len, window) if fusion.is_choice and fusion.asks_the_question else 0
 
 
 def _selector_of(fusion: FusionRequest) -> Selector:

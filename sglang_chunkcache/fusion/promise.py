@@ -23,8 +23,9 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from radix_ext import IntegrityError, text_before
+from radix_ext import ChunkId, IntegrityError, text_before
 from radix_ext.costs import Phase, Work, extend_work
+from radix_ext.invest import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_critical
 from radix_ext.sources import ChunkSources, DeviceCopy
 from radix_ext.variants import VariantIndex
@@ -131,6 +132,7 @@ class Fuser:
                 fusion=fusion,
                 limits=self.limits,
                 heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
+                exact=self._exact_gaps(key, spans, exact) if len(indices) == exact else frozenset(),
                 num_tokens=len(req.origin_input_ids),
                 costs=self.pricing.costs,
             )
@@ -331,6 +333,21 @@ class Fuser:
         }
 
     # Private, in order of use
+
+    def _exact_gaps(self, key: ChunkKey, spans: RequestSpans, start: int) -> frozenset[int]:
+        """What the prompt's exact chain grows by, from `start` on."""
+
+        def can_move(chunk: ChunkId) -> bool:
+            return bool(self.sources.candidates(ChunkIdentity(chunk, key.extra_key, key.cache_salt), spans.namespace))
+
+        return exact_gaps(
+            spans.spans,
+            start=start,
+            limit=len(key),
+            promoted_len=spans.promoted_len,
+            num_chunks=spans.exact_gaps,
+            can_move=can_move,
+        )
 
     @staticmethod
     def _is_filled(node: TreeNode) -> bool:

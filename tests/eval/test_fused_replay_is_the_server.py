@@ -59,6 +59,7 @@ class Pair:
         settings = ReplaySettings(order, "seen", "reused", "all", "off", None, None, WINDOW, 2, 64)
         self.replay = WatchedReplay(settings, self.config, kv_bytes=BYTES, prefill_budget=64, chunk_tokens=1)
         self.server = FusedScheduler(5000, self.config, limits=limits, store_bytes=self.config.store_mib << 20)
+        self.exact_gaps = self.config.exact_gaps if order == "tree" else 0
         self.recent: list[list[ChunkId]] = []
         self.fallbacks: Counter[str] = Counter()
 
@@ -77,10 +78,14 @@ class Pair:
             for index, chunk in enumerate(self.replay.prompt.chunks)
             if asked[chunk.id] >= self.config.store_threshold
         ]
+        promoted_len = next(
+            (index for index, chunk in enumerate(self.replay.prompt.chunks) if asked[chunk.id] < 2), len(spans)
+        )
         selector = self.config.selector
         fusion = FusionRequest(selector, self.config.recompute_ratio, self.replay.prompt.recipe)
+        params = marked(spans, promoted_len=promoted_len, keep=keep, fusion=fusion, exact_gaps=self.exact_gaps)
         number = len(self.recent) + 10_000 * self.replay.num_requests
-        req = FakeReq([*ids, number, 7], marked(spans, keep=keep, fusion=fusion))
+        req = FakeReq([*ids, number, 7], params)
         self.server.serve(req, answer=[50])
         self.server.idle()
         report = answer_of(req).report
@@ -127,6 +132,8 @@ TIGHT = Limits(max_pass_tokens=9, max_gap_tokens=4, question_window=0)  # a repl
     ("order", "limits", "knobs"),
     [
         ("tree", ROOMY, {"selector": "query", "store_chunks": 2}),
+        ("tree", ROOMY, {"selector": "query", "exact_gaps": 2, "store_threshold": 1, "store_chunks": 2}),
+        ("tree", ROOMY, {"selector": "query", "exact_gaps": 0, "store_chunks": 2}),
         ("retriever", TIGHT, {"selector": "query", "recompute_ratio": 0.5, "store_chunks": 4, "store_variants": 2}),
         ("tree", ROOMY, {"selector": "none", "store_threshold": 1, "store_chunks": 2}),  # fused nodes are found again
         ("retriever", ROOMY, {"selector": "context", "store_chunks": 3, "store_variants": 3, "store_threshold": 3}),

@@ -258,15 +258,6 @@ def test_source_that_has_seen_more_is_taken_if_its_load_is_worth_it() -> None:
         assert [piece.source.where for piece in plan.pieces if piece.source] == [where]
 
 
-def test_exact_chunks_are_computed_without_a_limit_to_gaps() -> None:
-    """They stand before what is moved, and the plan is exact up to their end."""
-    limits = Limits(max_pass_tokens=1000, max_gap_tokens=0)
-    plan = plan_of("AAABBBCCC..", "ABC", exact={0}, limits=limits)
-    assert pieces(plan) == [(0, 3, False), (3, 6, True), (6, 9, True)]
-    assert plan.fused_from == 3
-    assert plan_of("AAABBBCCC..", "ABC", exact={0, 1, 2}, limits=limits) == ReusePlan((), (NotMoved.NO_SOURCE,))
-
-
 def test_plain_neighbors_are_moved_whatever_that_saves() -> None:
     """Their KV is wanted as it is, not to save time."""
     fusion = replace(NONE, plain=True, fresh=frozenset({1}))
@@ -409,6 +400,17 @@ def test_recomputed_tokens_are_foreseen(fusion: FusionRequest, expected: int) ->
         sources = {"A": [Copy()], "Z": [Copy(ids("A"))], "Y": [Copy(ids("AZ"))]}
     plan = plan_of("AZZZZZZZZYYYY.", sources, start=1, fusion=fusion)
     assert (plan.moved_len, plan.recomputed_len) == (12, expected)
+
+
+def test_exact_gaps_are_computed_outside_the_gap_budget() -> None:
+    """A could be moved and B not; C's own gap would be one too long. The pass has them all."""
+    limits = Limits(max_pass_tokens=9, max_gap_tokens=3)
+    plan = plan_of("AAABBBDDDCC.", "AC", limits=limits, exact=frozenset({0, 1}))
+    assert pieces(plan) == [(0, 3, False), (3, 6, False), (6, 9, False), (9, 11, True)]
+    assert (plan.fused_from, plan.gap_len, plan.fallbacks) == (9, 9, ())
+    assert plan_of("AAABBBDDDDCC.", "AC", limits=limits, exact=frozenset({0, 1})).fallbacks == (NotMoved.GAP_TOO_LONG,)
+    tight = Limits(max_pass_tokens=8, max_gap_tokens=3)
+    assert plan_of("AAABBBDDDCC.", "AC", limits=tight, exact=frozenset({0, 1})).fallbacks == (NotMoved.PASS_BUDGET,)
 
 
 # Against a slow version

@@ -82,6 +82,33 @@ def test_recipe_knows_the_question_of_query() -> None:
     assert recipes[0] == recipes[2] != recipes[1]
 
 
+@pytest.mark.parametrize(
+    ("knobs", "wish", "order", "expected"),
+    [
+        ({}, {}, None, 1),
+        ({"exact_gaps": 3}, {}, None, 3),
+        ({}, {"selector": "set"}, None, 0),  # which reuses a chain as a whole
+        ({}, {}, "retriever", 0),
+        ({"order": "frequency"}, {}, None, 0),
+    ],
+)
+def test_chains_of_the_trees_order_grow(knobs: dict[str, Any], wish: dict[str, Any], order: Any, expected: int) -> None:
+    """So the scheduler is told; an exact request has nothing to tell."""
+    bench = Bench(**FUSED, **knobs)
+    assert told(bench.ask("q", A, B, fusion=fused(bench, **wish), order=order)).exact_gaps == expected
+    assert told(bench.ask("q", A, B)).exact_gaps == 0
+
+
+def test_fused_request_puts_new_chunks_before_moved_ones() -> None:
+    """After the chunk that its exact chain grows by. An exact request has them last."""
+    bench = Bench(**FUSED)
+    bench.reply(bench.ask("one", C, A, B))
+    assert bench.ask("two", A, B, D).order == ["a", "b", "d"]
+    bench = Bench(**FUSED)
+    bench.reply(bench.ask("one", C, A, B))
+    assert bench.ask("two", A, B, D, fusion=fused(bench)).order == ["a", "d", "b"]
+
+
 @pytest.mark.parametrize("between", [None, "exact"])
 def test_recipe_of_a_conversation_stays(between: str | None) -> None:
     """Otherwise the next question would not find the history's fused KV; an exact turn between changes nothing."""

@@ -43,6 +43,7 @@ def rag(
     keep: Sequence[int] = (),
     promoted_len: int = 0,
     is_preprocessing: bool = False,
+    exact_gaps: int = 0,
     **namespace: Any,
 ) -> FakeReq:
     """A request of the front: head, chunks, question."""
@@ -57,6 +58,7 @@ def rag(
         keep=keep,
         promoted_len=promoted_len,
         is_preprocessing=is_preprocessing,
+        exact_gaps=exact_gaps,
     )
     return FakeReq([*ids, *tail], request, **namespace)
 
@@ -166,6 +168,35 @@ def test_gap_in_front_of_the_first_moved_chunk_is_exact() -> None:
     assert node_of(scheduler, HEAD, D) is not None
     assert node_of(scheduler, HEAD, D, C, recipe="r") is not None
     assert scheduler.serve(rag(D, C)) == len(HEAD) + len(D)
+    scheduler.check()
+
+
+def test_promoted_chunk_is_computed_exactly_for_those_who_follow() -> None:
+    """B could be moved as well as C; computed after the exact prefix it is found by everybody."""
+    scheduler = make_scheduler(100)
+    scheduler.serve(rag(A, B, C))
+    req = fused(B, C, exact_gaps=1, promoted_len=2)
+    scheduler.serve(req, answer=[50])
+    assert [each[:2] for each in sources(req)] == [(0, "gap"), (1, "device")]
+    assert node_of(scheduler, HEAD, B) is not None
+    assert node_of(scheduler, HEAD, B, C, recipe="r") is not None
+    assert scheduler.serve(rag(B, C)) == len(HEAD) + len(B)
+    again = fused(B, C, exact_gaps=1, promoted_len=2, fusion=asks(recipe="other"))
+    scheduler.serve(again, answer=[50])
+    assert (report(again).relocated, report(again).gap) == (0, 0)  # the exact request has computed C after B
+    scheduler.check()
+
+
+@pytest.mark.parametrize(("promoted_len", "exact_gaps", "is_found"), [(0, 1, False), (2, 0, False), (2, 1, True)])
+def test_chain_does_not_grow_otherwise(promoted_len: int, exact_gaps: int, is_found: bool) -> None:
+    """It is not promoted, nobody asks for it, or the prompt goes on in fused KV that was found."""
+    scheduler = make_scheduler(100)
+    scheduler.serve(rag(A, B, C))
+    if is_found:
+        scheduler.serve(fused(B), answer=[50])
+    scheduler.serve(fused(B, C, promoted_len=promoted_len, exact_gaps=exact_gaps), answer=[50])
+    assert node_of(scheduler, HEAD, B) is None
+    assert node_of(scheduler, HEAD, B, C, recipe="r") is not None
     scheduler.check()
 
 

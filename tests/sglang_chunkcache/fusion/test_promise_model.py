@@ -34,6 +34,7 @@ Shape = tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]
 HEADS = ((), (9,), (9, 1), (1, 2, 3, 4, 8))  # one begins as another does, one looks like a chunk
 TAILS = ((), (1, 2, 3), (10, 11, 12))
 AREAS = st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2)
+GAPS = st.sampled_from([0, 0, 1, 2])
 KEEP = st.frozensets(st.integers(0, 4), max_size=3)
 SALTS = st.integers(0, 9).map(lambda x: "salt" if x == 9 else None)
 STAYING = st.builds(
@@ -71,6 +72,7 @@ def make_live(
     promoted_len: int,
     keep: Iterable[int],
     is_preprocessing: bool,
+    exact_gaps: int,
 ) -> Live:
     """Head, then every area with `tail` after it."""
     ids, spans = list(head), []
@@ -87,6 +89,7 @@ def make_live(
         keep=keep,
         fusion=reuse,
         is_preprocessing=is_preprocessing,
+        exact_gaps=exact_gaps,
     )
     return Live(FakeReq(ids, None if kind == "plain" else params, cache_salt=salt), reuse)
 
@@ -146,6 +149,7 @@ class FuserMachine(RuleBasedStateMachine):
         promoted_len=st.integers(0, 3),
         keep=KEEP,
         is_preprocessing=st.booleans(),
+        exact_gaps=GAPS,
         piece=st.integers(1, 8),
         joins=st.sampled_from([True, True, False]),
         num_rounds=st.integers(0, 2),
@@ -161,6 +165,7 @@ class FuserMachine(RuleBasedStateMachine):
         promoted_len: int,
         keep: frozenset[int],
         is_preprocessing: bool,
+        exact_gaps: int,
         piece: int,
         joins: bool,
         num_rounds: int,
@@ -175,12 +180,20 @@ class FuserMachine(RuleBasedStateMachine):
         """
         head, areas, salt = shape
         self.scheduler.evicted_before_load_back = evicted
-        live = make_live(kind, head, areas, tail, salt, promoted_len, keep, is_preprocessing)
+        live = make_live(kind, head, areas, tail, salt, promoted_len, keep, is_preprocessing, exact_gaps)
         self._add(live, piece, joins=joins, num_rounds=num_rounds)
         if again is not None:
             longer = [*areas[:-1], [*areas[-1], CHUNKS[promoted_len]]]
             twin = make_live(
-                again, head if moves is None else moves, longer, tail, salt, promoted_len, keep, is_preprocessing
+                again,
+                head if moves is None else moves,
+                longer,
+                tail,
+                salt,
+                promoted_len,
+                keep,
+                is_preprocessing,
+                exact_gaps,
             )
             self._add(twin, piece, joins=True, num_rounds=0)
         self.scheduler.evicted_before_load_back = 0
@@ -190,6 +203,7 @@ class FuserMachine(RuleBasedStateMachine):
         shape=SHAPES,
         keep=KEEP,
         promoted_len=st.integers(0, 3),
+        exact_gaps=GAPS,
     )
     def serve(
         self,
@@ -197,11 +211,12 @@ class FuserMachine(RuleBasedStateMachine):
         shape: Shape,
         keep: frozenset[int],
         promoted_len: int,
+        exact_gaps: int,
     ) -> None:
         """One that runs alone from its start to its end."""
         self._run()
         head, areas, salt = shape
-        live = make_live(kind, head, areas, (20, 21), salt, promoted_len, keep, is_preprocessing=False)
+        live = make_live(kind, head, areas, (20, 21), salt, promoted_len, keep, False, exact_gaps)
         self._add(live, 100, joins=False, num_rounds=0)
         self._run()
         while live in self.live:
