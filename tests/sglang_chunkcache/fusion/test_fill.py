@@ -26,7 +26,7 @@ from torch import Tensor
 
 from radix_ext import ChunkId, FusionRequest
 from radix_ext.cfo import Scored
-from radix_ext.moved_plan import Focus, Piece, ReusePlan
+from radix_ext.moved_plan import Focus, Piece, ReusePlan, question_tokens
 from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache import config
@@ -423,7 +423,7 @@ def test_the_question_pass_is_as_long_as_is_told(
     for window in (3, QUESTION_LEN, 100):
         lens.clear()
         replace_config(scene, question_window=window).run([scene.move(reuse)])
-        assert sum(lens) == fusion_pass.question_tokens(reuse, QUESTION_LEN, window=window)
+        assert sum(lens) == question_tokens(reuse, QUESTION_LEN, window=window)
         assert sum(lens) in (0, min(window, QUESTION_LEN))
 
 
