@@ -58,10 +58,15 @@ class Arm:
         return "reuse" in self.body
 
 
-def _fused(name: str, summary: str, *flags: str, order: str | None = None, **reuse: Any) -> Arm:
-    """A server with `--reuse fused`. What `flags` and the request's `reuse` leave out is the server's default."""
-    body = {"reuse": {"mode": "fused", **reuse}} | ({} if order is None else {"order": order})
-    return Arm(name, summary, (*LPM, "--reuse", "fused", *flags), body=body)
+def _fused(name: str, summary: str, *flags: str, **body: Any) -> Arm:
+    """A server with `--reuse fused`. What `flags` and `body` leave out is the server's default."""
+    return Arm(name, summary, (*LPM, "--reuse", "fused", *flags), body={"reuse": {"mode": "fused"}, **body})
+
+
+def _paper(name: str, summary: str, *flags: str, order: str = "retriever", **reuse: Any) -> Arm:
+    """What can be moved is moved, as in the papers, whatever it costs."""
+    always = "--chunkcache-move", "always", "--chunkcache-exact-gaps", "0"
+    return _fused(name, summary, *always, *flags, order=order, reuse={"mode": "fused", **reuse})
 
 
 CRAFT = (
@@ -100,12 +105,12 @@ ARMS = {
         Arm("ours-fcfs", "our defaults, first come first served", FCFS),
         _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
         _fused("fused-scored", "the same with everything scored", "--chunkcache-scoring", "on"),
-        _fused("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, order="retriever", **CACHEBLEND),
-        _fused("craft+cacheblend", "continuing its fused chains (fig. 16)", *NO_PASS_LIMIT, order="tree", **CACHEBLEND),
-        _fused("cache-craft", "Cache-Craft, no focus: 15% by context", order="retriever", focus="off", **CACHE_CRAFT),
-        _fused("cache-craft-focus", "with focus, so less: see recomputed_share", order="retriever", **CACHE_CRAFT),
-        _fused("epic", "EPIC: the first 15% of each", order="retriever", selector="first", ratio=0.15),
-        _fused("full-reuse", "moved chunks, nothing recomputed", order="retriever", selector="none", ratio=0.0),
+        _paper("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, **CACHEBLEND),
+        _paper("craft+cacheblend", "continuing its fused chains (fig. 16)", *NO_PASS_LIMIT, order="tree", **CACHEBLEND),
+        _paper("cache-craft", "Cache-Craft, no focus: 15% by context", focus="off", **CACHE_CRAFT),
+        _paper("cache-craft-focus", "with focus, so less: see recomputed_share", **CACHE_CRAFT),
+        _paper("epic", "EPIC: the first 15% of each", selector="first", ratio=0.15),
+        _paper("full-reuse", "moved chunks, nothing recomputed", selector="none", ratio=0.0),
     )
 }
 """Name -> arm, stock SGLang first. Arms of ours run the shipped defaults; the name says what differs. Percentages are shares of
