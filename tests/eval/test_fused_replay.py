@@ -114,7 +114,7 @@ def test_half_of_the_requests_fused_are_counted_apart() -> None:
     """Every second one."""
     settings = ReplaySettings("tree", "seen", "lru", "all", "shown", None, None, 1000, 2, 64)
     config = ChunkCacheConfig(reuse="fused", min_saved_tokens=0)
-    replay = FusedReplay(settings, config, kv_bytes=1, prefill_budget=10, chunk_tokens=1, share=0.5)
+    replay = FusedReplay(settings, config, kv_bytes=1, prefill_budget=100, chunk_tokens=1, share=0.5)
     counts = [replay.step(request(names)) for names in ("ABC", "BC", "BC", "BC")]
     told = [(each.opted_tokens, each.opted_exact, each.opted_computed) for each in counts]
     assert told == [(0, 0, 0), (20, 0, 10), (0, 0, 0), (20, 20, 0)]
