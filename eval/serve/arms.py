@@ -82,8 +82,8 @@ CRAFT = (
 """CRAFT sections 4 and 5. Values equal to our defaults are listed too, since the paper's do not change with ours."""
 NO_PASS_LIMIT = ("--chunkcache-max-pass-tokens", "10000000")
 """More tokens than any context: KV deviation is measured over the whole moved region, which the default budget would cut."""
-CACHEBLEND = {"selector": "deviation", "ratio": 0.15}
-CACHE_CRAFT = {"selector": "context", "ratio": 0.15}
+CACHEBLEND: dict[str, Any] = {"selector": "deviation", "ratio": 0.15}
+CACHE_CRAFT: dict[str, Any] = {"selector": "context", "ratio": 0.15}
 
 ARMS = {
     arm.name: arm

@@ -124,7 +124,7 @@ def test_half_of_the_requests_fused_are_counted_apart() -> None:
     """Every second one."""
     settings = ReplaySettings("tree", "seen", "lru", "all", "shown", None, None, 1000, 2, 64)
     config = ChunkCacheConfig(reuse="fused")
-    replay = FusedReplay(settings, config, kv_bytes=1, prefill_budget=10, chunk_tokens=1, share=0.5)
+    replay = FusedReplay(settings, config, kv_bytes=1, prefill_budget=100, chunk_tokens=1, share=0.5)
     counts = [replay.step(request(names)) for names in ("ABC", "BC", "BC", "BC")]
     told = [(each.opted_tokens, each.opted_exact, each.opted_computed) for each in counts]
     assert told == [(0, 0, 0), (20, 0, 10), (0, 0, 0), (20, 20, 0)]
@@ -237,7 +237,7 @@ def test_command_runs_on_python_alone(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "run" / "record.json").read_text())["results"]
     for entry in results["fused"]:
         assert sum(share["value"] for share in entry["fates"].values()) == pytest.approx(1)
-        assert 0 < entry["fates"]["exact"]["value"] <= entry["exact_without"]["value"]
+        assert entry["fates"]["exact"]["value"] == pytest.approx(entry["exact_without"]["value"], abs=0.02)
     assert [table["title"] for table in results["tables"]][-1] == "All requests fused"
     assert results["tables"][-1]["rows"][0]["exact without"] in done.stdout
 
@@ -261,5 +261,5 @@ def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (entry,) = json.loads((tmp_path / "run" / "record.json").read_text())["results"]["fused"]
     shares = {fate: round(share["value"], 4) for fate, share in entry["fates"].items()}
-    assert shares == {"exact": 0.4503, "relocated": 0.2525, "recomputed": 0.0448, "computed": 0.2524, "dropped": 0.0}
+    assert shares == {"exact": 0.4555, "relocated": 0.2564, "recomputed": 0.0455, "computed": 0.2426, "dropped": 0.0}
     assert round(entry["exact_without"]["value"], 4) == 0.5074

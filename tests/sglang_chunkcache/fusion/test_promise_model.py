@@ -441,12 +441,19 @@ class SharingMachine(FuserMachine):
     )
     def admit(self, **drawn: Any) -> None:
         FuserMachine.admit(
-            self, **drawn, promoted_len=0, keep=frozenset(), is_preprocessing=False, num_rounds=1, moves=None
+            self,
+            **drawn,
+            promoted_len=0,
+            keep=frozenset(),
+            is_preprocessing=False,
+            exact_gaps=0,
+            num_rounds=1,
+            moves=None,
         )
 
     @rule(kind=st.sampled_from(STAYING_KINDS), shape=STAYING)
     def serve(self, **drawn: Any) -> None:
-        FuserMachine.serve(self, **drawn, keep=frozenset(), promoted_len=0)
+        FuserMachine.serve(self, **drawn, keep=frozenset(), promoted_len=0, exact_gaps=0)
 
     clear_store = None  # type: ignore[assignment]
 
