@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 from eval.metrics import METRICS, is_time, label, ranked
 from eval.recorded import cell_name, grouped
-from eval.stats import MIN_BLOCKS, QUANTILES, Statistic, contrast
+from eval.stats import MIN_BLOCKS, RATIOS, Statistic, contrast
 
 MAX_FAILED = 0.01
 """No verdict if an arm failed a larger share of its requests, and more than the other: the answered ones may be the easy ones."""
-TIMES: tuple[Statistic, ...] = ("ratio of medians", "ratio of p90")
 OTHERS: tuple[Statistic, ...] = ("difference of means",)
 """Times are compared by ratios; other metrics, which may be zero, by differences."""
 DOES = {
@@ -37,8 +36,9 @@ def contrast_arms(
     """All contrasts of arm `b` (samples `right`) against arm `a` (`left`): cell by cell, metric by metric.
 
     Only requests that both have in a cell count; warm-up and failed requests do not. A request measured several times counts
-    once, with its mean. `metrics` selects metrics; times get two contrasts, of medians and of p90. Each contrast has the
-    numbers of requests of its cell that were sent to each arm and that failed: `asked_a`, `failed_a`, `asked_b`, `failed_b`.
+    once, with its mean. `metrics` selects metrics; times get three contrasts: the mean ratio, and those of medians and p90. Each
+    contrast has the numbers of requests of its cell that were sent to each arm and that failed: `asked_a`, `failed_a`, `asked_b`,
+    `failed_b`.
     """
     found = []
     kept = [(side, sample) for side, arm in enumerate((left, right)) for sample in arm if not sample.get("warm_up")]
@@ -57,7 +57,7 @@ def contrast_arms(
             pairs = {request: (value, others[request]) for request, value in values.items() if request in others}
             blocks = [block_of[request] for request in pairs]
             known = None if None in blocks else blocks
-            for statistic in (TIMES if is_time(metric) else OTHERS) if pairs else ():
+            for statistic in (RATIOS if is_time(metric) else OTHERS) if pairs else ():
                 measured = contrast([*pairs.values()], statistic=statistic, blocks=known)
                 found.append({"cell": cell, "metric": metric, "a": a, "b": b, **measured, **failures})
     return found
@@ -81,7 +81,7 @@ def direction(contrast: Mapping[str, Any]) -> Literal["better", "worse"] | None:
     blocks, if one arm failed more than the other, or if the metric is unknown.
     """
     low, high, metric = contrast["low"], contrast["high"], contrast["metric"]
-    is_ratio = contrast["statistic"] in QUANTILES
+    is_ratio = contrast["statistic"] in RATIOS
     if low is None or not has_enough(contrast) or fails_more(contrast) is not None:
         return None
     if low <= is_ratio <= high or (contrast.get("p") or 0) >= 0.05 or not (is_ratio or metric in METRICS):
@@ -130,14 +130,16 @@ def verdict(contrast: Contrast) -> str | None:
     if way is None:
         return None
     value, low, high = contrast["value"], contrast["low"], contrast["high"]
-    if contrast["statistic"] not in QUANTILES:
+    if contrast["statistic"] not in RATIOS:
         change = "higher" if value > 0 else "lower"
         low, high = sorted((abs(low), abs(high)))
         told = f"{abs(value):.3g} {METRICS[name].unit}".rstrip()
         return f"{label(name)}: {b} is {told} {change} than {a} on average [{low:.3g}, {high:.3g}], which is {way}{end}"
     if low < 1:
         value, low, high = 1 / value, 1 / high, 1 / low
-    at = "at the median" if contrast["statistic"] == "ratio of medians" else "at the 90th percentile"
+    at = {"mean ratio": "on average", "ratio of medians": "at the median"}.get(
+        contrast["statistic"], "at the 90th percentile"
+    )
     pace = "faster" if way == "better" else "slower"
     does = DOES.get(name, f"({label(name)}) is")
     return f"{b} {does} {value:.2f} times {pace} than {a} {at} [{low:.2f}, {high:.2f}]{end}"

@@ -20,8 +20,10 @@ from scipy import stats
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Statistic = Literal["ratio of medians", "ratio of p90", "difference of means"]
+Statistic = Literal["mean ratio", "ratio of medians", "ratio of p90", "difference of means"]
 QUANTILES = {"ratio of medians": 0.5, "ratio of p90": 0.9}
+RATIOS: tuple[Statistic, ...] = ("mean ratio", "ratio of medians", "ratio of p90")
+"""The mean ratio is the geometric mean of the pairs' ratios: what one request gains, whether it is short or long."""
 MIN_BLOCKS = 8
 """With fewer blocks single values are resampled; with fewer values or blocks an interval is too narrow for a verdict."""
 BATCH = 2_000_000
@@ -59,7 +61,7 @@ def contrast(
     blocks: Sequence[Hashable] | None = None,
     draws: int = 2000,
 ) -> dict[str, Any]:
-    """The contrast of b against a: a / b of medians or p90, or b - a of means.
+    """The contrast of b against a: a / b, of each pair, of medians or of p90, or b - a of means.
 
     Args:
         pairs: (a, b) of the same request, finite.
@@ -67,7 +69,7 @@ def contrast(
     Returns:
         A dict with
         - statistic;
-        - a_value and b_value: the median, p90 or mean of each arm;
+        - a_value and b_value: the median, p90 or mean of each arm, geometric for the mean ratio;
         - value, low, high: None for a ratio over zero;
         - n, and num_blocks if blocks are given;
         - p of the paired t-test for differences (over the blocks' means if blocks are resampled). None for ratios, for fewer
@@ -80,10 +82,15 @@ def contrast(
         raise ValueError("a contrast needs at least one pair, and finite values")
     if blocks is not None and len(blocks) != len(pairs):
         raise ValueError(f"{len(pairs)} pairs but {len(blocks)} blocks")
-    units, q = _units(len(values), blocks), QUANTILES.get(statistic)
+    units, q, is_mean_ratio = _units(len(values), blocks), QUANTILES.get(statistic), statistic == "mean ratio"
+    if is_mean_ratio:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = np.log(values)
     whole = _figures(values, units, np.ones((1, units.max() + 1)), q)
     spread = [_distance(_figures(values, units, counts, q), q) for counts in _draw(units, draws)]
     found = [float(_distance(whole, q)[0]), *_ends(spread)]
+    if is_mean_ratio:  # of logarithms, b - a; rounded, since equal arms must have a ratio of 1
+        whole, found = np.exp(whole), [round(math.exp(-found[at]), 12) for at in (0, 2, 1)]
     value, low, high = found if all(map(math.isfinite, found)) else (None, None, None)
     return {
         "statistic": statistic,
@@ -94,7 +101,7 @@ def contrast(
         "high": high,
         "n": len(values),
         "num_blocks": None if blocks is None else len(set(blocks)),
-        "p": None if q else _p_value(values, units),
+        "p": None if statistic in RATIOS else _p_value(values, units),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from eval.contrast import contrast_arms, direction, sentences, verdict
-from eval.stats import Statistic, contrast
+from eval.stats import RATIOS, Statistic, contrast
 
 TIMES = [(float(2 * i), float(i)) for i in range(1, 21)]
 
@@ -29,9 +29,10 @@ def label(found: dict[str, Any], metric: str = "ttft_s") -> dict[str, Any]:
 
 def test_ratio_of_equally_scaled_times_is_known_without_doubt() -> None:
     """Where b takes half of a's time on every request, no draw can say anything else."""
-    for statistic in ("ratio of medians", "ratio of p90"):
+    for statistic in RATIOS:
         found = contrast(TIMES, statistic=statistic)
-        assert (found["value"], found["low"], found["high"], found["n"], found["p"]) == (2.0, 2.0, 2.0, 20, None)
+        assert (found["n"], found["p"]) == (20, None)
+        assert [found["value"], found["low"], found["high"]] == pytest.approx([2.0] * 3, rel=1e-12)
 
 
 def test_difference_and_p_value_known_answers() -> None:
@@ -64,9 +65,18 @@ def test_interval_equals_a_plain_bootstrap() -> None:
     rng = np.random.default_rng(3)
     values = rng.lognormal(size=(60, 2))
     draws = [values[rng.integers(0, 60, 60)] for _ in range(4000)]
-    slow = np.quantile([np.median(d[:, 0]) / np.median(d[:, 1]) for d in draws], [0.025, 0.975])
-    found = contrast([(a, b) for a, b in values], draws=4000)
-    assert [found["low"], found["high"]] == pytest.approx(slow, rel=0.05)
+    slow: dict[Statistic, Any] = {
+        "ratio of medians": [np.median(d[:, 0]) / np.median(d[:, 1]) for d in draws],
+        "mean ratio": [stats.gmean(d[:, 0] / d[:, 1]) for d in draws],
+    }
+    for statistic, drawn in slow.items():
+        found = contrast([(a, b) for a, b in values], statistic=statistic, draws=4000)
+        assert [found["low"], found["high"]] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), rel=0.05)
+
+
+def test_mean_ratio_over_zero_has_no_value() -> None:
+    """As other ratios."""
+    assert contrast([(1.0, 0.0), (1.0, 2.0)], statistic="mean ratio")["value"] is None
 
 
 @pytest.mark.parametrize("statistic", ["ratio of medians", "difference of means"])
@@ -212,7 +222,7 @@ def test_arm_that_fails_more_gets_no_verdict() -> None:
     warm_up = make_sample("w", 1.0, warm_up=True, error="timeout")
     found = contrast_arms(stock, [*ours, warm_up], a="stock", b="ours")
     assert (found[0]["n"], found[0]["failed_a"], found[0]["failed_b"]) == (43, 0, 47)
-    assert [direction(one) for one in found] == [None, None]
+    assert [direction(one) for one in found] == [None, None, None]
     assert sentences(found) == ["No verdict: ours failed 47 of 90, stock failed 0 of 90"]
 
 
@@ -237,7 +247,8 @@ def test_arms_are_paired_by_request_within_a_cell() -> None:
         {"arm": "x", "cell": {}, "request": "q1", "metrics": {}, "error": "refused"},
         make_sample("q1", 100.0, cell={"rate": 2}),
     ]
-    medians, p90 = contrast_arms(left, right, a="stock", b="ours")
+    mean, medians, p90 = contrast_arms(left, right, a="stock", b="ours")
+    assert (mean["statistic"], mean["value"]) == ("mean ratio", pytest.approx(2.0))
     assert (medians["n"], medians["value"], medians["cell"]) == (2, 2.0, {})
     assert (p90["statistic"], p90["a"], p90["b"]) == ("ratio of p90", "stock", "ours")
 

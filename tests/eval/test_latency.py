@@ -128,10 +128,10 @@ def test_every_arm_is_compared_with_one_in_each_cell() -> None:
     ]
     results = summarize(samples, facts={"servers": {"ours": {}}}, against="stock-lpm")
     found = {(c["b"], c["cell"]["rate"], c["metric"], c["statistic"]): c for c in results["contrasts"]}
-    assert len(found) == 2 * 2 * 2 * 2
+    assert len(found) == 2 * 2 * 2 * 3
     assert found["ours", 1, "ttft_s", "ratio of medians"]["value"] == pytest.approx(3.0)
     assert found["craft", 2, "ttft_s", "ratio of p90"]["value"] == pytest.approx(1.0)
-    assert len(results["verdict"]) == 4, "only where the interval leaves out 1: ours, both rates, both statistics"
+    assert len(results["verdict"]) == 6, "only where the interval leaves out 1: ours, both rates, all statistics"
     assert all(line.startswith("ours reaches the first token 3.00 times faster") for line in results["verdict"])
     assert results["servers"] == {"ours": {}}
 
@@ -150,6 +150,7 @@ def test_verdict_tells_of_the_cache_and_the_table_of_times() -> None:
     arms, ratios = (table["rows"] for table in results["tables"])
     assert [(row["arm"], row["cached"]) for row in arms] == [("stock-lpm", 0.25), ("ours", 0.25)]
     assert [(row["of"], row["value and interval"]) for row in ratios] == [
+        ("mean ratio", "1.00 [1.00, 1.00]"),
         ("medians", "1.00 [1.00, 1.00]"),
         ("p90", "1.00 [1.00, 1.00]"),
     ]
