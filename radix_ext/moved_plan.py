@@ -73,10 +73,14 @@ class FusionRequest:
 
     @property
     def cheaper(self) -> FusionRequest | None:
-        """The same with a choice that needs no measuring: each chunk's first tokens. None: it needs none itself."""
+        """The same with a choice that needs no measuring: each chunk's first tokens. None: it needs none itself.
+
+        Its recipe is another one, so that what it makes is told apart.
+        """
         if not self.is_choice or not (self.asks_the_question or self.selector == "deviation"):
             return None
-        return replace(self, selector="context" if self.selector == "context" else "first", focus="off")
+        selector = "context" if self.selector == "context" else "first"
+        return replace(self, selector=selector, focus="off", recipe=f"{self.recipe}/by={selector}")
 
     @property
     def may_compute(self) -> bool:
@@ -251,6 +255,7 @@ def make_plan(
     exact: Collection[int] = frozenset(),
     num_tokens: int | None = None,
     costs: Costs | None = None,
+    may_be_cheaper: bool = True,
 ) -> ReusePlan:
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
@@ -263,6 +268,7 @@ def make_plan(
         num_tokens: of the prompt. None: `limit`.
         costs: None: what can be moved is moved, as `always` asks and as a `plain` request does, which moves chunks for what
             their KV is.
+        may_be_cheaper: whether `fusion.cheaper` may take its place; not behind fused KV of the recipe itself.
     """
     if fusion.plain or fusion.always:
         costs = None
@@ -275,7 +281,7 @@ def make_plan(
         cuts, fallbacks = walk.cuts(fusion)
         return walk.plan(cuts[-1], fallbacks) if cuts else ReusePlan((), fallbacks)
     computed = price[Phase.EXTEND].seconds(extend_work(start, walk.num_tokens))
-    for choice in (fusion, fusion.cheaper):
+    for choice in (fusion, fusion.cheaper if may_be_cheaper else None):
         if choice is None:
             continue
         cuts, fallbacks = walk.cuts(choice)

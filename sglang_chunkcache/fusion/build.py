@@ -56,7 +56,8 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
     if config.move == "pays":
         started = time.perf_counter()
         longest = measure_costs(runner, table, ctx.params, pricing.model, sparse=sparse, window=limits.question_window)
-        pricing.start()
+        if longest:
+            pricing.start()
         logger.info(
             "chunk cache: costs measured in %.1f s on prompts of up to %d tokens: %s",
             time.perf_counter() - started,

@@ -28,7 +28,7 @@ MIN_TOKENS, MAX_TOKENS = 128, 4096
 def measure_costs(
     runner: Any, table: RotaryTable, params: Any, model: CostModel, *, sparse: SparseAttention | None, window: int
 ) -> int:
-    """Fill the model. Returns the tokens of the longest prompt, 0 where the pool holds none of 128.
+    """Fill the model. Returns the tokens of the longest prompt; 0, and nothing measured, where the pool holds not two of 128.
 
     Args:
         params: SGLang's CacheInitParams, for the pools; slots and row are given back.

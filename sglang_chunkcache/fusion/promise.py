@@ -116,10 +116,12 @@ class Fuser:
             found, node = self.cache._match_prefix_helper(self.cache.root_node, key[: spans.spans[0].end])
         exact = sum(map(len, found))
         if any(span.start == exact for span in key.spans):
-            values, last = self.cache._match_prefix_helper(node, key[exact:].fused_by(fusion.recipe))
-            if values:
-                node, found = last, [*found, *values]
-                state(req).fused = Fused(exact, fusion.recipe)
+            for recipe in (fusion.recipe, fusion.cheaper.recipe if fusion.cheaper else fusion.recipe):
+                values, last = self.cache._match_prefix_helper(node, key[exact:].fused_by(recipe))
+                if values:
+                    node, found = last, [*found, *values]
+                    state(req).fused = Fused(exact, recipe)
+                    break
         indices = torch.cat(found) if len(found) > 1 else found[0] if found else result.device_indices[:0]
         try:
             plan = make_plan(
@@ -135,6 +137,7 @@ class Fuser:
                 exact=self._exact_gaps(key, spans, exact) if len(indices) == exact else frozenset(),
                 num_tokens=len(req.origin_input_ids),
                 costs=self.pricing.costs,
+                may_be_cheaper=state(req).fused is None,
             )
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
             logger.exception("chunk cache: no plan, the prompt is computed")
@@ -364,8 +367,8 @@ class Fuser:
 
     def _key(self, req: Req, plan: ReusePlan, spans: RequestSpans) -> ChunkKey:
         """The key of the prompt up to the plan's end."""
-        assert spans.fusion is not None
-        fused = state(req).fused or Fused(plan.fused_from, spans.fusion.recipe)
+        assert plan.fusion is not None
+        fused = state(req).fused or Fused(plan.fused_from, plan.fusion.recipe)
         return ChunkKey.cut(
             req.origin_input_ids[: plan.end],
             spans.spans,

@@ -1,0 +1,98 @@
+"""Promises that must pay: what the scheduler does with what moving is estimated to cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from radix_ext.costs import Line, Phase
+from radix_ext.moved_plan import QUESTION as QUESTION_NAME
+from sglang_chunkcache.wire.report import Fallback
+from tests.reference.fused_scheduler import FusedScheduler
+from tests.reference.sources import make_request
+from tests.sglang_chunkcache.fusion.test_promise import (
+    A,
+    B,
+    C,
+    D,
+    fused,
+    make_scheduler,
+    node_of,
+    rag,
+    report,
+    start_of,
+)
+
+COSTS = {phase: Line(each=1.0 if phase in (Phase.EXTEND, Phase.RECOMPUTE) else 0.01) for phase in Phase}
+ASKING = replace(make_request("query", 0.25), recipe=f"query{QUESTION_NAME}who")
+"""Of the four tokens of A and of D one each is recomputed, of B's three as well."""
+
+
+def make_priced(**changes: Line) -> FusedScheduler:
+    """A scheduler for which a computed token costs 1, a moved one a hundredth, and what `changes` says."""
+    scheduler = make_scheduler()
+    scheduler.fuser.pricing.costs = {**COSTS, **{Phase(name): line for name, line in changes.items()}}
+    scheduler.serve(rag(A, B))
+    scheduler.serve(rag(D, B))
+    return scheduler
+
+
+def test_nothing_is_moved_where_that_takes_longer() -> None:
+    """The answer says why, and what both ways were estimated to take."""
+    scheduler = make_priced(recompute=Line(fixed=100.0, each=1.0))
+    req = fused(B, A, fusion=ASKING)
+    scheduler.serve(req)
+    told = report(req)
+    assert (told.relocated, told.recomputed, told.selector) == (0, 0, None)
+    assert told.fallbacks == (Fallback.NOT_WORTH_IT,)
+    assert told.estimated_ms["planned"] > told.estimated_ms["computed"] > 0
+    scheduler.check()
+
+
+def test_a_request_may_ask_for_moves_that_do_not_pay() -> None:
+    """For quality, whatever it takes; nothing is estimated."""
+    scheduler = make_priced(recompute=Line(fixed=100.0, each=1.0))
+    req = fused(B, A, fusion=replace(ASKING, always=True))
+    scheduler.serve(req)
+    assert report(req).relocated + report(req).recomputed == len(A + B)
+    assert report(req).estimated_ms == {}
+
+
+def test_question_that_costs_too_much_is_replaced_and_told_apart() -> None:
+    """What `first` has chosen has a name of its own, under which requests of the same recipe find it."""
+    scheduler = make_priced(question=Line(fixed=5.0))
+    recipe = f"{ASKING.recipe}/by=first"
+    req = fused(B, A, fusion=ASKING)
+    scheduler.serve(req)
+    assert report(req).selector == "first"
+    assert node_of(scheduler, [90, 91], B, A, recipe=recipe) is not None
+    again = fused(B, A, fusion=ASKING)
+    scheduler.serve(again)
+    assert report(again).fused_hit >= len(B + A)  # and of the question
+    scheduler.check()
+
+
+def test_nothing_cheaper_follows_what_the_selector_itself_has_chosen() -> None:
+    """Else a recipe would not say how its KV was made."""
+    scheduler = make_priced()
+    scheduler.serve(fused(B, fusion=ASKING))
+    scheduler.fuser.pricing.costs = {**COSTS, Phase.QUESTION: Line(fixed=3.0)}
+    req = fused(B, A, fusion=ASKING)
+    scheduler.serve(req)
+    assert (report(req).fused_hit, report(req).selector) == (len(B), None)
+    assert Fallback.NOT_WORTH_IT in report(req).fallbacks
+    elsewhere = fused(D, A, fusion=ASKING)
+    start_of(scheduler, elsewhere)
+    assert node_of(scheduler, [90, 91], D, A, recipe=f"{ASKING.recipe}/by=first") is not None
+
+
+@pytest.mark.parametrize("chunks", [(C, B), (B, C)])
+def test_extends_of_every_request_are_learnt(chunks: tuple[list[int], ...]) -> None:
+    """Exact ones, too."""
+    scheduler = make_priced()
+    before = scheduler.fuser.pricing.model.num_observed[Phase.EXTEND]
+    scheduler.serve(rag(*chunks))
+    assert scheduler.fuser.pricing.model.num_observed[Phase.EXTEND] == before + 1
