@@ -69,7 +69,7 @@ class Server:
     url = "in-process"
 
     def __init__(self, runner: Any, *, pool: int = 1200, store_bytes: int = 1 << 30, **knobs: Any) -> None:
-        bench = Bench(reuse="fused", recompute_attention="masked", **knobs)
+        bench = Bench(**{"reuse": "fused", "recompute_attention": "masked", "scoring": "on", **knobs})
         self.scheduler = ModelScheduler(runner, pool, bench.config, store_bytes=store_bytes, prefill_budget=256)
         parts = Parts(bench.config)
         chat = SimpleNamespace(default_chat_template_kwargs={})
