@@ -105,6 +105,7 @@ ARMS = {
         Arm("ours-fcfs", "our defaults, first come first served", FCFS),
         _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
         _fused("fused-scored", "the same with everything scored", "--chunkcache-scoring", "on"),
+        _fused("fused-unstored", "the same with nothing stored", "--chunkcache-store-threshold", "1000000"),
         _paper("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, **CACHEBLEND),
         _paper("craft+cacheblend", "continuing its fused chains (fig. 16)", *NO_PASS_LIMIT, order="tree", **CACHEBLEND),
         _paper("cache-craft", "Cache-Craft, no focus: 15% by context", focus="off", **CACHE_CRAFT),

@@ -63,7 +63,7 @@ class Planner:
             rank,
             order=[*(draft.labels[item.chunk.id] for item in ordered), *draft.later_labels],
             planned_len=num_exact,
-            fused_from=self._fused_from(draft, area, num_exact, ordering.num_fused),
+            fused_from=self._fused_from(draft, area, num_exact, ordering.num_fused, growth),
             fusion=_with_recipe(draft, ids[area[-1].end :] if area else ()),
             order_seconds=seconds,
             exact_gaps=growth.num_chunks if growth else 0,
@@ -98,16 +98,19 @@ class Planner:
             rank = ranks[0] if by_turns else router.choose(cached)
         return rank, orderings[rank]
 
-    def _fused_from(self, draft: Draft, area: Sequence[Span], num_exact: int, num_fused: int) -> int:
+    def _fused_from(
+        self, draft: Draft, area: Sequence[Span], num_exact: int, num_fused: int, growth: Growth | None
+    ) -> int:
         """From which chunk on the KV is expected fused: where fused KV is found, or at a chunk that was asked for before, so that
-        there is a source of it.
+        there is a source of it, and that is none of those the exact chain grows by.
         """
         if draft.options.fusion is None:
             return len(area)
         if num_fused:
             return num_exact
         table = self._books.tables.of(draft.identity.tenant)
-        return next((n for n in range(num_exact, len(area)) if table.count(area[n].chunk)), len(area))
+        asked = [n for n in range(num_exact, len(area)) if table.count(area[n].chunk)]
+        return next(iter(asked[growth.num_chunks if growth else 0 :]), len(area))
 
     def _check_length(self, prompt_len: int, options: Options) -> None:
         answer_len = max(1, options.max_new_tokens or 1)
