@@ -52,7 +52,8 @@ def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iter
     """Fused reuse, poisoned, with a pool that evicts, pieces smaller than two chunks and every check on."""
     log = tmp_path_factory.mktemp("servers") / "fused.log"
     env = {**STRICT, "OMP_NUM_THREADS": "1", "POISONED_SERVER_SABOTAGE": str(switch)}
-    with Server(mixed_load.FLAGS, log=log, launcher=mixed_load.POISONED, env=env) as server:
+    flags = [*mixed_load.FLAGS, "--chunkcache-move", "pays"]  # most tests ask for moves that do not pay
+    with Server(flags, log=log, launcher=mixed_load.POISONED, env=env) as server:
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
     assert mixed_load.problems_of_log(log) == []
@@ -70,7 +71,7 @@ def world() -> World:
 
 
 def fused(selector: str = "none", ratio: float = 0.0, **fields: Any) -> dict[str, Any]:
-    return {"mode": "fused", "selector": selector, "ratio": ratio, **fields}
+    return {"mode": "fused", "selector": selector, "ratio": ratio, "move": "always", **fields}
 
 
 def body_of(passages: Sequence[Passage], question: Question | str, **fields: Any) -> dict[str, Any]:
@@ -229,6 +230,25 @@ def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selec
     assert moved / 3 <= fates["recomputed"] <= moved / 3 + 5
     assert reply["chunkcache"]["reuse"]["selector"] == selector
     assert reply["chunkcache"]["reuse"]["ratio"] == pytest.approx(1 / 3)
+
+
+def test_what_moving_takes_is_estimated_and_compared(fused_server: Server, world: World, salt: str) -> None:
+    """By a server that has measured itself; the answer has both, explain the estimate, the stats how far it was off."""
+    passages = world.passages[:3]
+    ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
+    body = body_of(passages[::-1], "And first?", cache_salt=salt, reuse=fused("first", 0.15, move="pays"))
+    explained = post(fused_server.url + "/chunkcache/explain", body)
+    reply = post(fused_server.url + CHAT, body)["chunkcache"]
+    for told in (explained, reply["reuse"]):
+        assert 0 < told["estimated_ms"]["computed"] < 60_000
+        assert told["estimated_ms"]["planned"] > 0
+    is_moved = reply["reuse"]["estimated_ms"]["planned"] <= 0.95 * reply["reuse"]["estimated_ms"]["computed"]
+    assert (reply["reuse"]["selected_by"] == "first") == is_moved
+    assert ("not_worth_it" in reply["fallbacks"]) != is_moved
+    assert reply["reuse"]["ms"]["extend"] > 0
+    costs = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["costs"]
+    assert costs["extend"]["observed"] > 1
+    assert costs["extend"]["error_p50"] > 0
 
 
 # Exact and fused KV never meet
