@@ -68,9 +68,11 @@ NOMINAL: Costs = {
 """In units of a computed token, where nothing was measured: moving costs nearly nothing, from the host twice as much."""
 
 
-def extend_work(start: int, end: int) -> Work:
-    """SGLang's prefill of positions `[start, end)` over all before them."""
-    return Work(end > start, end - start, (end * (end + 1) - start * (start + 1)) / 2)
+def extend_work(start: int, end: int, *, piece: int | None = None) -> Work:
+    """SGLang's prefill of positions `[start, end)` over all before them, `piece` tokens a call; None: all in one."""
+    num_tokens = end - start
+    calls = -(-num_tokens // piece) if piece else num_tokens > 0
+    return Work(calls, num_tokens, (end * (end + 1) - start * (start + 1)) / 2)
 
 
 def seconds(costs: Costs, works: Mapping[Phase, Work]) -> float:
@@ -84,7 +86,8 @@ PRIOR = 4.0
 """Observations that the measurements made at the start stand for, however many they are; fewer the more there are of others: a
 tenth of it decides where those say nothing."""
 MAX_SURPRISE = 3.0
-"""An observation counts as at most this multiple of its estimate: a machine that stood still says nothing of the next pass."""
+"""An observation counts as at most this multiple of its estimate, and at least its reciprocal: a machine that stood still says
+nothing of the next pass, and a clock that did would make a phase look free."""
 
 
 @dataclass(slots=True)
@@ -122,6 +125,8 @@ class CostModel:
         self._observed = {phase: _Sums() for phase in Phase}
         self._costs: dict[Phase, Line] = dict.fromkeys(Phase, Line())
         self._errors: dict[Phase, deque[float]] = {phase: deque(maxlen=4 * MEMORY) for phase in Phase}
+        self._mean_work = Work()
+        """Of the prefills observed, as they are forgotten."""
         self.num_observed = dict.fromkeys(Phase, 0)
 
     def measure(self, phase: Phase, work: Work, seconds: float) -> None:
@@ -133,19 +138,36 @@ class CostModel:
         estimate = self._costs[phase].seconds(work)
         if estimate > 0:
             self._errors[phase].append(abs(estimate - seconds) / seconds)
-            seconds = min(seconds, MAX_SURPRISE * estimate)
+            seconds = min(max(seconds, estimate / MAX_SURPRISE), MAX_SURPRISE * estimate)
+        if phase is Phase.EXTEND:
+            parts = zip(self._mean_work, work, strict=True)
+            self._mean_work = Work(*(old + (new - old) / MEMORY for old, new in parts))
         self._observed[phase].scale(1 - 1 / MEMORY)
         self._observed[phase].add(work, seconds)
         self.num_observed[phase] += 1
 
     def fit(self) -> Costs:
-        """The lines, fitted anew: what `observe` compares with from now on."""
+        """The lines, fitted anew: what `observe` compares with from now on.
+
+        A phase that was never observed is taken to have become slower or faster as prefill has.
+        """
         for phase, measured in self._measured.items():
             observed = self._observed[phase]
             prior = PRIOR / (1 + observed.weight / PRIOR)
             share = min(1.0, prior / measured.weight) if measured.weight else 0.0
             self._costs[phase] = _solve(observed.plus(measured, share))
+        pace = self._pace()
+        for phase, observed in self._observed.items():
+            if not observed.weight:
+                self._costs[phase] = Line(*(pace * part for part in self._costs[phase]))
         return dict(self._costs)
+
+    def _pace(self) -> float:
+        """What prefill takes now over what it took at the start: for the work observed, by either line."""
+        measured, observed = (_solve(sums[Phase.EXTEND]) for sums in (self._measured, self._observed))
+        work = self._mean_work
+        before, now = measured.seconds(work), observed.seconds(work)
+        return now / before if before > 0 and now > 0 else 1.0
 
     def stats(self) -> dict[str, dict[str, float | None]]:
         """By phase: the line in seconds, and the relative error of its estimates, median and 90th percentile of the last 256."""

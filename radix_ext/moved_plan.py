@@ -222,6 +222,8 @@ class Limits:
 
     max_pass_tokens: int
     max_gap_tokens: int
+    prefill_tokens: int | None = None
+    """Of one call of SGLang's prefill; None: as many as there are."""
     question_window: int = 32
     """Last tokens of the question that are run for what it attends to."""
     measuring_share: float = 2 / 32
@@ -275,24 +277,27 @@ def make_plan(
     price = costs or NOMINAL
     chosen = _choose(spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, price)
     if not chosen:
-        return ReusePlan((), (NotMoved.NO_SOURCE,) if any(s.start >= start and s.end <= limit for s in spans) else ())
+        left = (i for i, span in enumerate(spans) if span.start >= start and span.end <= limit and i not in exact)
+        return ReusePlan((), (NotMoved.NO_SOURCE,) if any(True for _ in left) else ())
     walk = _Walk(spans, chosen, exact, start, limit, num_tokens or limit, limits, price, must_pay=costs is not None)
     if costs is None:
         cuts, fallbacks = walk.cuts(fusion)
         return walk.plan(cuts[-1], fallbacks) if cuts else ReusePlan((), fallbacks)
-    computed = price[Phase.EXTEND].seconds(extend_work(start, walk.num_tokens))
+    computed = price[Phase.EXTEND].seconds(extend_work(start, walk.num_tokens, piece=limits.prefill_tokens))
+    estimate = Estimate(computed, computed)
     for choice in (fusion, fusion.cheaper if may_be_cheaper else None):
         if choice is None:
             continue
         cuts, fallbacks = walk.cuts(choice)
         best = min(cuts, key=lambda cut: seconds(price, cut.works), default=None)
         if best is None:
-            return ReusePlan((), fallbacks or (NotMoved.NOT_WORTH_IT,))
+            continue
         estimate = Estimate(seconds(price, best.works), computed)
         if estimate.planned <= (1 - MIN_GAIN) * computed:
             is_all = best is cuts[-1] and not walk.num_refused
             return walk.plan(best, fallbacks if is_all else (*fallbacks, NotMoved.NOT_WORTH_IT), estimate)
-    return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT), estimate=estimate)
+    is_refused = estimate.planned != estimate.computed or walk.num_refused or not fallbacks
+    return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT) if is_refused else fallbacks, estimate=estimate)
 
 
 class _Cut(NamedTuple):
@@ -377,7 +382,7 @@ class _Walk:
             Phase.QUESTION: Work(asked > 0, asked, asked * end),
             Phase.DEVIATION: Work(region > 0, region, region * end),
             Phase.RECOMPUTE: Work(num_computed > 0, num_computed, num_computed * end),
-            Phase.EXTEND: extend_work(end, self.num_tokens),
+            Phase.EXTEND: extend_work(end, self.num_tokens, piece=self.limits.prefill_tokens),
         }
         return math.ceil(self.limits.measuring_share * region) + asked, works
 

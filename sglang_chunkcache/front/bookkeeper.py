@@ -99,16 +99,17 @@ class Bookkeeper:
             taken.callback(self._count_outcome, rag)
             yield rag
 
-    def told(self, planned: Planned) -> RequestSpans:
-        """What the scheduler is told of a request. Counts nothing."""
+    def told(self, planned: Planned, *, is_counted: bool = True) -> RequestSpans:
+        """What the scheduler is told of a request. Counts nothing. `is_counted`: its chunks have been; else as if they had."""
         fusion, is_preprocessing = planned.fusion, planned.draft.is_preprocessing
         table = self.tables.of(planned.draft.identity.tenant)
         often = spans_to_keep(self._config, table, planned.spans)
         area = (span.chunk for span in planned.area)
+        threshold = self._config.promotion_threshold - (not is_counted)
         return RequestSpans(
             spans=planned.spans,
             namespace=planned.namespace,
-            promoted_len=table.promoted_run(area, self._config.promotion_threshold),
+            promoted_len=table.promoted_run(area, threshold) if threshold else len(planned.area),
             ack=self.mirrors[planned.rank].acknowledgement,
             keep=fusion.fresh if is_preprocessing and fusion else often,
             is_preprocessing=is_preprocessing,

@@ -81,7 +81,8 @@ class Engine:
             ChunkCacheError: the rank does not explain.
         """
         identity = planned.draft.identity
-        asked = ExplainRequest(planned.input_ids, self._books.told(planned), identity.extra_key, identity.cache_salt)
+        told = self._books.told(planned, is_counted=False)
+        asked = ExplainRequest(planned.input_ids, told, identity.extra_key, identity.cache_salt)
         for state in await self._ask(Asked(explain=asked)):
             if state.dp_rank == planned.rank and state.explanation:
                 return state.explanation

@@ -44,9 +44,12 @@ def fused_request(
     for a request that names neither alpha nor ratio.
 
     Raises:
-        RequestError: a server that was started without `--reuse fused`, or an alpha that the selector would not read.
+        RequestError: a server that was started without `--reuse fused`, an alpha that the selector would not read, or a wish to
+            move where it pays on a server that moves always.
     """
     check_fused(config, "reuse")
+    if move == "pays" and config.move == "always":
+        raise RequestError("reuse.move: this server has not measured what pays; start it with --chunkcache-move pays")
     selector = config.selector if selector is None else selector
     if alpha is not None and selector != "context":
         raise RequestError(f"reuse.alpha: selector {selector} has none, only context")

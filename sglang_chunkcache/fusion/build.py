@@ -49,15 +49,26 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
     limits = Limits(
         max_pass_tokens=config.max_pass_tokens or prefill_budget,
         max_gap_tokens=config.max_gap_tokens,
+        prefill_tokens=args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else None,
         question_window=config.question_window,
         measuring_share=min(1.0, (DEVIATION_LAYER + 1) / runner.token_to_kv_pool.layer_num),
     )
     pricing = Pricing(runner)
     if config.move == "pays":
         started = time.perf_counter()
-        longest = measure_costs(runner, table, ctx.params, pricing.model, sparse=sparse, window=limits.question_window)
+        longest = measure_costs(
+            runner,
+            table,
+            ctx.params,
+            pricing.model,
+            sparse=sparse,
+            window=limits.question_window,
+            max_tokens=prefill_budget,
+        )
         if longest:
             pricing.start()
+        else:
+            logger.warning("--reuse fused moves whatever it costs: the KV pool is too small to measure on")
         logger.info(
             "chunk cache: costs measured in %.1f s on prompts of up to %d tokens: %s",
             time.perf_counter() - started,

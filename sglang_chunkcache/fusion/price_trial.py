@@ -1,7 +1,7 @@
 """Measures the phases before a first token on the loaded model, at the start: lengths from a chunk's to a prompt's.
 
-Each phase runs at sizes that are far apart, each once: service corrects what is off. The longest prompt is as long as the pool,
-the context and `MAX_SECONDS` allow.
+Each phase runs at sizes that are far apart. The longest prompt is as long as the pool, the context, the prefill budget and
+`MAX_SECONDS` allow.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, devi
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 
-MAX_SECONDS = 0.5
-"""Of the longest prefill; everything takes about six times as long."""
+MAX_SECONDS = 0.3
+"""Of the longest prefill; everything takes about twelve times as long."""
 MIN_TOKENS, MAX_TOKENS = 128, 4096
 
 
 def measure_costs(
-    runner: Any, table: RotaryTable, params: Any, model: CostModel, *, sparse: SparseAttention | None, window: int
+    runner: Any,
+    table: RotaryTable,
+    params: Any,
+    model: CostModel,
+    *,
+    sparse: SparseAttention | None,
+    window: int,
+    max_tokens: int,
 ) -> int:
     """Fill the model. Returns the tokens of the longest prompt; 0, and nothing measured, where the pool holds not two of 128.
 
@@ -34,10 +41,10 @@ def measure_costs(
         params: SGLang's CacheInitParams, for the pools; slots and row are given back.
         sparse: what the recompute pass attends with.
         window: the question's, in tokens.
+        max_tokens: SGLang's prefill budget: memory is free for no more at a time.
     """
-    room: int = min(
-        params.token_to_kv_pool_allocator.available_size() // 2, runner.model_config.context_len - 1, MAX_TOKENS
-    )
+    pool = params.token_to_kv_pool_allocator
+    room: int = min(pool.available_size() // 2, runner.model_config.context_len - 1, max_tokens, MAX_TOKENS)
     if room < MIN_TOKENS:
         return 0
     with torch.no_grad(), rows_of(params, [room, room]) as (row, other):
@@ -91,11 +98,10 @@ class _Trial:
         sizes: Iterable[tuple[int, int]],
         work: Callable[[int, int], Work],
     ) -> None:
-        """The smallest size twice: what a first call compiles or allocates counts for nothing."""
-        for index, size in enumerate(sizes):
-            if not index:
-                run(*size)
-            self._model.measure(phase, work(*size), self._clock(partial(run, *size)))
+        """The better of two calls: what a first one compiles or allocates, or a neighbour takes, counts for nothing."""
+        for size in sizes:
+            seconds = min(self._clock(partial(run, *size)) for _ in range(2))
+            self._model.measure(phase, work(*size), seconds)
 
     def _clock(self, run: Callable[[], Any]) -> float:
         is_cuda = torch.device(self._runner.device).type == "cuda"

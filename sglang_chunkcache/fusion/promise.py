@@ -14,16 +14,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from radix_ext import ChunkId, IntegrityError, text_before
+from radix_ext import ChunkId, FusionRequest, IntegrityError, text_before
 from radix_ext.costs import Phase, Work, extend_work
 from radix_ext.invest import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_critical
@@ -49,6 +49,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+TRIED_EVERY = 32
+"""Of the requests for which moving, or its selector, does not pay, one in so many moves: a hundredth or two of their time."""
+TRIED_UP_TO = 1.5
+"""Unless it is estimated to take longer than this multiple of computing."""
+
+
 @dataclass
 class Outcome:
     """What became of one request that asked for moved KV."""
@@ -59,10 +65,10 @@ class Outcome:
     move: Move | None = None
     declined: list[Fallback] = field(default_factory=list)
     lookup_s: float = 0.0
-    extend: Watch | None = None
-    """Its batch's forward."""
-    is_alone: bool = False
-    """In its batch."""
+    extends: list[Watch] = field(default_factory=list)
+    """The forwards of its prompt's pieces."""
+    is_alone: bool = True
+    """In all of them."""
 
 
 @dataclass(eq=False)
@@ -102,7 +108,7 @@ class Fuser:
         self._pending: list[_Pending] = []
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.is_sharing = fusion_pass.config.exclusive_slots == "on"
-        self.num_shared_ever = 0
+        self.num_shared_ever = self._num_unpaid = 0
 
     # SGLang's calls, in a request's order
 
@@ -116,7 +122,8 @@ class Fuser:
             found, node = self.cache._match_prefix_helper(self.cache.root_node, key[: spans.spans[0].end])
         exact = sum(map(len, found))
         if any(span.start == exact for span in key.spans):
-            for recipe in (fusion.recipe, fusion.cheaper.recipe if fusion.cheaper else fusion.recipe):
+            cheaper = None if fusion.always else fusion.cheaper
+            for recipe in (fusion.recipe, *([cheaper.recipe] if cheaper else [])):
                 values, last = self.cache._match_prefix_helper(node, key[exact:].fused_by(recipe))
                 if values:
                     node, found = last, [*found, *values]
@@ -124,27 +131,18 @@ class Fuser:
                     break
         indices = torch.cat(found) if len(found) > 1 else found[0] if found else result.device_indices[:0]
         try:
-            plan = make_plan(
-                spans.spans,
-                start=len(indices),
-                limit=len(key),
-                candidates=lambda chunk, head: self.sources.candidates(
-                    ChunkIdentity(chunk, key.extra_key, key.cache_salt), head, alone=fusion.plain
-                ),
-                fusion=fusion,
-                limits=self.limits,
-                heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
-                exact=self._exact_gaps(key, spans, exact) if len(indices) == exact else frozenset(),
-                num_tokens=len(req.origin_input_ids),
-                costs=self.pricing.costs,
-                may_be_cheaper=state(req).fused is None,
-            )
+            gaps = self._exact_gaps(key, spans, exact) if len(indices) == exact else frozenset()
+            plan = self._plan(req, key, fusion, len(indices), gaps)
+            if not state(req).is_asked_only and self._is_tried(plan, fusion):
+                plan = self._plan(req, key, replace(fusion, always=True), len(indices), gaps)
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
             logger.exception("chunk cache: no plan, the prompt is computed")
             plan = ReusePlan((), (Fallback.PLAN_FAILED,))
         outcome = state(req).promise = _outcome(req)
         outcome.exact, outcome.fused_hit, outcome.plan, outcome.move = exact, len(indices) - exact, plan, None
         outcome.declined.clear()
+        outcome.extends.clear()
+        outcome.is_alone = True
         outcome.lookup_s += time.perf_counter() - started
         return result._replace(
             device_indices=indices,
@@ -249,8 +247,8 @@ class Fuser:
             yield
         for req in batch.reqs:
             if state(req).promise is not None:
-                _outcome(req).extend = extend
-                _outcome(req).is_alone = len(batch.reqs) == 1
+                _outcome(req).extends.append(extend)
+                _outcome(req).is_alone &= len(batch.reqs) == 1
 
     def after(self) -> None:
         """Score and store some of what waits."""
@@ -264,8 +262,9 @@ class Fuser:
         move = outcome.move
         ms = {"lookup": 1000 * outcome.lookup_s, **(move.ms if move else {})}
         self.pricing.poll()
-        if outcome.extend is not None and outcome.extend.seconds is not None:
-            ms["extend"] = 1000 * outcome.extend.seconds
+        seconds = [extend.seconds for extend in outcome.extends if extend.seconds is not None]
+        if seconds and len(seconds) == len(outcome.extends):
+            ms["extend"] = 1000 * sum(seconds)
             if outcome.is_alone and move and move.plan.estimate:
                 self.pricing.compare(move.plan.estimate.planned, (sum(ms.values()) - ms["lookup"]) / 1000)
         fallbacks = (*_reasons(outcome.plan), *outcome.declined, *(move.fallbacks if move else ()))
@@ -283,7 +282,7 @@ class Fuser:
             fallbacks=fallbacks,
             ms=ms,
             estimated_ms=_in_ms(outcome.plan),
-            selector=move.fusion.selector if move else None,
+            selector=_selector(req, move.plan if move else None),
         )
 
     def explain(self, req: Req) -> Explanation | None:
@@ -299,7 +298,7 @@ class Fuser:
             _sources(plan),
             _reasons(plan),
             _in_ms(plan),
-            plan.fusion.selector if plan.fusion else None,
+            _selector(req, plan),
         )
 
     def reset(self) -> None:
@@ -336,6 +335,36 @@ class Fuser:
         }
 
     # Private, in order of use
+
+    def _plan(self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]) -> ReusePlan:
+        """The plan of what follows the cached prefix `[0, start)`."""
+        spans = state(req).spans
+        assert spans is not None
+        return make_plan(
+            spans.spans,
+            start=start,
+            limit=len(key),
+            candidates=lambda chunk, head: self.sources.candidates(
+                ChunkIdentity(chunk, key.extra_key, key.cache_salt), head, alone=fusion.plain
+            ),
+            fusion=fusion,
+            limits=self.limits,
+            heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
+            exact=exact,
+            num_tokens=len(req.origin_input_ids),
+            costs=self.pricing.costs,
+            may_be_cheaper=state(req).fused is None,
+        )
+
+    def _is_tried(self, plan: ReusePlan, fusion: FusionRequest) -> bool:
+        """Whether this plan's first choice, which is estimated not to pay, is carried out all the same. What never runs is never
+        observed, and a phase that was measured while the machine was busy would look dear for ever."""
+        if plan.estimate is None or (plan.pieces and plan.fusion is fusion):
+            return False
+        if plan.estimate.planned > TRIED_UP_TO * plan.estimate.computed:
+            return False
+        self._num_unpaid += 1
+        return self._num_unpaid % TRIED_EVERY == 0
 
     def _exact_gaps(self, key: ChunkKey, spans: RequestSpans, start: int) -> frozenset[int]:
         """What the prompt's exact chain grows by, from `start` on."""
@@ -468,6 +497,17 @@ def _rows(plan: ReusePlan, slots: torch.Tensor, shared: Mapping[int, TreeNode]) 
 
 def _in_ms(plan: ReusePlan) -> dict[str, float]:
     return {} if plan.estimate is None else {name: 1000 * value for name, value in plan.estimate._asdict().items()}
+
+
+def _selector(req: Req, plan: ReusePlan | None) -> str | None:
+    """What has chosen the recomputed tokens: of the plan, or of the fused KV that was found."""
+    if plan is not None and plan.fusion is not None and plan.recomputed_len:
+        return plan.fusion.selector
+    spans, fused = state(req).spans, state(req).fused
+    if spans is None or spans.fusion is None or fused is None:
+        return None
+    cheaper = spans.fusion.cheaper
+    return cheaper.selector if cheaper and fused.recipe == cheaper.recipe else spans.fusion.selector
 
 
 def _reasons(plan: ReusePlan) -> tuple[Fallback, ...]:

@@ -88,3 +88,30 @@ def test_extend_counts_each_tokens_keys(start: int, num_tokens: int) -> None:
     """Each token sees all before it and itself."""
     keys = range(start + 1, start + num_tokens + 1)
     assert extend_work(start, start + num_tokens) == (num_tokens > 0, num_tokens, sum(keys))
+
+
+def test_phase_that_never_runs_keeps_pace_with_prefill() -> None:
+    """Measured while the machine was three times as slow, and never observed since: prefill tells that it is not any more."""
+    line, model = Line(0.02, 1e-4, 1e-8), CostModel()
+    for work in SIZES:
+        for phase in (Phase.EXTEND, Phase.QUESTION):
+            model.measure(phase, work, 3 * line.seconds(work))
+    assert model.fit()[Phase.QUESTION].seconds(SIZES[0]) == pytest.approx(3 * line.seconds(SIZES[0]))
+    for _ in range(20):
+        for work in SIZES:
+            model.observe(Phase.EXTEND, work, line.seconds(work))
+    assert model.fit()[Phase.QUESTION].seconds(SIZES[0]) == pytest.approx(line.seconds(SIZES[0]), rel=0.05)
+
+
+def test_a_clock_that_stood_still_does_not_make_a_phase_free() -> None:
+    """It counts as a third of the estimate."""
+    line = Line(0.02, 1e-4, 1e-8)
+    model = measured(line)
+    model.fit()
+    model.observe(Phase.RECOMPUTE, SIZES[3], 1e-9)
+    assert model.fit()[Phase.RECOMPUTE].seconds(SIZES[3]) > 0.2 * line.seconds(SIZES[3])
+
+
+def test_pieces_of_a_prefill_are_calls() -> None:
+    """Each has its fixed time."""
+    assert [extend_work(100, 100 + n, piece=256).calls for n in (0, 1, 256, 257)] == [0, 1, 1, 2]

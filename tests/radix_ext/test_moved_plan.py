@@ -238,7 +238,7 @@ def test_question_that_eats_the_gain_is_not_asked() -> None:
     asked = plan_of(layout, "A", fusion=fusion, costs=make_costs(question=1.0))
     cheaper = plan_of(layout, "A", fusion=fusion, costs=make_costs(question=9.0))
     assert (asked.fusion, asked.measured_len) == (fusion, 2)
-    assert (cheaper.fusion, cheaper.measured_len) == (replace(fusion, selector="first"), 0)
+    assert (cheaper.fusion, cheaper.measured_len) == (replace(fusion, selector="first", recipe="r/by=first"), 0)
     assert pieces(cheaper) == pieces(asked) == [(0, 10, True)]
 
 

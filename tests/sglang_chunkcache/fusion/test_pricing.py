@@ -111,7 +111,7 @@ def test_every_phase_is_measured_and_all_is_given_back() -> None:
     )
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     pricing = make_pricing()
-    longest = measure_costs(runner, table, params, pricing.model, sparse=None, window=16)
+    longest = measure_costs(runner, table, params, pricing.model, sparse=None, window=16, max_tokens=600)
     pricing.start()
     assert longest >= MIN_TOKENS
     assert pricing.costs is not None

@@ -10,6 +10,7 @@ pytest.importorskip("sglang")
 
 from radix_ext.costs import Line, Phase
 from radix_ext.moved_plan import QUESTION as QUESTION_NAME
+from sglang_chunkcache.fusion.promise import TRIED_EVERY
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.sources import make_request
@@ -31,9 +32,9 @@ ASKING = replace(make_request("query", 0.25), recipe=f"query{QUESTION_NAME}who")
 """Of the four tokens of A and of D one each is recomputed, of B's three as well."""
 
 
-def make_priced(**changes: Line) -> FusedScheduler:
+def make_priced(*, capacity: int = 60, **changes: Line) -> FusedScheduler:
     """A scheduler for which a computed token costs 1, a moved one a hundredth, and what `changes` says."""
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(capacity)
     scheduler.fuser.pricing.costs = {**COSTS, **{Phase(name): line for name, line in changes.items()}}
     scheduler.serve(rag(A, B))
     scheduler.serve(rag(D, B))
@@ -71,6 +72,7 @@ def test_question_that_costs_too_much_is_replaced_and_told_apart() -> None:
     assert node_of(scheduler, [90, 91], B, A, recipe=recipe) is not None
     again = fused(B, A, fusion=ASKING)
     scheduler.serve(again)
+    assert report(again).selector == "first"
     assert report(again).fused_hit >= len(B + A)  # and of the question
     scheduler.check()
 
@@ -82,11 +84,23 @@ def test_nothing_cheaper_follows_what_the_selector_itself_has_chosen() -> None:
     scheduler.fuser.pricing.costs = {**COSTS, Phase.QUESTION: Line(fixed=3.0)}
     req = fused(B, A, fusion=ASKING)
     scheduler.serve(req)
-    assert (report(req).fused_hit, report(req).selector) == (len(B), None)
+    assert (report(req).fused_hit, report(req).selector) == (len(B), "query"), "that of what was found"
     assert Fallback.NOT_WORTH_IT in report(req).fallbacks
     elsewhere = fused(D, A, fusion=ASKING)
     start_of(scheduler, elsewhere)
     assert node_of(scheduler, [90, 91], D, A, recipe=f"{ASKING.recipe}/by=first") is not None
+
+
+def test_what_does_not_pay_is_tried_now_and_then() -> None:
+    """Else a machine that was slow while it measured itself would never learn that it is not."""
+    scheduler = make_priced(capacity=3000, recompute=Line(fixed=7.0, each=1.0))
+    moved = []
+    for number in range(2 * TRIED_EVERY):
+        req = fused(B, A, fusion=ASKING, head=[200 + number, 91])
+        scheduler.serve(req)
+        moved.append(report(req).relocated > 0)
+    assert sum(moved) == 2
+    assert moved[TRIED_EVERY - 1]
 
 
 @pytest.mark.parametrize("chunks", [(C, B), (B, C)])
