@@ -82,6 +82,17 @@ def test_second_request_finds_the_fused_chain_of_the_first() -> None:
     assert (second.planned_len, second.fused_from, second.hit_len) == (1, 1, 1)
 
 
+def test_chunk_that_the_exact_chain_grows_by_is_planned_as_exact() -> None:
+    """C could be moved and is computed: an exact request may wait for it. B is moved."""
+    served = Served(exact_gaps=1, selector="query", tail="seen")
+    served.ask(A, B, C, fused=False)
+    served.ask(X, fused=False)
+    request = served.ask(X, C, B)
+    assert (request.order, request.planned_len, request.fused_from) == (["x", "c", "b"], 1, 2)
+    assert request.report is not None
+    assert [source.where for source in request.report.sources] == ["gap", "device"]
+
+
 def test_fused_chain_at_the_beginning_of_the_prompt_is_found() -> None:
     """Nothing exact before it."""
     served = Served()
