@@ -65,7 +65,7 @@ def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
     cache.promiser.before(batch)
     with cache.promiser.watch(batch):
         result = forward(worker, batch, *args, **kwargs)
-    cache.promiser.after()
+    cache.promiser.after(first_tokens_wait=batch.forward_mode.is_extend())
     return result
 
 

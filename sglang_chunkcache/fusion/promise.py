@@ -109,6 +109,7 @@ class Fuser:
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.is_sharing = fusion_pass.config.exclusive_slots == "on"
         self.num_shared_ever = self._num_unpaid = 0
+        self._was_put_off = False
 
     # SGLang's calls, in a request's order
 
@@ -250,9 +251,13 @@ class Fuser:
                 _outcome(req).extends.append(extend)
                 _outcome(req).is_alone &= len(batch.reqs) == 1
 
-    def after(self) -> None:
-        """Score and store some of what waits."""
+    def after(self, *, first_tokens_wait: bool = False) -> None:
+        """Score and store some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
         self.pricing.refresh()
+        is_put_off = first_tokens_wait and not self._was_put_off
+        self._was_put_off = is_put_off
+        if is_put_off:
+            return
         if num_failed := self.captures.run():
             self.fallbacks[Fallback.CAPTURE_FAILED] += num_failed
 

@@ -39,8 +39,8 @@ class Promiser(Protocol):
     def report(self, req: Req) -> Report:
         """What became of the request."""
 
-    def after(self) -> None:
-        """Store some of what was noted; after a forward."""
+    def after(self, *, first_tokens_wait: bool = False) -> None:
+        """Store some of what was noted; after a forward, whose result is told next."""
 
     def explain(self, req: Req) -> Explanation | None:
         """What was planned for a request that was only matched. None: nothing was."""

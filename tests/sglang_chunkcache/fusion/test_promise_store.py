@@ -455,6 +455,19 @@ def test_captures_of_one_forward_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert captured == [1, 2, 4]
 
 
+def test_first_tokens_do_not_wait_for_captures() -> None:
+    """A forward that decodes takes them; where there is none, every second prefill."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B, keep=[0, 1]), answer=[50])
+    for waits, expected in ((True, 0), (False, 2)):
+        scheduler.fuser.after(first_tokens_wait=waits)
+        assert scheduler.fusion_pass.num_captured == expected
+    scheduler.serve(rag(D, C, keep=[0, 1]), answer=[50])
+    for expected in (2, 4):
+        scheduler.fuser.after(first_tokens_wait=True)
+        assert scheduler.fusion_pass.num_captured == expected
+
+
 def test_too_many_waiting_captures_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may earn their place another time."""
     monkeypatch.setattr(capture, "MAX_WAITING_CAPTURES", 2)
