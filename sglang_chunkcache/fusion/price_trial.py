@@ -41,10 +41,11 @@ def measure_costs(
         params: SGLang's CacheInitParams, for the pools; slots and row are given back.
         sparse: what the recompute pass attends with.
         window: the question's, in tokens.
-        max_tokens: SGLang's prefill budget: memory is free for no more at a time.
+        max_tokens: SGLang's prefill budget: memory is free for no more at a time; 128 are run in any case.
     """
     pool = params.token_to_kv_pool_allocator
-    room: int = min(pool.available_size() // 2, runner.model_config.context_len - 1, max_tokens, MAX_TOKENS)
+    at_most = min(max(max_tokens, MIN_TOKENS), MAX_TOKENS)
+    room: int = min(pool.available_size() // 2, runner.model_config.context_len - 1, at_most)
     if room < MIN_TOKENS:
         return 0
     with torch.no_grad(), rows_of(params, [room, room]) as (row, other):
