@@ -277,17 +277,15 @@ def make_plan(
     price = costs or NOMINAL
     chosen = _choose(spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, price)
     if not chosen:
-        left = (i for i, span in enumerate(spans) if span.start >= start and span.end <= limit and i not in exact)
-        return ReusePlan((), (NotMoved.NO_SOURCE,) if any(True for _ in left) else ())
+        is_left = any(s.start >= start and s.end <= limit and i not in exact for i, s in enumerate(spans))
+        return ReusePlan((), (NotMoved.NO_SOURCE,) if is_left else ())
     walk = _Walk(spans, chosen, exact, start, limit, num_tokens or limit, limits, price, must_pay=costs is not None)
     if costs is None:
         cuts, fallbacks = walk.cuts(fusion)
         return walk.plan(cuts[-1], fallbacks) if cuts else ReusePlan((), fallbacks)
     computed = price[Phase.EXTEND].seconds(extend_work(start, walk.num_tokens, piece=limits.prefill_tokens))
-    estimate = Estimate(computed, computed)
-    for choice in (fusion, fusion.cheaper if may_be_cheaper else None):
-        if choice is None:
-            continue
+    estimate, is_dear = Estimate(computed, computed), False
+    for choice in filter(None, (fusion, fusion.cheaper if may_be_cheaper else None)):
         cuts, fallbacks = walk.cuts(choice)
         best = min(cuts, key=lambda cut: seconds(price, cut.works), default=None)
         if best is None:
@@ -296,8 +294,9 @@ def make_plan(
         if estimate.planned <= (1 - MIN_GAIN) * computed:
             is_all = best is cuts[-1] and not walk.num_refused
             return walk.plan(best, fallbacks if is_all else (*fallbacks, NotMoved.NOT_WORTH_IT), estimate)
-    is_refused = estimate.planned != estimate.computed or walk.num_refused or not fallbacks
-    return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT) if is_refused else fallbacks, estimate=estimate)
+        is_dear = True
+    is_dear = is_dear or walk.num_refused > 0
+    return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT) if is_dear else fallbacks, estimate=estimate)
 
 
 class _Cut(NamedTuple):

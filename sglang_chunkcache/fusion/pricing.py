@@ -1,6 +1,6 @@
 """What the phases before a first token take on this machine: measured at the start, observed in service, agreed between ranks.
 
-The scheduler plans by `costs`, which changes every `REFRESH` batches at most. All ranks of a tensor-parallel group take rank 0's,
+The scheduler plans by `costs`, which changes every `REFRESH` prefills. All ranks of a tensor-parallel group take rank 0's,
 at the same batch, so that they decide alike.
 """
 
@@ -18,7 +18,7 @@ import torch
 from radix_ext.costs import CostModel, Costs, Line, Phase, Work, spread
 
 REFRESH = 8
-"""Batches between two fits: a fit takes a third of a millisecond."""
+"""Prefills between two fits: a fit takes a third of a millisecond."""
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Pricing:
         self.costs: Costs | None = None
         self._group, self._is_cuda = runner.tp_group, torch.device(runner.device).type == "cuda"
         self._running: deque[Watch] = deque()
-        self._num_batches = 0
+        self._num_prefills = 0
         self._plan_errors: deque[float] = deque(maxlen=256)
 
     def start(self) -> None:
@@ -83,10 +83,10 @@ class Pricing:
             self._running.popleft()
 
     def refresh(self) -> None:
-        """A batch is over. All ranks call it for the same batches."""
+        """A prefill is over. All ranks call it for the same ones."""
         self.poll()
-        self._num_batches += 1
-        if self.costs is not None and self._num_batches % REFRESH == 0:
+        self._num_prefills += 1
+        if self.costs is not None and self._num_prefills % REFRESH == 0:
             self.costs = self._agreed()
 
     def compare(self, estimate: float, actual: float) -> None:
@@ -94,7 +94,10 @@ class Pricing:
         self._plan_errors.append(abs(estimate - actual) / actual)
 
     def stats(self) -> dict[str, Any]:
-        """For `/chunkcache/stats`: of each phase the line and the error of its estimates; `plan`: that of whole plans."""
+        """For `/chunkcache/stats`: of each phase the line and the error of its estimates, `plan`: of whole plans. Empty without
+        costs."""
+        if self.costs is None:
+            return {}
         return {**self.model.stats(), "plan": {"observed": len(self._plan_errors), **spread(self._plan_errors)}}
 
     def _agreed(self) -> Costs:

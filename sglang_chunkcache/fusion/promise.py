@@ -253,7 +253,8 @@ class Fuser:
 
     def after(self, *, first_tokens_wait: bool = False) -> None:
         """Score and store some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
-        self.pricing.refresh()
+        if first_tokens_wait:
+            self.pricing.refresh()
         is_put_off = first_tokens_wait and not self._was_put_off
         self._was_put_off = is_put_off
         if is_put_off:

@@ -53,7 +53,8 @@ def test_replay_predicts_a_server(tmp_path: Path) -> None:
             predicted = replay.step([Chunk(ChunkId(str(index)), lengths[str(index)]) for index in drawn])
             told = post(server.url + "/rag/v1/chat/completions", body)["chunkcache"]
             fates = told["fates"]
-            exact = max(0, fates["exact"] - told["head_tokens"])
+            # Where all chunks are found, the server may find words of the question, too: "What is number".
+            exact = min(sum(lengths.values()), max(0, fates["exact"] - told["head_tokens"]))
             assert (predicted.exact, predicted.relocated, predicted.recomputed) == (
                 exact,
                 fates["relocated"],

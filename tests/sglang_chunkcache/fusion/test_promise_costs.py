@@ -107,6 +107,9 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
 def test_extends_of_every_request_are_learnt(chunks: tuple[list[int], ...]) -> None:
     """Exact ones, too."""
     scheduler = make_priced()
-    before = scheduler.fuser.pricing.model.num_observed[Phase.EXTEND]
+    pricing = scheduler.fuser.pricing
+    pricing.poll()
+    before = pricing.model.num_observed[Phase.EXTEND]
     scheduler.serve(rag(*chunks))
-    assert scheduler.fuser.pricing.model.num_observed[Phase.EXTEND] == before + 1
+    pricing.poll()
+    assert pricing.model.num_observed[Phase.EXTEND] == before + 1
