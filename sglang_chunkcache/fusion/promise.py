@@ -119,7 +119,7 @@ class Fuser:
         assert fusion is not None
         started = time.perf_counter()
         node, found = result.last_device_node, [result.device_indices]
-        if fusion.plain:  # what follows its first chunk in an exact chain was computed after that chunk
+        if fusion.plain and len(found[0]):  # chunks of an exact chain were computed after others
             found, node = self.cache._match_prefix_helper(self.cache.root_node, key[: spans.spans[0].end])
         exact = sum(map(len, found))
         if any(span.start == exact for span in key.spans):

@@ -716,6 +716,13 @@ def preprocessed(scheduler: FusedScheduler) -> None:
     assert scheduler.store.stats().num_variants == 3
 
 
+def test_a_chunk_may_be_preprocessed_without_head_and_question() -> None:
+    """Of such a prompt, less its last token, no chunk is whole: there is nothing to look for."""
+    scheduler = make_scheduler()
+    fusion = FusionRequest("none", 0.0, "p", fresh=frozenset({0}), plain=True)
+    assert scheduler.serve(rag(A, head=[], tail=[], fusion=fusion, keep=[0], is_preprocessing=True)) == 0
+
+
 def test_flush_keeps_what_was_preprocessed() -> None:
     """Hours of work, and the benches flush before each cell. It serves as before, first of all sources."""
     scheduler = make_scheduler()
