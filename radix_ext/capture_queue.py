@@ -16,7 +16,7 @@ from radix_ext.cfo import Attention, Scored
 from radix_ext.sources import ChunkCopies
 from radix_ext.variants import Variant, VariantIndex
 
-READERS = {"context": Scored.MASSES, "h2o": Scored.ALL}
+READERS = {"context": Scored.MASSES, "critical": Scored.MASSES, "h2o": Scored.ALL}
 """Selectors that choose by scores, and by how much of them."""
 
 

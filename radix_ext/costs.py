@@ -75,6 +75,11 @@ def extend_work(start: int, end: int, *, piece: int | None = None) -> Work:
     return Work(calls, num_tokens, (end * (end + 1) - start * (start + 1)) / 2)
 
 
+def through(share: float, num_tokens: int, num_keys: int) -> Work:
+    """A pass of tokens over so many keys, through a share of the model's layers. None without tokens."""
+    return Work(num_tokens > 0, share * num_tokens, share * num_tokens * num_keys)
+
+
 def seconds(costs: Costs, works: Mapping[Phase, Work]) -> float:
     """What all of it takes."""
     return sum(costs[phase].seconds(work) for phase, work in works.items())

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from radix_ext.cfo import Attention, best_variant, cfo, fix_overhead
 from radix_ext.chunk import ChunkId, Span
-from radix_ext.costs import NOMINAL, Costs, Phase, Work, extend_work, seconds
+from radix_ext.costs import NOMINAL, Costs, Phase, Work, extend_work, seconds, through
 
 Focus = Literal["off", "spare", "refill"]
 
@@ -51,6 +51,11 @@ class FusionRequest:
     """Whether what can be moved is moved, also where computing it is faster. No part of the recipe."""
     plain: bool = False
     """Whether only KV that was computed alone counts as a source: the neighbours of a chunk to preprocess (FusionRAG eq. 10)."""
+    depth: int | None = 2
+    """The layer, counted from 1, whose KV `deviation` and `critical` compare; beyond the model's layers the last. None: the
+    calibrated one."""
+    layer: int | None = 0
+    """The layer, counted from 1, whose attention `query` and `critical` read; 0: the last. None: the calibrated one."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
@@ -69,7 +74,12 @@ class FusionRequest:
     @property
     def asks_the_question(self) -> bool:
         """Whether the choice depends on the question: then only requests with the same question share fused KV."""
-        return self.selector == "query" or self.focus != "off"
+        return self.selector in ("query", "prophet", "critical") or self.focus != "off"
+
+    @property
+    def compares_kv(self) -> bool:
+        """Whether the choice depends on how far moved KV is from computed KV."""
+        return self.selector in ("deviation", "critical")
 
     @property
     def cheaper(self) -> FusionRequest | None:
@@ -77,7 +87,7 @@ class FusionRequest:
 
         Its recipe is another one, so that what it makes is told apart.
         """
-        if not self.is_choice or not (self.asks_the_question or self.selector == "deviation"):
+        if not self.is_choice or not (self.asks_the_question or self.compares_kv):
             return None
         selector = "context" if self.selector == "context" else "first"
         return replace(self, selector=selector, focus="off", recipe=f"{self.recipe}/by={selector}")
@@ -226,8 +236,8 @@ class Limits:
     """Of one call of SGLang's prefill; None: as many as there are."""
     question_window: int = 32
     """Last tokens of the question that are run for what it attends to."""
-    measuring_share: float = 2 / 32
-    """Share of the model's layers that `deviation` runs the region through to choose; by default as in a model of 32."""
+    num_layers: int = 32
+    """Of the model."""
 
 
 MIN_GAIN = 0.05
@@ -331,7 +341,7 @@ class _Walk:
         found: list[_Cut] = []
         waiting: list[Piece] = []  # gaps, until a hit after them makes them worth it
         self.pieces, self.num_refused = [], 0
-        position, moved_len, exact_len, by_alpha = self.start, 0, 0, 0
+        position, moved_len, exact_len, by_alpha, compared = self.start, 0, 0, 0, 0
         moves = {Phase.DEVICE: Work(), Phase.HOST: Work()}
         for index, span in enumerate(self.spans):
             if span.start < self.start or span.end > self.limit:
@@ -353,11 +363,12 @@ class _Walk:
             moves[Phase.DEVICE] = moves[Phase.DEVICE]._replace(calls=moves[Phase.DEVICE].tokens > 0)
             moved_len += span.end - span.start
             by_alpha += _num_by_alpha(piece, fusion)
+            compared += num_compared(piece, fusion)
             gap_len = span.end - self.start - moved_len
             recomputed = by_alpha
             if not _goes_by_alpha(fusion):
                 recomputed = math.ceil(fusion.ratio * moved_len) if fusion.recomputes else 0
-            measured, works = self._works(span.end, recomputed + gap_len, fusion)
+            measured, works = self._works(span.end, recomputed + gap_len, compared and compared + gap_len, fusion)
             if gap_len - exact_len > self.limits.max_gap_tokens:
                 return found, (NotMoved.GAP_TOO_LONG,)
             if gap_len + recomputed + measured > self.limits.max_pass_tokens:
@@ -372,18 +383,20 @@ class _Walk:
         """The plan of the last walk that ends there."""
         return ReusePlan(tuple(self.pieces[: cut.num_pieces]), fallbacks, *cut[2:4], cut.fusion, cut.works, estimate)
 
-    def _works(self, end: int, num_computed: int, fusion: FusionRequest) -> tuple[int, dict[Phase, Work]]:
+    def _works(
+        self, end: int, num_computed: int, num_compared: int, fusion: FusionRequest
+    ) -> tuple[int, dict[Phase, Work]]:
         """(what measuring costs, in tokens through all layers; all phases but the moves)."""
-        region = end - self.start if fusion.selector == "deviation" and fusion.is_choice else 0
         question_len = max(0, self.num_tokens - self.spans[-1].end)
         asked = question_tokens(fusion, question_len, window=self.limits.question_window)
+        layers = self.limits.num_layers
         works = {
-            Phase.QUESTION: Work(asked > 0, asked, asked * end),
-            Phase.DEVIATION: Work(region > 0, region, region * end),
-            Phase.RECOMPUTE: Work(num_computed > 0, num_computed, num_computed * end),
+            Phase.QUESTION: through(asked_layers(fusion, layers) / layers, asked, end),
+            Phase.DEVIATION: through(min(fusion.depth or layers, layers) / layers, num_compared, end),
+            Phase.RECOMPUTE: through(1, num_computed, end),
             Phase.EXTEND: extend_work(end, self.num_tokens, piece=self.limits.prefill_tokens),
         }
-        return math.ceil(self.limits.measuring_share * region) + asked, works
+        return math.ceil(works[Phase.QUESTION].tokens + works[Phase.DEVIATION].tokens), works
 
     def _pays(self, piece: Piece, fusion: FusionRequest) -> bool:
         """Whether the chunk is moved and recomputed in less time than it is computed in the pass."""
@@ -401,6 +414,32 @@ def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) ->
     0 where its choice does not depend on the question.
     """
     return min(question_len, window) if fusion.is_choice and fusion.asks_the_question else 0
+
+
+def asked_layers(fusion: FusionRequest, num_layers: int) -> int:
+    """Layers that the question runs through, of a model of `num_layers`: up to the last one that is read."""
+    if fusion.focus != "off" or fusion.selector == "prophet":
+        return num_layers
+    return min(fusion.layer or num_layers, num_layers)
+
+
+BY_CONTEXT, BY_QUESTION = 0.3, 0.1
+"""Shares of the moved tokens that `critical` compares: proposed by what they attend to, and by what the question attends to."""
+
+
+def proposed_share(fusion: FusionRequest) -> tuple[float, float]:
+    """`BY_CONTEXT` and `BY_QUESTION`, more where the ratio needs more to choose from."""
+    scale = max(1.0, 2 * fusion.ratio / BY_CONTEXT)
+    return min(1.0, scale * BY_CONTEXT), min(1.0, scale * BY_QUESTION)
+
+
+def num_compared(piece: Piece, fusion: FusionRequest) -> int:
+    """Tokens of a moved chunk that are compared with computed KV, estimated."""
+    if not (fusion.is_choice and fusion.compares_kv):
+        return 0
+    is_scored = piece.source is not None and piece.source.scores is not None
+    share = min(1.0, sum(proposed_share(fusion))) if fusion.selector == "critical" and is_scored else 1.0
+    return math.ceil(share * (piece.end - piece.start))
 
 
 def max_critical(pieces: Sequence[Piece], plan: ReusePlan, fusion: FusionRequest) -> int:

@@ -1,8 +1,9 @@
-"""Check whether `--reuse fused` is right with this model on this machine, and calibrate alpha of the selector `context`.
+"""Check whether `--reuse fused` is right with this model on this machine, and calibrate how tokens are selected.
 
     python -m sglang_chunkcache.check --model-path M [any SGLang flag]      load the model, run the start-up gate, stop
     python -m sglang_chunkcache.check --url http://127.0.0.1:30000          the figures of a running server's gate
     python -m sglang_chunkcache.check --url ... --calibrate FILE --f1 0.9   solve eq. 13 for `--chunkcache-alpha` (calibrate.py)
+    python -m sglang_chunkcache.check --url ... --calibrate-selection [FILE] which layers and heads tell what to recompute
 
 The last line of stdout is one JSON object. Exit codes:
 
@@ -44,13 +45,16 @@ def main(argv: Sequence[str]) -> int:
         return 0
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
-    if args.url is None and (args.calibrate is not None or "--model-path" not in " ".join(flags)):
-        parser.error("give --model-path, or --url of a running server (--calibrate needs one)")
+    calibrates = args.calibrate is not None or args.calibrate_selection is not None
+    if args.url is None and (calibrates or "--model-path" not in " ".join(flags)):
+        parser.error("give --model-path, or --url of a running server (calibration needs one)")
     if args.url is not None and flags:
         parser.error(f"not for a running server: {' '.join(flags)}")
     try:
         if args.calibrate is not None:
             return _calibrate(args)
+        if args.calibrate_selection is not None:
+            return _calibrate_selection(args)
         gates = _gates_of(Client(args.url, args.api_key)) if args.url else [_measure(flags)]
     except ServerError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -78,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="a running server, instead of loading a model")
     parser.add_argument("--api-key", metavar="KEY", help="the API key of the server")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="questions, one JSON object a line")
+    parser.add_argument(
+        "--calibrate-selection", nargs="?", const="", metavar="FILE", help="on such questions, or on made-up ones"
+    )
     parser.add_argument("--f1", type=float, default=0.95, help="F1 to reach, as a share of full prefill's: %(default)s")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     return parser
@@ -92,6 +99,22 @@ def _calibrate(args: argparse.Namespace) -> int:
             print(f"{step['alpha']:8.3f} {step['mean_cfo']:9.3f} {step['f1']:6.3f} {share:14.3f}")
     print(json.dumps(result))
     return 0 if result["alpha"] is not None else 1
+
+
+def _calibrate_selection(args: argparse.Namespace) -> int:
+    file = args.calibrate_selection
+    examples = [{"question": one.question, "chunks": one.chunks} for one in read_examples(Path(file))] if file else []
+    result = Client(args.url, args.api_key).post("/chunkcache/calibrate", {"examples": examples})
+    if not args.json:
+        for rank in result["ranks"]:
+            print(
+                f"rank {rank['dp_rank']}: deviation at depth {rank['depth']}, question in layer {rank['layer'] or 'last'}"
+            )
+            for name in ("gain_by_depth", "gain_by_layer"):
+                for at, gain in rank["figures"].get(name, {}).items():
+                    print(f"    {name:14} {at:>4} {gain:8.3f}")
+    print(json.dumps(result))
+    return 0
 
 
 def _gates_of(client: Client) -> list[dict[str, Any]]:

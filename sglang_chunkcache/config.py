@@ -25,11 +25,14 @@ SHORT_FLAGS = {
 }
 """Short names of frequent flags, in addition to the long ones."""
 
-SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
+SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "prophet", "critical", "context", "set")
 """Names of the selectors; tests check that each has its file in `fusion/selectors/`."""
 
 MAX_ALPHA = 1000.0
 """Far above the alpha that recomputes every chunk whole."""
+
+MAX_LAYERS = 1000
+"""More than any model has. A number beyond the model's own layers is its last one."""
 
 MAX_COPIES = 8
 """Device copies of one chunk that a plan looks at, latest first: a popular chunk is cached in hundreds of chains."""
@@ -123,6 +126,10 @@ class ChunkCacheConfig:
         None, "alpha of `context` where a request names neither alpha nor ratio", low=0.0, high=MAX_ALPHA, kind=float
     )
     """Cache-Craft's eq. 13: what `python -m sglang_chunkcache.check --calibrate` prints for model and traffic."""
+    calibrate: str = knob(
+        "auto", "measure at the start which layers and heads tell what to recompute", choices=("auto", "on", "off")
+    )
+    """Once for a model and its weights; kept under `XDG_CACHE_HOME`. `auto`: where the server's selector is `critical`."""
     focus_window: int = knob(3, "layers that must agree on the chunks that a question focuses on", low=1, high=1000)
     """w of Cache-Craft's algorithm 1, which gives no figure."""
     store_mib: int = knob(1024, "host memory for chunk KV, in MiB", low=1, high=100_000_000)

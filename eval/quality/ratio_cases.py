@@ -32,16 +32,19 @@ class Case:
 
 
 def world_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Questions about a world that training never draws, each about a sentence that only the passage before it explains."""
+    """Questions about a world that training never draws, each about a sentence that only the passage before it explains, or
+    (`--questions own`) about what its passage says itself."""
     from eval.world.world import World, linked_questions
 
     world, rng = World(args.seed | UNSEEN, links=True), random.Random(f"{args.seed} linked {args.k}")
     corpus = [TextChunk(p.id, p.text) for p in world.passages]
     for number in range(args.requests):
         passages = world.linked_context(args.k, rng)
-        asked = rng.choice(linked_questions(passages))
+        shown = {passage.id for passage in passages}
+        own = [q for q in world.questions if q.hop == 1 and shown.issuperset(q.gold_passage_ids)]
+        asked = rng.choice(linked_questions(passages) if args.questions == "linked" else own)
         chunks = tuple(TextChunk(p.id, p.text) for p in passages)
-        request = Request(f"linked:{number}", asked.question, chunks, asked.answers, asked.gold_passage_ids)
+        request = Request(f"{args.questions}:{number}", asked.question, chunks, asked.answers, asked.gold_passage_ids)
         yield make_case(request, corpus, max(args.neighbors), rng)
 
 

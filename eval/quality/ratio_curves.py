@@ -12,7 +12,8 @@ Captures are isolated: every question has unique `cache_salt`s, one per capture 
 it computes chunks that it does not reuse, which creates new sources. A chunk that is moved from another source ends the run.
 
 Ratio 0 (`full-reuse`) and ratio 1 (`all`) are the same for all selectors and run once. `context` includes its focus
-(Cache-Craft algorithm 1), which skips chunks and so recomputes less than the ratio; `context-all` runs without it. The measured
+(Cache-Craft algorithm 1), which skips chunks and so recomputes less than the ratio; `context-all` runs without it. `deviation`
+and `query` read the papers' layers, with `@calibrated` those that the server has found for its model. The measured
 shares are reported as well. Normalised F1 is 0 at full reuse of chunks captured alone (for live: live), 1 at full prefill.
 """
 
@@ -43,16 +44,23 @@ FLAGS = (
     *("--chunkcache-move", "always"),
     *("--chunkcache-store-threshold", "1"),
     *("--chunkcache-scoring", "on"),
+    *("--chunkcache-calibrate", "on"),
 )
 """Every movable chunk is moved, and every chunk enters the store at once, scored: one capture serves all selectors."""
-SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "context-all", "set")
+SELECTORS = (
+    *("none", "first", "random", "h2o", "deviation", "deviation@calibrated", "query", "query@calibrated", "prophet"),
+    *("critical", "context", "context-all", "set"),
+)
 UNRATED = ("none", "set")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")
 ALL = "all"
 ALPHAS = (0.5, 1.0, 2.0, 3.0)
 """Cache-Craft fig. 26."""
 PAIRED_RATIO = 0.15
-PAIRED = tuple((a, b) for b in ("query", "context", "context-all") for a in ("random", "first"))
+PAIRED = (
+    *((a, b) for b in ("query", "context", "context-all") for a in ("random", "first")),
+    *((a, "critical") for a in ("query", "deviation", "prophet", "deviation@calibrated", "query@calibrated")),
+)
 PAIRED_METRICS = ("em", "f1", "rouge_l", "same", "kl")
 
 Capture = Mapping[str, Any]
@@ -92,6 +100,12 @@ class RatioCurves(Mode):
         text = "context and context-all: also Cache-Craft's alphas, and without each of its parts"
         parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS), help=text)
         parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
+        parser.add_argument(
+            "--questions",
+            choices=("linked", "own"),
+            default="linked",
+            help="of the world: about a passage that only the one before explains, or that needs no other",
+        )
         parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
         parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
 
@@ -213,8 +227,11 @@ def shares(fates: Mapping[str, int]) -> dict[str, float]:
 
 
 def _reuse(selector: str, ratio: float) -> dict[str, Any]:
-    name = selector.removesuffix("-all")
-    return {"mode": "fused", "selector": name, "ratio": float(ratio)} | ({"focus": "off"} if name != selector else {})
+    name, _, layer = selector.removesuffix("-all").partition("@")
+    more: dict[str, Any] = {"focus": "off"} if selector.endswith("-all") else {}
+    if layer:
+        more = {"depth" if name == "deviation" else "layers": layer}
+    return {"mode": "fused", "selector": name, "ratio": float(ratio)} | more
 
 
 def _preprocess(url: str, chunk: TextChunk, neighbors: Sequence[TextChunk], salt: str) -> None:

@@ -18,7 +18,7 @@ from pydantic import (
 
 from radix_ext import FusionRequest
 from radix_ext.moved_plan import Focus
-from sglang_chunkcache.config import MAX_ALPHA, SELECTORS, ChunkCacheConfig
+from sglang_chunkcache.config import MAX_ALPHA, MAX_LAYERS, SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.front.fusion_options import fused_request
 
 MAX_ID_CHARS = 256
@@ -64,6 +64,8 @@ class ReuseIn(BaseModel):
     alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
     focus: Focus | None = None
     without: list[Literal["beta", "cci"]] = Field(default=[], max_length=2)
+    depth: Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)] | Literal["calibrated"] | None = None
+    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)] | Literal["last", "calibrated"] | None = None
     move: Literal["pays", "always"] | None = None
 
     @field_validator("selector")
@@ -175,3 +177,17 @@ class PreprocessIn(BaseModel):
     messages: list[SystemMessage] = []
     extra_key: str | None = None
     cache_salt: str | None = None
+
+
+class CalibrationExample(BaseModel):
+    """A question and the chunks that answer it; further fields, as `check --calibrate` reads them, are ignored."""
+
+    question: str = Field(min_length=1)
+    chunks: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2, max_length=64)
+
+
+class CalibrateIn(BaseModel):
+    """Body of `/chunkcache/calibrate`."""
+
+    model_config = ConfigDict(extra="forbid")
+    examples: list[CalibrationExample] = Field(default=[], max_length=64)

@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import Request
 from sglang.srt.managers.io_struct import GetInternalStateReq
 
-from sglang_chunkcache.errors import ChunkCacheError
+from sglang_chunkcache.errors import ChunkCacheError, RequestError
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import Planned, RagRequest
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation
-from sglang_chunkcache.wire.state import STATE_KEY, Asked, Cleared, ExplainRequest, RankState
+from sglang_chunkcache.wire.state import STATE_KEY, Asked, CalibrationPrompt, Cleared, ExplainRequest, RankState
 
 
 def hand_over(raw_request: Request, rag: RagRequest) -> None:
@@ -99,6 +99,21 @@ class Engine:
         if len(cleared) != len(self._books.mirrors):
             raise ChunkCacheError("a rank has not emptied its store")
         return dict(sorted(cleared.items()))
+
+    async def calibrate(self, prompts: list[CalibrationPrompt]) -> list[dict[str, Any]]:
+        """What every rank has found, by rank.
+
+        Raises:
+            RequestError: one refuses.
+        """
+        states = await self._ask(Asked(calibrate=prompts))
+        for state in states:
+            if state.refusal:
+                raise RequestError(f"examples: {state.refusal}")
+        return [
+            {"dp_rank": state.dp_rank, **state.counts["calibration"]}
+            for state in sorted(states, key=lambda state: state.dp_rank)
+        ]
 
     # Private, in order of use
 

@@ -36,16 +36,19 @@ def fused_request(
     alpha: float | None = None,
     focus: Focus | None = None,
     without: Iterable[str] = (),
+    depth: int | str | None = None,
+    layers: int | str | None = None,
     move: str | None = None,
 ) -> FusionRequest:
     """The client's options with the server's defaults filled in; the recipe comes with the prompt.
 
     Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them. The server's alpha counts
-    for a request that names neither alpha nor ratio.
+    for a request that names neither alpha nor ratio. Without `depth` and `layers` the papers' layers count, for `critical` the
+    calibrated ones.
 
     Raises:
-        RequestError: a server that was started without `--reuse fused`, an alpha that the selector would not read, or a wish to
-            move where it pays on a server that moves always.
+        RequestError: a server that was started without `--reuse fused`, an alpha, depth or layer that the selector would not
+            read, or a wish to move where it pays on a server that moves always.
     """
     check_fused(config, "reuse")
     if move == "pays" and config.move == "always":
@@ -55,14 +58,27 @@ def fused_request(
         raise RequestError(f"reuse.alpha: selector {selector} has none, only context")
     if alpha is None and ratio is None and selector == "context":
         alpha = config.alpha
+    if depth is not None and selector not in ("deviation", "critical"):
+        raise RequestError(f"reuse.depth: selector {selector} compares no KV, only deviation and critical do")
+    if layers is not None and selector not in ("query", "critical"):
+        raise RequestError(f"reuse.layers: selector {selector} has no choice of them, only query and critical")
+    if selector == "critical":
+        depth, layers = depth or "calibrated", layers or "calibrated"
     return FusionRequest(
         selector=selector,
         ratio=float(config.recompute_ratio if ratio is None else ratio),
         alpha=None if alpha is None else float(alpha),
         focus=focus or ("spare" if selector == "context" else "off"),
         without=frozenset(without),
+        depth=_number(depth or 2),
+        layer=_number(layers or "last"),
         always=(move or config.move) == "always",
     )
+
+
+def _number(named: int | str) -> int | None:
+    """As `FusionRequest` has it."""
+    return named if isinstance(named, int) else {"last": 0, "calibrated": None}[named]
 
 
 def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "") -> str:
@@ -80,6 +96,8 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
             f"alpha={'-' if fusion.alpha is None else repr(fusion.alpha)}",
             f"focus={fusion.focus}",
             f"without={'+'.join(sorted(fusion.without)) or '-'}",
+            *([f"depth={fusion.depth}"] if fusion.depth != 2 else []),
+            *([f"layer={fusion.layer}"] if fusion.layer != 0 else []),
             *([f"fresh={'+'.join(map(str, sorted(fusion.fresh)))}"] if fusion.fresh else []),
         )
     )

@@ -47,18 +47,22 @@ class Parts:
         return Bookkeeper(self.config, num_ranks=args.dp_size, prometheus=args.enable_metrics)
 
     @cached_property
-    def drafter(self) -> Drafter:
+    def assembler(self) -> PromptAssembler:
         """Raises ValueError for a chat template, a RAG template or a tokenizer that cannot be served."""
         if name := http_server.get_global_state().template_manager.chat_template_name:
             raise ValueError(f"--chat-template {name}: SGLang's built-in templates are not supported; give a file")
         template = read_template(self.config.rag_template)
-        assembler = PromptAssembler(
+        return PromptAssembler(
             self.manager.tokenizer,
             template=template,
             separator=self.config.chunk_separator,
             chunk_tokens=self.config.chunk_tokens,
         )
-        return Drafter(self.config, assembler, context_len=self.context_len)
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        """Raises ValueError as `assembler` does."""
+        return Drafter(self.config, self.assembler, context_len=self.context_len)
 
     @cached_property
     def drafts(self) -> DraftQueue:

@@ -11,8 +11,9 @@ POST /chunkcache/forget         forget access counts and conversations, as a res
 POST /chunkcache/explain        what would become of a chat request that is not run
 POST /chunkcache/preprocess     a chunk's KV after its neighbours, into the store (`--reuse fused`)
 POST /chunkcache/clear_store    empty every rank's store, preprocessed chunks included
+POST /chunkcache/calibrate      find out by which layers and heads the tokens to recompute are told
 
-The last five show or change what other tenants see, so they ask for the admin level.
+The last six show or change what other tenants see, so they ask for the admin level.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, SearchFailedError
 from sglang_chunkcache.front.answer import explained
-from sglang_chunkcache.front.bodies import PreprocessIn
+from sglang_chunkcache.front.bodies import CalibrateIn, PreprocessIn
+from sglang_chunkcache.front.calibration import calibrate
+from sglang_chunkcache.front.fusion_options import check_fused
 from sglang_chunkcache.front.generate import generate
 from sglang_chunkcache.front.intake import Intake
 from sglang_chunkcache.front.parse import json_object, parse
@@ -59,6 +62,7 @@ class Routes:
             ("POST", "/chunkcache/explain", self.chunkcache_explain),
             ("POST", "/chunkcache/preprocess", self.chunkcache_preprocess),
             ("POST", "/chunkcache/clear_store", self.chunkcache_clear_store),
+            ("POST", "/chunkcache/calibrate", self.chunkcache_calibrate),
         ]
 
     async def rag_chat_completions(self, raw_request: Request) -> Any:
@@ -134,6 +138,16 @@ class Routes:
         except ChunkCacheError as error:
             return error_response(error)
         return ORJSONResponse({"cleared": [{"dp_rank": rank, **asdict(held)} for rank, held in cleared.items()]})
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
+    async def chunkcache_calibrate(self, raw_request: Request) -> Any:
+        """Calibrate on the body's examples, or on prompts of our own."""
+        try:
+            check_fused(self._parts.config, "calibrate")
+            body = parse(CalibrateIn, await json_object(raw_request, self._parts.config))
+            return ORJSONResponse(await calibrate(self._parts, body))
+        except ChunkCacheError as error:
+            return error_response(error)
 
     def _refuse(self, error: ChunkCacheError) -> ORJSONResponse:
         if not isinstance(error, EngineRefusedError):

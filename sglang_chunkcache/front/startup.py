@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +68,19 @@ def check_tokenizer(retriever: Retriever, path: str) -> None:
             logger.warning("retrieval: that is not the served model's tokenizer: passages are longer or shorter for it")
 
 
+def calibrates(config: ChunkCacheConfig, ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the start-up measures where the model keeps its evidence: where a selector reads it that is not known yet."""
+    is_read = config.calibrate == "on" or (config.calibrate == "auto" and config.selector == "critical")
+    return is_read and not all(rank["calibration"]["figures"] for rank in ranks)
+
+
 def check_ranks(server_args: Any, retriever: Retriever | None) -> None:
     """Start-up check: every rank reports our cache, and the tokenizer suits us. Otherwise the server stops, with the reason."""
     from sglang.srt.utils import kill_process_tree
 
     try:
-        headers = {"Authorization": f"Bearer {server_args.api_key}"} if server_args.api_key else {}
+        key = server_args.admin_api_key or server_args.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         session = requests.Session()
         session.trust_env = False  # no proxy between the server and itself
         for scheme in ("http://", "https://"):  # the port may not be open yet
@@ -84,8 +92,11 @@ def check_ranks(server_args: Any, retriever: Retriever | None) -> None:
         logger.info("chunk cache: in on %d rank(s), each with a KV pool of %d tokens", len(ranks), pool)
         if retriever is not None:
             check_tokenizer(retriever, server_args.tokenizer_path or server_args.model_path)
-        quiet.started()
         settings = from_env()
+        if settings is not None and settings.reuse == "fused" and calibrates(settings, ranks):
+            told = session.post(server_args.url() + "/chunkcache/calibrate", json={}, headers=headers, verify=False)
+            logger.log(logging.INFO if told.ok else logging.WARNING, "chunk cache: selection calibrated: %s", told.text)
+        quiet.started()
         logger.info("chunk cache: ready, reuse %s: %s/rag/v1", settings and settings.reuse, server_args.url())
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)

@@ -11,10 +11,10 @@ from typing import Any
 from radix_ext.moved_plan import Limits
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.fusion.calibration_trial import Calibrator, Means
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.fingerprint import fingerprint
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
-from sglang_chunkcache.fusion.measure import DEVIATION_LAYER
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
 from sglang_chunkcache.fusion.pricing import Pricing
@@ -51,7 +51,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
         max_gap_tokens=config.max_gap_tokens,
         prefill_tokens=args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else None,
         question_window=config.question_window,
-        measuring_share=min(1.0, (DEVIATION_LAYER + 1) / runner.token_to_kv_pool.layer_num),
+        num_layers=runner.token_to_kv_pool.layer_num,
     )
     pricing = Pricing(runner)
     if config.move == "pays":
@@ -88,6 +88,11 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
         extend_reserve=prefill_budget,
         # Weights that may be away when the tree is reset cannot be read: each reset counts as a change.
         fingerprint=count().__next__ if args.enable_memory_saver else partial(fingerprint, runner.model),
+        calibrator=Calibrator(
+            Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
+            config.recompute_ratio or 0.15,
+            keeps=not args.enable_memory_saver,
+        ),
     )
     fuser.gate = figures.as_dict()
     return fuser

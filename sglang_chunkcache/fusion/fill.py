@@ -17,7 +17,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from radix_ext import FusionRequest
 from radix_ext.cfo import Scored
-from radix_ext.costs import Phase, Work
+from radix_ext.costs import Phase, Work, through
 from radix_ext.moved_plan import Piece, question_tokens
 from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.attention import choice
@@ -33,8 +33,10 @@ from sglang_chunkcache.attention.base import PassSequence, SparseAttention, Spar
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion import selectors
+from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
+    Head,
     QuestionProbe,
     ScoreProbe,
     deviation_evidence,
@@ -123,6 +125,7 @@ class FusionPass:
         self.runner, self.table, self.config = runner, table, config
         self.sparse, self.attention = attention or choice.create(runner, config.recompute_attention)
         self.pricing = pricing or Pricing(runner)
+        self.calibration = Calibration()
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -151,7 +154,9 @@ class FusionPass:
     @torch.no_grad()
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         """Copies for the store, with the scores that are asked for. Queued only: the pool may be written afterwards."""
-        probes = {i: _score_probe(each) for i, each in enumerate(captures) if each.is_to_be_scored}
+        probes = {
+            i: _score_probe(each, self.calibration.heads) for i, each in enumerate(captures) if each.is_to_be_scored
+        }
         measured: dict[int, tuple[ScoreProbe, Tensor]] = {}
         if probes:
             with self._timed("score"):
@@ -223,10 +228,10 @@ class FusionPass:
         for move, need in zip(moves, needs, strict=True):
             if move.fusion.focus != "off" and move.fusion.is_choice:
                 need.add(Need.QUESTION)
-        evidence = self._measure(moves, needs)
+        chunks_of = [[self._chunk_of(piece) for piece in move.moved] for move in moves]
+        evidence = self._measure(moves, needs, chunks_of)
         critical = []
-        for move, chooser, seen in zip(moves, choosers, evidence, strict=True):
-            chunks = [_chunk_of(move, piece) for piece in move.moved]
+        for move, chooser, seen, chunks in zip(moves, choosers, evidence, chunks_of, strict=True):
             selection = chooser.select(chunks, move.fusion, seen)
             if move.fusion.focus != "off" and seen.question_by_layer is not None:
                 window = min(self.config.focus_window, len(seen.question_by_layer))
@@ -245,25 +250,54 @@ class FusionPass:
             critical.append(sorted(positions))
         return critical
 
-    def _measure(self, moves: Sequence[Move], needs: Sequence[set[Need]]) -> list[Evidence]:
-        for move, need in zip(moves, needs, strict=True):
-            if Need.QUESTION in need and not move.question_ids:
-                need.discard(Need.QUESTION)
-        asking = [i for i, need in enumerate(needs) if Need.QUESTION in need]
-        deviating = [i for i, need in enumerate(needs) if Need.DEVIATION in need]
+    def _chunk_of(self, piece: Piece) -> MovedChunk:
+        source = piece.source
+        assert isinstance(source, DeviceCopy | HostCopy)
+        assert piece.chunk is not None
+        scores = source.scores
+        if scores is not None and scores.heads != self.calibration.heads:
+            scores = replace(scores, outward=None)  # of another calibration
+        return MovedChunk(
+            chunk=piece.chunk,
+            start=piece.start,
+            num_tokens=piece.end - piece.start,
+            prefix_old=source.prefix,
+            prefix_new=piece.prefix,
+            scores=scores,
+            other_head=piece.other_head,
+        )
+
+    def _measure(
+        self, moves: Sequence[Move], needs: Sequence[set[Need]], chunks_of: Sequence[Sequence[MovedChunk]]
+    ) -> list[Evidence]:
+        """The question's evidence first: a selector may name by it what is compared."""
+        asking = [i for i, need in enumerate(needs) if Need.QUESTION in need and moves[i].question_ids]
         asked = [self._question_probe(moves[i]) for i in asking]
-        with self.pricing.watch(Phase.QUESTION, _work((len(probe.token_ids), probe.end) for probe in asked)):
+        with self.pricing.watch(Phase.QUESTION, _sum(map(self._question_work, asked))):
             questions = question_evidence(self.runner, asked)
-        probes = [_deviation_probe(moves[i]) for i in deviating]
-        with self.pricing.watch(Phase.DEVIATION, _work((len(probe.token_ids), probe.end) for probe in probes)):
+        evidence = [Evidence()] * len(moves)
+        for i, (question, by_layer) in zip(asking, questions, strict=True):
+            evidence[i] = Evidence(question, by_layer)
+        deviating = [i for i, need in enumerate(needs) if Need.DEVIATION in need]
+        probes = []
+        for i in deviating:
+            named = _selector_of(moves[i].fusion).candidates(chunks_of[i], moves[i].fusion, evidence[i])
+            probes.append(_deviation_probe(moves[i], named))
+        with self.pricing.watch(Phase.DEVIATION, _sum(map(self._deviation_work, probes))):
             deviations = deviation_evidence(self.runner, probes)
-        by_question = dict(zip(asking, questions, strict=True))
-        by_deviation = dict(zip(deviating, deviations, strict=True))
-        evidence = []
-        for i in range(len(moves)):
-            question, by_layer = by_question.get(i, (None, None))
-            evidence.append(Evidence(question, by_layer, by_deviation.get(i)))
+        for i, deviation in zip(deviating, deviations, strict=True):
+            evidence[i] = replace(evidence[i], deviation=deviation)
         return evidence
+
+    def _question_work(self, probe: QuestionProbe) -> Work:
+        num_layers = self.pool.layer_num
+        last = num_layers if probe.in_all_layers or probe.layers is None else probe.layers[-1] + 1
+        return through(last / num_layers, len(probe.token_ids), probe.end)
+
+    def _deviation_work(self, probe: DeviationProbe) -> Work:
+        num_gaps = len(probe.token_ids) - sum(end - start for start, end in probe.chunks)
+        num_tokens = len(probe.token_ids) if probe.candidates is None else num_gaps + len(probe.candidates)
+        return through(min(probe.depth, self.pool.layer_num) / self.pool.layer_num, num_tokens, probe.end)
 
     def _question_probe(self, move: Move) -> QuestionProbe:
         num_tokens = question_tokens(move.fusion, len(move.question_ids), window=self.config.question_window)
@@ -277,6 +311,7 @@ class FusionPass:
             kv_positions=visible,
             chunks=_spans(move),
             end=move.plan.end,
+            layers=_layers_read(move.fusion, self.pool.layer_num),
             in_all_layers=move.fusion.focus != "off",
         )
 
@@ -326,6 +361,18 @@ def _selector_of(fusion: FusionRequest) -> Selector:
     return selectors.get(fusion.selector if fusion.is_choice or not fusion.recomputes else "first")
 
 
+def _layers_read(fusion: FusionRequest, num_layers: int) -> range:
+    """Layers, from 0, whose attention from the question counts."""
+    last = min(fusion.layer or num_layers, num_layers)
+    return range(num_layers) if fusion.selector == "prophet" else range(last - 1, last)
+
+
+def _sum(works: Iterable[Work]) -> Work:
+    """One call for all of them."""
+    calls, tokens, pairs = map(sum, zip(Work(), *works, strict=True))
+    return Work(calls > 0, tokens, pairs)
+
+
 def _work(passes: Iterable[tuple[int, int]]) -> Work:
     """One pass of (tokens, keys) a request."""
     sizes = list(passes)
@@ -367,30 +414,19 @@ def _filled(move: Move) -> Tensor:
     return filled
 
 
-def _chunk_of(move: Move, piece: Piece) -> MovedChunk:
-    source = piece.source
-    assert isinstance(source, DeviceCopy | HostCopy)
-    assert piece.chunk is not None
-    return MovedChunk(
-        chunk=piece.chunk,
-        start=piece.start,
-        num_tokens=piece.end - piece.start,
-        prefix_old=source.prefix,
-        prefix_new=piece.prefix,
-        scores=source.scores,
-        other_head=piece.other_head,
-    )
-
-
 def _spans(move: Move) -> tuple[tuple[int, int], ...]:
     return tuple((piece.start, piece.end) for piece in move.moved)
 
 
-def _deviation_probe(move: Move) -> DeviationProbe:
-    ids = _ids(move.token_ids)
-    return DeviationProbe(token_ids=ids[move.plan.start :], slots=move.slots, chunks=_spans(move))
+def _deviation_probe(move: Move, named: Sequence[Tensor] | None) -> DeviationProbe:
+    """named: offsets per moved chunk; None: all."""
+    spans, candidates = _spans(move), None
+    if named is not None:
+        candidates = torch.cat([offsets + start for offsets, (start, _) in zip(named, spans, strict=True)])
+    assert move.fusion.depth is not None, "resolved by the calibration"
+    return DeviationProbe(_ids(move.token_ids)[move.plan.start :], move.slots, spans, move.fusion.depth, candidates)
 
 
-def _score_probe(capture: Capture) -> ScoreProbe:
+def _score_probe(capture: Capture, heads: tuple[Head, ...]) -> ScoreProbe:
     ids = _ids(capture.token_ids)
-    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix, capture.scored is Scored.ALL)
+    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix, capture.scored is Scored.ALL, heads)

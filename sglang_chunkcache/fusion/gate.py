@@ -34,6 +34,7 @@ from sglang_chunkcache.attention.base import PassSequence, SparseAttention, Spar
 from sglang_chunkcache.attention.masked import Observer
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.trial_rows import Row, logits_of, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +65,6 @@ QUANTILE = 0.75
 
 SCATTERED = [[i for i in range(1, PROMPT_LEN) if i % 16 in chosen] for chosen in ((0, 1, 2, 3), (7, 10, 13))]
 """Positions that are run once more, clusters and singles, as two requests of one pass."""
-
-VOCAB_ROWS = 16_384
-"""Of the output matrix that are in float32 at a time: all of them are 2 GB in a Llama-3-8B."""
-
-
-class _Row(NamedTuple):
-    number: int
-    slots: Tensor
 
 
 class _Noise(NamedTuple):
@@ -221,13 +214,13 @@ class Trial:
         rows: `full`, `full` in pieces, `elsewhere` and `moved`.
     """
 
-    def __init__(self, runner: Any, table: RotaryTable, prompt: Sequence[int], rows: Sequence[_Row]) -> None:
+    def __init__(self, runner: Any, table: RotaryTable, prompt: Sequence[int], rows: Sequence[Row]) -> None:
         self._runner, self._table, self._pool, self._prompt = runner, table, runner.token_to_kv_pool, prompt
         self._full, pieces, self._elsewhere, self._moved = rows
         device = self._full.slots.device
         self._before, self._b = torch.arange(START, device=device), torch.arange(START, END, device=device)
         self._b_elsewhere = torch.arange(HEAD_LEN, HEAD_LEN + CHUNK_LEN, device=device)
-        self._logits = _logits(runner, _prefill(runner, self._full, prompt, [0, PROMPT_LEN]))
+        self._logits = logits_of(runner, _prefill(runner, self._full, prompt, [0, PROMPT_LEN])[-QUESTION_LEN:])
         self._kv = _kv(self._pool, self._full.slots)
         alone = [*prompt[:HEAD_LEN], *prompt[START:END]]
         _prefill(runner, self._elsewhere, alone, [0, len(alone)])
@@ -253,7 +246,7 @@ class Trial:
 
     # What prefill differs by, and what mistakes would
 
-    def _measure_noise(self, pieces: _Row) -> _Noise:
+    def _measure_noise(self, pieces: Row) -> _Noise:
         found = []
         for split in SPLITS:
             hidden = _prefill(self._runner, pieces, self._prompt, [0, *split, PROMPT_LEN])
@@ -335,37 +328,15 @@ class Trial:
         return float(torch.stack([_quartile(part) / self._noise.kv for part in parts]).max())
 
     def _logit_error(self, hidden: Tensor) -> float:
-        return float(_quartile(_errors([_logits(self._runner, hidden)], [self._logits])))
+        return float(_quartile(_errors([logits_of(self._runner, hidden[-QUESTION_LEN:])], [self._logits])))
 
-    def _ulps(self, row: _Row) -> float:
+    def _ulps(self, row: Row) -> float:
         """Of layer-0 keys of B, against those of `full`."""
         want, have = self._kv[0][self._b], self._pool.k_buffer[0][row.slots[self._b]].flatten(1).float()
         return float((have - want).abs().max() / (torch.finfo(self._pool.dtype).eps * want.abs().max()))
 
 
-@contextmanager
-def rows_of(params: Any, lens: Sequence[int]) -> Iterator[list[_Row]]:
-    """Request rows with slots of their own, given back afterwards."""
-    rows_pool, allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator
-    slots = allocator.alloc(sum(lens))
-    indices = rows_pool.alloc_rows(len(lens)) if slots is not None else None
-    if slots is None or indices is None:
-        if slots is not None:
-            allocator.free(slots)
-        raise RuntimeError(
-            f"the start-up gate of --reuse fused needs {sum(lens)} KV slots and {len(lens)} request rows"
-        )
-    try:
-        rows = [_Row(i, part) for i, part in zip(indices, slots.split(list(lens)), strict=True)]
-        for row in rows:
-            rows_pool.write((row.number, slice(0, len(row.slots))), row.slots.to(torch.int32))
-        yield rows
-    finally:
-        rows_pool.free_slots.extend(indices)
-        allocator.free(slots)
-
-
-def _prefill(runner: Any, row: _Row, token_ids: Sequence[int], borders: Sequence[int]) -> Tensor:
+def _prefill(runner: Any, row: Row, token_ids: Sequence[int], borders: Sequence[int]) -> Tensor:
     """SGLang's own attention, one pass a piece; hidden states of the last."""
     for piece in pairwise(borders):
         hidden = run_virtual(runner, req_pool_index=row.number, runs=[piece], token_ids=token_ids)
@@ -373,7 +344,7 @@ def _prefill(runner: Any, row: _Row, token_ids: Sequence[int], borders: Sequence
 
 
 def _again(
-    runner: Any, row: _Row, token_ids: Sequence[int], requests: Sequence[Sequence[int]], sparse: SparseAttention | None
+    runner: Any, row: Row, token_ids: Sequence[int], requests: Sequence[Sequence[int]], sparse: SparseAttention | None
 ) -> Tensor:
     """Our pass over positions of the row, each request's ascending."""
     ids = torch.tensor(token_ids)
@@ -404,12 +375,6 @@ def _kv(pool: Any, slots: Tensor) -> list[Tensor]:
     """Keys and values of each layer in turn, [n, num_kv_heads * head_dim] float32."""
     layers = zip(pool.k_buffer, pool.v_buffer, strict=True)
     return [buffer[slots].flatten(1).float() for layer in layers for buffer in layer]
-
-
-def _logits(runner: Any, hidden: Tensor) -> Tensor:
-    """The question's, [QUESTION_LEN, vocab] float32."""
-    last = hidden[-QUESTION_LEN:].float()
-    return torch.cat([last @ rows.float().T for rows in runner.model.lm_head.weight.split(VOCAB_ROWS)], dim=1)
 
 
 def _errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:

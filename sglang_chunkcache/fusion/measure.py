@@ -1,11 +1,11 @@
 """Evidence for selectors, measured by passes that write nothing: the pool's bytes are the same before and after.
 
-    question    the question over moved KV           -> which tokens it attends to     all layers but the last's end
-    deviation   the promised region, computed again  -> which tokens' KV is off        two layers, piece by piece
+    question    the question over moved KV           -> which tokens it attends to     up to the last layer that is read
+    deviation   the promised region, computed again  -> which tokens' KV is off        up to the layer compared, piece by piece
     scores      a chunk over its own KV              -> what the chunk attended to     once per variant
 
-Attention weights exist in float32 where they are read by token, piece by piece: those of the question in the last layer (in all
-layers for focus), and of a chunk over itself for `h2o`. Masses on whole chunks come from log-sum-exps. Under tensor
+Attention weights exist in float32 where they are read by token, piece by piece: those of the question in the layers that are
+read, and of a chunk over itself for `h2o`. Masses on whole chunks come from log-sum-exps. Under tensor
 parallelism a rank has some of the heads, so sums are added over the ranks: all ranks decide on the same numbers.
 
 The evidence of a request (question, deviation) is read back to the CPU, for which the host waits: the selection needs it.
@@ -28,9 +28,8 @@ from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.fusion.recompute import run_pass
 from sglang_chunkcache.fusion.store import ChunkScores
 
-DEVIATION_LAYER = 1
-"""K/V of the second layer is the first that depends on other tokens (CacheBlend compares there; FusionRAG eq. 7)."""
-
+Head = tuple[int, int]
+"""(layer, head of it), both from 0."""
 
 PIECE_TOKENS = 2048
 """Tokens of a promised region that go through these layers at a time, and its gaps. A region may be as long as the context, and
@@ -43,7 +42,8 @@ class QuestionProbe:
 
     token_ids, positions: [n] int64, the question's, positions ascending. kv_slots, kv_positions: [m] int64, the KV it may
     attend to: the exact prefix and what was moved, without gaps. chunks: `[start, end)` of each moved chunk, ascending. end:
-    length of the promised region; chunks end within it. in_all_layers: chunks are compared in every layer (focus).
+    length of the promised region; chunks end within it. layers: from 0, those whose attention counts, summed; None: the last.
+    in_all_layers: chunks are compared in every layer (focus).
     """
 
     token_ids: Tensor
@@ -52,6 +52,7 @@ class QuestionProbe:
     kv_positions: Tensor
     chunks: tuple[tuple[int, int], ...]
     end: int
+    layers: range | None = None
     in_all_layers: bool = False
 
     def __post_init__(self) -> None:
@@ -63,12 +64,15 @@ class DeviationProbe:
     """The promised region `[start, start + n)` of a request: everything after its exact prefix.
 
     token_ids: [n] int64, gaps included. slots: [start + n] int64, the pool's slots of all positions from 0, filled but for
-    gaps. chunks: `[start, end)` of each moved chunk, ascending, in the region.
+    gaps. chunks: `[start, end)` of each moved chunk, ascending, in the region. depth: the layer that is compared, counted from 1.
+    candidates: [m] int64, CPU, positions of moved tokens, ascending: only these run and are compared. None: all.
     """
 
     token_ids: Tensor
     slots: Tensor
     chunks: tuple[tuple[int, int], ...]
+    depth: int = 2
+    candidates: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_spans(self.chunks, self.start, self.end)
@@ -89,13 +93,15 @@ class ScoreProbe:
     """A chunk at `[start, start + n)` whose KV was computed at these positions.
 
     token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
-    `[start, end)` of each chunk before it, ascending. received: also what each of its tokens receives (`h2o`).
+    `[start, end)` of each chunk before it, ascending. received: also what each of its tokens receives (`h2o`). heads: those whose
+    attention to what is before the chunk counts for `outward`.
     """
 
     token_ids: Tensor
     slots: Tensor
     prefix: tuple[tuple[int, int], ...]
     received: bool = False
+    heads: tuple[Head, ...] = ()
 
     def __post_init__(self) -> None:
         _check_spans(self.prefix, 0, self.start)
@@ -110,8 +116,8 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
     """What the questions attend to, all in one pass. Softmax over everything a question token sees, itself included.
 
     Returns per request, float32, CPU:
-        [end]: mass on each prompt position in the last layer, summed over question tokens and heads; 0 at positions without
-        a moved token (FusionRAG 3.2).
+        [end]: mass on each prompt position, summed over the probe's layers, question tokens and heads; 0 at positions without
+        a moved token (FusionRAG 3.2: the last layer; ProphetKV: all).
         [num_layers, num_chunks]: mass on each moved chunk, summed over question tokens, heads and the chunk's tokens
         (Cache-Craft eq. 15's summand, alg. 1). None where not asked for (`in_all_layers`).
     Raises:
@@ -129,20 +135,21 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
         observer=observer,
     )
     asked = [index for index, request in enumerate(requests) if request.in_all_layers]
-    sums = _sum_over_ranks(runner, observer.last + [observer.by_layer[i] for i in asked], "cpu")
+    sums = _sum_over_ranks(runner, observer.read + [observer.by_layer[i] for i in asked], "cpu")
     by_layer = dict(zip(asked, sums[len(requests) :], strict=True))
     return [(sums[index], by_layer.get(index)) for index in range(len(requests))]
 
 
 def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[Tensor]:
-    """How far moved KV is from that of an ordinary prefill of the promised region, at the second layer.
+    """How far moved KV is from computed KV, at one layer of each request (CacheBlend, FusionRAG eq. 7 and 8: the second).
 
-    The region runs through the first layer and the second's projections, `PIECE_TOKENS` at a time. A piece attends to fresh KV of
-    its own and of gaps, and to the pool's of the exact prefix and of earlier pieces' moved chunks: in the first layer KV depends
-    on its token alone, so that is the same but for a rotation's rounding. A model of one layer is compared at the first.
+    The candidates and gaps run through the layers before it and its projections, `PIECE_TOKENS` of the region at a time. They
+    attend to fresh KV of their own piece and of gaps, and to the pool's of all else. At the second layer, with all tokens as
+    candidates, that is an ordinary prefill's: in the first layer KV depends on its token alone. Deeper, what is left out of a
+    piece is seen as it was moved.
 
-    Returns per request, [end] float32, CPU: squared difference of K plus that of V, summed over heads and dimensions; 0 at
-    positions without a moved token (CacheBlend; FusionRAG eq. 7, 8).
+    Returns per request, [end] float32 CPU: squared difference of K plus that of V, summed over heads and dimensions; 0 at
+    positions that were not compared. A depth beyond the model's layers is its last.
     Raises:
         ValueError: spans out of order or outside the region; sequences as in `run_pass`.
     """
@@ -160,9 +167,9 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
 
     The chunks' tokens run again over the KV in the pool, theirs included. No sync: sums stay on the device.
 
-    Returns per chunk, [n, 3 + num_prefix_chunks] float32, on the device: mass of each token on what is in no chunk, on each
-    chunk of the prefix, on earlier tokens of its own chunk, and what it receives from later ones (0 where not asked for). Means
-    over layers and heads.
+    Returns per chunk, [n, 4 + num_prefix_chunks] float32, on the device: mass of each token on what is in no chunk, on each
+    chunk of the prefix, on earlier tokens of its own chunk, what it receives from later ones (0 where not asked for), means over
+    layers and heads, and its `ChunkScores.outward`, the mean over the probe's heads (0 where there are none).
     Raises:
         ValueError: spans out of order or not before the chunk; sequences as in `run_pass`.
     """
@@ -179,13 +186,15 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
 
 def scores_of(chunk: ScoreProbe, sums: Tensor) -> ChunkScores:
     """A chunk's scores (Cache-Craft eq. 3, 4, 14) from what `score_chunks` has measured of it, copied to the CPU."""
-    on_prefix = sums[:, 1:-2]
+    on_prefix = sums[:, 1:-3]
     return ChunkScores(
         inter=tuple(on_prefix.sum(0).tolist()),
         prefix_lens=tuple(end - start for start, end in chunk.prefix),
-        intra=float(sums[:, -2].sum()),
+        intra=float(sums[:, -3].sum()),
         context=on_prefix.sum(1),
-        received=sums[:, -1].clone() if chunk.received else None,
+        received=sums[:, -2].clone() if chunk.received else None,
+        outward=sums[:, -1].clone() if chunk.heads else None,
+        heads=chunk.heads,
         head=float(sums[:, 0].sum()),
         head_len=chunk.start - sum(end - start for start, end in chunk.prefix),
     )
@@ -202,21 +211,27 @@ class _QuestionObserver(Observer):
             self._inside.append(upload(inside, device))
             self._owners.append(upload(_owners(request.chunks, request.end)[inside], device))
         self._in_all_layers = [request.in_all_layers for request in requests]
-        self.last = [torch.zeros(r.end, device=device) for r in requests]
+        last = range(self._last_layer, self._last_layer + 1)
+        self._layers = [request.layers or last for request in requests]
+        self._stop = max(
+            self._last_layer if r.in_all_layers else layers[-1]
+            for r, layers in zip(requests, self._layers, strict=True)
+        )
+        self.read = [torch.zeros(r.end, device=device) for r in requests]
         self.by_layer = [torch.zeros(self._last_layer + 1, len(r.chunks), device=device) for r in requests]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
-        if layer_id != self._last_layer and not self._in_all_layers[sequence]:
-            return
-        inside, owners = self._inside[sequence], self._owners[sequence]
-        mass = torch.zeros(len(inside), device=inside.device)
-        for _, _, weights in attention.weights():
-            mass += weights.sum((0, 1))[: len(inside)]
-        self.by_layer[sequence][layer_id] = mass @ owners
-        if layer_id == self._last_layer:
-            self.last[sequence][inside] = mass * owners.sum(1)
-            if sequence == len(self.last) - 1:
-                raise StopPass
+        is_read = layer_id in self._layers[sequence]
+        if is_read or self._in_all_layers[sequence]:
+            inside, owners = self._inside[sequence], self._owners[sequence]
+            mass = torch.zeros(len(inside), device=inside.device)
+            for _, _, weights in attention.weights():
+                mass += weights.sum((0, 1))[: len(inside)]
+            self.by_layer[sequence][layer_id] = mass @ owners
+            if is_read:
+                self.read[sequence][inside] += mass * owners.sum(1)
+        if layer_id == self._stop and sequence == len(self.read) - 1:
+            raise StopPass
 
 
 def _measure_piece(runner: Any, request: DeviationProbe, start: int, end: int, deviation: Tensor) -> None:
@@ -224,14 +239,20 @@ def _measure_piece(runner: Any, request: DeviationProbe, start: int, end: int, d
     is_moved = torch.zeros(request.end, dtype=torch.bool)
     for first, last in request.chunks:
         is_moved[first:last] = True
+    is_compared = is_moved
+    if request.candidates is not None:
+        is_compared = torch.zeros_like(is_moved)
+        is_compared[request.candidates] = True
+    moved = is_compared[start:end].nonzero().flatten() + start
+    if not len(moved):
+        return
     is_run = ~is_moved
     is_run[: request.start] = False
-    is_run[start:end] = True
+    is_run[moved] = True
     run, seen = (part[:end].nonzero().flatten() for part in (is_run, ~is_run))
-    moved = is_moved[start:end].nonzero().flatten() + start
     seen_slots, moved_slots = (request.slots[upload(part, request.slots.device)] for part in (seen, moved))
     rows = upload(torch.searchsorted(run, moved), runner.device)
-    observer = _DeviationObserver(runner, rows, moved_slots)
+    observer = _DeviationObserver(runner, rows, moved_slots, request.depth)
     sequence = PassSequence(request.token_ids[run - request.start], SparseRequest(run, seen_slots, len(seen), seen))
     run_pass(runner, [sequence], observer=observer)
     deviation[upload(moved, runner.device)] = observer.deviation
@@ -240,9 +261,9 @@ def _measure_piece(runner: Any, request: DeviationProbe, start: int, end: int, d
 class _DeviationObserver(Observer):
     """Compares `rows` of the pass with what `slots` hold."""
 
-    def __init__(self, runner: Any, rows: Tensor, slots: Tensor) -> None:
+    def __init__(self, runner: Any, rows: Tensor, slots: Tensor, depth: int) -> None:
         self._pool = runner.token_to_kv_pool
-        self._layer = min(DEVIATION_LAYER, self._pool.layer_num - 1)
+        self._layer = min(depth, self._pool.layer_num) - 1
         self._rows, self._slots = rows, slots
         self.deviation = torch.zeros(len(rows), device=runner.device)
 
@@ -265,7 +286,7 @@ class _ScoreObserver(Observer):
         self._chunks = chunks
         rest = [_owners(c.prefix, c.start).sum(1) == 0 for c in chunks]
         self._rest = [upload(each.nonzero()[:, 0], runner.device) for each in rest]
-        self.sums = [torch.zeros(len(c.token_ids), 3 + len(c.prefix), device=runner.device) for c in chunks]
+        self.sums = [torch.zeros(len(c.token_ids), 4 + len(c.prefix), device=runner.device) for c in chunks]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
         chunk, rest, sums = self._chunks[sequence], self._rest[sequence], self.sums[sequence]
@@ -280,13 +301,16 @@ class _ScoreObserver(Observer):
         on_own = masses[-1].clone()
         masses[-1] = (on_own - (_own_logits(queries, own, scale) - total).exp()).clamp_min(0)
         num_weights = queries.shape[1] * self._num_ranks * (self._last_layer + 1)
-        sums[:, :-1] += masses.sum(1).T / num_weights
+        sums[:, :-2] += masses.sum(1).T / num_weights
+        if heads := [head for layer, head in chunk.heads if layer == layer_id]:
+            before = masses[1:-1] if chunk.prefix else masses[:1]
+            sums[:, -1] += before[:, heads].sum((0, 1)) / len(chunk.heads)
         if chunk.received:
             inside = replace(attention, keys=own, key_positions=attention.key_positions[chunk.start :])
             for first, last, weights in inside.weights():
                 received = (weights * on_own[:, first:last, None]).sum(0) / num_weights
                 received.diagonal(first).zero_()
-                sums[:, -1] += received.sum(0)
+                sums[:, -2] += received.sum(0)
         if layer_id == self._last_layer and sequence == len(self._chunks) - 1:
             raise StopPass
 

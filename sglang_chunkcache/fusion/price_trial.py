@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 
-from radix_ext.costs import CostModel, Phase, Work, extend_work
+from radix_ext.costs import CostModel, Phase, Work, extend_work, through
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
-from sglang_chunkcache.fusion.gate import rows_of
 from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, deviation_evidence, question_evidence
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.trial_rows import Row, rows_of
 
 MAX_SECONDS = 0.3
 """Of the longest prefill; everything takes about twelve times as long."""
 MIN_TOKENS, MAX_TOKENS = 128, 4096
+DEPTH = 2
+"""Layers that KV is compared after."""
 
 
 def measure_costs(
@@ -57,7 +59,7 @@ def measure_costs(
 
 class _Trial:
     def __init__(
-        self, runner: Any, table: RotaryTable, row: Any, other: Any, model: CostModel, sparse: SparseAttention | None
+        self, runner: Any, table: RotaryTable, row: Row, other: Row, model: CostModel, sparse: SparseAttention | None
     ) -> None:
         self._runner, self._table, self._model, self._sparse = runner, table, model, sparse
         self._row, self._other = row, other
@@ -77,8 +79,9 @@ class _Trial:
         self._time(Phase.RECOMPUTE, self._recompute, computed, _over)
         asked = ((window // 2, quarter), (window, quarter), (window, longest - window))
         self._time(Phase.QUESTION, self._ask, asked, _over)
+        num_layers = self._runner.token_to_kv_pool.layer_num
         regions = ((end, end) for end in (quarter, 2 * quarter, longest))
-        self._time(Phase.DEVIATION, self._deviate, regions, _over)
+        self._time(Phase.DEVIATION, self._deviate, regions, partial(through, DEPTH / max(DEPTH, num_layers)))
         lengths = [(1, n) for n in (quarter // 4, quarter, longest)]
         self._time(Phase.DEVICE, self._copy, lengths, Work)
         self._blob = self._read(longest)
@@ -130,7 +133,7 @@ class _Trial:
         question_evidence(self._runner, [question])
 
     def _deviate(self, _: int, end: int) -> None:
-        deviation_evidence(self._runner, [DeviationProbe(self._ids[:end], self._row.slots[:end], ((0, end),))])
+        deviation_evidence(self._runner, [DeviationProbe(self._ids[:end], self._row.slots[:end], ((0, end),), DEPTH)])
 
     def _copy(self, _: int, num_tokens: int) -> None:
         positions = torch.arange(num_tokens, device=self._row.slots.device)

@@ -30,6 +30,7 @@ from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_cri
 from radix_ext.sources import ChunkSources, DeviceCopy
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
+from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.move import Move
@@ -39,7 +40,7 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import RequestSpans
-from sglang_chunkcache.wire.state import Cleared
+from sglang_chunkcache.wire.state import CalibrationPrompt, Cleared
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -97,16 +98,20 @@ class Fuser:
         *,
         extend_reserve: int,
         fingerprint: Callable[[], int],
+        calibrator: Calibrator | None = None,
     ) -> None:
         self.cache, self.fusion_pass, self.store, self.limits = cache, fusion_pass, store, limits
         self.extend_reserve = extend_reserve
         self.sources = ChunkSources(cache.copies, store, max_copies=MAX_COPIES)
         self.captures = Captures(cache.copies, fusion_pass, store)
         self.pricing = fusion_pass.pricing
+        self._fingerprint, self._weights = fingerprint, fingerprint()
+        self.calibrator = calibrator
+        if calibrator is not None:
+            fusion_pass.calibration = calibrator.kept(self._weights)
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
         self._pending: list[_Pending] = []
-        self._fingerprint, self._weights = fingerprint, fingerprint()
         self.is_sharing = fusion_pass.config.exclusive_slots == "on"
         self.num_shared_ever = self._num_unpaid = 0
         self._was_put_off = False
@@ -115,8 +120,8 @@ class Fuser:
 
     def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """Extend an exact match by fused nodes of the request's recipe and by what can be moved. Takes nothing."""
-        fusion = spans.fusion
-        assert fusion is not None
+        assert spans.fusion is not None
+        fusion = self.fusion_pass.calibration.resolve(spans.fusion)
         started = time.perf_counter()
         node, found = result.last_device_node, [result.device_indices]
         if fusion.plain and len(found[0]):  # chunks of an exact chain were computed after others
@@ -307,6 +312,20 @@ class Fuser:
             _selector(req, plan),
         )
 
+    def calibrate(self, prompts: Sequence[CalibrationPrompt]) -> None:
+        """Measure where this model keeps its evidence, and select by that from now on.
+
+        Raises:
+            ValueError: as `calibration_trial.calibrate`.
+            RuntimeError: no room in the pools.
+        """
+        if self.calibrator is None:
+            raise ValueError("nothing to calibrate with")
+        missing = self.calibrator.num_slots(prompts) - self.cache.token_to_kv_pool_allocator.available_size()
+        if missing > 0:
+            self.cache.evict(EvictParams(num_tokens=missing))
+        self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
+
     def reset(self) -> None:
         """The tree is gone: so are pending promises, waiting captures and the store, but for what was preprocessed with these
         very weights. SGLang resets for `/flush_cache` and after weight updates alike, and does not say which."""
@@ -314,6 +333,8 @@ class Fuser:
         self.captures.clear()
         before, self._weights = self._weights, self._fingerprint()
         self.store.clear(keep_preprocessed=self._weights == before)
+        if self._weights != before and self.calibrator is not None:
+            self.fusion_pass.calibration = self.calibrator.kept(self._weights)
 
     def clear_store(self) -> Cleared:
         """Empty the store, preprocessed chunks and those that wait for it included."""
@@ -337,6 +358,7 @@ class Fuser:
             "moves": self.fusion_pass.stats(),
             "costs": self.pricing.stats(),
             "gate": self.gate,
+            "calibration": self.fusion_pass.calibration.as_dict(),
             "fallbacks": {**self.cache.fallbacks, **self.fallbacks},
         }
 

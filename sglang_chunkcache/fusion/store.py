@@ -25,13 +25,17 @@ class ChunkScores(Attention):
     """[num_tokens] float32, CPU: mass of each token on all chunks of the prefix (Cache-Craft eq. 14)."""
     received: Tensor | None = None
     """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk. None: not measured."""
+    outward: Tensor | None = None
+    """[num_tokens] float32, CPU: mass of each token, in `heads`, on the chunks of the prefix; on the text before them where there
+    is none. None: there were no heads."""
+    heads: tuple[tuple[int, int], ...] = ()
+    """(layer, head of it) from 0, as they were calibrated then."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        received = self.context if self.received is None else self.received
-        if self.context.dim() != 1 or received.shape != self.context.shape:
-            shapes = f"{tuple(self.context.shape)} and {tuple(received.shape)}"
-            raise ValueError(f"context and received must both be [num_tokens] but got {shapes}")
+        if self.context.dim() != 1 or any(each.shape != self.context.shape for each in self._tensors()):
+            shapes = ", ".join(str(tuple(each.shape)) for each in self._tensors())
+            raise ValueError(f"context, received and outward must all be [num_tokens] but got {shapes}")
 
     @property
     def num_tokens(self) -> int:
@@ -39,11 +43,14 @@ class ChunkScores(Attention):
 
     @property
     def nbytes(self) -> int:
-        return self.context.nbytes + (0 if self.received is None else self.received.nbytes)
+        return sum(each.nbytes for each in self._tensors())
 
     @property
     def scored(self) -> Scored:
         return Scored.MASSES if self.received is None else Scored.ALL
+
+    def _tensors(self) -> list[Tensor]:
+        return [each for each in (self.context, self.received, self.outward) if each is not None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -202,6 +202,14 @@ class ChunkRadixCache(SharingRadixCache):
         cleared = None
         if asked.clear_store:
             cleared = self.promiser.clear_store() if self.promiser is not None else Cleared(0, 0, 0)
+        refusal = None
+        if asked.calibrate is not None and self.promiser is not None:
+            try:
+                self.promiser.calibrate(asked.calibrate)
+            except Exception as error:  # the server serves without
+                unexpected = not isinstance(error, ValueError)
+                logger.warning("chunk cache: not calibrated: %s", error, exc_info=unexpected)
+                refusal = f"{type(error).__name__}: {error}"
         return RankState(
             dp_rank=dp_rank,
             epoch=self.log.epoch,
@@ -211,6 +219,7 @@ class ChunkRadixCache(SharingRadixCache):
             counts=self.stats(),
             explanation=self.explain(asked.explain) if asked.explain else None,
             cleared=cleared,
+            refusal=refusal,
         )
 
     def stats(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.wire.report import Explanation, Report
 from sglang_chunkcache.wire.spans import RequestSpans
-from sglang_chunkcache.wire.state import Cleared
+from sglang_chunkcache.wire.state import CalibrationPrompt, Cleared
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,9 @@ class Promiser(Protocol):
 
     def reset(self) -> None:
         """The tree is empty, and the weights may have changed."""
+
+    def calibrate(self, prompts: Sequence[CalibrationPrompt]) -> None:
+        """Measure where the model keeps the evidence by which tokens are selected. Raises ValueError or RuntimeError: cannot."""
 
     def clear_store(self) -> Cleared:
         """Empty the store, the chunks that wait for it included."""

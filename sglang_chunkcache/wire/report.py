@@ -71,7 +71,7 @@ class Fallback(StrEnum):
     )
     MEASURING_BUDGET = (
         NotMoved.MEASURING_BUDGET,
-        "What `deviation` measures (two layers over all that is moved, counted as that share of the model's layers), gaps and "
+        "What `deviation` and `critical` measure (some layers over what is moved, counted as that share of all layers), gaps and "
         "recomputed tokens exceed `--chunkcache-max-pass-tokens` together; chunks from there on are computed.",
         "Raise that flag (0 means one prefill budget, `--chunked-prefill-size`) or choose another selector.",
     )

@@ -21,11 +21,24 @@ class ExplainRequest(Record, frozen=True):
     cache_salt: str | None
 
 
+class CalibrationPrompt(Record, frozen=True):
+    """Token ids of a prompt to calibrate on."""
+
+    head: list[int]
+    chunks: list[list[int]]
+    question: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.head) + sum(map(len, self.chunks)) + len(self.question)
+
+
 class Asked(Record, frozen=True):
     """What the front asks of a rank, beside its state."""
 
     explain: ExplainRequest | None = None
     clear_store: bool = False
+    calibrate: list[CalibrationPrompt] | None = None
 
 
 NOTHING = Asked()
@@ -55,3 +68,5 @@ class RankState(Record, frozen=True):
     """The answer to `explain`."""
     cleared: Cleared | None = None
     """The answer to `clear_store`."""
+    refusal: str | None = None
+    """Why `calibrate` was not done. Its figures are among the counts."""

@@ -21,11 +21,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from eval.errors import CommandError
 from eval.http import get, post
 from eval.server import Server
 from eval.world.world import Passage, Question, World, order_questions
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.client import Client, settle
+from sglang_chunkcache.front.calibration import CANNED
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT, answer_of, prompt_ids
 
@@ -51,7 +53,12 @@ def switch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iterator[Server]:
     """Fused reuse, poisoned, with a pool that evicts, pieces smaller than two chunks and every check on."""
     log = tmp_path_factory.mktemp("servers") / "fused.log"
-    env = {**STRICT, "OMP_NUM_THREADS": "1", "POISONED_SERVER_SABOTAGE": str(switch)}
+    env = {
+        **STRICT,
+        "OMP_NUM_THREADS": "1",
+        "POISONED_SERVER_SABOTAGE": str(switch),
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+    }
     flags = [*mixed_load.FLAGS, "--chunkcache-move", "pays"]  # most tests ask for moves that do not pay
     with Server(flags, log=log, launcher=mixed_load.POISONED, env=env) as server:
         yield server
@@ -569,6 +576,47 @@ def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str
     assert reply["chunkcache"]["fallbacks"] == ["no_room"]
     assert reply["chunkcache"]["fates"]["relocated"] == 0
     assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["fallbacks"]["no_room"] >= 1
+
+
+# Where the model keeps its evidence
+
+
+def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, salt: str) -> None:
+    """Calibrated on two prompts, `critical` answers a third as full prefill does. Its chunks were stored after others, scored."""
+    examples = [json.loads(line) for line in CANNED.read_text(encoding="utf-8").splitlines()]
+    (rank,) = post(fused_server.url + "/chunkcache/calibrate", {"examples": examples[:2]})["ranks"]
+    assert (rank["depth"], rank["layer"]) == (3, 3)
+    assert rank["heads"][0]["layer"] == 2
+    assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["calibration"]["depth"] == 3
+    question, texts = examples[3]["question"], examples[3]["chunks"]
+    chunks = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
+    turned = body_of((), "Hello", cache_salt=salt, chunks=chunks[::-1], max_tokens=1, reuse=fused("critical", 0.15))
+    for _ in range(3):
+        post(fused_server.url + CHAT, turned)
+    settle(Client(fused_server.url, None))
+    asked = body_of((), question, cache_salt=salt, chunks=chunks, reuse=fused("critical", 0.15))
+    reply = post(fused_server.url + CHAT, asked)
+    found = reply["chunkcache"]
+    assert (found["reuse"]["selected_by"], found["fallbacks"]) == ("critical", [])
+    assert found["fates"]["recomputed"] < 0.2 * found["fates"]["relocated"]
+    full = body_of((), question, cache_salt=f"{salt} full", chunks=chunks, reuse="exact")
+    assert text_of(reply) == text_of(post(fused_server.url + CHAT, full))
+    nothing = post(fused_server.url + CHAT, {**asked, "reuse": fused("none", 0.0)})
+    assert text_of(nothing) != text_of(reply)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"examples": [{"question": "", "chunks": ["a", "b"]}]}, "examples"),
+        ({"examples": [{"question": "q", "chunks": ["a"]}]}, "examples"),
+        ({"prompts": []}, "prompts"),
+        ({"examples": [{"question": "q", "chunks": ["long " * 3000, "b"]}]}, "KV slots"),
+    ],
+)
+def test_prompts_that_cannot_be_calibrated_on(fused_server: Server, body: dict[str, Any], message: str) -> None:
+    with pytest.raises(CommandError, match=f"400.*{message}"):
+        post(fused_server.url + "/chunkcache/calibrate", body)
 
 
 # What outlives a flush

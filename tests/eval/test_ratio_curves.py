@@ -52,7 +52,7 @@ def make_test_case(num_chunks: int = 4, name: str = "t:1") -> Case:
 
 
 def options(**changed: Any) -> Namespace:
-    known = {"k": 4, "requests": 3, "neighbors": [2], "seed": 0, "task": "world"}
+    known = {"k": 4, "requests": 3, "neighbors": [2], "seed": 0, "task": "world", "questions": "linked"}
     return Namespace(**known | changed)
 
 
@@ -263,6 +263,30 @@ def test_linked_questions_come_from_a_world_with_links() -> None:
     for case in cases:
         _, kind, _, verb, *_ = case.request.answers[0].split()  # The company Lumex visited Kelton.
         assert any(f" the {kind} {verb} " in chunk.text for chunk in case.request.chunks)
+
+
+def test_own_questions_need_no_other_passage() -> None:
+    """What they ask, one of the passages says under its own name."""
+    for case in world_cases(options(questions="own")):
+        gold = {chunk.text for chunk in case.request.chunks if chunk.id in case.request.gold_ids}
+        assert len(gold) == 1
+        name = case.request.answers[0].split()[2]
+        assert name in gold.pop()
+
+
+def test_calibrated_layers_are_asked_for_by_name() -> None:
+    """`deviation` by depth, `query` by layer."""
+    cells = {
+        cell.arm: cell.reuse for cell in make_cells(["deviation@calibrated", "query@calibrated", "critical"], [0.15])
+    }
+    assert cells["deviation@calibrated"] == {
+        "mode": "fused",
+        "selector": "deviation",
+        "ratio": 0.15,
+        "depth": "calibrated",
+    }
+    assert cells["query@calibrated"] == {"mode": "fused", "selector": "query", "ratio": 0.15, "layers": "calibrated"}
+    assert cells["critical"] == {"mode": "fused", "selector": "critical", "ratio": 0.15}
 
 
 def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:

@@ -181,8 +181,8 @@ def test_pass_budget_counts_gaps_and_recomputed_tokens() -> None:
 
 @pytest.mark.parametrize(("budget", "end", "reasons"), [(7, 8, (NotMoved.MEASURING_BUDGET,)), (10, 16, ())])
 def test_measuring_counts_as_its_share_of_the_layers(budget: int, end: int, reasons: tuple[str, ...]) -> None:
-    """Half of them: 16 tokens are measured for 8 and 2 are recomputed. It has a reason of its own."""
-    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, measuring_share=0.5)
+    """Two of four: 16 tokens are measured for 8 and 2 are recomputed. It has a reason of its own."""
+    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, num_layers=4)
     plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.125), limits=limits)
     assert (plan.end, plan.fallbacks) == (end, reasons)
     assert plan.num_pass_tokens == end // 2 + end // 8
@@ -191,7 +191,7 @@ def test_measuring_counts_as_its_share_of_the_layers(budget: int, end: int, reas
 
 def test_what_is_recomputed_is_told_from_what_is_measured() -> None:
     """Recomputing alone exceeds the budget here."""
-    limits = Limits(max_pass_tokens=7, max_gap_tokens=0, measuring_share=0.01)
+    limits = Limits(max_pass_tokens=7, max_gap_tokens=0, num_layers=200)
     plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.5), limits=limits)
     assert (plan.end, plan.fallbacks) == (8, (NotMoved.PASS_BUDGET,))
 
@@ -445,10 +445,13 @@ def slow_plan(
         if gaps + recomputed > limits.max_pass_tokens:
             reasons.append(NotMoved.PASS_BUDGET)
             break
-        measured = math.ceil(limits.measuring_share * (end - start)) if fusion.selector == "deviation" else 0
-        if fusion.selector == "query":
-            measured = max(0, min(limits.question_window, limit - spans[-1].end))
-        if 0 < fusion.ratio < 1 and gaps + recomputed + measured > limits.max_pass_tokens:
+        num_layers, measured = limits.num_layers, 0.0
+        if fusion.selector in ("deviation", "critical"):
+            measured += min(fusion.depth or num_layers, num_layers) / num_layers * (end - start)
+        if fusion.selector in ("query", "critical"):
+            asked = max(0, min(limits.question_window, limit - spans[-1].end))
+            measured += min(fusion.layer or num_layers, num_layers) / num_layers * asked
+        if 0 < fusion.ratio < 1 and gaps + recomputed + math.ceil(measured) > limits.max_pass_tokens:
             reasons.append(NotMoved.MEASURING_BUDGET)
             break
         num_hits += 1
@@ -485,18 +488,20 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
     )
     sources = {letter: data.draw(copies) for letter in "ABCD"}
     fusion = FusionRequest(
-        data.draw(st.sampled_from(["none", "query", "context", "deviation"])),
+        data.draw(st.sampled_from(["none", "query", "context", "deviation", "critical"])),
         data.draw(st.sampled_from([0.0, 0.15, 0.5, 1.0])),
         "r",
         fresh=data.draw(st.frozensets(st.integers(0, 8), max_size=2)),
         plain=data.draw(st.booleans()),
+        depth=data.draw(st.integers(1, 6)),
+        layer=data.draw(st.integers(0, 6)),
     )
     small = st.integers(0, 12)
     limits = Limits(
         data.draw(small),
         data.draw(small),
         question_window=data.draw(st.integers(1, 4)),
-        measuring_share=data.draw(st.sampled_from([0.1, 0.5, 1.0])),
+        num_layers=data.draw(st.sampled_from([2, 4, 20])),
     )
 
     plan = plan_of(layout, sources, start=start, limit=limit, fusion=fusion, limits=limits)
@@ -547,7 +552,7 @@ def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, bool, int,
 @given(
     st.data(),
     layouts(),
-    st.sampled_from(["none", "first", "query", "deviation"]),
+    st.sampled_from(["none", "first", "query", "deviation", "critical"]),
     st.lists(st.floats(0, 3), min_size=18, max_size=18),
 )
 def test_no_end_of_the_plan_is_faster(
@@ -558,7 +563,9 @@ def test_no_end_of_the_plan_is_faster(
     where = {letter: data.draw(st.sampled_from(["device", "host", None])) for letter in "ABCD"}
     sources = {letter: [Copy(where=tier)] for letter, tier in where.items() if tier}
     costs = {phase: Line(*coefficients[3 * i : 3 * i + 3]) for i, phase in enumerate(Phase)}
-    fusion, limits = make_request(selector, 0.5), Limits(1000, 1000, question_window=2)
+    depth, layer, num_layers = (data.draw(st.integers(low, 6)) for low in (1, 0, 1))
+    fusion = replace(make_request(selector, 0.5), depth=depth, layer=layer)
+    limits = Limits(1000, 1000, question_window=2, num_layers=num_layers)
     plan = plan_of(layout, sources, fusion=fusion, limits=limits, costs=costs)
 
     def slow_seconds(hits: Sequence[Span], choice: FusionRequest) -> float:
@@ -572,10 +579,11 @@ def test_no_end_of_the_plan_is_faster(
             total += line.fixed * num_calls + line.each * sum(span.end - span.start for span in mine)
         num_computed = end - len(moved) + (math.ceil(0.5 * len(moved)) if choice.recomputes else 0)
         total += _slow(costs[Phase.RECOMPUTE], [end] * num_computed)
-        if choice.selector == "query" and hits:
-            total += _slow(costs[Phase.QUESTION], [end] * min(2, len(layout) - spans[-1].end))
-        if choice.selector == "deviation" and hits:
-            total += _slow(costs[Phase.DEVIATION], [end] * end)
+        asked = min(2, len(layout) - spans[-1].end) if hits else 0
+        if choice.selector in ("query", "critical"):
+            total += _slow(costs[Phase.QUESTION], [end] * asked, min(layer or num_layers, num_layers) / num_layers)
+        if choice.selector in ("deviation", "critical"):
+            total += _slow(costs[Phase.DEVIATION], [end] * end, min(depth, num_layers) / num_layers)
         return total
 
     def slow_best(choice: FusionRequest) -> float:
@@ -601,5 +609,5 @@ def test_no_end_of_the_plan_is_faster(
         assert plan.estimate == pytest.approx((paying[0], computed))
 
 
-def _slow(line: Line, keys: Sequence[int]) -> float:
-    return line.fixed * bool(keys) + line.each * len(keys) + line.attended * sum(keys)
+def _slow(line: Line, keys: Sequence[int], share: float = 1.0) -> float:
+    return line.fixed * bool(keys) + share * (line.each * len(keys) + line.attended * sum(keys))

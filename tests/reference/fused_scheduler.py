@@ -24,6 +24,7 @@ from radix_ext.moved_plan import Limits, Piece
 from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Capture, Captured
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.pricing import Pricing
@@ -100,6 +101,7 @@ class FakePass:
         """`holders`: the slots of all nodes, as often as they are held."""
         self.contents, self.rows, self.config, self.holders = contents, rows, config, holders
         self.pricing = Pricing(SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1)))
+        self.calibration = Calibration()
         self.num_captured = self.num_scored = 0
         self.fails = False
         """The next run does, once everything is moved, and computes all."""

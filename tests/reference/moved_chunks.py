@@ -20,8 +20,9 @@ def make_scores(
     intra: float = 1.0,
     context: Sequence[float] = (),
     received: Sequence[float] | None = None,
+    outward: Sequence[float] | None = None,
 ) -> ChunkScores:
-    """`received` is zero unless given."""
+    """`received` is zero unless given; `outward` is not there."""
     zeros = [0.0] * len(context)
     return ChunkScores(
         tuple(inter),
@@ -29,6 +30,7 @@ def make_scores(
         intra,
         torch.tensor(list(context)),
         torch.tensor(zeros if received is None else list(received)),
+        None if outward is None else torch.tensor(list(outward)),
     )
 
 

@@ -86,7 +86,7 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "give --model-path, or --url"),
         (["--device", "cpu"], "give --model-path, or --url"),
-        (["--calibrate", "file", "--model-path", "m"], "--calibrate needs one"),
+        (["--calibrate", "file", "--model-path", "m"], "calibration needs one"),
         (["--url", "u", "--model-path", "m"], "not for a running server: --model-path m"),
         (["--url", "u", "--f1", "much"], "--f1"),
     ],
@@ -138,6 +138,28 @@ def test_calibration(
     *table, line = capsys.readouterr().out.splitlines()
     assert json.loads(line) == result
     assert table[-1].split() == ["2.000", "0.500", "0.800", "1.000"]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_selection_is_calibrated_on_ones_own_questions_or_made_up_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, is_own: bool
+) -> None:
+    path = tmp_path / "examples.jsonl"
+    path.write_text(json.dumps({"question": "q", "chunks": ["a", "b"], "answers": ["x"]}))
+    asked: list[Any] = []
+    rank = {"dp_rank": 0, "depth": 3, "layer": 0, "heads": [], "figures": {"gain_by_depth": {"2": 0.1, "3": 0.9}}}
+
+    def post(client: Any, url: str, body: Any) -> dict[str, Any]:
+        asked.append((url, body["examples"]))
+        return {"ranks": [rank]}
+
+    monkeypatch.setattr("sglang_chunkcache.client.Client.post", post)
+    assert main(["--url", "http://server", "--calibrate-selection", *([str(path)] if is_own else [])]) == 0
+    assert asked == [("/chunkcache/calibrate", [{"question": "q", "chunks": ("a", "b")}] if is_own else [])]
+    title, *table, line = capsys.readouterr().out.splitlines()
+    assert title == "rank 0: deviation at depth 3, question in layer last"
+    assert table[-1].split() == ["gain_by_depth", "3", "0.900"]
+    assert json.loads(line) == {"ranks": [rank]}
 
 
 def test_a_model_that_is_never_right_divides_by_nothing(

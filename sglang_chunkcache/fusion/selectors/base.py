@@ -61,12 +61,13 @@ class Evidence:
     """Measured on this request, float32. None: not asked for, or not available."""
 
     question: Tensor | None = None
-    """[end] by prompt position: attention mass from the question in the last layer, summed over its tokens and heads; 0
-    at positions without a moved token (FusionRAG 3.2)."""
+    """[end] by prompt position: attention mass from the question in the layers that the request names, summed over these, its
+    tokens and heads; 0 at positions without a moved token (FusionRAG 3.2: the last layer)."""
     question_by_layer: Tensor | None = None
     """[num_layers, num_chunks]: mass from the question on each moved chunk (Cache-Craft algorithm 1); for focus alone."""
     deviation: Tensor | None = None
-    """[end] by prompt position: squared KV deviation at the second layer (CacheBlend; FusionRAG eq. 7)."""
+    """[end] by prompt position: squared KV deviation at the request's depth (CacheBlend, FusionRAG eq. 7: the second layer); 0 at
+    positions that are no candidates."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,12 @@ class Selector(ABC):
     name: ClassVar[str]
     """As in `config.SELECTORS`; also the file's name."""
     needs: ClassVar[frozenset[Need]] = frozenset()
+
+    def candidates(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> tuple[Tensor, ...] | None:
+        """Offsets per chunk of the tokens whose deviation is measured, by evidence that has none yet; None: all."""
+        return None
 
     @abstractmethod
     def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:

@@ -1,4 +1,4 @@
-"""The tokens whose moved KV is furthest from freshly computed KV at the second layer (CacheBlend; FusionRAG eq. 7 and 8)."""
+"""The tokens whose moved KV is furthest from computed KV at one layer, by default the second (CacheBlend; FusionRAG eq. 7, 8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens the question attends to most, over all chunks together (FusionRAG 3.2, query-guided selection)."""
+"""The tokens the question attends to most in one layer, by default the last, over all chunks together (FusionRAG 3.2)."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,7 +50,43 @@ def test_every_selector_is_accepted(selector: str) -> None:
     wish = {"mode": "fused", "selector": selector, "ratio": 1, "focus": "refill", "without": ["beta", "cci"]}
     alpha = {"alpha": 3} if selector == "context" else {}
     expected = FusionRequest(selector, 1.0, "", alpha.get("alpha"), "refill", frozenset({"beta", "cci"}))
+    if selector == "critical":
+        expected = replace(expected, depth=None, layer=None)
     assert parse(RagFields, {"reuse": wish | alpha}).fusion_request(FUSED) == expected
+
+
+@pytest.mark.parametrize(
+    ("wish", "depth", "layer"),
+    [
+        ({"selector": "deviation", "depth": 3}, 3, 0),
+        ({"selector": "deviation", "depth": "calibrated"}, None, 0),
+        ({"selector": "query", "layers": 1}, 2, 1),
+        ({"selector": "query", "layers": "last"}, 2, 0),
+        ({"selector": "critical", "depth": 5}, 5, None),
+        ({"selector": "critical", "layers": "last"}, None, 0),
+    ],
+)
+def test_layers_are_numbers_or_names(wish: dict[str, Any], depth: int | None, layer: int | None) -> None:
+    """None: the calibrated one."""
+    asked = parse(RagFields, {"reuse": {"mode": "fused", **wish}}).fusion_request(FUSED)
+    assert asked is not None
+    assert (asked.depth, asked.layer) == (depth, layer)
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        ({"selector": "query", "depth": 3}, "depth"),
+        ({"selector": "deviation", "layers": "last"}, "layers"),
+        ({"selector": "critical", "depth": 0}, "depth"),
+        ({"selector": "critical", "depth": "last"}, "depth"),
+        ({"selector": "critical", "layers": True}, "layers"),
+        ({"selector": "critical", "layers": 1001}, "layers"),
+    ],
+)
+def test_layers_that_nothing_reads_are_refused(wish: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError, match=f"reuse.{field}"):
+        parse(RagFields, {"reuse": {"mode": "fused", **wish}}).fusion_request(FUSED)
 
 
 def test_alpha_that_nothing_reads_is_refused() -> None:

@@ -70,6 +70,10 @@ def test_every_choice_is_in_the_recipe() -> None:
         replace(base, without=frozenset({"beta"})),
         replace(base, without=frozenset({"beta", "cci"})),
         replace(base, fresh=frozenset({0})),
+        replace(base, depth=3),
+        replace(base, depth=None),
+        replace(base, layer=3),
+        replace(base, layer=None),
     ]
     recipes = {recipe_of(reuse, QUESTION) for reuse in [base, *others]}
     assert len(recipes) == len(others) + 1
@@ -85,10 +89,10 @@ def test_recipe_is_canonical() -> None:
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("focus", ["off", "spare", "refill"])
 def test_question_counts_where_the_choice_depends_on_it(selector: str, focus: Focus) -> None:
-    """`query` and any focus look at the question; the others choose the same tokens for every question."""
+    """So do these three and any focus; the others choose the same tokens for every question."""
     reuse = FusionRequest(selector, 0.15, "", focus=focus)
     differs = recipe_of(reuse, QUESTION) != recipe_of(reuse, (1, 2, 4))
-    assert differs is (selector == "query" or focus != "off")
+    assert differs is (selector in ("query", "prophet", "critical") or focus != "off")
 
 
 def test_recipe_without_a_question() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention import masked
+from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.fusion import measure
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
@@ -103,7 +104,7 @@ def question_of(
     tokens: Tensor, visible: Tensor, chunks: tuple[tuple[int, int], ...], *, in_all_layers: bool = True
 ) -> QuestionProbe:
     return QuestionProbe(
-        tokens[END:], torch.arange(END, len(tokens)), SLOTS[visible], visible, chunks, END, in_all_layers
+        tokens[END:], torch.arange(END, len(tokens)), SLOTS[visible], visible, chunks, END, in_all_layers=in_all_layers
     )
 
 
@@ -200,6 +201,24 @@ def test_weights_exist_in_the_layers_that_are_read(runner: Any, monkeypatch: pyt
     torch.testing.assert_close(alone, last)
 
 
+@pytest.mark.parametrize("layers", [range(1), range(1, 2), range(NUM_LAYERS)])
+def test_question_is_read_in_the_layers_asked_for(runner: Any, monkeypatch: pytest.MonkeyPatch, layers: range) -> None:
+    """Their sum, and the pass ends with the last of them; beside one that is read in the last layer."""
+    tokens = make_tokens(0)
+    move_in(runner, tokens)
+    every = question_of(tokens, torch.arange(END), CHUNKS)
+    few = replace(every, layers=layers, in_all_layers=False)
+    with weighed(monkeypatch) as found:
+        [(mass, _)] = question_evidence(runner, [few])
+    assert len(found) == len(layers)
+    [(again, _), (last, by_layer)] = question_evidence(runner, [few, every])
+    assert by_layer is not None
+    torch.testing.assert_close(mass, again)
+    for index, (start, end) in enumerate(CHUNKS):
+        torch.testing.assert_close(mass[start:end].sum(), by_layer[list(layers), index].sum())
+    assert torch.equal(mass, last) is False
+
+
 def test_question_before_the_regions_end(runner: Any) -> None:
     """Question tokens inside the region (none of them moved) count for nothing."""
     tokens = make_tokens(0)
@@ -263,6 +282,47 @@ def test_a_long_region_is_measured_in_pieces(runner: Any, monkeypatch: pytest.Mo
     assert (len(lens), max(lens)) == (5, 7 + 5)
 
 
+def test_deviation_at_a_depth_is_that_layers_difference(runner: Any) -> None:
+    """All tokens at the third layer; of a model that has no such layer, at its last."""
+    tokens = make_tokens(0)
+    move_in(runner, tokens)
+    probe = DeviationProbe(tokens[PREFIX:END], SLOTS[:END], CHUNKS, depth=3)
+    with untouched(runner):
+        [deep, deeper] = deviation_evidence(runner, [probe, replace(probe, depth=99)])
+    prefill(runner, tokens.tolist(), OTHERS)
+    expected = torch.zeros(END, dtype=torch.float64)
+    for fresh, held in zip(kv_of(runner, OTHERS), kv_of(runner, SLOTS), strict=True):
+        expected[PREFIX:] += (fresh[2, PREFIX:END].double() - held[2, PREFIX:END].double()).square().sum((1, 2))
+    torch.testing.assert_close(deep.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(deeper, deep)
+
+
+def test_candidates_alone_are_compared(runner: Any) -> None:
+    """Over the KV that was moved: as if they alone were computed again. Gaps are computed with them."""
+    tokens = make_tokens(0)
+    move_in(runner, tokens)
+    chosen = torch.tensor([11, 12, 20, 30, 39])
+    probe = DeviationProbe(tokens[PREFIX:END], SLOTS[:END], (CHUNKS[0], CHUNKS[2]), depth=3, candidates=chosen)
+    with untouched(runner):
+        [found] = deviation_evidence(runner, [probe])
+    gap = torch.arange(22, 27)
+    run = torch.cat([chosen[:3], gap, chosen[3:]])
+    held = kv_of(runner, SLOTS)
+    sequence = PassSequence(tokens[run], SparseRequest(run, SLOTS[:END], END), out_slots=SLOTS[run])
+    run_pass(runner, [sequence])
+    expected = torch.zeros(END)
+    for old, new in zip(held, kv_of(runner, SLOTS), strict=True):
+        expected[chosen] += (old[2, chosen] - new[2, chosen]).square().sum((1, 2))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert found.count_nonzero() == len(chosen)
+
+
+def test_no_candidate_is_no_pass(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "run_pass", None)
+    probe = DeviationProbe(make_tokens(0)[:END], SLOTS[:END], CHUNKS, candidates=torch.arange(0))
+    assert deviation_evidence(runner, [probe])[0].count_nonzero() == 0
+
+
 def test_deviation_is_nothing_where_kv_is_exact(runner: Any) -> None:
     tokens = make_tokens(0)
     prefill(runner, tokens.tolist(), SLOTS)
@@ -307,6 +367,23 @@ def test_scores_are_means_of_the_chunks_attention(
         head = float(weights[start:end, :start].sum()) - sum(inter)
         assert found.head == pytest.approx(head, abs=ATOL)
         assert found.head_len == PREFIX
+
+
+def test_outward_is_the_heads_attention_to_what_was_before(runner: Any) -> None:
+    """The chunks of the prefix; the head's text where there is none. Without heads it is not there."""
+    tokens, heads = make_tokens(0), ((0, 1), (2, 3))
+    with captured(runner) as queries:
+        prefill(runner, tokens.tolist(), SLOTS)
+    weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
+    places = list(enumerate(CHUNKS))
+    probes = [ScoreProbe(tokens[a:b], SLOTS[:b], CHUNKS[:index], heads=heads) for index, (a, b) in places]
+    for (index, (start, end)), found in zip(places, score(runner, probes), strict=True):
+        before = slice(PREFIX, start) if index else slice(0, PREFIX)
+        expected = sum(weights[layer, head, start:end, before].sum(-1) for layer, head in heads) / 2
+        assert found.outward is not None
+        assert found.heads == heads
+        torch.testing.assert_close(found.outward.double(), expected, rtol=0, atol=ATOL)
+    assert score(runner, [replace(probes[0], heads=())])[0].outward is None
 
 
 def test_masses_need_no_weights(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.reference.sources import make_request  # noqa: E402
 
 Case = tuple[list[MovedChunk], Evidence]
 PER_CHUNK = ("first", "random", "h2o")
-JOINT = ("deviation", "query")
+JOINT = ("deviation", "query", "prophet", "critical")
 BY_RATIO = (*PER_CHUNK, *JOINT, "context")
 ratios = st.integers(0, 20).map(lambda twentieths: Fraction(twentieths, 20))
 
@@ -46,7 +46,8 @@ def test_unknown_names_are_refused() -> None:
 def test_needs_are_declared() -> None:
     """What is not declared is not measured; what is declared in vain costs a pass."""
     needs = {name: get(name).needs for name in SELECTORS if get(name).needs}
-    assert needs == {"query": {Need.QUESTION}, "deviation": {Need.DEVIATION}}
+    asking, comparing = {Need.QUESTION}, {Need.DEVIATION}
+    assert needs == {"query": asking, "prophet": asking, "deviation": comparing, "critical": asking | comparing}
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -120,7 +121,10 @@ def test_no_chunks_no_selection(name: str) -> None:
     assert (selection.offsets, selection.cfo, selection.fallbacks) == ((), (), ())
 
 
-@pytest.mark.parametrize(("name", "reason"), [("query", "no_question"), ("deviation", "no_deviation")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("query", "no_question"), ("prophet", "no_question"), ("deviation", "no_deviation"), ("critical", "no_deviation")],
+)
 def test_without_evidence_the_first_tokens(name: str, reason: str) -> None:
     """Named, not silent."""
     chunks = [make_chunk("a", 0, 4), make_chunk("b", 4, 6)]

@@ -1,0 +1,33 @@
+"""`/chunkcache/calibrate`: prompts for every rank to find out where the model keeps the evidence that selectors read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sglang_chunkcache.front.bodies import CalibrateIn, CalibrationExample
+from sglang_chunkcache.front.parts import Parts
+from sglang_chunkcache.wire.state import CalibrationPrompt
+
+CANNED = Path(__file__).parent.parent / "canned_prompts.jsonl"
+"""Made up; eval/world/canned.py writes it."""
+
+
+async def calibrate(parts: Parts, body: CalibrateIn) -> dict[str, Any]:
+    """Per rank what was found. Nothing else runs meanwhile.
+
+    Raises:
+        RequestError: a rank refuses, with the reason.
+    """
+    examples = body.examples or [
+        CalibrationExample.model_validate(json.loads(line)) for line in CANNED.read_text(encoding="utf-8").splitlines()
+    ]
+    prompts = [_prompt(parts, example) for example in examples]
+    return {"ranks": await parts.engine.calibrate(prompts)}
+
+
+def _prompt(parts: Parts, example: CalibrationExample) -> CalibrationPrompt:
+    pieces = parts.assembler.turn([{"role": "user", "content": example.question}], num_agreed=0, has_chunks=True)
+    chunks = [list(parts.assembler.chunk(text, "").token_ids) for text in example.chunks]
+    return CalibrationPrompt([*pieces.lead, *pieces.intro], chunks, list(pieces.outro))

@@ -1,0 +1,77 @@
+"""Where the loaded model keeps the evidence for selectors: layers and heads, and the file that remembers them.
+
+The papers fix the second layer (CacheBlend) and the last one (FusionRAG). Which layers tell the tokens that matter differs
+between models, so it is measured (calibration_trial.py), once for a config and its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from radix_ext import FusionRequest
+from sglang_chunkcache.fusion.measure import Head
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Without measurements: the papers' layers, and no head."""
+
+    depth: int = 2
+    """The layer, counted from 1, whose KV tells what deviates."""
+    layer: int = 0
+    """The layer, counted from 1, whose attention tells what the question looks at; 0: the last."""
+    heads: tuple[Head, ...] = ()
+    """Heads whose attention tells which tokens look beyond their chunk."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured; empty: nothing."""
+
+    def resolve(self, fusion: FusionRequest) -> FusionRequest:
+        """The request with the layers that it leaves to calibration."""
+        depth = self.depth if fusion.depth is None else fusion.depth
+        return replace(fusion, depth=depth, layer=self.layer if fusion.layer is None else fusion.layer)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For stats and file; layers and heads counted from 1."""
+        heads = [{"layer": layer + 1, "head": head + 1} for layer, head in self.heads]
+        return {"depth": self.depth, "layer": self.layer, "heads": heads, "figures": dict(self.figures)}
+
+
+def file_of(hf_config: Any, weights: int) -> Path:
+    """Where the calibration of a model is kept, under `XDG_CACHE_HOME`. `weights` is their fingerprint."""
+    text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    key = blake2b(f"{weights}\0{text}".encode(), digest_size=12).hexdigest()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "sglang_chunkcache" / f"selection-{key}.json"
+
+
+def load(path: Path) -> Calibration | None:
+    """What is kept there. None: nothing, or nothing that can be read."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        heads = tuple((int(each["layer"]) - 1, int(each["head"]) - 1) for each in told["heads"])
+        return Calibration(int(told["depth"]), int(told["layer"]), heads, dict(told["figures"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        logger.warning("chunk cache: %s is no calibration: %r", path, error)
+        return None
+
+
+def save(path: Path, calibration: Calibration) -> None:
+    """Keep it; a warning where that cannot be done."""
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(calibration.as_dict()), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        logger.warning("chunk cache: the calibration is not kept: %s", error)

@@ -1,0 +1,434 @@
+"""Measures, on prompts, which layers and heads of the loaded model tell the tokens that matter.
+
+    full     head | A | B | C | question | answer     ordinary prefill, and the answer that follows from it, greedily
+    apart    head | C | B | A, and each alone         the chunks' KV as it is computed in other places
+    moved    head | A | B | C | question | answer     moved from there, some tokens recomputed, question and answer as in full
+
+    gain = 1 - KL(full, moved and recomputed) / KL(full, moved)       mean over the answer's tokens
+
+A choice of `ratio` of the tokens is tried for the deviation at each depth and for the question's attention in each layer (in a
+deep model at every few, then beside the best). Chosen are those that gain most per second that the request takes with them, by
+the cost model. Heads are chosen by how many of the tokens that deviate most at that depth are among the `BY_CONTEXT` tokens that
+look beyond their chunk most. Everything is read and written in slots of the trial's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import ceil
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radix_ext import FusionRequest
+from radix_ext.chunk import ChunkId
+from radix_ext.costs import NOMINAL, Phase, extend_work, seconds, through
+from radix_ext.moved_plan import BY_CONTEXT
+from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
+from sglang_chunkcache.attention.masked import Observer, SequenceAttention
+from sglang_chunkcache.fusion.calibration import Calibration, file_of, load, save
+from sglang_chunkcache.fusion.measure import (
+    DeviationProbe,
+    Head,
+    QuestionProbe,
+    deviation_evidence,
+    question_evidence,
+)
+from sglang_chunkcache.fusion.pricing import Pricing
+from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
+from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
+from sglang_chunkcache.fusion.selectors import critical
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
+from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical
+from sglang_chunkcache.fusion.store import ChunkScores
+from sglang_chunkcache.fusion.trial_rows import Row, logits_of, rows_of, slots_of
+from sglang_chunkcache.wire.state import CalibrationPrompt
+
+MAX_ANSWER = 12
+"""Tokens of an answer that are compared."""
+NUM_ROWS, NUM_PLACES = 3, 2
+"""Prompts whose KV is there at a time. Where a prompt's chunks are computed before they are moved: in turned order, and alone."""
+MAX_TRIED = 8
+"""Depths, and layers, that are tried before the neighbours of the best."""
+MAX_HEADS = 4
+MIN_RECALL = 0.01
+"""What a further head must add."""
+MAX_SECONDS = 60
+"""Fewer prompts are tried, one at least, where all of them would take longer."""
+MIN_KL, MIN_GAIN = 1e-4, 0.1
+"""Below, there is nothing to restore, or nothing that restores it: the papers' layers stay."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """What the trial runs with: SGLang's ModelRunner, its pools, and how the server moves and recomputes."""
+
+    runner: Any
+    table: RotaryTable
+    params: Any
+    sparse: SparseAttention | None
+    window: int
+    pricing: Pricing
+
+
+class Calibrator:
+    """Measures the loaded model, and remembers what it found.
+
+    ratio: share of the tokens that choices are tried with. keeps: whether weights with the same fingerprint are the same.
+    """
+
+    def __init__(self, means: Means, ratio: float, *, keeps: bool) -> None:
+        self._means, self._ratio, self._keeps = means, ratio, keeps
+
+    @staticmethod
+    def num_slots(prompts: Sequence[CalibrationPrompt]) -> int:
+        """KV slots that measuring takes."""
+        longest = max((prompt.num_tokens for prompt in prompts), default=0) + MAX_ANSWER
+        return NUM_ROWS * longest + NUM_PLACES * sum(prompt.num_tokens for prompt in prompts)
+
+    def kept(self, weights: int) -> Calibration:
+        """What was found with these weights (their fingerprint); the papers' layers if nothing was."""
+        return (load(self._file(weights)) if self._keeps else None) or Calibration()
+
+    def measure(self, prompts: Sequence[CalibrationPrompt], weights: int) -> Calibration:
+        """See `calibrate`. Keeps it, too."""
+        found = calibrate(self._means, prompts, self._ratio)
+        if self._keeps:
+            save(self._file(weights), found)
+        return found
+
+    def _file(self, weights: int) -> Path:
+        return file_of(self._means.runner.model_config.hf_config, weights)
+
+
+def calibrate(means: Means, prompts: Sequence[CalibrationPrompt], ratio: float) -> Calibration:
+    """Layers and heads of the loaded model.
+
+    Raises:
+        ValueError: no prompt, or one that is too long for the context or the pool, with the figures.
+    """
+    if not prompts:
+        raise ValueError("calibration needs prompts")
+    started = time.perf_counter()
+    lens = [prompt.num_tokens for prompt in prompts]
+    longest, needed = max(lens) + MAX_ANSWER, Calibrator.num_slots(prompts)
+    room = means.params.token_to_kv_pool_allocator.available_size()
+    if longest > means.runner.model_config.context_len or needed > room:
+        raise ValueError(f"{len(prompts)} prompts of up to {longest} tokens need {needed} KV slots, {room} are free")
+    with (
+        torch.no_grad(),
+        rows_of(means.params, [longest] * NUM_ROWS) as rows,
+        slots_of(means.params, NUM_PLACES * sum(lens)) as slots,
+    ):
+        parts = torch.split(slots, [n for n in lens for _ in range(NUM_PLACES)])
+        own = [parts[i : i + NUM_PLACES] for i in range(0, len(parts), NUM_PLACES)]
+        places = [
+            place
+            for prompt, part in zip(prompts, own, strict=True)
+            for place in _Trial(means, prompt, rows).places(part)
+        ]
+        found = _Search(means, places, ratio).run()
+    figures = {**found.figures, "ratio": ratio, "seconds": round(time.perf_counter() - started, 2)}
+    return Calibration(found.depth, found.layer, found.heads, figures)
+
+
+class _Search:
+    """What choices gain, on average over the places."""
+
+    def __init__(self, means: Means, places: Sequence[_Place], ratio: float) -> None:
+        self._means, self._ratio = means, ratio
+        self._num_layers = means.runner.token_to_kv_pool.layer_num
+        started = time.perf_counter()
+        places[0].kl([])
+        num_choices = 2 * min(self._num_layers, MAX_TRIED + 2)
+        expected = (
+            3 * num_choices * (time.perf_counter() - started)
+        )  # of a place: evidence, the pass, question and answer
+        self._places = places[: max(NUM_PLACES, int(MAX_SECONDS / expected))]
+        self._kl_moved = fmean(place.kl([]) for place in self._places)
+
+    def run(self) -> Calibration:
+        kl = round(self._kl_moved, 5)
+        if self._kl_moved < MIN_KL:
+            return Calibration(figures={"places": len(self._places), "kl_moved": kl})
+        depths = self._try(range(2, self._num_layers + 1), lambda place, depth: place.deviation(depth), self._deviating)
+        layers = self._try(range(1, self._num_layers + 1), lambda place, layer: place.question(layer), self._asking)
+        layer = max(layers, key=lambda at: layers[at][1])
+        depth = max(depths, key=lambda at: depths[at][1], default=1)
+        heads, recall = self._heads(depth)
+        gain = self._gain(lambda place: place.critical(depth, layer, heads, self._ratio))
+        figures = {
+            "places": len(self._places),
+            "kl_moved": kl,
+            "gain_by_depth": {at: round(gain, 4) for at, (gain, _) in sorted(depths.items())},
+            "gain_by_layer": {at: round(gain, 4) for at, (gain, _) in sorted(layers.items())},
+            "recall_of_heads": round(recall, 4),
+            "gain_of_critical": round(gain, 4),
+        }
+        is_found = max((gain for gain, _ in (*depths.values(), *layers.values())), default=0.0) >= MIN_GAIN
+        return Calibration(depth, layer, heads, figures) if is_found else Calibration(figures=figures)
+
+    def _try(
+        self,
+        choices: range,
+        score_of: Callable[[_Place, int], Tensor],
+        seconds_of: Callable[[int], float],
+    ) -> dict[int, tuple[float, float]]:
+        """(gain, gain per second) of the choices that were tried."""
+        tried: dict[int, tuple[float, float]] = {}
+
+        def attempt(at: int) -> None:
+            if at in choices and at not in tried:
+                gain = self._gain(lambda place: place.highest(score_of(place, at), self._ratio))
+                tried[at] = gain, gain / seconds_of(at)
+
+        step = ceil(len(choices) / MAX_TRIED) or 1
+        for at in choices[step - 1 :: step]:
+            attempt(at)
+        while step > 1:
+            step = ceil(step / 2)
+            best = max(tried, key=lambda at: tried[at][1])
+            attempt(best - step)
+            attempt(best + step)
+            step = step if step > 1 else 0
+        return tried
+
+    def _gain(self, choose: Callable[[_Place], Sequence[int]]) -> float:
+        return 1 - fmean(place.kl(choose(place)) for place in self._places) / self._kl_moved
+
+    def _heads(self, depth: int) -> tuple[tuple[Head, ...], float]:
+        """The heads that together point at most of what deviates most, and which share of it."""
+        looks = [place.looks(depth, self._ratio / 3) for place in self._places]
+        num_layers, num_heads = looks[0][0].shape[:2]
+        chosen: list[Head] = []
+        recall = 0.0
+        while len(chosen) < MAX_HEADS:
+            found = torch.zeros(num_layers, num_heads)
+            for outward, wanted in looks:
+                sums = outward + sum((outward[at] for at in chosen), torch.zeros(()))
+                k = num_critical(BY_CONTEXT, sums.shape[-1])
+                ranks = sums.flatten(0, 1).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+                found += wanted[ranks].sum(-1).reshape(num_layers, num_heads) / wanted.sum() / len(looks)
+            for at in chosen:
+                found[at] = -1
+            best = int(found.argmax())
+            if float(found.max()) < recall + MIN_RECALL:
+                break
+            chosen.append((best // num_heads, best % num_heads))
+            recall = float(found.max())
+        return tuple(chosen), recall
+
+    def _deviating(self, depth: int) -> float:
+        return self._seconds(depth / self._num_layers, 0.0)
+
+    def _asking(self, layer: int) -> float:
+        return self._seconds(0.0, layer / self._num_layers)
+
+    def _seconds(self, compared: float, asked: float) -> float:
+        """What the trials' prompts take on average once their chunks are moved."""
+        costs = self._means.pricing.costs or {
+            **NOMINAL,
+            Phase.QUESTION: NOMINAL[Phase.EXTEND],
+            Phase.DEVIATION: NOMINAL[Phase.EXTEND],
+        }
+        total = 0.0
+        for trial in (place.trial for place in self._places):
+            num_moved, num_recomputed = trial.end - trial.start, num_critical(self._ratio, trial.end - trial.start)
+            window = min(self._means.window, trial.num_tokens - trial.end)
+            works = {
+                Phase.QUESTION: through(asked, window if asked else 0, trial.end),
+                Phase.DEVIATION: through(compared, num_moved if compared else 0, trial.end),
+                Phase.RECOMPUTE: through(1, num_recomputed, trial.end),
+                Phase.EXTEND: extend_work(trial.end, trial.num_tokens),
+            }
+            total += seconds(costs, works)
+        return total / len(self._places)
+
+
+class _Trial:
+    """One prompt, prefilled as a whole and answered."""
+
+    def __init__(self, means: Means, prompt: CalibrationPrompt, rows: Sequence[Row]) -> None:
+        self.means, self.prompt = means, prompt
+        self.full, self.apart, self.moved = rows
+        self.ids = [*prompt.head, *(token for chunk in prompt.chunks for token in chunk), *prompt.question]
+        self.start, self.num_tokens = len(prompt.head), len(self.ids)
+        borders = list(accumulate(map(len, prompt.chunks), initial=self.start))
+        self.spans, self.end = list(pairwise(borders)), borders[-1]
+        self.answer, self.expected = self._answer()
+
+    def places(self, slots: Sequence[Tensor]) -> Iterator[_Place]:
+        """Its chunks computed in turned order, and alone; each keeps its KV in slots of its own."""
+        num_chunks = len(self.spans)
+        for groups, part in zip(
+            ([[*reversed(range(num_chunks))]], [[i] for i in range(num_chunks)]), slots, strict=True
+        ):
+            yield _Place(self, part, groups)
+
+    def kl(self) -> float:
+        """Of the answer behind the moved row from that behind full prefill, mean over its tokens."""
+        hidden = self.prefill(self.moved, [*self.ids, *self.answer[:-1]], self.end)
+        got = logits_of(self.means.runner, hidden[-len(self.answer) :]).log_softmax(-1)
+        return float((self.expected.exp() * (self.expected - got)).sum(-1).mean())
+
+    def _answer(self) -> tuple[list[int], Tensor]:
+        hidden = self.prefill(self.full, self.ids)
+        ends = set(self.means.runner.model_config.hf_eos_token_id or ())
+        answer: list[int] = []
+        expected = []
+        while True:
+            expected.append(logits_of(self.means.runner, hidden[-1:]).log_softmax(-1)[0])
+            answer.append(int(expected[-1].argmax()))
+            if len(answer) == MAX_ANSWER or answer[-1] in ends:
+                return answer, torch.stack(expected)
+            ids = [*self.ids, *answer]
+            hidden = self.prefill(self.full, ids, len(ids) - 1)
+
+    def prefill(self, row: Row, ids: Sequence[int], start: int = 0) -> Tensor:
+        return run_virtual(self.means.runner, req_pool_index=row.number, runs=[(start, len(ids))], token_ids=ids)
+
+
+class _Place:
+    """A trial's chunks with KV from one other place: `groups` are orders of chunks that are computed together."""
+
+    def __init__(self, trial: _Trial, slots: Tensor, groups: Sequence[Sequence[int]]) -> None:
+        self.trial, self._means, self._slots = trial, trial.means, slots
+        self._outward: list[Tensor] = [torch.empty(0)] * len(trial.spans)
+        self._copy(trial.full.slots, range(trial.start), slots, range(trial.start))
+        for group in groups:
+            self._compute(group)
+
+    def question(self, layer: int) -> Tensor:
+        """[end] from the question's last tokens, at that layer."""
+        trial = self.trial
+        self._restore()
+        start = trial.num_tokens - min(self._means.window, trial.num_tokens - trial.end)
+        probe = QuestionProbe(
+            token_ids=torch.tensor(trial.ids[start:]),
+            positions=torch.arange(start, trial.num_tokens),
+            kv_slots=trial.moved.slots[: trial.end],
+            kv_positions=torch.arange(trial.end),
+            chunks=tuple(trial.spans),
+            end=trial.end,
+            layers=range(layer - 1, layer),
+        )
+        return question_evidence(self._means.runner, [probe])[0][0]
+
+    def deviation(self, depth: int, candidates: Tensor | None = None) -> Tensor:
+        """[end] at that layer, of all chunk tokens or of `candidates` (positions)."""
+        trial = self.trial
+        self._restore()
+        ids = torch.tensor(trial.ids[trial.start : trial.end])
+        slots = trial.moved.slots[: trial.end]
+        probe = DeviationProbe(ids, slots, tuple(trial.spans), depth=depth, candidates=candidates)
+        return deviation_evidence(self._means.runner, [probe])[0]
+
+    def looks(self, depth: int, share: float) -> tuple[Tensor, Tensor]:
+        """([num_layers, num_heads, n] attention of chunk tokens beyond their chunk, [n] 1 for that share which deviates most)."""
+        trial = self.trial
+        deviation = self.deviation(depth)[trial.start :]
+        wanted = torch.zeros(len(deviation))
+        wanted[highest(deviation, num_critical(share, len(deviation)))] = 1
+        return torch.cat(self._outward, dim=-1), wanted
+
+    def critical(self, depth: int, layer: int, heads: Sequence[Head], ratio: float) -> list[int]:
+        """Positions that the selector of this name chooses."""
+        request = FusionRequest("critical", ratio, depth=depth, layer=layer)
+        chunks = self._chunks(heads)
+        seen = Evidence(self.question(layer))
+        offsets = critical.SELECTOR.candidates(chunks, request, seen)
+        named = torch.cat([chunk.start + chosen for chunk, chosen in zip(chunks, offsets, strict=True)])
+        seen = Evidence(seen.question, None, self.deviation(depth, named))
+        return _positions(chunks, critical.SELECTOR.select(chunks, request, seen).offsets)
+
+    def highest(self, scores: Tensor, ratio: float) -> list[int]:
+        """Positions of that share of the chunk tokens."""
+        chunks = self._chunks(())
+        return _positions(chunks, jointly_highest(scores, chunks, ratio))
+
+    def kl(self, positions: Sequence[int]) -> float:
+        """With these tokens recomputed."""
+        trial = self.trial
+        self._restore()
+        if positions:
+            at = torch.tensor(positions)
+            end = positions[-1] + 1
+            request = SparseRequest(at, trial.moved.slots[:end], end)
+            out = trial.moved.slots[at.to(trial.moved.slots.device)]
+            run_pass(
+                self._means.runner, [PassSequence(torch.tensor(trial.ids)[at], request, out)], sparse=self._means.sparse
+            )
+        return trial.kl()
+
+    # Private, in order of use
+
+    def _compute(self, group: Sequence[int]) -> None:
+        """Prefill the head and these chunks, keep what the chunks became."""
+        trial = self.trial
+        ids = list(trial.prompt.head)
+        starts = {}
+        for index in group:
+            starts[index] = len(ids)
+            ids += trial.prompt.chunks[index]
+        trial.prefill(trial.apart, ids)
+        observer = _Outward(
+            [(start, trial.start if index != group[0] else 0) for index, start in starts.items()], trial.start
+        )
+        sequences = []
+        for index, start in starts.items():
+            end = start + len(trial.prompt.chunks[index])
+            request = SparseRequest(torch.arange(start, end), trial.apart.slots[:end], end)
+            sequences.append(PassSequence(torch.tensor(ids[start:end]), request, own=False))
+            self._copy(trial.apart.slots, range(start, end), self._slots, range(*trial.spans[index]))
+        run_pass(self._means.runner, sequences, observer=observer)
+        for number, index in enumerate(starts):
+            self._outward[index] = torch.stack(observer.masses[number]).cpu()
+
+    def _copy(self, source: Tensor, old: range, target: Tensor, new: range) -> None:
+        device = source.device
+        copy_moved(
+            self._means.runner.token_to_kv_pool,
+            self._means.table,
+            source_slots=source[old.start : old.stop],
+            source_positions=torch.arange(old.start, old.stop, device=device),
+            target_slots=target[new.start : new.stop],
+            target_positions=torch.arange(new.start, new.stop, device=device),
+        )
+
+    def _restore(self) -> None:
+        region = range(self.trial.end)
+        self._copy(self._slots, region, self.trial.moved.slots, region)
+
+    def _chunks(self, heads: Sequence[Head]) -> list[MovedChunk]:
+        chunks = []
+        for index, (start, end) in enumerate(self.trial.spans):
+            scores = None
+            if heads:
+                outward = torch.stack([self._outward[index][head] for head in heads]).mean(0)
+                scores = ChunkScores((), (), 0.0, outward, outward=outward)
+            chunks.append(MovedChunk(ChunkId(str(index)), start, end - start, (), (), scores))
+        return chunks
+
+
+class _Outward(Observer):
+    """Per sequence and layer, [num_heads, n]: a chunk's attention to `[first, start)`, the chunks before it; to the head where
+    there are none (`first` is 0)."""
+
+    def __init__(self, chunks: Sequence[tuple[int, int]], head_len: int) -> None:
+        self._before = [range(first, start) if first else range(head_len) for start, first in chunks]
+        self.masses: list[list[Tensor]] = [[] for _ in chunks]
+
+    def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
+        before = self._before[sequence]
+        parts = [weights[:, :, before.start : before.stop].sum(-1) for _, _, weights in attention.weights()]
+        self.masses[sequence].append(torch.cat(parts, dim=1))
+
+
+def _positions(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[int]:
+    return [chunk.start + int(at) for chunk, chosen in zip(chunks, offsets, strict=True) for at in chosen]

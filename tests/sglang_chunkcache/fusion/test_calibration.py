@@ -1,0 +1,134 @@
+"""Calibration finds where a model keeps its evidence, wherever that is, and leaves the pools as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("transformers")
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from eval.world.canned import prompts
+from radix_ext import FusionRequest
+from sglang_chunkcache.bundled_model import model_dir
+from sglang_chunkcache.front.calibration import CANNED
+from sglang_chunkcache.front.prompt import PromptAssembler
+from sglang_chunkcache.fusion import calibration
+from sglang_chunkcache.fusion.calibration import Calibration
+from sglang_chunkcache.fusion.calibration_trial import Calibrator, Means, calibrate
+from sglang_chunkcache.fusion.pricing import Pricing
+from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.wire.state import CalibrationPrompt
+from tests import models
+
+NUM_ADDED = 4
+
+
+def stretched(folder: Path, before: int) -> Path:
+    """The bundled model with layers in front of `before` (from 0) that do nothing: what they add to the stream is zero."""
+    weights = load_file(model_dir() / "model.safetensors")
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        if not name.startswith("model.layers."):
+            made[name] = tensor
+            continue
+        number, rest = name.removeprefix("model.layers.").split(".", 1)
+        layer = int(number)
+        made[f"model.layers.{layer + (NUM_ADDED if layer >= before else 0)}.{rest}"] = tensor
+        if layer == 0:
+            is_last = rest.startswith(("self_attn.o_proj", "mlp.down_proj"))
+            for added in range(before, before + NUM_ADDED):
+                made[f"model.layers.{added}.{rest}"] = torch.zeros_like(tensor) if is_last else tensor.clone()
+    config = json.loads((model_dir() / "config.json").read_text())
+    config["num_hidden_layers"] += NUM_ADDED
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(made, folder / "model.safetensors")
+    return folder
+
+
+def trial_of(path: Path) -> tuple[Any, Means]:
+    runner = models.make_runner(path)
+    params = SimpleNamespace(
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator, req_to_token_pool=runner.req_to_token_pool
+    )
+    table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
+    return runner, Means(runner, table, params, None, 32, Pricing(runner))
+
+
+def canned(num_prompts: int) -> list[CalibrationPrompt]:
+    from transformers import AutoTokenizer
+
+    assembler = PromptAssembler(AutoTokenizer.from_pretrained(model_dir()), separator="\n\n")
+    found = []
+    for line in CANNED.read_text(encoding="utf-8").splitlines()[:num_prompts]:
+        example = json.loads(line)
+        pieces = assembler.turn([{"role": "user", "content": example["question"]}], num_agreed=0, has_chunks=True)
+        chunks = [list(assembler.chunk(text, "").token_ids) for text in example["chunks"]]
+        found.append(CalibrationPrompt([*pieces.lead, *pieces.intro], chunks, list(pieces.outro)))
+    return found
+
+
+def test_canned_prompts_are_those_that_are_made() -> None:
+    assert [json.loads(line) for line in CANNED.read_text(encoding="utf-8").splitlines()] == list(prompts())
+
+
+@pytest.mark.parametrize(("before", "depth", "layer", "head"), [(0, 7, 7, 6), (1, 7, 7, 6), (3, 3, 3, 2)])
+def test_calibration_follows_the_model(tmp_path: Path, before: int, depth: int, layer: int, head: int) -> None:
+    """The third layer's KV deviates where a token was resolved by another chunk, in the second's attention. With layers that do
+    nothing in front of these, it is the seventh; with such layers behind, still the third."""
+    runner, means = trial_of(stretched(tmp_path, before))
+    found = calibrate(means, canned(2), ratio=0.15)
+    assert (found.depth, found.layer) == (depth, layer)
+    assert found.heads[0][0] + 1 == head
+    assert found.figures["gain_by_depth"][depth] > 0.9
+    assert found.figures["gain_by_depth"][2] < 0.1
+    assert found.figures["gain_of_critical"] > 0.9
+    models.assert_given_back(runner)
+
+
+def test_nothing_to_restore_leaves_the_papers_layers() -> None:
+    """Chunks of one token each, the same in any place: what moved KV answers is what computed KV does."""
+    runner, means = trial_of(model_dir())
+    prompt = canned(1)[0]
+    alone = CalibrationPrompt(prompt.head, [prompt.chunks[0]], prompt.question)
+    found = calibrate(means, [alone], ratio=0.15)
+    assert (found.depth, found.layer, found.heads) == (2, 0, ())
+    assert found.figures["kl_moved"] < 1e-4
+    with pytest.raises(ValueError, match="needs prompts"):
+        calibrate(means, [], ratio=0.15)
+    with pytest.raises(ValueError, match=r"9 prompts of up to \d+ tokens need \d+ KV slots, 2048 are free"):
+        calibrate(means, [prompt] * 9, ratio=0.15)
+    models.assert_given_back(runner)
+
+
+def test_calibration_is_kept_for_a_model_and_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be read is no calibration, and neither is that of other weights."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = Calibration(3, 4, ((1, 3), (0, 2)), {"gain": 0.5})
+    monkeypatch.setattr("sglang_chunkcache.fusion.calibration_trial.calibrate", lambda *_: found)
+    config = SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4})
+    means: Any = SimpleNamespace(runner=SimpleNamespace(model_config=SimpleNamespace(hf_config=config)))
+    keeping, forgetting = (Calibrator(means, 0.15, keeps=keeps) for keeps in (True, False))
+    assert forgetting.measure([], 7) == found
+    assert list(tmp_path.iterdir()) == []
+    assert keeping.measure([], 7) == found
+    assert (keeping.kept(7), keeping.kept(8), forgetting.kept(7)) == (found, Calibration(), Calibration())
+    [path] = tmp_path.rglob("*.json")
+    path.write_text("{}")
+    assert keeping.kept(7) == Calibration()
+    assert calibration.load(tmp_path / "none") is None
+
+
+def test_requests_that_leave_layers_open_get_the_calibrated_ones() -> None:
+    found = Calibration(5, 6)
+    asked = FusionRequest("critical", 0.1, depth=None, layer=None)
+    assert (found.resolve(asked).depth, found.resolve(asked).layer) == (5, 6)
+    fixed = FusionRequest("critical", 0.1, depth=3, layer=0)
+    assert found.resolve(fixed) == fixed
