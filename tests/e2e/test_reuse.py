@@ -251,7 +251,7 @@ def test_what_moving_takes_is_estimated_and_compared(fused_server: Server, world
         assert told["estimated_ms"]["planned"] > 0
     is_moved = reply["reuse"]["estimated_ms"]["planned"] <= 0.95 * reply["reuse"]["estimated_ms"]["computed"]
     assert (reply["reuse"]["selected_by"] == "first") == is_moved
-    assert ("not_worth_it" in reply["fallbacks"]) != is_moved
+    assert is_moved or "not_worth_it" in reply["fallbacks"]  # also where a chunk of several is computed
     assert reply["reuse"]["ms"]["extend"] > 0
     costs = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["costs"]
     assert costs["extend"]["observed"] > 1
