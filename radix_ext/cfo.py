@@ -72,6 +72,11 @@ class Attention(ABC):
         """How much of it there is."""
         return Scored.ALL
 
+    @property
+    def looks_outward(self) -> bool:
+        """Whether it says which tokens looked beyond the chunk, in the calibrated heads."""
+        return False
+
 
 def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0) -> float:
     """beta (eq. 6): the share of the chunk's attention to its old prefix that falls on chunks of this prompt.

@@ -437,8 +437,9 @@ def num_compared(piece: Piece, fusion: FusionRequest) -> int:
     """Tokens of a moved chunk that are compared with computed KV, estimated."""
     if not (fusion.is_choice and fusion.compares_kv):
         return 0
-    is_scored = piece.source is not None and piece.source.scores is not None
-    share = min(1.0, sum(proposed_share(fusion))) if fusion.selector == "critical" and is_scored else 1.0
+    scores = piece.source.scores if piece.source else None
+    is_proposed = fusion.selector == "critical" and scores is not None and scores.looks_outward
+    share = min(1.0, sum(proposed_share(fusion))) if is_proposed else 1.0
     return math.ceil(share * (piece.end - piece.start))
 
 

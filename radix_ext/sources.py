@@ -92,6 +92,12 @@ class ChunkCopies:
                 del self._nodes[identity]
                 self.watch(identity, False)
 
+    def forget_scores(self) -> None:
+        """As `VariantIndex.forget_scores`."""
+        for nodes in self._nodes.values():
+            for node in chain.from_iterable(nodes.values()):
+                self.facts_of(node).scores = None
+
     def clear(self) -> None:
         """Forget all, as the tree does."""
         nodes, self._nodes, self._num = self._nodes, {}, 0

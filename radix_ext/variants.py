@@ -246,6 +246,14 @@ class VariantIndex:
                 self._drop(variant)
         self._sort()
 
+    def forget_scores(self) -> None:
+        """Another calibration makes them stale: every variant counts as not scored."""
+        for serial, (identity, variant, nbytes) in self._held.items():
+            self._count(variant, nbytes, -1)
+            variant.scores = None
+            self._held[serial] = identity, variant, variant.nbytes
+            self._count(variant, variant.nbytes, 1)
+
     def stats(self) -> StoreStats:
         """Sizes and counts, O(1)."""
         return StoreStats(

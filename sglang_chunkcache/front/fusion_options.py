@@ -47,8 +47,8 @@ def fused_request(
     calibrated ones.
 
     Raises:
-        RequestError: a server that was started without `--reuse fused`, an alpha, depth or layer that the selector would not
-            read, or a wish to move where it pays on a server that moves always.
+        RequestError: a server that was started without `--reuse fused`, an alpha, depth, layer or focus that the selector does
+            not have, or a wish to move where it pays on a server that moves always.
     """
     check_fused(config, "reuse")
     if move == "pays" and config.move == "always":
@@ -62,6 +62,8 @@ def fused_request(
         raise RequestError(f"reuse.depth: selector {selector} compares no KV, only deviation and critical do")
     if layers is not None and selector not in ("query", "critical"):
         raise RequestError(f"reuse.layers: selector {selector} has no choice of them, only query and critical")
+    if selector == "critical" and focus == "refill":
+        raise RequestError("reuse.focus: selector critical compares few tokens of a chunk, refill would take others")
     if selector == "critical":
         depth, layers = depth or "calibrated", layers or "calibrated"
     return FusionRequest(

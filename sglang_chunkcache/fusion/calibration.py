@@ -34,10 +34,20 @@ class Calibration:
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What was measured; empty: nothing."""
 
+    @property
+    def is_found(self) -> bool:
+        """Whether it is worth remembering: not the papers' layers alone."""
+        return bool(self.heads) or (self.depth, self.layer) != (2, 0)
+
     def resolve(self, fusion: FusionRequest) -> FusionRequest:
-        """The request with the layers that it leaves to calibration."""
+        """The request with the layers that it leaves to calibration, which its recipe then names: another calibration makes other
+        fused KV. So the front, which knows no calibration, does not aim its order at such chains."""
+        if fusion.selector != "critical" and fusion.depth is not None and fusion.layer is not None:
+            return fusion
         depth = self.depth if fusion.depth is None else fusion.depth
-        return replace(fusion, depth=depth, layer=self.layer if fusion.layer is None else fusion.layer)
+        layer = self.layer if fusion.layer is None else fusion.layer
+        heads = "+".join(f"{at}.{head}" for at, head in self.heads) if fusion.selector == "critical" else ""
+        return replace(fusion, depth=depth, layer=layer, recipe=f"{fusion.recipe}/at={depth}.{layer}.{heads}")
 
     def as_dict(self) -> dict[str, Any]:
         """For stats and file; layers and heads counted from 1."""

@@ -15,7 +15,7 @@ look beyond their chunk most. Everything is read and written in slots of the tri
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
@@ -62,7 +62,9 @@ MIN_RECALL = 0.05
 MAX_SECONDS = 60
 """Fewer prompts are tried, one at least, where all of them would take longer."""
 MIN_KL, MIN_GAIN = 1e-4, 0.1
-"""Below, there is nothing to restore, or nothing that restores it: the papers' layers stay."""
+"""Below, there is nothing to restore, or no depth, or no layer that restores it: the paper's stays."""
+MIN_KEPT = 0.9
+"""Share of what comparing all tokens gains that comparing the proposed ones must; else all are compared."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +88,30 @@ class Calibrator:
     def __init__(self, means: Means, ratio: float, *, keeps: bool) -> None:
         self._means, self._ratio, self._keeps = means, ratio, keeps
 
-    @staticmethod
-    def num_slots(prompts: Sequence[CalibrationPrompt]) -> int:
-        """KV slots that measuring takes."""
-        longest = max((prompt.num_tokens for prompt in prompts), default=0) + MAX_ANSWER
-        return NUM_ROWS * longest + NUM_PLACES * sum(prompt.num_tokens for prompt in prompts)
+    def num_slots(self, prompts: Sequence[CalibrationPrompt], room: int) -> int:
+        """KV slots that measuring takes.
+
+        Raises:
+            ValueError: no prompt, one longer than the context, or more than `room` slots; with the figures.
+        """
+        if not prompts:
+            raise ValueError("calibration needs prompts")
+        longest = max(prompt.num_tokens for prompt in prompts) + MAX_ANSWER
+        needed = NUM_ROWS * longest + NUM_PLACES * sum(prompt.num_tokens for prompt in prompts)
+        if longest > self._means.runner.model_config.context_len or needed > room:
+            raise ValueError(
+                f"{len(prompts)} prompts of up to {longest} tokens need {needed} KV slots, {room} can be had"
+            )
+        return needed
 
     def kept(self, weights: int) -> Calibration:
         """What was found with these weights (their fingerprint); the papers' layers if nothing was."""
         return (load(self._file(weights)) if self._keeps else None) or Calibration()
 
     def measure(self, prompts: Sequence[CalibrationPrompt], weights: int) -> Calibration:
-        """See `calibrate`. Keeps it, too."""
+        """See `calibrate`. What was found is kept, too."""
         found = calibrate(self._means, prompts, self._ratio)
-        if self._keeps:
+        if self._keeps and found.is_found:
             save(self._file(weights), found)
         return found
 
@@ -111,16 +123,14 @@ def calibrate(means: Means, prompts: Sequence[CalibrationPrompt], ratio: float) 
     """Layers and heads of the loaded model.
 
     Raises:
-        ValueError: no prompt, or one that is too long for the context or the pool, with the figures.
+        RuntimeError: the pools have too few free slots or rows.
     """
-    if not prompts:
-        raise ValueError("calibration needs prompts")
     started = time.perf_counter()
     lens = [prompt.num_tokens for prompt in prompts]
-    longest, needed = max(lens) + MAX_ANSWER, Calibrator.num_slots(prompts)
-    room = means.params.token_to_kv_pool_allocator.available_size()
-    if longest > means.runner.model_config.context_len or needed > room:
-        raise ValueError(f"{len(prompts)} prompts of up to {longest} tokens need {needed} KV slots, {room} are free")
+    longest = max(lens) + MAX_ANSWER
+    is_cuda = torch.device(means.runner.device).type == "cuda"
+    if is_cuda:  # the attention backend's buffers may serve a batch that still runs
+        torch.cuda.synchronize()
     with (
         torch.no_grad(),
         rows_of(means.params, [longest] * NUM_ROWS) as rows,
@@ -134,6 +144,8 @@ def calibrate(means: Means, prompts: Sequence[CalibrationPrompt], ratio: float) 
             for place in _Trial(means, prompt, rows).places(part)
         ]
         found = _Search(means, places, ratio).run()
+        if is_cuda:
+            torch.cuda.synchronize()
     figures = {**found.figures, "ratio": ratio, "seconds": round(time.perf_counter() - started, 2)}
     return Calibration(found.depth, found.layer, found.heads, figures)
 
@@ -146,7 +158,7 @@ class _Search:
         self._num_layers = means.runner.token_to_kv_pool.layer_num
         started = time.perf_counter()
         places[0].kl([])
-        num_choices = 2 * min(self._num_layers, MAX_TRIED + 2)
+        num_choices = 2 * min(self._num_layers, 2 * MAX_TRIED)
         expected = (
             3 * num_choices * (time.perf_counter() - started)
         )  # of a place: evidence, the pass, question and answer
@@ -159,9 +171,9 @@ class _Search:
             return Calibration(figures={"places": len(self._places), "kl_moved": kl})
         depths = self._try(range(2, self._num_layers + 1), lambda place, depth: place.deviation(depth), self._deviating)
         layers = self._try(range(1, self._num_layers + 1), lambda place, layer: place.question(layer), self._asking)
-        layer = max(layers, key=lambda at: layers[at][1])
-        depth = max(depths, key=lambda at: depths[at][1], default=1)
+        depth, layer = _best(depths, otherwise=2), _best(layers, otherwise=0)
         heads, recall = self._heads(depth)
+        whole = self._gain(lambda place: place.critical(depth, layer, (), self._ratio))
         gain = self._gain(lambda place: place.critical(depth, layer, heads, self._ratio))
         figures = {
             "places": len(self._places),
@@ -170,9 +182,9 @@ class _Search:
             "gain_by_layer": {at: round(gain, 4) for at, (gain, _) in sorted(layers.items())},
             "recall_of_heads": round(recall, 4),
             "gain_of_critical": round(gain, 4),
+            "gain_of_critical_on_all": round(whole, 4),
         }
-        is_found = max((gain for gain, _ in (*depths.values(), *layers.values())), default=0.0) >= MIN_GAIN
-        return Calibration(depth, layer, heads, figures) if is_found else Calibration(figures=figures)
+        return Calibration(depth, layer, heads if gain >= MIN_KEPT * whole else (), figures)
 
     def _try(
         self,
@@ -189,7 +201,7 @@ class _Search:
                 tried[at] = gain, gain / seconds_of(at)
 
         step = ceil(len(choices) / MAX_TRIED) or 1
-        for at in choices[step - 1 :: step]:
+        for at in choices[::step]:
             attempt(at)
         while step > 1:
             step = ceil(step / 2)
@@ -305,8 +317,9 @@ class _Place:
             self._compute(group)
 
     def question(self, layer: int) -> Tensor:
-        """[end] from the question's last tokens, at that layer."""
-        trial = self.trial
+        """[end] from the question's last tokens, at that layer; 0: the last."""
+        trial, num_layers = self.trial, self._means.runner.token_to_kv_pool.layer_num
+        layer = layer or num_layers
         self._restore()
         start = trial.num_tokens - min(self._means.window, trial.num_tokens - trial.end)
         probe = QuestionProbe(
@@ -378,7 +391,7 @@ class _Place:
             ids += trial.prompt.chunks[index]
         trial.prefill(trial.apart, ids)
         observer = _Outward(
-            [(start, trial.start if index != group[0] else 0) for index, start in starts.items()], trial.start
+            [(start, None if index == group[0] else trial.start) for index, start in starts.items()], trial.start
         )
         sequences = []
         for index, start in starts.items():
@@ -418,10 +431,10 @@ class _Place:
 
 class _Outward(Observer):
     """Per sequence and layer, [num_heads, n]: a chunk's attention to `[first, start)`, the chunks before it; to the head where
-    there are none (`first` is 0)."""
+    there are none (`first` is None)."""
 
-    def __init__(self, chunks: Sequence[tuple[int, int]], head_len: int) -> None:
-        self._before = [range(first, start) if first else range(head_len) for start, first in chunks]
+    def __init__(self, chunks: Sequence[tuple[int, int | None]], head_len: int) -> None:
+        self._before = [range(head_len) if first is None else range(first, start) for start, first in chunks]
         self.masses: list[list[Tensor]] = [[] for _ in chunks]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
@@ -432,3 +445,10 @@ class _Outward(Observer):
 
 def _positions(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[int]:
     return [chunk.start + int(at) for chunk, chosen in zip(chunks, offsets, strict=True) for at in chosen]
+
+
+def _best(tried: Mapping[int, tuple[float, float]], *, otherwise: int) -> int:
+    """What gains most per second, of what gains enough."""
+    return max(
+        (at for at, (gain, _) in tried.items() if gain >= MIN_GAIN), key=lambda at: tried[at][1], default=otherwise
+    )

@@ -228,7 +228,7 @@ class FusionPass:
         for move, need in zip(moves, needs, strict=True):
             if move.fusion.focus != "off" and move.fusion.is_choice:
                 need.add(Need.QUESTION)
-        chunks_of = [[self._chunk_of(piece) for piece in move.moved] for move in moves]
+        chunks_of = [[_chunk_of(piece) for piece in move.moved] for move in moves]
         evidence = self._measure(moves, needs, chunks_of)
         critical = []
         for move, chooser, seen, chunks in zip(moves, choosers, evidence, chunks_of, strict=True):
@@ -249,23 +249,6 @@ class FusionPass:
                     positions += range(piece.start, piece.end)
             critical.append(sorted(positions))
         return critical
-
-    def _chunk_of(self, piece: Piece) -> MovedChunk:
-        source = piece.source
-        assert isinstance(source, DeviceCopy | HostCopy)
-        assert piece.chunk is not None
-        scores = source.scores
-        if scores is not None and scores.heads != self.calibration.heads:
-            scores = replace(scores, outward=None)  # of another calibration
-        return MovedChunk(
-            chunk=piece.chunk,
-            start=piece.start,
-            num_tokens=piece.end - piece.start,
-            prefix_old=source.prefix,
-            prefix_new=piece.prefix,
-            scores=scores,
-            other_head=piece.other_head,
-        )
 
     def _measure(
         self, moves: Sequence[Move], needs: Sequence[set[Need]], chunks_of: Sequence[Sequence[MovedChunk]]
@@ -412,6 +395,21 @@ def _filled(move: Move) -> Tensor:
         if piece.source is None:
             filled[piece.start : piece.end] = False
     return filled
+
+
+def _chunk_of(piece: Piece) -> MovedChunk:
+    source = piece.source
+    assert isinstance(source, DeviceCopy | HostCopy)
+    assert piece.chunk is not None
+    return MovedChunk(
+        chunk=piece.chunk,
+        start=piece.start,
+        num_tokens=piece.end - piece.start,
+        prefix_old=source.prefix,
+        prefix_new=piece.prefix,
+        scores=source.scores,
+        other_head=piece.other_head,
+    )
 
 
 def _spans(move: Move) -> tuple[tuple[int, int], ...]:

@@ -194,7 +194,6 @@ def scores_of(chunk: ScoreProbe, sums: Tensor) -> ChunkScores:
         context=on_prefix.sum(1),
         received=sums[:, -2].clone() if chunk.received else None,
         outward=sums[:, -1].clone() if chunk.heads else None,
-        heads=chunk.heads,
         head=float(sums[:, 0].sum()),
         head_len=chunk.start - sum(end - start for start, end in chunk.prefix),
     )

@@ -313,18 +313,25 @@ class Fuser:
         )
 
     def calibrate(self, prompts: Sequence[CalibrationPrompt]) -> None:
-        """Measure where this model keeps its evidence, and select by that from now on.
+        """Measure where this model keeps its evidence, and select by that from now on. What was scored is scored anew when it is
+        stored again, since heads may be others.
 
         Raises:
-            ValueError: as `calibration_trial.calibrate`.
-            RuntimeError: no room in the pools.
+            ValueError: as `Calibrator.num_slots`, or weights that are not those of the cache.
+            RuntimeError: too few request rows.
         """
         if self.calibrator is None:
             raise ValueError("nothing to calibrate with")
-        missing = self.calibrator.num_slots(prompts) - self.cache.token_to_kv_pool_allocator.available_size()
-        if missing > 0:
-            self.cache.evict(EvictParams(num_tokens=missing))
+        if self._fingerprint() != self._weights:
+            raise ValueError("the weights have changed since the cache was emptied: flush it first")
+        free = self.cache.token_to_kv_pool_allocator.available_size()
+        needed = self.calibrator.num_slots(prompts, free + self.cache.evictable_size())
+        if needed > free:
+            self.cache.evict(EvictParams(num_tokens=needed - free))
         self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
+        self.captures.clear()
+        self.store.forget_scores()
+        self.cache.copies.forget_scores()
 
     def reset(self) -> None:
         """The tree is gone: so are pending promises, waiting captures and the store, but for what was preprocessed with these
@@ -335,6 +342,10 @@ class Fuser:
         self.store.clear(keep_preprocessed=self._weights == before)
         if self._weights != before and self.calibrator is not None:
             self.fusion_pass.calibration = self.calibrator.kept(self._weights)
+            if not self.fusion_pass.calibration.figures:
+                logger.warning(
+                    "chunk cache: no calibration is known for these weights, selection reads the papers' layers"
+                )
 
     def clear_store(self) -> Cleared:
         """Empty the store, preprocessed chunks and those that wait for it included."""

@@ -26,10 +26,8 @@ class ChunkScores(Attention):
     received: Tensor | None = None
     """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk. None: not measured."""
     outward: Tensor | None = None
-    """[num_tokens] float32, CPU: mass of each token, in `heads`, on the chunks of the prefix; on the text before them where there
-    is none. None: there were no heads."""
-    heads: tuple[tuple[int, int], ...] = ()
-    """(layer, head of it) from 0, as they were calibrated then."""
+    """[num_tokens] float32, CPU: mass of each token, in the calibrated heads, on the chunks of the prefix; on the text before
+    them where there is none. None: no heads were calibrated."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +46,10 @@ class ChunkScores(Attention):
     @property
     def scored(self) -> Scored:
         return Scored.MASSES if self.received is None else Scored.ALL
+
+    @property
+    def looks_outward(self) -> bool:
+        return self.outward is not None
 
     def _tensors(self) -> list[Tensor]:
         return [each for each in (self.context, self.received, self.outward) if each is not None]

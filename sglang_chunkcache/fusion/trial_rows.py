@@ -1,4 +1,4 @@
-"""Request rows and KV slots for what the server tries on itself at the start: the gate, the costs, the calibration."""
+"""Request rows and KV slots for what the server tries on itself: the gate, the costs, the calibration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slots_of(params: Any, num_slots: int) -> Iterator[Tensor]:
     allocator = params.token_to_kv_pool_allocator
     slots = allocator.alloc(num_slots)
     if slots is None:
-        raise RuntimeError(f"--reuse fused tries itself at the start and needs {num_slots} KV slots for that")
+        raise RuntimeError(f"--reuse fused tries the model and needs {num_slots} KV slots for that")
     try:
         yield slots
     finally:
@@ -43,7 +43,7 @@ def rows_of(params: Any, lens: Sequence[int]) -> Iterator[list[Row]]:
     with slots_of(params, sum(lens)) as slots:
         indices = pool.alloc_rows(len(lens))
         if indices is None:
-            raise RuntimeError(f"--reuse fused tries itself at the start and needs {len(lens)} request rows for that")
+            raise RuntimeError(f"--reuse fused tries the model and needs {len(lens)} request rows for that")
         try:
             rows = [Row(i, part) for i, part in zip(indices, torch.split(slots, list(lens)), strict=True)]
             for row in rows:

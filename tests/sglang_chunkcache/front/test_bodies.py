@@ -47,9 +47,10 @@ def test_fused_reuse_with_defaults(reuse: Any) -> None:
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_every_selector_is_accepted(selector: str) -> None:
     """By the names in config.py."""
-    wish = {"mode": "fused", "selector": selector, "ratio": 1, "focus": "refill", "without": ["beta", "cci"]}
+    focus: Any = "spare" if selector == "critical" else "refill"
+    wish = {"mode": "fused", "selector": selector, "ratio": 1, "focus": focus, "without": ["beta", "cci"]}
     alpha = {"alpha": 3} if selector == "context" else {}
-    expected = FusionRequest(selector, 1.0, "", alpha.get("alpha"), "refill", frozenset({"beta", "cci"}))
+    expected = FusionRequest(selector, 1.0, "", alpha.get("alpha"), focus, frozenset({"beta", "cci"}))
     if selector == "critical":
         expected = replace(expected, depth=None, layer=None)
     assert parse(RagFields, {"reuse": wish | alpha}).fusion_request(FUSED) == expected
@@ -82,6 +83,7 @@ def test_layers_are_numbers_or_names(wish: dict[str, Any], depth: int | None, la
         ({"selector": "critical", "depth": "last"}, "depth"),
         ({"selector": "critical", "layers": True}, "layers"),
         ({"selector": "critical", "layers": 1001}, "layers"),
+        ({"selector": "critical", "focus": "refill"}, "focus"),
     ],
 )
 def test_layers_that_nothing_reads_are_refused(wish: dict[str, Any], field: str) -> None:

@@ -33,7 +33,7 @@ def test_what_is_given_wins() -> None:
 def test_focus_is_cache_crafts(selector: str) -> None:
     """It comes with `context` alone, unless asked for."""
     assert fused_request(FUSED, selector=selector).focus == ("spare" if selector == "context" else "off")
-    assert fused_request(FUSED, selector=selector, focus="refill").focus == "refill"
+    assert fused_request(FUSED, selector=selector, focus="spare").focus == "spare"
 
 
 @pytest.mark.parametrize("selector", SELECTORS)

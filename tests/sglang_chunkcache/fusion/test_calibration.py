@@ -94,17 +94,34 @@ def test_calibration_follows_the_model(tmp_path: Path, before: int, depth: int, 
 
 
 def test_nothing_to_restore_leaves_the_papers_layers() -> None:
-    """Chunks of one token each, the same in any place: what moved KV answers is what computed KV does."""
+    """One chunk, the same in any place: what moved KV answers is what computed KV does. That is not worth a file."""
     runner, means = trial_of(model_dir())
     prompt = canned(1)[0]
     alone = CalibrationPrompt(prompt.head, [prompt.chunks[0]], prompt.question)
     found = calibrate(means, [alone], ratio=0.15)
     assert (found.depth, found.layer, found.heads) == (2, 0, ())
     assert found.figures["kl_moved"] < 1e-4
+    assert not found.is_found
+    models.assert_given_back(runner)
+
+
+def test_prompts_that_cannot_be_measured_on_are_refused_with_the_figures() -> None:
+    """Beforehand: nothing need be evicted for them. As many slots are named as measuring takes."""
+    runner, means = trial_of(model_dir())
+    calibrator, prompt = Calibrator(means, 0.15, keeps=False), canned(1)[0]
+    needed = calibrator.num_slots([prompt], 2048)
+    assert calibrator.num_slots([prompt], needed) == needed
+    with pytest.raises(
+        ValueError, match=rf"1 prompts of up to \d+ tokens need {needed} KV slots, {needed - 1} can be had"
+    ):
+        calibrator.num_slots([prompt], needed - 1)
     with pytest.raises(ValueError, match="needs prompts"):
-        calibrate(means, [], ratio=0.15)
-    with pytest.raises(ValueError, match=r"9 prompts of up to \d+ tokens need \d+ KV slots, 2048 are free"):
-        calibrate(means, [prompt] * 9, ratio=0.15)
+        calibrator.num_slots([], 2048)
+    with pytest.raises(ValueError, match="prompts of up to"):
+        calibrator.num_slots([CalibrationPrompt([1] * 2048, [], [])], 1 << 20)
+    taken = runner.token_to_kv_pool_allocator.alloc(2048 - needed)
+    calibrator.measure([prompt], 0)
+    runner.token_to_kv_pool_allocator.free(taken)
     models.assert_given_back(runner)
 
 
@@ -119,6 +136,10 @@ def test_calibration_is_kept_for_a_model_and_its_weights(tmp_path: Path, monkeyp
     assert forgetting.measure([], 7) == found
     assert list(tmp_path.iterdir()) == []
     assert keeping.measure([], 7) == found
+    monkeypatch.setattr(
+        "sglang_chunkcache.fusion.calibration_trial.calibrate", lambda *_: Calibration(figures={"kl": 0})
+    )
+    assert not keeping.measure([], 7).is_found
     assert (keeping.kept(7), keeping.kept(8), forgetting.kept(7)) == (found, Calibration(), Calibration())
     [path] = tmp_path.rglob("*.json")
     path.write_text("{}")
@@ -127,8 +148,13 @@ def test_calibration_is_kept_for_a_model_and_its_weights(tmp_path: Path, monkeyp
 
 
 def test_requests_that_leave_layers_open_get_the_calibrated_ones() -> None:
-    found = Calibration(5, 6)
-    asked = FusionRequest("critical", 0.1, depth=None, layer=None)
+    found, other = Calibration(5, 6, ((1, 3),)), Calibration(5, 6, ((1, 3), (0, 2)))
+    asked = FusionRequest("critical", 0.1, "r", depth=None, layer=None)
     assert (found.resolve(asked).depth, found.resolve(asked).layer) == (5, 6)
-    fixed = FusionRequest("critical", 0.1, depth=3, layer=0)
-    assert found.resolve(fixed) == fixed
+    fixed = FusionRequest("critical", 0.1, "r", depth=3, layer=0)
+    assert (found.resolve(fixed).depth, found.resolve(fixed).layer) == (3, 0)
+    papers = FusionRequest("deviation", 0.1, "r")
+    assert found.resolve(papers) == papers
+    deviation = FusionRequest("deviation", 0.1, "r", depth=None)
+    recipes = {one.resolve(each).recipe for one in (found, other) for each in (asked, fixed, deviation)}
+    assert len(recipes) == 5  # heads are nothing to `deviation`

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("sglang")
 
-from radix_ext import chunk_id
+from radix_ext import FusionRequest, chunk_id
 from radix_ext.cfo import Scored
 from sglang_chunkcache.fusion import capture
+from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Captured
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts
 from sglang_chunkcache.wire.spans import unpack
-from sglang_chunkcache.wire.state import ExplainRequest
+from sglang_chunkcache.wire.state import CalibrationPrompt, ExplainRequest
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import SECRET, FakeReq, marked
 from tests.sglang_chunkcache.fusion.test_promise import (
@@ -498,3 +499,55 @@ def test_capture_evicted_and_computed_again_waits_again() -> None:
     scheduler.idle()
     assert len(variants(scheduler, A)) == 1
     scheduler.check()
+
+
+# Calibration
+
+
+class FakeCalibrator:
+    """Needs as many slots as the first prompt has head tokens."""
+
+    def __init__(self) -> None:
+        self.found = Calibration(3, 2, ((1, 0),), {"places": 1})
+
+    def num_slots(self, prompts: Any, room: int) -> int:
+        if (needed := len(prompts[0].head)) > room:
+            raise ValueError(f"{needed} KV slots")
+        return needed
+
+    def measure(self, prompts: Any, weights: int) -> Calibration:
+        return self.found
+
+
+def test_calibration_makes_scores_and_fused_kv_of_before_stale() -> None:
+    """What the store holds counts as not scored, what waits is dropped, and a recipe names what it was made by. It evicts no more
+    than it needs, and nothing where it is refused."""
+    scheduler = make_scheduler(scoring="on")
+    fuser, calibrator = scheduler.fuser, cast("Any", FakeCalibrator())
+    fuser.calibrator = calibrator
+    scheduler.serve(rag(A, B, keep=[0, 1]), answer=[50])
+    scheduler.idle()
+    assert [variant.scores is not None for _, variant, _ in scheduler.store._held.values()] == [True, True]
+    free, held = scheduler.allocator.available_size(), scheduler.cache.evictable_size()
+    with pytest.raises(ValueError, match="KV slots"):
+        fuser.calibrate([CalibrationPrompt([0] * (free + held + 1), [], [])])
+    assert scheduler.cache.evictable_size() == held
+    recipe = fuser.fusion_pass.calibration.resolve(FusionRequest("critical", 0.5, "r", depth=None)).recipe
+    fuser.calibrate([CalibrationPrompt([0] * (free + 1), [], [])])
+    assert free + held > scheduler.allocator.available_size() > free
+    assert [variant.scores for _, variant, _ in scheduler.store._held.values()] == [None, None]
+    assert facts(node_of(scheduler, HEAD, A)).scores is None
+    assert fuser.fusion_pass.calibration.resolve(FusionRequest("critical", 0.5, "r", depth=None)).recipe != recipe
+    assert fuser.stats()["calibration"]["depth"] == 3
+    scheduler.check()
+
+
+def test_weights_that_changed_unnoticed_are_not_calibrated_for() -> None:
+    """The cache is of other weights: what is found would be kept under their name."""
+    scheduler = make_scheduler()
+    fuser = scheduler.fuser
+    fuser.calibrator = cast("Any", FakeCalibrator())
+    fuser._fingerprint = lambda: -1
+    with pytest.raises(ValueError, match="flush it first"):
+        fuser.calibrate([CalibrationPrompt([0], [], [])])
+    assert fuser.fusion_pass.calibration == Calibration()
