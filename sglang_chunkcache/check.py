@@ -81,8 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--url", help="a running server, instead of loading a model")
     parser.add_argument("--api-key", metavar="KEY", help="the API key of the server")
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="questions, one JSON object a line")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--calibrate", type=Path, metavar="FILE", help="questions, one JSON object a line")
+    what.add_argument(
         "--calibrate-selection", nargs="?", const="", metavar="FILE", help="on such questions, or on made-up ones"
     )
     parser.add_argument("--f1", type=float, default=0.95, help="F1 to reach, as a share of full prefill's: %(default)s")

@@ -158,10 +158,8 @@ class _Search:
         self._num_layers = means.runner.token_to_kv_pool.layer_num
         started = time.perf_counter()
         places[0].kl([])
-        num_choices = 2 * min(self._num_layers, 2 * MAX_TRIED)
-        expected = (
-            3 * num_choices * (time.perf_counter() - started)
-        )  # of a place: evidence, the pass, question and answer
+        # Of one place: two lists of choices, and for each choice evidence, a pass, question and answer.
+        expected = 2 * min(self._num_layers, 2 * MAX_TRIED) * 3 * (time.perf_counter() - started)
         self._places = places[: max(NUM_PLACES, int(MAX_SECONDS / expected))]
         self._kl_moved = fmean(place.kl([]) for place in self._places)
 
