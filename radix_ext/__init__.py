@@ -44,8 +44,8 @@ from radix_ext.eviction import (
     EvictionQueue,
     reused_priority,
 )
+from radix_ext.fusion_request import FusionRequest
 from radix_ext.invest import Growth
-from radix_ext.moved_plan import FusionRequest
 from radix_ext.order import (
     ORDER_POLICIES,
     TAIL_POLICIES,

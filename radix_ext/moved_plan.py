@@ -15,91 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import add
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from radix_ext.cfo import Attention, best_variant, cfo, fix_overhead
 from radix_ext.chunk import ChunkId, Span
 from radix_ext.costs import NOMINAL, Costs, Phase, Work, extend_work, seconds, through
-
-Focus = Literal["off", "spare", "refill"]
-
-
-@dataclass(frozen=True, slots=True)
-class FusionRequest:
-    """What a request that opted into moved KV asks for, defaults filled in. Crosses the process border as it is.
-
-    Raises:
-        ValueError: a ratio outside 0 to 1.
-    """
-
-    selector: str
-    """What chooses the tokens to recompute."""
-    ratio: float
-    """Share of the moved tokens to recompute."""
-    recipe: str = ""
-    """Names how the fused KV is made. Requests share fused nodes where it agrees."""
-    alpha: float | None = None
-    """Cache-Craft's scale of eq. 12. None: solved for so that the mean CFO is `ratio`."""
-    focus: Focus = "off"
-    """What becomes of the tokens chosen in chunks that the question does not attend to (Cache-Craft, algorithm 1): "spare" leaves
-    them as moved, "refill" recomputes as many in the other chunks instead."""
-    without: frozenset[str] = frozenset()
-    """Parts of `context` to leave out, for ablations: "beta", "cci"."""
-    fresh: frozenset[int] = frozenset()
-    """Indices of spans that are computed even where a source exists."""
-    always: bool = False
-    """Whether what can be moved is moved, also where computing it is faster. No part of the recipe."""
-    plain: bool = False
-    """Whether only KV that was computed alone counts as a source: the neighbours of a chunk to preprocess (FusionRAG eq. 10)."""
-    depth: int | None = 2
-    """The layer, counted from 1, whose KV `deviation` and `critical` compare; beyond the model's layers the last. None: the
-    calibrated one."""
-    layer: int | None = 0
-    """The layer, counted from 1, whose attention `query` and `critical` read; 0: the last. None: the calibrated one."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio must be from 0 to 1 but got {self.ratio}")
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether its selector takes tokens at all."""
-        return self.selector not in ("none", "set")
-
-    @property
-    def is_choice(self) -> bool:
-        """Whether there is something to choose: neither nothing nor everything is asked for."""
-        return self.alpha is not None or 0 < self.ratio < 1
-
-    @property
-    def asks_the_question(self) -> bool:
-        """Whether the choice depends on the question: then only requests with the same question share fused KV."""
-        return self.selector in ("query", "prophet", "critical") or self.focus != "off"
-
-    @property
-    def compares_kv(self) -> bool:
-        """Whether the choice depends on how far moved KV is from computed KV."""
-        return self.selector in ("deviation", "critical")
-
-    @property
-    def cheaper(self) -> FusionRequest | None:
-        """The same with a choice that needs no measuring: each chunk's first tokens. None: it needs none itself.
-
-        Its recipe is another one, so that what it makes is told apart.
-        """
-        if not self.is_choice or not (self.asks_the_question or self.compares_kv):
-            return None
-        selector = "context" if self.selector == "context" else "first"
-        return replace(self, selector=selector, focus="off", recipe=f"{self.recipe}/by={selector}")
-
-    @property
-    def may_compute(self) -> bool:
-        """Whether a chunk with a source may be computed: not where the purpose is to move it, or to move a whole chain."""
-        return not self.plain and self.selector != "set"
-
-
-QUESTION = "/question="
-"""In a recipe: what follows names the question, or the one prompt, that the fused KV was made for."""
+from radix_ext.fusion_request import FusionRequest, asked_layers, proposed_share, question_tokens
 
 
 class NotMoved(StrEnum):
@@ -406,31 +327,6 @@ class _Walk:
         share = _num_by_alpha(piece, fusion) / num_tokens if _goes_by_alpha(fusion) else fusion.ratio
         moved = self.price[_tier(piece.source)].seconds(_move_of(piece.source, piece))
         return moved + (share if fusion.recomputes else 0) * computed < computed
-
-
-def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) -> int:
-    """Tokens that the question pass runs for such a request: the last `window` of the `question_len` after its chunks.
-
-    0 where its choice does not depend on the question.
-    """
-    return min(question_len, window) if fusion.is_choice and fusion.asks_the_question else 0
-
-
-def asked_layers(fusion: FusionRequest, num_layers: int) -> int:
-    """Layers that the question runs through, of a model of `num_layers`: up to the last one that is read."""
-    if fusion.focus != "off" or fusion.selector == "prophet":
-        return num_layers
-    return min(fusion.layer or num_layers, num_layers)
-
-
-BY_CONTEXT, BY_QUESTION = 0.3, 0.1
-"""Shares of the moved tokens that `critical` compares: proposed by what they attend to, and by what the question attends to."""
-
-
-def proposed_share(fusion: FusionRequest) -> tuple[float, float]:
-    """`BY_CONTEXT` and `BY_QUESTION`, more where the ratio needs more to choose from."""
-    scale = max(1.0, 2 * fusion.ratio / BY_CONTEXT)
-    return min(1.0, scale * BY_CONTEXT), min(1.0, scale * BY_QUESTION)
 
 
 def num_compared(piece: Piece, fusion: FusionRequest) -> int:

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from radix_ext import FusionRequest
-from radix_ext.moved_plan import Focus
+from radix_ext.fusion_request import Focus
 from sglang_chunkcache.config import MAX_ALPHA, MAX_LAYERS, SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.front.fusion_options import fused_request
 

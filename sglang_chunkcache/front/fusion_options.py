@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from radix_ext import AccessTable, FusionRequest, Span
-from radix_ext.moved_plan import QUESTION, Focus
+from radix_ext.fusion_request import QUESTION, Focus
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 

@@ -37,7 +37,7 @@ class Calibration:
     @property
     def is_found(self) -> bool:
         """Whether it is worth remembering: not the papers' layers alone."""
-        return bool(self.heads) or (self.depth, self.layer) != (2, 0)
+        return bool(self.heads) or (self.depth, self.layer) != (Calibration.depth, Calibration.layer)
 
     def resolve(self, fusion: FusionRequest) -> FusionRequest:
         """The request with the layers that it leaves to calibration, which its recipe then names: another calibration makes other

@@ -29,7 +29,7 @@ from torch import Tensor
 from radix_ext import FusionRequest
 from radix_ext.chunk import ChunkId
 from radix_ext.costs import NOMINAL, Phase, extend_work, seconds, through
-from radix_ext.moved_plan import BY_CONTEXT
+from radix_ext.fusion_request import BY_CONTEXT
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention
 from sglang_chunkcache.fusion.calibration import Calibration, file_of, load, save
@@ -169,7 +169,7 @@ class _Search:
             return Calibration(figures={"places": len(self._places), "kl_moved": kl})
         depths = self._try(range(2, self._num_layers + 1), lambda place, depth: place.deviation(depth), self._deviating)
         layers = self._try(range(1, self._num_layers + 1), lambda place, layer: place.question(layer), self._asking)
-        depth, layer = _best(depths, otherwise=2), _best(layers, otherwise=0)
+        depth, layer = _best(depths, otherwise=Calibration.depth), _best(layers, otherwise=Calibration.layer)
         heads, recall = self._heads(depth)
         whole = self._gain(lambda place: place.critical(depth, layer, (), self._ratio))
         gain = self._gain(lambda place: place.critical(depth, layer, heads, self._ratio))

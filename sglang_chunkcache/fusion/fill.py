@@ -26,7 +26,8 @@ from torch import Tensor
 from radix_ext import FusionRequest
 from radix_ext.cfo import Scored
 from radix_ext.costs import Phase, Work, through
-from radix_ext.moved_plan import Piece, question_tokens
+from radix_ext.fusion_request import asked_layers, question_tokens
+from radix_ext.moved_plan import Piece
 from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
@@ -256,7 +257,10 @@ class FusionPass:
         """The question's evidence first: a selector may name by it what is compared."""
         asking = [i for i, need in enumerate(needs) if Need.QUESTION in need and moves[i].question_ids]
         asked = [self._question_probe(moves[i]) for i in asking]
-        with self.pricing.watch(Phase.QUESTION, _sum(map(self._question_work, asked))):
+        layers = self.pool.layer_num
+        shares = [asked_layers(moves[i].fusion, layers) / layers for i in asking]
+        work = _sum(through(share, len(p.token_ids), p.end) for share, p in zip(shares, asked, strict=True))
+        with self.pricing.watch(Phase.QUESTION, work):
             questions = question_evidence(self.runner, asked)
         evidence = [Evidence()] * len(moves)
         for i, (question, by_layer) in zip(asking, questions, strict=True):
@@ -271,11 +275,6 @@ class FusionPass:
         for i, deviation in zip(deviating, deviations, strict=True):
             evidence[i] = replace(evidence[i], deviation=deviation)
         return evidence
-
-    def _question_work(self, probe: QuestionProbe) -> Work:
-        num_layers = self.pool.layer_num
-        last = num_layers if probe.in_all_layers or probe.layers is None else probe.layers[-1] + 1
-        return through(last / num_layers, len(probe.token_ids), probe.end)
 
     def _deviation_work(self, probe: DeviationProbe) -> Work:
         num_gaps = len(probe.token_ids) - sum(end - start for start, end in probe.chunks)
@@ -305,7 +304,9 @@ class FusionPass:
         if not work:
             return
         sequences = [_sequence(move, positions) for move, positions in work]
-        with self.pricing.watch(Phase.RECOMPUTE, _work((len(positions), move.plan.end) for move, positions in work)):
+        with self.pricing.watch(
+            Phase.RECOMPUTE, _sum(through(1, len(positions), move.plan.end) for move, positions in work)
+        ):
             try:
                 run_pass(self.runner, sequences, sparse=self.sparse)
             except PlanError:
@@ -354,12 +355,6 @@ def _sum(works: Iterable[Work]) -> Work:
     """One call for all of them."""
     calls, tokens, pairs = map(sum, zip(Work(), *works, strict=True))
     return Work(calls > 0, tokens, pairs)
-
-
-def _work(passes: Iterable[tuple[int, int]]) -> Work:
-    """One pass of (tokens, keys) a request."""
-    sizes = list(passes)
-    return Work(bool(sizes), sum(n for n, _ in sizes), sum(n * keys for n, keys in sizes))
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

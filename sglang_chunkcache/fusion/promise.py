@@ -546,7 +546,8 @@ def _selector(req: Req, plan: ReusePlan | None) -> str | None:
     if spans is None or spans.fusion is None or fused is None:
         return None
     cheaper = spans.fusion.cheaper
-    return cheaper.selector if cheaper and fused.recipe == cheaper.recipe else spans.fusion.selector
+    by_cheaper = cheaper is not None and fused.recipe.endswith(cheaper.recipe.removeprefix(spans.fusion.recipe))
+    return cheaper.selector if cheaper and by_cheaper else spans.fusion.selector
 
 
 def _reasons(plan: ReusePlan) -> tuple[Fallback, ...]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radix_ext import ChunkId, Span
-from radix_ext.moved_plan import QUESTION
+from radix_ext.fusion_request import QUESTION
 
 _TAG = "chunkcache"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from radix_ext import FusionRequest
-from radix_ext.moved_plan import proposed_share
+from radix_ext.fusion_request import proposed_share
 from sglang_chunkcache.fusion.selectors import deviation
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical

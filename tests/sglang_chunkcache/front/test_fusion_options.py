@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from radix_ext import AccessTable, ChunkId, FusionRequest, Span
-from radix_ext.moved_plan import Focus
+from radix_ext.fusion_request import Focus
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.fusion_options import check_fused, fused_request, recipe_of, spans_to_keep

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from radix_ext import ChunkId, FusionRequest
 from radix_ext.cfo import Scored
-from radix_ext.moved_plan import Focus, Piece, ReusePlan, question_tokens
+from radix_ext.fusion_request import Focus, question_tokens
+from radix_ext.moved_plan import Piece, ReusePlan
 from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache import config

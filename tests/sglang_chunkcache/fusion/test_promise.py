@@ -14,7 +14,7 @@ pytest.importorskip("sglang")
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
 from radix_ext import FusionRequest, IntegrityError, chunk_id, fused_chunk
-from radix_ext.moved_plan import QUESTION as QUESTION_NAME
+from radix_ext.fusion_request import QUESTION as QUESTION_NAME
 from radix_ext.moved_plan import Limits, make_plan
 from sglang_chunkcache.fusion import promise
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey

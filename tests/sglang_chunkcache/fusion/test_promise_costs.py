@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from radix_ext.costs import Line, Phase
-from radix_ext.moved_plan import QUESTION as QUESTION_NAME
+from radix_ext.fusion_request import QUESTION as QUESTION_NAME
 from sglang_chunkcache.fusion.promise import TRIED_EVERY
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.fused_scheduler import FusedScheduler
@@ -62,15 +62,18 @@ def test_a_request_may_ask_for_moves_that_do_not_pay() -> None:
     assert report(req).estimated_ms == {}
 
 
-def test_question_that_costs_too_much_is_replaced_and_told_apart() -> None:
-    """What `first` has chosen has a name of its own, under which requests of the same recipe find it."""
+@pytest.mark.parametrize("layer", [0, None])
+def test_question_that_costs_too_much_is_replaced_and_told_apart(layer: int | None) -> None:
+    """What `first` has chosen has a name of its own, under which requests of the same recipe find it. So it is where the recipe
+    names a calibration, too."""
     scheduler = make_priced(question=Line(fixed=5.0))
-    recipe = f"{ASKING.recipe}/by=first"
-    req = fused(B, A, fusion=ASKING)
+    asking = replace(ASKING, layer=layer)
+    recipe = f"{scheduler.fuser.fusion_pass.calibration.resolve(asking).recipe}/by=first"
+    req = fused(B, A, fusion=asking)
     scheduler.serve(req)
     assert report(req).selector == "first"
     assert node_of(scheduler, [90, 91], B, A, recipe=recipe) is not None
-    again = fused(B, A, fusion=ASKING)
+    again = fused(B, A, fusion=asking)
     scheduler.serve(again)
     assert report(again).selector == "first"
     assert report(again).fused_hit >= len(B + A)  # and of the question

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radix_ext import ChunkId, ChunkPrefixTree, FusionRequest, fused_chunk
-from radix_ext.moved_plan import QUESTION, Limits
+from radix_ext.fusion_request import QUESTION
+from radix_ext.moved_plan import Limits
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts

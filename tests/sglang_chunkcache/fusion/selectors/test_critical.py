@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from radix_ext.moved_plan import BY_CONTEXT, BY_QUESTION  # noqa: E402
+from radix_ext.fusion_request import BY_CONTEXT, BY_QUESTION  # noqa: E402
 from sglang_chunkcache.fusion.selectors import get  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk  # noqa: E402
 from tests.examples import examples  # noqa: E402
