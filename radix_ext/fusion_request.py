@@ -13,7 +13,7 @@ class FusionRequest:
     """What a request that opted into moved KV asks for, defaults filled in. Crosses the process border as it is.
 
     Raises:
-        ValueError: a ratio outside 0 to 1.
+        ValueError: a ratio outside 0 to 1, or a floor outside 0 to the ratio.
     """
 
     selector: str
@@ -40,10 +40,21 @@ class FusionRequest:
     calibrated one."""
     layer: int | None = 0
     """The layer, counted from 1, whose attention `query` and `critical` read; 0: the last. None: the calibrated one."""
+    floor: float = 0.0
+    """Share of each chunk's tokens that is recomputed at least, where the choice is over all chunks together."""
+    quality: float | None = None
+    """Share of what moving changes in an answer that recomputing is to restore: as many tokens as that takes, by what the
+    calibration found. None: `ratio` of them."""
+    above: float | None = None
+    """With `quality`, from the calibration: tokens whose KV deviates more than this are recomputed, `ratio` of them at most."""
+    expected: float | None = None
+    """With `above`: the share of tokens that deviated more, when that was measured."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio must be from 0 to 1 but got {self.ratio}")
+        if not 0 <= self.floor <= self.ratio:
+            raise ValueError(f"floor must be from 0 to the ratio, {self.ratio}, but got {self.floor}")
 
     @property
     def recomputes(self) -> bool:
@@ -54,6 +65,11 @@ class FusionRequest:
     def is_choice(self) -> bool:
         """Whether there is something to choose: neither nothing nor everything is asked for."""
         return self.alpha is not None or 0 < self.ratio < 1
+
+    @property
+    def expected_ratio(self) -> float:
+        """The share of the moved tokens that will be recomputed, estimated."""
+        return self.ratio if self.expected is None else min(self.ratio, self.expected)
 
     @property
     def asks_the_question(self) -> bool:
@@ -74,7 +90,17 @@ class FusionRequest:
         if not self.is_choice or not (self.asks_the_question or self.compares_kv):
             return None
         selector = "context" if self.selector == "context" else "first"
-        return replace(self, selector=selector, focus="off", recipe=f"{self.recipe}/by={selector}")
+        return replace(
+            self,
+            selector=selector,
+            ratio=self.expected_ratio,
+            floor=0.0,
+            quality=None,
+            above=None,
+            expected=None,
+            focus="off",
+            recipe=f"{self.recipe}/by={selector}",
+        )
 
     @property
     def may_compute(self) -> bool:
@@ -101,11 +127,13 @@ def asked_layers(fusion: FusionRequest, num_layers: int) -> int:
     return min(fusion.layer or num_layers, num_layers)
 
 
+MIN_AUTO, MAX_AUTO = 0.01, 0.4
+"""Bounds of the share that a `quality` makes recompute. `critical` compares no more."""
 BY_CONTEXT, BY_QUESTION = 0.3, 0.1
 """Shares of the moved tokens that `critical` compares: proposed by what they attend to, and by what the question attends to."""
 
 
 def proposed_share(fusion: FusionRequest) -> tuple[float, float]:
     """`BY_CONTEXT` and `BY_QUESTION`, more where the ratio needs more to choose from."""
-    scale = max(1.0, 2 * fusion.ratio / BY_CONTEXT)
+    scale = 1.0 if fusion.above is not None else max(1.0, 2 * fusion.ratio / BY_CONTEXT)
     return min(1.0, scale * BY_CONTEXT), min(1.0, scale * BY_QUESTION)

@@ -286,10 +286,13 @@ class _Walk:
             by_alpha += _num_by_alpha(piece, fusion)
             compared += num_compared(piece, fusion)
             gap_len = span.end - self.start - moved_len
-            recomputed = by_alpha
+            recomputed = expected = by_alpha
             if not _goes_by_alpha(fusion):
-                recomputed = math.ceil(fusion.ratio * moved_len) if fusion.recomputes else 0
-            measured, works = self._works(span.end, recomputed + gap_len, compared and compared + gap_len, fusion)
+                recomputed, expected = (
+                    math.ceil(share * moved_len) if fusion.recomputes else 0
+                    for share in (fusion.ratio, fusion.expected_ratio)
+                )
+            measured, works = self._works(span.end, expected + gap_len, compared and compared + gap_len, fusion)
             if gap_len - exact_len > self.limits.max_gap_tokens:
                 return found, (NotMoved.GAP_TOO_LONG,)
             if gap_len + recomputed + measured > self.limits.max_pass_tokens:
@@ -324,7 +327,7 @@ class _Walk:
         assert piece.source is not None
         num_tokens = piece.end - piece.start
         computed = self.price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * piece.end))
-        share = _num_by_alpha(piece, fusion) / num_tokens if _goes_by_alpha(fusion) else fusion.ratio
+        share = _num_by_alpha(piece, fusion) / num_tokens if _goes_by_alpha(fusion) else fusion.expected_ratio
         moved = self.price[_tier(piece.source)].seconds(_move_of(piece.source, piece))
         return moved + (share if fusion.recomputes else 0) * computed < computed
 

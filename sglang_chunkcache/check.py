@@ -113,7 +113,7 @@ def _calibrate_selection(args: argparse.Namespace) -> int:
             )
             for name in ("gain_by_depth", "gain_by_layer"):
                 for at, gain in rank["figures"].get(name, {}).items():
-                    print(f"    {name:14} {at:>4} {gain:8.3f}")
+                    print(f"    {name:14} {at:>4} {gain['kl']:8.3f} mean {gain['kl_max']:8.3f} of the largest")
     print(json.dumps(result))
     return 0
 
@@ -126,8 +126,8 @@ def _gates_of(client: Client) -> list[dict[str, Any]]:
 
 
 def _figures_of(rank: Mapping[str, Any]) -> dict[str, Any]:
-    """The gate's figures, and the attention that it has tested."""
-    return {**rank["gate"], "attention": rank["moves"]["attention"]}
+    """The gate's figures, the attention that it has tested, and what selectors read."""
+    return {**rank["gate"], "attention": rank["moves"]["attention"], "calibration": rank["calibration"]}
 
 
 def _measure(flags: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ One server of ours, one client, one request at a time. A round sends one request
     planned/host   moved from the store if the server estimates that this pays, first selector, 15%; likewise planned/device
     stock          with --stock: stock SGLang, same flags, the chunks in the user message, nothing reused
 
-The first selector has every ratio from both sources, the others 15% from the store.
+The first selector has every ratio from both sources, the others 15% from the store, or R of SEL=R. SEL@N reads the N-th layer,
+for KV and question alike, instead of those that the server would.
 
 A share is an arm's median time over that of `full`, with a bootstrap interval over rounds; below 1, moving pays. The crossover is
 the ratio where the share reaches 1, interpolated linearly. Every measured prompt has a unique head, cached by a short request
@@ -87,7 +88,19 @@ def arms_of(selectors: Sequence[str], ratios: Sequence[float], *, stock: bool) -
     arms = [Arm("full"), Arm("exact"), *([Arm("stock")] if stock else [])]
     arms += [Arm("fused", source, swept, ratio) for source in SOURCES for ratio in ratios]
     arms += [Arm("planned", source, swept, PLANNED_RATIO) for source in SOURCES]
-    return arms + [Arm("fused", "host", other, 0.0 if other == "none" else PLANNED_RATIO) for other in others]
+    for other in others:
+        name, _, ratio = other.partition("=")
+        arms.append(Arm("fused", "host", name, 0.0 if name == "none" else float(ratio or PLANNED_RATIO)))
+    return arms
+
+
+def choice_of(selector: str) -> dict[str, Any]:
+    """The fields of a request's `reuse` for SEL or SEL@N."""
+    name, _, layer = selector.partition("@")
+    fields = {"deviation": ("depth",), "query": ("layers",), "critical": ("depth", "layers")}
+    if layer and name not in fields:
+        raise CommandError(f"--selectors {selector}: {name} reads no layer that could be chosen")
+    return {"selector": name, **{field: int(layer) for field in fields.get(name, ()) if layer}}
 
 
 class Bench:
@@ -124,7 +137,7 @@ class Bench:
         elif arm.kind == "stock":
             answer = self._send(self._prompt(arm.source, "stock"), {}, "stock")
         else:
-            fused = {"mode": "fused", "selector": arm.selector, "ratio": arm.ratio}
+            fused = {"mode": "fused", "ratio": arm.ratio, **choice_of(arm.selector)}
             fused["move"] = "pays" if arm.kind == "planned" else "always"
             answer = self._send(self._prompt(arm.source), {"mode": "exact"} if arm.kind == "full" else fused)
         return {**answer, "wrong": wrong_fates(arm, answer, self._areas[arm.source], self._num_chunks)}

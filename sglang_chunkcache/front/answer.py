@@ -7,7 +7,7 @@ from typing import Any
 
 from radix_ext import FusionRequest
 from sglang_chunkcache.front.request import Planned, RagRequest
-from sglang_chunkcache.wire.report import Explanation, Source
+from sglang_chunkcache.wire.report import Explanation, Report, Source
 
 
 def answer(rag: RagRequest) -> dict[str, Any]:
@@ -72,7 +72,8 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
     return {
         "mode": "fused",
         "selector": fusion.selector,
-        "ratio": _ratio(fusion),
+        "ratio": _ratio(fusion) if fusion.quality is None else _taken(report),
+        "quality": fusion.quality,
         "alpha": fusion.alpha,
         "focus": fusion.focus,
         "sources": [_shown(labels, source) for source in report.sources] if report else [],
@@ -93,7 +94,8 @@ def _asked(planned: Planned) -> dict[str, Any] | None:
     return {
         "mode": "fused",
         "selector": fusion.selector,
-        "ratio": _ratio(fusion),
+        "ratio": _ratio(fusion) if fusion.quality is None else "auto",
+        "quality": fusion.quality,
         "alpha": fusion.alpha,
         "focus": fusion.focus,
         "without": sorted(fusion.without),
@@ -104,6 +106,12 @@ def _asked(planned: Planned) -> dict[str, Any] | None:
 def _ratio(fusion: FusionRequest) -> float | None:
     """None for selectors that recompute nothing, whatever the ratio."""
     return None if fusion.selector in ("none", "set") else fusion.ratio
+
+
+def _taken(report: Report | None) -> float | None:
+    """The share of the tokens moved for this request that was recomputed. None: nothing was moved for it."""
+    moved = report.relocated + report.recomputed - report.fused_hit if report else 0
+    return round(report.recomputed / moved, 4) if report and moved else None
 
 
 def _shown(labels: Sequence[str], source: Source) -> dict[str, Any]:

@@ -60,7 +60,9 @@ class ReuseIn(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     mode: Literal["exact", "fused"]
     selector: str | None = None
-    ratio: float | None = Field(default=None, ge=0, le=1, strict=True)
+    ratio: Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["auto"] | None = None
+    quality: float | None = Field(default=None, ge=0, le=1, strict=True)
+    floor: float | None = Field(default=None, ge=0, le=1, strict=True)
     alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
     focus: Focus | None = None
     without: list[Literal["beta", "cci"]] = Field(default=[], max_length=2)

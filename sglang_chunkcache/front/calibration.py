@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ async def calibrate(parts: Parts, body: CalibrateIn) -> dict[str, Any]:
     examples = body.examples or [
         CalibrationExample.model_validate(json.loads(line)) for line in CANNED.read_text(encoding="utf-8").splitlines()
     ]
-    prompts = [_prompt(parts, example) for example in examples]
+    prompts = await asyncio.to_thread(lambda: [_prompt(parts, example) for example in examples])
     return {"ranks": await parts.engine.calibrate(prompts)}
 
 

@@ -21,6 +21,9 @@ from radix_ext.fusion_request import QUESTION, Focus
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 
+DEFAULT_QUALITY = 0.99
+"""Of ratio "auto"."""
+
 
 def check_fused(config: ChunkCacheConfig, field: str) -> None:
     """Raise RequestError, naming `field` and the flag, where the server does not move KV."""
@@ -32,7 +35,9 @@ def fused_request(
     config: ChunkCacheConfig,
     *,
     selector: str | None = None,
-    ratio: float | None = None,
+    ratio: float | str | None = None,
+    quality: float | None = None,
+    floor: float | None = None,
     alpha: float | None = None,
     focus: Focus | None = None,
     without: Iterable[str] = (),
@@ -43,12 +48,12 @@ def fused_request(
     """The client's options with the server's defaults filled in; the recipe comes with the prompt.
 
     Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them. The server's alpha counts
-    for a request that names neither alpha nor ratio. Without `depth` and `layers` the papers' layers count, for `critical` the
-    calibrated ones.
+    for a request that names neither alpha nor ratio. Without `depth` and `layers` the papers' layers count, for `critical` and
+    for ratio "auto" the calibrated ones.
 
     Raises:
-        RequestError: a server that was started without `--reuse fused`, an alpha, depth, layer or focus that the selector does
-            not have, or a wish to move where it pays on a server that moves always.
+        RequestError: a server that was started without `--reuse fused`, an option that the selector does not have, options that
+            exclude each other, or a wish to move where it pays on a server that moves always.
     """
     check_fused(config, "reuse")
     if move == "pays" and config.move == "always":
@@ -64,15 +69,31 @@ def fused_request(
         raise RequestError(f"reuse.layers: selector {selector} has no choice of them, only query and critical")
     if selector == "critical" and focus == "refill":
         raise RequestError("reuse.focus: selector critical compares few tokens of a chunk, refill would take others")
+    is_auto = ratio == "auto"
+    if quality is not None and not is_auto:
+        raise RequestError('reuse.quality: goes with "ratio": "auto"')
+    if is_auto and selector not in ("deviation", "critical"):
+        raise RequestError(
+            f"reuse.ratio: selector {selector} does not measure what KV lacks, only deviation and critical do"
+        )
+    if is_auto and (depth not in (None, "calibrated") or focus == "refill"):
+        raise RequestError("reuse.ratio: auto goes with the calibrated depth and without focus refill")
     if selector == "critical":
         depth, layers = depth or "calibrated", layers or "calibrated"
+    share = config.recompute_ratio if ratio is None or isinstance(ratio, str) else float(ratio)
+    if floor and selector not in ("query", "deviation", "prophet", "critical"):
+        raise RequestError(f"reuse.floor: selector {selector} chooses by chunk")
+    if floor and floor > share:
+        raise RequestError(f"reuse.floor: must be at most the ratio, {share}")
     return FusionRequest(
         selector=selector,
-        ratio=float(config.recompute_ratio if ratio is None else ratio),
+        ratio=share,
+        quality=(DEFAULT_QUALITY if quality is None else quality) if is_auto else None,
+        floor=floor or 0.0,
         alpha=None if alpha is None else float(alpha),
         focus=focus or ("spare" if selector == "context" else "off"),
         without=frozenset(without),
-        depth=_number(depth or 2),
+        depth=_number(depth or ("calibrated" if is_auto else 2)),
         layer=_number(layers or "last"),
         always=(move or config.move) == "always",
     )
@@ -98,6 +119,8 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
             f"alpha={'-' if fusion.alpha is None else repr(fusion.alpha)}",
             f"focus={fusion.focus}",
             f"without={'+'.join(sorted(fusion.without)) or '-'}",
+            *([f"quality={fusion.quality}"] if fusion.quality is not None else []),
+            *([f"floor={fusion.floor}"] if fusion.floor else []),
             *([f"depth={fusion.depth}"] if fusion.depth != 2 else []),
             *([f"layer={fusion.layer}"] if fusion.layer != 0 else []),
             *([f"fresh={'+'.join(map(str, sorted(fusion.fresh)))}"] if fusion.fresh else []),

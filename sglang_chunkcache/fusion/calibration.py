@@ -13,12 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from radix_ext import FusionRequest
+from radix_ext.fusion_request import MAX_AUTO
 from sglang_chunkcache.fusion.measure import Head
 
 logger = logging.getLogger(__name__)
+
+
+class Step(NamedTuple):
+    """Recomputing all tokens that deviate more than `above`: what that gained, and their share of the tokens, on average."""
+
+    above: float
+    gain: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -31,13 +40,15 @@ class Calibration:
     """The layer, counted from 1, whose attention tells what the question looks at; 0: the last."""
     heads: tuple[Head, ...] = ()
     """Heads whose attention tells which tokens look beyond their chunk."""
+    steps: tuple[Step, ...] = ()
+    """How much deviation can stay, from few tokens recomputed to many; empty: unknown."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What was measured; empty: nothing."""
 
     @property
     def is_found(self) -> bool:
-        """Whether it is worth remembering: not the papers' layers alone."""
-        return bool(self.heads) or (self.depth, self.layer) != (Calibration.depth, Calibration.layer)
+        """Whether it is worth remembering: something restores what moving changes."""
+        return bool(self.steps)
 
     def resolve(self, fusion: FusionRequest) -> FusionRequest:
         """The request with the layers that it leaves to calibration, which its recipe then names: another calibration makes other
@@ -47,12 +58,18 @@ class Calibration:
         depth = self.depth if fusion.depth is None else fusion.depth
         layer = self.layer if fusion.layer is None else fusion.layer
         heads = "+".join(f"{at}.{head}" for at, head in self.heads) if fusion.selector == "critical" else ""
-        return replace(fusion, depth=depth, layer=layer, recipe=f"{fusion.recipe}/at={depth}.{layer}.{heads}")
+        fusion = replace(fusion, depth=depth, layer=layer, recipe=f"{fusion.recipe}/at={depth}.{layer}.{heads}")
+        if fusion.quality is None or not self.steps:
+            return fusion
+        step = next((step for step in self.steps if step.gain >= fusion.quality), self.steps[-1])
+        recipe = f"{fusion.recipe}/above={step.above!r}"
+        return replace(fusion, ratio=max(MAX_AUTO, fusion.floor), above=step.above, expected=step.share, recipe=recipe)
 
     def as_dict(self) -> dict[str, Any]:
         """For stats and file; layers and heads counted from 1."""
         heads = [{"layer": layer + 1, "head": head + 1} for layer, head in self.heads]
-        return {"depth": self.depth, "layer": self.layer, "heads": heads, "figures": dict(self.figures)}
+        steps = [step._asdict() for step in self.steps]
+        return {"depth": self.depth, "layer": self.layer, "heads": heads, "steps": steps, "figures": dict(self.figures)}
 
 
 def file_of(hf_config: Any, weights: int) -> Path:
@@ -68,7 +85,8 @@ def load(path: Path) -> Calibration | None:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         heads = tuple((int(each["layer"]) - 1, int(each["head"]) - 1) for each in told["heads"])
-        return Calibration(int(told["depth"]), int(told["layer"]), heads, dict(told["figures"]))
+        steps = tuple(Step(*(float(each[name]) for name in Step._fields)) for each in told["steps"])
+        return Calibration(int(told["depth"]), int(told["layer"]), heads, steps, dict(told["figures"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, LookupError) as error:

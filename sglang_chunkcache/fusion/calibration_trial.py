@@ -9,19 +9,21 @@
 A choice of `ratio` of the tokens is tried for the deviation at each depth and for the question's attention in each layer (in a
 deep model at every few, then beside the best). Chosen are those that gain most per second that the request takes with them, by
 the cost model. Heads are chosen by how many of the tokens that deviate most at that depth are among the `BY_CONTEXT` tokens that
-look beyond their chunk most. Everything is read and written in slots of the trial's own.
+look beyond their chunk most. Then tokens are recomputed down to less and less deviation, which tells how much of it may stay
+(ratio "auto"). Everything is read and written in slots of the trial's own.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +31,10 @@ from torch import Tensor
 from radix_ext import FusionRequest
 from radix_ext.chunk import ChunkId
 from radix_ext.costs import NOMINAL, Phase, extend_work, seconds, through
-from radix_ext.fusion_request import BY_CONTEXT
+from radix_ext.fusion_request import BY_CONTEXT, MAX_AUTO
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention
-from sglang_chunkcache.fusion.calibration import Calibration, file_of, load, save
+from sglang_chunkcache.fusion.calibration import Calibration, Step, file_of, load, save
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
     Head,
@@ -50,6 +52,8 @@ from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.fusion.trial_rows import Row, logits_of, rows_of, slots_of
 from sglang_chunkcache.wire.state import CalibrationPrompt
 
+logger = logging.getLogger(__name__)
+
 MAX_ANSWER = 12
 """Tokens of an answer that are compared."""
 NUM_ROWS, NUM_PLACES = 3, 2
@@ -59,6 +63,8 @@ MAX_TRIED = 8
 MAX_HEADS = 4
 MIN_RECALL = 0.05
 """What a further head must add. With .01 the bundled model's second one cost other questions .05 of exact match (eval/LOG.md)."""
+SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3)
+"""Of all tokens: the shares whose least deviation is tried as the limit."""
 MAX_SECONDS = 60
 """Fewer prompts are tried, one at least, where all of them would take longer."""
 MIN_KL, MIN_GAIN = 1e-4, 0.1
@@ -106,7 +112,10 @@ class Calibrator:
 
     def kept(self, weights: int) -> Calibration:
         """What was found with these weights (their fingerprint); the papers' layers if nothing was."""
-        return (load(self._file(weights)) if self._keeps else None) or Calibration()
+        kept = load(self._file(weights)) if self._keeps else None
+        if kept is not None:
+            logger.info("chunk cache: selection was calibrated on these weights before: %s", kept.as_dict())
+        return kept or Calibration()
 
     def measure(self, prompts: Sequence[CalibrationPrompt], weights: int) -> Calibration:
         """See `calibrate`. What was found is kept, too."""
@@ -138,16 +147,28 @@ def calibrate(means: Means, prompts: Sequence[CalibrationPrompt], ratio: float) 
     ):
         parts = torch.split(slots, [n for n in lens for _ in range(NUM_PLACES)])
         own = [parts[i : i + NUM_PLACES] for i in range(0, len(parts), NUM_PLACES)]
-        places = [
-            place
-            for prompt, part in zip(prompts, own, strict=True)
-            for place in _Trial(means, prompt, rows).places(part)
-        ]
+        places: list[_Place] = []
+        for prompt, part in zip(prompts, own, strict=True):
+            places += _Trial(means, prompt, rows).places(part)
+            if time.perf_counter() - started > MAX_SECONDS / 3:
+                break
         found = _Search(means, places, ratio).run()
         if is_cuda:
             torch.cuda.synchronize()
     figures = {**found.figures, "ratio": ratio, "seconds": round(time.perf_counter() - started, 2)}
-    return Calibration(found.depth, found.layer, found.heads, figures)
+    return replace(found, figures=figures)
+
+
+class Agreement(NamedTuple):
+    """With full prefill's answer: KL of its tokens, mean and maximum; as a gain, the share of either that is restored."""
+
+    kl: float
+    kl_max: float
+
+    @classmethod
+    def mean(cls, each: Iterable[Agreement]) -> Agreement:
+        """Over answers; rounded, for people."""
+        return cls(*(round(fmean(column), 6) for column in zip(*each, strict=True)))
 
 
 class _Search:
@@ -157,46 +178,65 @@ class _Search:
         self._means, self._ratio = means, ratio
         self._num_layers = means.runner.token_to_kv_pool.layer_num
         started = time.perf_counter()
-        places[0].kl([])
+        places[0].agreement([])
         # Of one place: two lists of choices, and for each choice evidence, a pass, question and answer.
         expected = 2 * min(self._num_layers, 2 * MAX_TRIED) * 3 * (time.perf_counter() - started)
         self._places = places[: max(NUM_PLACES, int(MAX_SECONDS / expected))]
-        self._kl_moved = fmean(place.kl([]) for place in self._places)
+        self._moved = Agreement.mean(place.agreement([]) for place in self._places)
 
     def run(self) -> Calibration:
-        kl = round(self._kl_moved, 5)
-        if self._kl_moved < MIN_KL:
-            return Calibration(figures={"places": len(self._places), "kl_moved": kl})
+        if self._moved.kl < MIN_KL:
+            return Calibration(figures=self._figures())
         depths = self._try(range(2, self._num_layers + 1), lambda place, depth: place.deviation(depth), self._deviating)
         layers = self._try(range(1, self._num_layers + 1), lambda place, layer: place.question(layer), self._asking)
         depth, layer = _best(depths, otherwise=Calibration.depth), _best(layers, otherwise=Calibration.layer)
         heads, recall = self._heads(depth)
-        whole = self._gain(lambda place: place.critical(depth, layer, (), self._ratio))
-        gain = self._gain(lambda place: place.critical(depth, layer, heads, self._ratio))
-        figures = {
-            "places": len(self._places),
-            "kl_moved": kl,
-            "gain_by_depth": {at: round(gain, 4) for at, (gain, _) in sorted(depths.items())},
-            "gain_by_layer": {at: round(gain, 4) for at, (gain, _) in sorted(layers.items())},
-            "recall_of_heads": round(recall, 4),
-            "gain_of_critical": round(gain, 4),
-            "gain_of_critical_on_all": round(whole, 4),
-        }
-        return Calibration(depth, layer, heads if gain >= MIN_KEPT * whole else (), figures)
+        whole, some = (
+            {place: place.critical(depth, layer, each, self._ratio) for place in self._places} for each in ((), heads)
+        )
+        gain_of_all, gain = (
+            self._gain(measured.choose(self._ratio) for measured in each.values()) for each in (whole, some)
+        )
+        if gain.kl < MIN_KEPT * gain_of_all.kl:
+            heads, some = (), whole
+        figures = self._figures(
+            gain_by_depth={at: gain._asdict() for at, (gain, _) in sorted(depths.items())},
+            gain_by_layer={at: gain._asdict() for at, (gain, _) in sorted(layers.items())},
+            recall_of_heads=round(recall, 4),
+            gain_of_critical=gain._asdict(),
+            gain_of_critical_on_all=gain_of_all._asdict(),
+        )
+        return Calibration(depth, layer, heads, self._steps(some.values()), figures)
+
+    def _figures(self, **more: Any) -> dict[str, Any]:
+        return {"places": len(self._places), "moved": self._moved._asdict(), **more}
+
+    def _steps(self, measured: Collection[_Measured]) -> tuple[Step, ...]:
+        """What recomputing everything above a limit gains, for limits that some share of all tokens exceeds."""
+        compared = torch.cat([each.compared for each in measured]).sort(descending=True).values
+        num_tokens = sum(chunk.num_tokens for each in measured for chunk in each.chunks)
+        steps = []
+        for share in SHARES:
+            if (k := num_critical(share, num_tokens)) >= len(compared):
+                break
+            above = float(compared[k])
+            gain = self._gain(each.choose(MAX_AUTO, above) for each in measured)
+            steps.append(Step(above, gain.kl, share))
+        return tuple(steps) if any(step.gain >= MIN_GAIN for step in steps) else ()
 
     def _try(
         self,
         choices: range,
         score_of: Callable[[_Place, int], Tensor],
         seconds_of: Callable[[int], float],
-    ) -> dict[int, tuple[float, float]]:
+    ) -> dict[int, tuple[Agreement, float]]:
         """(gain, gain per second) of the choices that were tried."""
-        tried: dict[int, tuple[float, float]] = {}
+        tried: dict[int, tuple[Agreement, float]] = {}
 
         def attempt(at: int) -> None:
             if at in choices and at not in tried:
-                gain = self._gain(lambda place: place.highest(score_of(place, at), self._ratio))
-                tried[at] = gain, gain / seconds_of(at)
+                gain = self._gain(place.highest(score_of(place, at), self._ratio) for place in self._places)
+                tried[at] = gain, gain.kl / seconds_of(at)
 
         step = ceil(len(choices) / MAX_TRIED) or 1
         for at in choices[::step]:
@@ -209,8 +249,11 @@ class _Search:
             step = step if step > 1 else 0
         return tried
 
-    def _gain(self, choose: Callable[[_Place], Sequence[int]]) -> float:
-        return 1 - fmean(place.kl(choose(place)) for place in self._places) / self._kl_moved
+    def _gain(self, chosen: Iterable[Sequence[int]]) -> Agreement:
+        """Of what is recomputed in each place."""
+        pairs = zip(self._places, chosen, strict=True)
+        left = Agreement.mean(place.agreement(positions) for place, positions in pairs)
+        return Agreement(*(round(1 - part / whole, 4) for part, whole in zip(left, self._moved, strict=True)))
 
     def _heads(self, depth: int) -> tuple[tuple[Head, ...], float]:
         """The heads that together point at most of what deviates most, and which share of it."""
@@ -281,11 +324,12 @@ class _Trial:
         ):
             yield _Place(self, part, groups)
 
-    def kl(self) -> float:
-        """Of the answer behind the moved row from that behind full prefill, mean over its tokens."""
+    def agreement(self) -> Agreement:
+        """Of the answer behind the moved row with that behind full prefill."""
         hidden = self.prefill(self.moved, [*self.ids, *self.answer[:-1]], self.end)
         got = logits_of(self.means.runner, hidden[-len(self.answer) :]).log_softmax(-1)
-        return float((self.expected.exp() * (self.expected - got)).sum(-1).mean())
+        kl = (self.expected.exp() * (self.expected - got)).sum(-1)
+        return Agreement(float(kl.mean()), float(kl.max()))
 
     def _answer(self) -> tuple[list[int], Tensor]:
         hidden = self.prefill(self.full, self.ids)
@@ -348,22 +392,21 @@ class _Place:
         wanted[highest(deviation, num_critical(share, len(deviation)))] = 1
         return torch.cat(self._outward, dim=-1), wanted
 
-    def critical(self, depth: int, layer: int, heads: Sequence[Head], ratio: float) -> list[int]:
-        """Positions that the selector of this name chooses."""
+    def critical(self, depth: int, layer: int, heads: Sequence[Head], ratio: float) -> _Measured:
+        """The evidence of the selector of this name."""
         request = FusionRequest("critical", ratio, depth=depth, layer=layer)
         chunks = self._chunks(heads)
         seen = Evidence(self.question(layer))
         offsets = critical.SELECTOR.candidates(chunks, request, seen)
         named = torch.cat([chunk.start + chosen for chunk, chosen in zip(chunks, offsets, strict=True)])
-        seen = Evidence(seen.question, None, self.deviation(depth, named))
-        return _positions(chunks, critical.SELECTOR.select(chunks, request, seen).offsets)
+        return _Measured(chunks, Evidence(seen.question, None, self.deviation(depth, named)), named)
 
     def highest(self, scores: Tensor, ratio: float) -> list[int]:
         """Positions of that share of the chunk tokens."""
         chunks = self._chunks(())
         return _positions(chunks, jointly_highest(scores, chunks, ratio))
 
-    def kl(self, positions: Sequence[int]) -> float:
+    def agreement(self, positions: Sequence[int]) -> Agreement:
         """With these tokens recomputed."""
         trial = self.trial
         self._restore()
@@ -375,7 +418,7 @@ class _Place:
             run_pass(
                 self._means.runner, [PassSequence(torch.tensor(trial.ids)[at], request, out)], sparse=self._means.sparse
             )
-        return trial.kl()
+        return trial.agreement()
 
     # Private, in order of use
 
@@ -427,6 +470,26 @@ class _Place:
         return chunks
 
 
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """What `critical` knows of a place: its chunks, and the deviation of the tokens that were named (positions)."""
+
+    chunks: Sequence[MovedChunk]
+    seen: Evidence
+    named: Tensor
+
+    @property
+    def compared(self) -> Tensor:
+        """The deviations that were measured."""
+        assert self.seen.deviation is not None
+        return self.seen.deviation[self.named]
+
+    def choose(self, ratio: float, above: float | None = None) -> list[int]:
+        """Positions that the selector chooses."""
+        request = FusionRequest("critical", ratio, above=above)
+        return _positions(self.chunks, critical.SELECTOR.select(self.chunks, request, self.seen).offsets)
+
+
 class _Outward(Observer):
     """Per sequence and layer, [num_heads, n]: a chunk's attention to `[first, start)`, the chunks before it; to the head where
     there are none (`first` is None)."""
@@ -445,8 +508,8 @@ def _positions(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[
     return [chunk.start + int(at) for chunk, chosen in zip(chunks, offsets, strict=True) for at in chosen]
 
 
-def _best(tried: Mapping[int, tuple[float, float]], *, otherwise: int) -> int:
+def _best(tried: Mapping[int, tuple[Agreement, float]], *, otherwise: int) -> int:
     """What gains most per second, of what gains enough."""
     return max(
-        (at for at, (gain, _) in tried.items() if gain >= MIN_GAIN), key=lambda at: tried[at][1], default=otherwise
+        (at for at, (gain, _) in tried.items() if gain.kl >= MIN_GAIN), key=lambda at: tried[at][1], default=otherwise
     )

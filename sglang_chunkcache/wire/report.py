@@ -135,6 +135,12 @@ class Fallback(StrEnum):
         "A chunk has scores once a request with such a selector has stored it (`--chunkcache-store-threshold`); start with "
         "`--chunkcache-scoring on`, or with such a selector as the default, to score what others store, too.",
     )
+    UNCALIBRATED = (
+        "uncalibrated",
+        'The request has `"ratio": "auto"`, but nothing tells how much deviation this model bears, so `--chunkcache-ratio` of '
+        "the tokens were recomputed.",
+        "Calibrate: `POST /chunkcache/calibrate`, or start with `--chunkcache-calibrate on`.",
+    )
     NO_QUESTION = (
         "no_question",
         "No token follows the chunks, so `query` recomputed each chunk's first tokens.",

@@ -77,7 +77,7 @@ def world() -> World:
     return World(1000 + next(_numbers), 20, num_kinds=1)
 
 
-def fused(selector: str = "none", ratio: float = 0.0, **fields: Any) -> dict[str, Any]:
+def fused(selector: str = "none", ratio: float | str = 0.0, **fields: Any) -> dict[str, Any]:
     return {"mode": "fused", "selector": selector, "ratio": ratio, "move": "always", **fields}
 
 
@@ -603,6 +603,14 @@ def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, sa
     assert text_of(reply) == text_of(post(fused_server.url + CHAT, full))
     nothing = post(fused_server.url + CHAT, {**asked, "reuse": fused("none", 0.0)})
     assert text_of(nothing) != text_of(reply)
+    auto = post(fused_server.url + CHAT, {**asked, "reuse": {**fused("critical", "auto"), "quality": 0.9}})
+    assert text_of(auto) == text_of(reply)
+    found = auto["chunkcache"]
+    assert (found["reuse"]["quality"], found["fallbacks"]) == (0.9, [])
+    assert found["reuse"]["ratio"] == pytest.approx(
+        found["fates"]["recomputed"] / (found["fates"]["recomputed"] + found["fates"]["relocated"]), abs=1e-4
+    )
+    assert 0 < found["reuse"]["ratio"] < 0.15
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from eval.bench.reuse import Arm, arms_of, main, wrong_fates
+from eval.bench.reuse import Arm, arms_of, choice_of, main, wrong_fates
 from eval.bench.reuse_figures import crossover, summarize
 from eval.bench.rounds import turned
+from eval.errors import CommandError
 
 RATIOS = (0.0, 0.5, 1.0)
 FUSED = Arm("fused", "host", "query", 0.15)
@@ -68,6 +69,18 @@ def test_arms_are_listed_once() -> None:
         "none/host/0",
     ]
     assert [arm.name for arm in make_arms(stock=True)[:3]] == ["full", "exact", "stock"]
+
+
+def test_selector_may_name_a_ratio_and_a_layer() -> None:
+    """A layer of whatever it reads."""
+    arms = arms_of(["query", "critical@9=0.05", "first"], (), stock=False)
+    assert [arm.name for arm in arms[-2:]] == ["critical@9/host/0.05", "first/host/0.15"]
+    assert choice_of("critical@9") == {"selector": "critical", "depth": 9, "layers": 9}
+    assert choice_of("deviation@3") == {"selector": "deviation", "depth": 3}
+    assert choice_of("query@12") == {"selector": "query", "layers": 12}
+    assert choice_of("critical") == {"selector": "critical"}
+    with pytest.raises(CommandError, match="prophet reads no layer"):
+        choice_of("prophet@3")
 
 
 def test_every_arm_comes_first_once_in_a_cycle() -> None:

@@ -196,6 +196,14 @@ def test_what_is_recomputed_is_told_from_what_is_measured() -> None:
     assert (plan.end, plan.fallbacks) == (8, (NotMoved.PASS_BUDGET,))
 
 
+def test_the_budget_is_for_as_many_as_may_be_recomputed() -> None:
+    """Not for as many as are expected to, by which time is estimated."""
+    limits = Limits(max_pass_tokens=7, max_gap_tokens=0)
+    fusion = replace(make_request("first", 0.5), expected=0.125)
+    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=fusion, limits=limits, costs=make_costs())
+    assert (plan.end, plan.recomputed_len, plan.works[Phase.RECOMPUTE].tokens) == (8, 4, 1)
+
+
 # What it takes
 
 
@@ -564,7 +572,9 @@ def test_no_end_of_the_plan_is_faster(
     sources = {letter: [Copy(where=tier)] for letter, tier in where.items() if tier}
     costs = {phase: Line(*coefficients[3 * i : 3 * i + 3]) for i, phase in enumerate(Phase)}
     depth, layer, num_layers = (data.draw(st.integers(low, 6)) for low in (1, 0, 1))
-    fusion = replace(make_request(selector, 0.5), depth=depth, layer=layer)
+    fusion = replace(
+        make_request(selector, 0.5), depth=depth, layer=layer, expected=data.draw(st.sampled_from([None, 0.2]))
+    )
     limits = Limits(1000, 1000, question_window=2, num_layers=num_layers)
     plan = plan_of(layout, sources, fusion=fusion, limits=limits, costs=costs)
 
@@ -577,7 +587,7 @@ def test_no_end_of_the_plan_is_faster(
             num_calls = len(mine) if phase is Phase.HOST else min(1, len(mine))
             line = costs[phase]
             total += line.fixed * num_calls + line.each * sum(span.end - span.start for span in mine)
-        num_computed = end - len(moved) + (math.ceil(0.5 * len(moved)) if choice.recomputes else 0)
+        num_computed = end - len(moved) + (math.ceil(choice.expected_ratio * len(moved)) if choice.recomputes else 0)
         total += _slow(costs[Phase.RECOMPUTE], [end] * num_computed)
         asked = min(2, len(layout) - spans[-1].end) if hits else 0
         if choice.selector in ("query", "critical"):
@@ -587,7 +597,7 @@ def test_no_end_of_the_plan_is_faster(
         return total
 
     def slow_best(choice: FusionRequest) -> float:
-        share = 0.5 if choice.recomputes else 0.0
+        share = choice.expected_ratio if choice.recomputes else 0.0
         worth = []
         for span in spans:
             tier = where[span.chunk]

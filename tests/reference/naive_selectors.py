@@ -15,11 +15,26 @@ def kendall_distance(old: Sequence[Any], new: Sequence[Any]) -> float:
     return sum(new.index(a) > new.index(b) for a, b in pairs) / len(pairs) if pairs else 0.0
 
 
-def joint_top(scores: Sequence[float], spans: Sequence[tuple[int, int]], ratio: float) -> list[list[int]]:
-    """Offsets in each [start, end): the highest ceil(ratio * all tokens) over all spans."""
+def joint_top(
+    scores: Sequence[float],
+    spans: Sequence[tuple[int, int]],
+    ratio: float,
+    floor: float = 0.0,
+    above: float = -1.0,
+    least: float = 0.0,
+) -> list[list[int]]:
+    """Offsets in each [start, end): the highest ceil(ratio * all tokens) over all spans, of each span's highest ceil(floor * its
+    tokens) first, and of the others those over `above` until ceil(least * all tokens) are found. Scores are at least 0."""
     tokens = [(span, position) for span, (start, end) in enumerate(spans) for position in range(start, end)]
     k = ceil(round(ratio * len(tokens), 6))
-    chosen = sorted(tokens, key=lambda token: -scores[token[1]])[:k]
+    ranked = sorted(tokens, key=lambda token: -scores[token[1]])
+    chosen: list[tuple[int, int]] = []
+    for span, (start, end) in enumerate(spans):
+        chosen += [token for token in ranked if token[0] == span][: ceil(round(floor * (end - start), 6))]
+    num_above = sum(scores[position] > above for _, position in tokens)
+    for token in ranked:
+        if token not in chosen and len(chosen) < min(k, max(num_above, ceil(round(least * len(tokens), 6)))):
+            chosen.append(token)
     return [sorted(p - start for s, p in chosen if s == span) for span, (start, _) in enumerate(spans)]
 
 

@@ -20,6 +20,7 @@ from sglang_chunkcache.client import ServerError
 from tests.sglang_chunkcache.fake_server import FakeServer
 
 GOOD, BAD = {"moved_ulps": 1.0, "passed": True}, {"moved_ulps": 9.0, "passed": False}
+FOUND = {"depth": 3}
 MASKED: dict[str, Any] = {
     "kind": "masked",
     "kernel": None,
@@ -37,7 +38,9 @@ def server() -> Iterator[FakeServer]:
 
 
 def answer_with(server: FakeServer, *gates: Any) -> None:
-    ranks = [{} if gate is None else {"gate": gate, "moves": {"attention": MASKED}} for gate in gates]
+    ranks = [
+        {} if gate is None else {"gate": gate, "moves": {"attention": MASKED}, "calibration": FOUND} for gate in gates
+    ]
     server.reply = (200, json.dumps({"ranks": ranks}).encode())
 
 
@@ -52,7 +55,10 @@ def test_gates_of_a_running_server(
     answer_with(server, *gates)
     assert main(["--url", server.url]) == code
     *table, line = capsys.readouterr().out.splitlines()
-    assert json.loads(line) == {"passed": code == 0, "ranks": [{**gate, "attention": MASKED} for gate in gates]}
+    assert json.loads(line) == {
+        "passed": code == 0,
+        "ranks": [{**gate, "attention": MASKED, "calibration": FOUND} for gate in gates],
+    }
     assert sum(MASKED["reason"] in row for row in table) == len(gates)
     failed = [f"rank {rank}: FAILED" for rank, gate in enumerate(gates) if not gate["passed"]]
     assert [row for row in table if "FAILED" in row] == failed
@@ -147,7 +153,13 @@ def test_selection_is_calibrated_on_ones_own_questions_or_made_up_ones(
     path = tmp_path / "examples.jsonl"
     path.write_text(json.dumps({"question": "q", "chunks": ["a", "b"], "answers": ["x"]}))
     asked: list[Any] = []
-    rank = {"dp_rank": 0, "depth": 3, "layer": 0, "heads": [], "figures": {"gain_by_depth": {"2": 0.1, "3": 0.9}}}
+    rank = {
+        "dp_rank": 0,
+        "depth": 3,
+        "layer": 0,
+        "heads": [],
+        "figures": {"gain_by_depth": {"3": {"kl": 0.9, "kl_max": 0.8}}},
+    }
 
     def post(client: Any, url: str, body: Any) -> dict[str, Any]:
         asked.append((url, body["examples"]))
@@ -158,7 +170,7 @@ def test_selection_is_calibrated_on_ones_own_questions_or_made_up_ones(
     assert asked == [("/chunkcache/calibrate", [{"question": "q", "chunks": ("a", "b")}] if is_own else [])]
     title, *table, line = capsys.readouterr().out.splitlines()
     assert title == "rank 0: deviation at depth 3, question in layer last"
-    assert table[-1].split() == ["gain_by_depth", "3", "0.900"]
+    assert table[-1].split() == ["gain_by_depth", "3", "0.900", "mean", "0.800", "of", "the", "largest"]
     assert json.loads(line) == {"ranks": [rank]}
 
 

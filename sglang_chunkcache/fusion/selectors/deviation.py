@@ -8,7 +8,7 @@ from dataclasses import replace
 from radix_ext import FusionRequest
 from sglang_chunkcache.fusion.selectors import first
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selection, Selector
-from sglang_chunkcache.fusion.selectors.top_k import jointly_highest
+from sglang_chunkcache.fusion.selectors.top_k import jointly_chosen
 from sglang_chunkcache.wire.report import Fallback
 
 
@@ -19,10 +19,12 @@ class LargestDeviation(Selector):
     needs = frozenset({Need.DEVIATION})
 
     def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
-        """Without evidence: as `first`, fallback "no_deviation"."""
+        """Without evidence: as `first`, fallback "no_deviation". A quality without calibration: the ratio, "uncalibrated"."""
         if evidence.deviation is None:
             return replace(first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_DEVIATION,))
-        return Selection(jointly_highest(evidence.deviation, chunks, request.ratio), (None,) * len(chunks))
+        is_unknown = request.quality is not None and request.above is None
+        chosen = jointly_chosen(evidence.deviation, chunks, request)
+        return Selection(chosen, (None,) * len(chunks), (Fallback.UNCALIBRATED,) if is_unknown else ())
 
 
 SELECTOR = LargestDeviation()

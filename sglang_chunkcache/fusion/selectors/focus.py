@@ -78,7 +78,9 @@ def refill(
     inside = [chunk for index, chunk in enumerate(chunks) if index in focused]
     num_tokens = sum(map(len, selection.offsets))
     ratio = min(1.0, num_tokens / sum(chunk.num_tokens for chunk in inside))
-    chosen = selector.select(inside, replace(request, ratio=ratio, alpha=None), evidence)
+    chosen = selector.select(
+        inside, replace(request, ratio=ratio, alpha=None, floor=min(request.floor, ratio)), evidence
+    )
     pairs = iter(zip(chosen.offsets, chosen.cfo, strict=True))
     nothing = torch.arange(0), None
     offsets, cfo = zip(*(next(pairs) if i in focused else nothing for i in range(len(chunks))), strict=True)

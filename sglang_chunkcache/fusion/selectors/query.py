@@ -8,7 +8,7 @@ from dataclasses import replace
 from radix_ext import FusionRequest
 from sglang_chunkcache.fusion.selectors import first
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selection, Selector
-from sglang_chunkcache.fusion.selectors.top_k import jointly_highest
+from sglang_chunkcache.fusion.selectors.top_k import jointly_chosen
 from sglang_chunkcache.wire.report import Fallback
 
 
@@ -22,7 +22,7 @@ class QueryGuided(Selector):
         """Without evidence: as `first`, fallback "no_question"."""
         if evidence.question is None:
             return replace(first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_QUESTION,))
-        return Selection(jointly_highest(evidence.question, chunks, request.ratio), (None,) * len(chunks))
+        return Selection(jointly_chosen(evidence.question, chunks, request), (None,) * len(chunks))
 
 
 SELECTOR = QueryGuided()

@@ -8,6 +8,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from radix_ext import FusionRequest
+from radix_ext.fusion_request import MIN_AUTO
 from sglang_chunkcache.fusion.selectors.base import MovedChunk
 
 ROUNDING = 1e-9
@@ -37,13 +39,17 @@ def highest(scores: Tensor, k: int) -> Tensor:
     return scores.cpu().sort(descending=True, stable=True).indices[:k].sort().values
 
 
-def jointly_highest(scores: Tensor, chunks: Sequence[MovedChunk], ratio: float) -> tuple[Tensor, ...]:
+def jointly_highest(
+    scores: Tensor, chunks: Sequence[MovedChunk], ratio: float, *, floor: float = 0.0, above: float | None = None
+) -> tuple[Tensor, ...]:
     """The highest tokens of all chunks together, so that a chunk that matters more gets more (FusionRAG 3.2).
 
     Args:
         scores: [end] float by prompt position.
         chunks: disjoint, in any order; ties go to the chunk named first.
         ratio: share of the tokens of all chunks together.
+        floor: share of each chunk's tokens that comes first.
+        above: only those with higher scores, `MIN_AUTO` of the tokens at least.
     Returns:
         Offsets per chunk, as `Selection.offsets`.
     Raises:
@@ -55,6 +61,18 @@ def jointly_highest(scores: Tensor, chunks: Sequence[MovedChunk], ratio: float) 
     if not chunks:
         return ()
     moved = torch.cat([scores[chunk.start : chunk.start + chunk.num_tokens] for chunk in chunks])
+    lens = [chunk.num_tokens for chunk in chunks]
+    k = num_critical(ratio, len(moved))
+    if above is not None:
+        k = min(k, max(num_critical(MIN_AUTO, len(moved)), int((~(moved <= above)).sum())))
     chosen = torch.zeros(len(moved), dtype=torch.bool)
-    chosen[highest(moved, num_critical(ratio, len(moved)))] = True
-    return tuple(part.nonzero()[:, 0] for part in torch.split(chosen, [chunk.num_tokens for chunk in chunks]))
+    for marks, part in zip(torch.split(chosen, lens), torch.split(moved, lens), strict=True):
+        marks[highest(part, num_critical(floor, len(part)))] = True
+    rest = moved.masked_fill(chosen.to(moved.device), -torch.inf)
+    chosen[highest(rest, max(0, k - int(chosen.sum())))] = True
+    return tuple(part.nonzero()[:, 0] for part in torch.split(chosen, lens))
+
+
+def jointly_chosen(scores: Tensor, chunks: Sequence[MovedChunk], request: FusionRequest) -> tuple[Tensor, ...]:
+    """`jointly_highest` as the request has it."""
+    return jointly_highest(scores, chunks, request.ratio, floor=request.floor, above=request.above)

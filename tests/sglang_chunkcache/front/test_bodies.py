@@ -84,11 +84,27 @@ def test_layers_are_numbers_or_names(wish: dict[str, Any], depth: int | None, la
         ({"selector": "critical", "layers": True}, "layers"),
         ({"selector": "critical", "layers": 1001}, "layers"),
         ({"selector": "critical", "focus": "refill"}, "focus"),
+        ({"selector": "query", "ratio": "auto"}, "ratio"),
+        ({"selector": "deviation", "ratio": "auto", "depth": 3}, "ratio"),
+        ({"selector": "deviation", "ratio": "auto", "focus": "refill"}, "ratio"),
+        ({"selector": "critical", "ratio": "much"}, "ratio"),
+        ({"selector": "critical", "quality": 0.9}, "quality"),
+        ({"selector": "critical", "ratio": "auto", "quality": 1.1}, "quality"),
+        ({"selector": "first", "floor": 0.1}, "floor"),
+        ({"selector": "query", "ratio": 0.1, "floor": 0.2}, "floor"),
     ],
 )
-def test_layers_that_nothing_reads_are_refused(wish: dict[str, Any], field: str) -> None:
+def test_wishes_that_nothing_reads_are_refused(wish: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match=f"reuse.{field}"):
         parse(RagFields, {"reuse": {"mode": "fused", **wish}}).fusion_request(FUSED)
+
+
+def test_ratio_auto_reads_the_calibrated_depth() -> None:
+    """Whatever was not calibrated is chosen by the server's ratio."""
+    asked = parse(RagFields, {"reuse": {"mode": "fused", "selector": "deviation", "ratio": "auto", "floor": 0.01}})
+    fusion = asked.fusion_request(FUSED)
+    assert fusion is not None
+    assert (fusion.quality, fusion.depth, fusion.ratio, fusion.floor) == (0.99, None, FUSED.recompute_ratio, 0.01)
 
 
 def test_alpha_that_nothing_reads_is_refused() -> None:

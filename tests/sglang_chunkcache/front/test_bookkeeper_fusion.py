@@ -178,6 +178,7 @@ def test_report_becomes_the_answer() -> None:
         "mode": "fused",
         "selector": "query",
         "ratio": 0.15,
+        "quality": None,
         "alpha": None,
         "focus": "off",
         "sources": [
@@ -201,6 +202,18 @@ def test_report_becomes_the_answer() -> None:
         "select": 0.0005,
         "recompute": 0.004,
     }
+
+
+def test_ratio_auto_becomes_the_share_that_was_taken() -> None:
+    """Of what was moved for the request: KV that others had fused was chosen before. `explain` says "auto"."""
+    bench = Bench(**FUSED)
+    asked = fused_request(bench.config, selector="critical", ratio="auto", quality=0.9)
+    request = bench.ask("q", A, B, fusion=asked)
+    report = make_report(request, relocated=9, recomputed=3, fused_hit=2)
+    reuse = bench.reply(request, report=report).answer()["reuse"]
+    assert (reuse["ratio"], reuse["quality"]) == (0.3, 0.9)
+    nothing = make_report(request, relocated=0, recomputed=0, sources=())
+    assert bench.reply(bench.ask("q", A, B, fusion=asked), report=nothing).answer()["reuse"]["ratio"] is None
 
 
 def test_exact_prefix_of_a_fused_request_counts_as_hit() -> None:
@@ -358,6 +371,7 @@ def test_plan_is_explained() -> None:
         "mode": "fused",
         "selector": "context",
         "ratio": 0.15,
+        "quality": None,
         "alpha": 2.0,
         "focus": "spare",
         "without": ["cci"],

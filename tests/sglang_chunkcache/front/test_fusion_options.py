@@ -74,6 +74,9 @@ def test_every_choice_is_in_the_recipe() -> None:
         replace(base, depth=None),
         replace(base, layer=3),
         replace(base, layer=None),
+        replace(base, floor=0.01),
+        replace(base, quality=0.99),
+        replace(base, quality=0.9),
     ]
     recipes = {recipe_of(reuse, QUESTION) for reuse in [base, *others]}
     assert len(recipes) == len(others) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from eval.world.canned import prompts
 from radix_ext import FusionRequest
+from radix_ext.fusion_request import MAX_AUTO
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.front.calibration import CANNED
 from sglang_chunkcache.front.prompt import PromptAssembler
 from sglang_chunkcache.fusion import calibration
-from sglang_chunkcache.fusion.calibration import Calibration
+from sglang_chunkcache.fusion.calibration import Calibration, Step
 from sglang_chunkcache.fusion.calibration_trial import Calibrator, Means, calibrate
 from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.relocate import RotaryTable
@@ -87,9 +89,13 @@ def test_calibration_follows_the_model(tmp_path: Path, before: int, depth: int, 
     found = calibrate(means, canned(2), ratio=0.15)
     assert (found.depth, found.layer) == (depth, layer)
     assert found.heads[0][0] + 1 == head
-    assert found.figures["gain_by_depth"][depth] > 0.9
-    assert found.figures["gain_by_depth"][2] < 0.1
-    assert found.figures["gain_of_critical"] > 0.9
+    assert found.figures["gain_by_depth"][depth]["kl"] > 0.9
+    assert found.figures["gain_by_depth"][2]["kl"] < 0.1
+    assert found.figures["gain_of_critical"]["kl"] > 0.9
+    assert found.figures["gain_of_critical"]["kl_max"] > 0.9
+    limits = [step.above for step in found.steps]
+    assert limits == sorted(limits, reverse=True)
+    assert found.steps[-1].gain > found.steps[0].gain
     models.assert_given_back(runner)
 
 
@@ -100,7 +106,7 @@ def test_nothing_to_restore_leaves_the_papers_layers() -> None:
     alone = CalibrationPrompt(prompt.head, [prompt.chunks[0]], prompt.question)
     found = calibrate(means, [alone], ratio=0.15)
     assert (found.depth, found.layer, found.heads) == (2, 0, ())
-    assert found.figures["kl_moved"] < 1e-4
+    assert found.figures["moved"]["kl"] < 1e-4
     assert not found.is_found
     models.assert_given_back(runner)
 
@@ -128,7 +134,7 @@ def test_prompts_that_cannot_be_measured_on_are_refused_with_the_figures() -> No
 def test_calibration_is_kept_for_a_model_and_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be read is no calibration, and neither is that of other weights."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = Calibration(3, 4, ((1, 3), (0, 2)), {"gain": 0.5})
+    found = Calibration(3, 4, ((1, 3), (0, 2)), (Step(0.25, 0.5, 0.01),), {"gain": 0.5})
     monkeypatch.setattr("sglang_chunkcache.fusion.calibration_trial.calibrate", lambda *_: found)
     config = SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4})
     means: Any = SimpleNamespace(runner=SimpleNamespace(model_config=SimpleNamespace(hf_config=config)))
@@ -158,3 +164,18 @@ def test_requests_that_leave_layers_open_get_the_calibrated_ones() -> None:
     deviation = FusionRequest("deviation", 0.1, "r", depth=None)
     recipes = {one.resolve(each).recipe for one in (found, other) for each in (asked, fixed, deviation)}
     assert len(recipes) == 5  # heads are nothing to `deviation`
+
+
+def test_quality_takes_the_highest_limit_that_reaches_it() -> None:
+    """Or the lowest there is. Without measurements the ratio counts; a cheaper choice takes as many tokens as were expected."""
+    steps = Step(0.5, 0.6, 0.01), Step(0.25, 0.95, 0.02), Step(0.125, 0.9, 0.05), Step(0.0625, 0.96, 0.1)
+    asked = FusionRequest("deviation", 0.15, "r", depth=None, quality=0.9)
+    for quality, step in ((0.6, steps[0]), (0.9, steps[1]), (0.96, steps[3]), (1.0, steps[3])):
+        found = Calibration(3, 3, (), steps).resolve(replace(asked, quality=quality))
+        assert (found.above, found.expected_ratio, found.ratio) == (step.above, step.share, MAX_AUTO)
+        assert found.cheaper is not None
+        assert (found.cheaper.ratio, found.cheaper.above, found.cheaper.quality) == (step.share, None, None)
+    unknown = Calibration(3, 3).resolve(asked)
+    assert (unknown.above, unknown.expected_ratio, unknown.ratio) == (None, 0.15, 0.15)
+    other = Calibration(3, 3, (), (Step(0.4, 0.9, 0.01),)).resolve(asked)
+    assert other.recipe != Calibration(3, 3, (), steps).resolve(asked).recipe

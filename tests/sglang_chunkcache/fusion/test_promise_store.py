@@ -508,7 +508,7 @@ class FakeCalibrator:
     """Needs as many slots as the first prompt has head tokens."""
 
     def __init__(self) -> None:
-        self.found = Calibration(3, 2, ((1, 0),), {"places": 1})
+        self.found = Calibration(3, 2, ((1, 0),), figures={"places": 1})
 
     def num_slots(self, prompts: Any, room: int) -> int:
         if (needed := len(prompts[0].head)) > room:

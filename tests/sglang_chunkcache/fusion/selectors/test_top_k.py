@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from radix_ext.fusion_request import MIN_AUTO  # noqa: E402
 from sglang_chunkcache.fusion.selectors import get  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk  # noqa: E402
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, leading, num_critical  # noqa: E402
@@ -66,6 +67,33 @@ def test_joint_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], 
     fast = [offsets.tolist() for offsets in jointly_highest(evidence.question, chunks, ratio)]
     spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
     assert fast == joint_top(evidence.question.tolist(), spans, ratio)
+
+
+@given(
+    case=cases(),
+    ratio=st.sampled_from([0.2, 0.5, 1.0]),
+    floor=st.sampled_from([0.0, 0.1, 0.2]),
+    above=st.floats(0, 4, width=32),
+)
+def test_floor_and_limit_equal_the_obvious_form(
+    case: tuple[list[MovedChunk], Evidence], ratio: float, floor: float, above: float
+) -> None:
+    """A floor comes before the ratio, which a limit lowers."""
+    chunks, evidence = case
+    assert evidence.question is not None
+    chosen = jointly_highest(evidence.question, chunks, ratio, floor=floor, above=above)
+    spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
+    expected = joint_top(evidence.question.tolist(), spans, ratio, floor, above, MIN_AUTO)
+    assert [offsets.tolist() for offsets in chosen] == expected
+
+
+def test_a_limit_spares_what_is_below_it() -> None:
+    """However many the ratio allows; a score that is no number is over every limit, and one token in a hundred is taken."""
+    chunk, scores = make_chunk("a", 0, 200), torch.linspace(0, 1, 200)
+    assert jointly_highest(scores, [chunk], 0.5, above=0.95)[0].tolist() == [*range(190, 200)]
+    assert jointly_highest(scores, [chunk], 0.5, above=2.0)[0].tolist() == [198, 199]
+    scores[7] = float("nan")
+    assert jointly_highest(scores, [chunk], 0.5, above=0.99)[0].tolist() == [7, 198, 199]
 
 
 @given(case=cases(), data=st.data(), ratio=st.sampled_from([0.1, 0.3, 0.5, 0.9]))
