@@ -136,17 +136,21 @@ class FusionPass:
     def run(self, moves: Sequence[Move]) -> None:
         """Fill the slots of every move. Work is queued on the current stream."""
         before = dict(self.seconds)
-        try:
-            with self._timed("relocate"):
-                self._move(moves)
-            with self._timed("select"):
-                critical = [move.claim(positions) for move, positions in zip(moves, self._choose(moves), strict=True)]
-            with self._timed("recompute"):
-                self._compute(moves, critical)
-        except Exception:
-            logger.exception("chunk cache: moving chunk KV failed, %d prompt(s) are computed instead", len(moves))
-            self._compute_all(moves)
+        with self.pricing.watch(None, Work(1)) as filling:
+            try:
+                with self._timed("relocate"):
+                    self._move(moves)
+                with self._timed("select"):
+                    critical = [
+                        move.claim(positions) for move, positions in zip(moves, self._choose(moves), strict=True)
+                    ]
+                with self._timed("recompute"):
+                    self._compute(moves, critical)
+            except Exception:
+                logger.exception("chunk cache: moving chunk KV failed, %d prompt(s) are computed instead", len(moves))
+                self._compute_all(moves)
         for move in moves:
+            move.filling = filling if len(moves) == 1 else None
             move.ms = {
                 phase: 1000 * (self.seconds[phase] - before.get(phase, 0.0))
                 for phase in ("relocate", "select", "recompute")

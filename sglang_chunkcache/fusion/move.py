@@ -15,6 +15,7 @@ from sglang_chunkcache.wire.report import Fallback
 
 if TYPE_CHECKING:
     from sglang_chunkcache.fusion.own_slots import OwnSlots
+    from sglang_chunkcache.fusion.pricing import Watch
 
 
 @dataclass(eq=False)
@@ -43,6 +44,8 @@ class Move:
     fallbacks: list[Fallback] = field(default_factory=list)
     ms: dict[str, float] = field(default_factory=dict)
     """Phase -> milliseconds of the whole batch, as the host sees them (queued work on a GPU is not waited for)."""
+    filling: Watch | None = None
+    """What filling it took, on the device. None: it was filled with others, or is not filled yet."""
 
     @property
     def moved(self) -> list[Piece]:

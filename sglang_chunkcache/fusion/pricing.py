@@ -25,7 +25,8 @@ REFRESH = 8
 class Watch:
     """Work under way on the current stream, or done."""
 
-    phase: Phase
+    phase: Phase | None
+    """None: several phases, of which none is told apart."""
     work: Work
     seconds: float | None = None
     """None: not known yet."""
@@ -53,8 +54,10 @@ class Pricing:
         self.costs = self._agreed()
 
     @contextmanager
-    def watch(self, phase: Phase, work: Work) -> Iterator[Watch]:
-        """Observe what the block takes, unless it raises or does nothing. Queues two events on CUDA and waits for none."""
+    def watch(self, phase: Phase | None, work: Work) -> Iterator[Watch]:
+        """Observe what the block takes, unless it raises or does nothing. Queues two events on CUDA and waits for none.
+
+        `poll` makes the seconds known; without a phase nothing is learnt from them."""
         watch = Watch(phase, work)
         started = time.perf_counter()
         if self._is_cuda:
@@ -79,7 +82,8 @@ class Pricing:
                     return
                 watch.seconds = watch.events[0].elapsed_time(watch.events[1]) / 1000
             assert watch.seconds is not None
-            self.model.observe(watch.phase, watch.work, max(watch.seconds, 1e-9))
+            if watch.phase is not None:
+                self.model.observe(watch.phase, watch.work, max(watch.seconds, 1e-9))
             self._running.popleft()
 
     def refresh(self) -> None:

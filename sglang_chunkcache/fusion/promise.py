@@ -276,8 +276,9 @@ class Fuser:
         seconds = [extend.seconds for extend in outcome.extends if extend.seconds is not None]
         if seconds and len(seconds) == len(outcome.extends):
             ms["extend"] = 1000 * sum(seconds)
-            if outcome.is_alone and move and move.plan.estimate:
-                self.pricing.compare(move.plan.estimate.planned, (sum(ms.values()) - ms["lookup"]) / 1000)
+            filling = move.filling.seconds if move and move.filling and outcome.is_alone else None
+            if move and move.plan.estimate and filling is not None:
+                self.pricing.compare(move.plan.estimate.planned, filling + sum(seconds))
         fallbacks = (*_reasons(outcome.plan), *outcome.declined, *(move.fallbacks if move else ()))
         self.fallbacks.update(fallbacks)
         recomputed = move.recomputed_len if move else 0

@@ -20,6 +20,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext.cfo import Scored
+from radix_ext.costs import Work
 from radix_ext.moved_plan import Limits, Piece
 from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import VariantIndex
@@ -27,7 +28,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Capture, Captured
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.pricing import Pricing
+from sglang_chunkcache.fusion.pricing import Pricing, Watch
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -36,6 +37,8 @@ from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
+FILLING_S = 3600.0
+"""What the pass says that filling a move takes."""
 
 
 class KV(NamedTuple):
@@ -132,6 +135,7 @@ class FakePass:
             claimed.append(move.claim(sorted(gaps.union(critical))))
         for move, positions in zip(moves, claimed, strict=True):
             self._compute(move, positions)
+            move.filling = Watch(None, Work(1), FILLING_S) if len(moves) == 1 else None
 
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         captured = []

@@ -467,6 +467,7 @@ def test_a_failing_pass_computes_everything(scene: Scene, monkeypatch: pytest.Mo
         assert move.fallbacks == ["pass_failed"]
         assert move.recomputed_len == MOVED_LEN
         assert set(move.ms) == {"relocate", "select", "recompute"}
+        assert move.filling is None, "of two together"
 
 
 def test_a_pass_without_a_plan_is_masked(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -578,6 +579,9 @@ def test_stats_count_tokens_and_seconds(scene: Scene) -> None:
     seconds = counting.stats()["seconds"]
     assert {phase: pytest.approx(1000 * seconds[phase], abs=0.01) for phase in move.ms} == move.ms
     assert all(value > 0 for value in move.ms.values())
+    assert move.filling is not None
+    assert move.filling.seconds is not None
+    assert 1000 * move.filling.seconds >= sum(move.ms.values())
     assert counting.stats()["attention"] == {
         "kind": "masked",
         "kernel": None,

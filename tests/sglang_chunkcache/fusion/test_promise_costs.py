@@ -12,7 +12,7 @@ from radix_ext.costs import Line, Phase
 from radix_ext.fusion_request import QUESTION as QUESTION_NAME
 from sglang_chunkcache.fusion.promise import TRIED_EVERY
 from sglang_chunkcache.wire.report import Fallback
-from tests.reference.fused_scheduler import FusedScheduler
+from tests.reference.fused_scheduler import FILLING_S, FusedScheduler
 from tests.reference.sources import make_request
 from tests.sglang_chunkcache.fusion.test_promise import (
     A,
@@ -104,6 +104,20 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
         moved.append(report(req).relocated > 0)
     assert sum(moved) == 2
     assert moved[TRIED_EVERY - 1]
+
+
+def test_plan_is_compared_with_what_filling_and_extend_took() -> None:
+    """An hour of filling was not foreseen."""
+    scheduler = make_priced()
+    scheduler.fuser.pricing.start()
+    scheduler.fuser.pricing.costs = dict(COSTS)
+    req = fused(B, A, fusion=ASKING)
+    scheduler.serve(req)
+    told = report(req)
+    [error] = scheduler.fuser.pricing._plan_errors
+    assert error == pytest.approx(1 - told.estimated_ms["planned"] / 1000 / FILLING_S, rel=1e-3)
+    scheduler.serve(fused(D, A, fusion=replace(ASKING, always=True)))
+    assert len(scheduler.fuser.pricing._plan_errors) == 1, "nothing was estimated"
 
 
 @pytest.mark.parametrize("chunks", [(C, B), (B, C)])
