@@ -541,14 +541,20 @@ def _in_ms(plan: ReusePlan) -> dict[str, float]:
 
 def _selector(req: Req, plan: ReusePlan | None) -> str | None:
     """What has chosen the recomputed tokens: of the plan, or of the fused KV that was found."""
-    if plan is not None and plan.fusion is not None and plan.recomputed_len:
-        return plan.fusion.selector
     spans, fused = state(req).spans, state(req).fused
-    if spans is None or spans.fusion is None or fused is None:
+    if spans is None or spans.fusion is None:
         return None
-    cheaper = spans.fusion.cheaper
-    by_cheaper = cheaper is not None and fused.recipe.endswith(cheaper.recipe.removeprefix(spans.fusion.recipe))
-    return cheaper.selector if cheaper and by_cheaper else spans.fusion.selector
+    asked = spans.fusion
+    if plan is not None and plan.fusion is not None and plan.recomputed_len:
+        chosen = plan.fusion
+    elif fused is not None:
+        cheaper = asked.cheaper
+        by_cheaper = cheaper is not None and fused.recipe.endswith(cheaper.recipe.removeprefix(asked.recipe))
+        chosen = cheaper if cheaper and by_cheaper else asked
+    else:
+        return None
+    is_unfocused = chosen.selector == asked.selector and chosen.focus != asked.focus
+    return f"{chosen.selector} without focus" if is_unfocused else chosen.selector
 
 
 def _reasons(plan: ReusePlan) -> tuple[Fallback, ...]:

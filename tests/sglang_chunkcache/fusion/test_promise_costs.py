@@ -94,6 +94,17 @@ def test_nothing_cheaper_follows_what_the_selector_itself_has_chosen() -> None:
     assert node_of(scheduler, [90, 91], D, A, recipe=f"{ASKING.recipe}/by=first") is not None
 
 
+def test_focus_that_eats_the_gain_is_left_out() -> None:
+    """And named so, when its KV is found again, too."""
+    focused = replace(make_request("context", 0.25), focus="spare", recipe=f"context{QUESTION_NAME}who")
+    scheduler = make_priced(question=Line(fixed=1000.0))
+    for _ in range(2):
+        req = fused(B, A, fusion=focused)
+        scheduler.serve(req)
+        assert report(req).selector == "context without focus"
+    assert report(req).fused_hit
+
+
 def test_what_does_not_pay_is_tried_now_and_then() -> None:
     """Else a machine that was slow while it measured itself would never learn that it is not."""
     scheduler = make_priced(capacity=3000, recompute=Line(fixed=7.0, each=1.0))
