@@ -65,8 +65,8 @@ MIN_RECALL = 0.05
 """What a further head must add. With .01 the bundled model's second one cost other questions .05 of exact match (eval/LOG.md)."""
 SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3)
 """Of all tokens: the shares whose least deviation is tried as the limit."""
-MAX_SECONDS = 60
-"""Fewer prompts are tried, one at least, where all of them would take longer."""
+MAX_SECONDS = 15
+"""Fewer prompts are tried, one at least, where all of them would take longer: SGLang's health check fails after 20 seconds."""
 MIN_KL, MIN_GAIN = 1e-4, 0.1
 """Below, there is nothing to restore, or no depth, or no layer that restores it: the paper's stays."""
 MIN_KEPT = 0.9
@@ -179,8 +179,9 @@ class _Search:
         self._num_layers = means.runner.token_to_kv_pool.layer_num
         started = time.perf_counter()
         places[0].agreement([])
-        # Of one place: two lists of choices, and for each choice evidence, a pass, question and answer.
-        expected = 2 * min(self._num_layers, 2 * MAX_TRIED) * 3 * (time.perf_counter() - started)
+        # Of one place: three lists of choices, and for each choice evidence, a pass, question and answer.
+        num_choices = 2 * min(self._num_layers, 2 * MAX_TRIED) + len(SHARES)
+        expected = 3 * num_choices * (time.perf_counter() - started)
         self._places = places[: max(NUM_PLACES, int(MAX_SECONDS / expected))]
         self._moved = Agreement.mean(place.agreement([]) for place in self._places)
 
