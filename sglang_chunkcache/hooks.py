@@ -54,7 +54,9 @@ def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         text = args[0].rid if args else None
         asked = decode(text, Asked) if text else NOTHING
         # SGLang collects the ranks in the order of their replies, so each state names its rank.
-        result.internal_state[STATE_KEY] = encode(cache.rank_state(get_parallel().dp_rank or 0, asked))
+        num_waiting = len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
+        state = cache.rank_state(get_parallel().dp_rank or 0, asked, num_waiting=num_waiting)
+        result.internal_state[STATE_KEY] = encode(state)
     return result
 
 

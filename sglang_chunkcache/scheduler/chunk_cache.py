@@ -137,11 +137,17 @@ class ChunkRadixCache(SharingRadixCache):
         return InsertResult(prefix_len=matched, last_device_node=path[-1] if path else self.root_node)
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        if self._is_audit(req):  # its slots stay its own, as in SGLang's cache without a tree
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(req.get_fill_ids())]
+            req.prefix_indices = row.to(dtype=torch.int64, copy=True)
+            return
         super().cache_unfinished_req(req, chunked=chunked)
         if not chunked:
             self._report(req)
 
     def insert_req(self, req: Req, *, up_to: int) -> None:
+        if self._is_audit(req):
+            return
         super().insert_req(req, up_to=up_to)
         self._report(req)  # a request that ends on its first token never gets to cache_unfinished_req
 
@@ -197,8 +203,9 @@ class ChunkRadixCache(SharingRadixCache):
         if self._is_copy(node):
             self.copies.add(node)
 
-    def rank_state(self, dp_rank: int, asked: Asked = NOTHING) -> RankState:
-        """What the front asks of this rank. The counts are those after the store was cleared."""
+    def rank_state(self, dp_rank: int, asked: Asked = NOTHING, *, num_waiting: int = 0) -> RankState:
+        """What the front asks of this rank. The counts are those after the store was cleared. `num_waiting`: requests whose
+        prefill has not begun or not ended."""
         cleared = None
         if asked.clear_store:
             cleared = self.promiser.clear_store() if self.promiser is not None else Cleared(0, 0, 0)
@@ -217,6 +224,7 @@ class ChunkRadixCache(SharingRadixCache):
             digest=self._digest,
             chunk_nodes=self._num_chunk_nodes,
             counts=self.stats(),
+            num_waiting=num_waiting,
             explanation=self.explain(asked.explain) if asked.explain else None,
             cleared=cleared,
             refusal=refusal,
@@ -348,6 +356,10 @@ class ChunkRadixCache(SharingRadixCache):
             except ValueError as error:
                 self._fall_back(Fallback.BAD_SPANS, error)
         return known.spans
+
+    def _is_audit(self, req: Req) -> bool:
+        spans = self._spans_of(req)
+        return spans is not None and spans.is_audit
 
     def _key(
         self, req: Req, token_ids: array[int], spans: RequestSpans, up_to: int, fused: Fused | None = None

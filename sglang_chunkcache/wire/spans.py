@@ -43,6 +43,9 @@ class RequestSpans(Record, frozen=True):
     is_later_turn: bool = False
     """A follow-up turn: chunks of its own history are cache hits by construction and must not count as reuse."""
 
+    is_audit: bool = False
+    """Checks an earlier answer: it matches what is exact, and leaves nothing in the tree."""
+
     exact_gaps: Annotated[int, Meta(ge=0)] = 0
     """Promoted chunks after the exact prefix that are computed although they could be moved, at most (radix_ext/invest.py)."""
 

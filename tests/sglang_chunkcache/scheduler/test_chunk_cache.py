@@ -163,6 +163,19 @@ def rag_spans() -> Any:
 # Slots
 
 
+@pytest.mark.parametrize("piece", [100, 3], ids=["at once", "in pieces"])
+def test_audit_leaves_nothing(piece: int) -> None:
+    """It matches what is exact, computes the rest into slots of its own, and gives them back without a word."""
+    scheduler = Scheduler(40, config())
+    scheduler.serve(rag(C1))
+    before, free = nodes(scheduler), scheduler.allocator.available_size()
+    audit = rag(C1, C2, is_audit=True)
+    assert scheduler.serve(audit, piece=piece, answer=[50]) == len(HEAD) + len(C1)
+    assert (nodes(scheduler), scheduler.allocator.available_size()) == (before, free)
+    assert audit.customized_info is None
+    scheduler.check()
+
+
 def test_prefill_piece_that_ends_inside_a_chunk_keeps_its_tail() -> None:
     """The tree takes whole chunks only, the rest stays the request's own; two such requests share no slot."""
     scheduler = Scheduler(40, config())

@@ -1,6 +1,6 @@
 """`ChunkRadixCache` against a dict of paths, driven by Hypothesis through the scheduler's order of calls.
 
-Requests with and without chunks run interleaved; prefill pieces end anywhere, also inside chunks. After every step each
+Requests with and without chunks and audits run interleaved; prefill pieces end anywhere, also inside chunks. After every step each
 slot has one owner, the tree equals the model, nothing locked was evicted, and the events of the log, delivered late,
 twice or not at all, lead the front's mirror to the tree's digest once everything has arrived.
 """
@@ -45,6 +45,7 @@ REQUEST: dict[str, Any] = {
     "salt": st.sampled_from(SALTS),
     "promoted_len": st.integers(0, 3),
     "is_plain": st.sampled_from([False, False, True]),
+    "is_audit": st.sampled_from([False, False, False, True]),
     "ack": st.integers(0, 9),
     "like": st.integers(0, 3),
 }
@@ -58,6 +59,7 @@ class Live:
     spans: tuple[tuple[int, int], ...] | None
     area_len: int
     promoted_len: int
+    is_audit: bool
     locked: Path = ()
     sampled: bool = False
     inserted: bool = False
@@ -110,6 +112,7 @@ class CacheMachine(RuleBasedStateMachine):
         salt: str | None,
         promoted_len: int,
         is_plain: bool,
+        is_audit: bool,
         ack: int,
         like: int,
     ) -> Live:
@@ -125,9 +128,11 @@ class CacheMachine(RuleBasedStateMachine):
         area_len = len(areas[0]) + (len(areas[1]) if len(areas) > 1 and not tail else 0)
         promoted_len = min(promoted_len, area_len)
         ack_pair = self.acks[-1 - ack % len(self.acks)]
-        params = marked(spans, namespace=f"{head}{salt}", promoted_len=promoted_len, ack=ack_pair)
+        is_audit = is_audit and not is_plain
+        fields: dict[str, Any] = {"promoted_len": promoted_len, "ack": ack_pair, "is_audit": is_audit}
+        params = marked(spans, namespace=f"{head}{salt}", **fields)
         req = FakeReq(ids, None if is_plain else params, cache_salt=salt)
-        return Live(req, None if is_plain else tuple(spans), area_len, promoted_len)
+        return Live(req, None if is_plain else tuple(spans), area_len, promoted_len, is_audit)
 
     @precondition(lambda self: any(not self.scheduler.is_prefilled(live.req) for live in self.live))
     @rule(which=st.integers(0, 3), num_tokens=st.integers(1, 7))
@@ -287,6 +292,9 @@ class CacheMachine(RuleBasedStateMachine):
         return self._units(live, max(up_to, num_tokens(live.locked)))
 
     def _book_insert(self, live: Live, up_to: int, rows: Sequence[int] | None = None) -> None:
+        if live.is_audit:  # what it has computed stays its own and goes with it
+            assert rows is not None or live.req.kv.cache_protected_len == num_tokens(live.locked)
+            return
         path = self._inserted(live, up_to)
         length = num_tokens(path)
         self.model.insert(path, rows if rows is not None else self.scheduler.slots(live.req, 0, length))
@@ -299,7 +307,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _count(self, live: Live) -> None:
         """The request is about to be inserted."""
-        if not live.inserted:
+        if not live.inserted and not live.is_audit:
             self.inserts.append(time.monotonic())
 
     def _release(self, live: Live, *, is_insert: bool) -> None:
@@ -316,7 +324,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _collect(self, live: Live) -> None:
         """The answer goes out with what was attached to it."""
         entry = (live.req.customized_info or {}).pop(ANSWER_KEY, None)
-        assert entry is None or (live.spans is not None and len(entry) == 1)
+        assert entry is None or (live.spans is not None and not live.is_audit and len(entry) == 1)
         if entry:
             self.batches.append(decode(entry[0], Answer).events)
 
