@@ -32,9 +32,9 @@ SOUND, BROKEN = 0.05, 0.5
 """Shares of answers below the target that the tests tell apart."""
 BELOW, MET = math.log(BROKEN / SOUND), math.log((1 - BROKEN) / (1 - SOUND))
 """Evidence of one answer: 2.30 and -.64."""
-EVIDENCE = 6.0
-"""Enough to decide: three answers below the target with at most one between them that meets it, or ten that meet it. Of tests of
-a sound selector one in e^6 = 400 is wrong at most, and a pause takes two in a row."""
+EVIDENCE = 5.5
+"""Enough to decide: three answers below the target with at most two between them that meet it, or nine that meet it. Of tests of
+a sound selector one in e^5.5 = 245 is wrong at most, and a pause takes two in a row."""
 
 LEAST_RATIO, MOST_RATIO = 0.15, 0.5
 """Bounds of a raised ratio: FusionRAG's operating point, and where recomputing rarely pays any more."""
@@ -103,11 +103,13 @@ class Audit:
 
     Args:
         share: of the requests with moved KV, from 0 to 1.
+        target: share of an answer's tokens that must agree with an exact prefill.
         pause: requests that a pause lasts.
         seed: of the draws. Who knows it knows which requests are audited.
     """
 
     share: float
+    target: float
     pause: int
     seed: str
     _selectors: dict[str, _Selector] = field(default_factory=dict)
@@ -133,9 +135,9 @@ class Audit:
         known.left -= 1
         return self._enter(terms.selector, AuditState.PROBATION) if known.left <= 0 else None
 
-    def observe(self, terms: Terms, *, is_below: bool) -> Change | None:
-        """The answer to a sampled request was compared."""
-        known = self._selectors[terms.selector]
+    def observe(self, terms: Terms, agreement: float) -> Change | None:
+        """The answer to a sampled request was compared; `agreement` is the share of its tokens that agree."""
+        known, is_below = self._selectors[terms.selector], agreement < self.target
         if terms.period != known.period:
             return None
         known.samples += 1

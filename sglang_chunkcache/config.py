@@ -174,6 +174,16 @@ class ChunkCacheConfig:
     """`masked` is torch alone and computes hidden keys too. `sparse` is FlashInfer's kernel that is fastest on this machine, over
     the keys that a token sees; where it cannot run, the server does not start. `auto`: `sparse` where it can run, else `masked`.
     """
+    audit_share: float = knob(
+        0.01, "share of requests with moved KV whose answer is compared with an exact prefill", low=0.0, high=1.0
+    )
+    """A hundredth costs a prefill in a hundred requests, at moments when nothing waits. 0: nothing is audited."""
+    audit_agreement: float = knob(
+        0.9, "share of an audited answer's tokens on which an exact prefill must agree", low=0.0, high=1.0
+    )
+    """An answer of ten tokens may differ in one. What follows from answers below it is decided by radix_ext/audit.py."""
+    audit_pause: int = knob(1000, "requests that a selector's pause lasts", low=1, high=1_000_000_000)
+    """Counted, not timed, so that an idle server does not try again unasked."""
     gate: str = knob("refuse", "what a failed start-up gate does in fused mode", choices=("refuse", "report"))
     """`report` starts all the same, for `sglang_chunkcache.check`."""
     index: str | None = knob(None, "directory of a retrieval index to search for requests (also --index)")

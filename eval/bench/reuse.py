@@ -59,6 +59,7 @@ OUR_FLAGS = [
     *("--reuse", "fused"),
     *("--chunkcache-store-threshold", "1000000"),
     *("--chunkcache-scoring", "on"),
+    *serve_arms.UNAUDITED,
 ]
 """Only preprocessing fills the store, scored for the selectors that read scores."""
 SOURCES = ("host", "device")

@@ -36,7 +36,7 @@ from eval.quality.mode import Job, Mode, Servers
 from eval.quality.ratio_cases import Case, data_cases, world_cases
 from eval.quality.scores import FULL_REUSE, cells_of
 from eval.run import Sample
-from eval.serve.arms import ARMS, Arm
+from eval.serve.arms import ARMS, UNAUDITED, Arm
 from eval.task import TextChunk
 
 FLAGS = (
@@ -45,6 +45,7 @@ FLAGS = (
     *("--chunkcache-store-threshold", "1"),
     *("--chunkcache-scoring", "on"),
     *("--chunkcache-calibrate", "on"),
+    *UNAUDITED,
 )
 """Every movable chunk is moved, and every chunk enters the store at once, scored: one capture serves all selectors."""
 SELECTORS = (

@@ -58,15 +58,19 @@ class Arm:
         return "reuse" in self.body
 
 
+UNAUDITED = ("--chunkcache-audit-share", "0")
+"""A selector that answers badly is what some measurements are about: it must not be paused."""
+
+
 def _fused(name: str, summary: str, *flags: str, **body: Any) -> Arm:
     """A server with `--reuse fused`. What `flags` and `body` leave out is the server's default."""
     return Arm(name, summary, (*LPM, "--reuse", "fused", *flags), body={"reuse": {"mode": "fused"}, **body})
 
 
 def _paper(name: str, summary: str, *flags: str, order: str = "retriever", **reuse: Any) -> Arm:
-    """What can be moved is moved, as in the papers, whatever it costs."""
+    """What can be moved is moved, as in the papers, whatever it costs and whatever becomes of the answers."""
     always = "--chunkcache-move", "always", "--chunkcache-exact-gaps", "0"
-    return _fused(name, summary, *always, *flags, order=order, reuse={"mode": "fused", **reuse})
+    return _fused(name, summary, *always, *UNAUDITED, *flags, order=order, reuse={"mode": "fused", **reuse})
 
 
 CRAFT = (
@@ -106,6 +110,7 @@ ARMS = {
         _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
         _fused("fused-scored", "the same with everything scored", "--chunkcache-scoring", "on"),
         _fused("fused-unstored", "the same with nothing stored", "--chunkcache-store-threshold", "1000000"),
+        _fused("fused-unaudited", "the same with no answer compared with an exact prefill", *UNAUDITED),
         _paper("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, **CACHEBLEND),
         _paper("craft+cacheblend", "continuing its fused chains (fig. 16)", *NO_PASS_LIMIT, order="tree", **CACHEBLEND),
         _paper("cache-craft", "Cache-Craft, no focus: 15% by context", focus="off", **CACHE_CRAFT),

@@ -58,7 +58,7 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
         "estimated_ms": found.estimated_ms,
         "selected_by": found.selector,
         "sources": [{**_shown(labels, source), "start": source.start, "end": source.end} for source in found.sources],
-        "fallbacks": found.fallbacks,
+        "fallbacks": (*planned.fallbacks, *found.fallbacks),
     }
 
 
@@ -84,6 +84,7 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
         "ms": report.ms if report else {},
         "estimated_ms": report.estimated_ms if report else {},
         "selected_by": report.selector if report else None,
+        "sampled": rag.is_sampled,
     }
 
 

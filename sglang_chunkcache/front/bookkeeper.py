@@ -25,6 +25,7 @@ from radix_ext import (
     Router,
     TenantTables,
 )
+from radix_ext.audit import Audit, AuditState, Change, Terms
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.conversation import Conversation
 from sglang_chunkcache.front.fusion_options import spans_to_keep
@@ -36,6 +37,13 @@ from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Fallback, Report
 from sglang_chunkcache.wire.spans import RequestSpans, pack
 
 logger = logging.getLogger(__name__)
+
+MEANING = {
+    AuditState.ASKED: "requests are served as they ask",
+    AuditState.RAISED: "twice as many tokens are recomputed as requests ask for",
+    AuditState.PAUSED: "nothing is moved for its requests",
+    AuditState.PROBATION: "a tenth of its requests is moved, and each of these is audited",
+}
 
 
 class Bookkeeper:
@@ -63,6 +71,16 @@ class Bookkeeper:
             else RoundRobin(num_ranks)
         )
         self.metrics = Metrics(prometheus=prometheus)
+        self.audit = (
+            Audit(
+                share=config.audit_share,
+                target=config.audit_agreement,
+                pause=config.audit_pause,
+                seed=config.secret,
+            )
+            if config.reuse == "fused" and config.audit_share
+            else None
+        )
         self.forget()
 
     def forget(self) -> None:
@@ -88,7 +106,7 @@ class Bookkeeper:
         planned = rag.planned
         self._count_request(planned)
         told = self.told(planned)
-        rag.custom_params = pack(told, secret=self._config.secret)
+        rag.custom_params = self.packed(told)
         with ExitStack() as taken:
             rag.plan = self.tree.plan(planned.namespace, planned.chain, rank=planned.rank)
             taken.callback(self.tree.cancel, rag.plan)
@@ -97,6 +115,7 @@ class Bookkeeper:
             self.router.begin(planned.rank, len(planned.input_ids))
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
             taken.callback(self._count_outcome, rag)
+            self._begin_terms(rag)
             yield rag
 
     def told(self, planned: Planned, *, is_counted: bool = True) -> RequestSpans:
@@ -117,6 +136,10 @@ class Bookkeeper:
             is_later_turn=planned.draft.num_turns > 0,
             exact_gaps=planned.exact_gaps,
         )
+
+    def packed(self, told: RequestSpans) -> dict[str, str]:
+        """`told` as the scheduler believes it."""
+        return pack(told, secret=self._config.secret)
 
     def observe(self, rag: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool) -> None:
         """Take what is ours out of one output of SGLang's, and learn from it. `index`: which of the n answers it is of."""
@@ -146,6 +169,11 @@ class Bookkeeper:
         tag = planned.fusion.recipe if planned.fusion and planned.spans else ""
         closed = turn.closed(planned.input_ids, planned.spans, rag.output_ids, content=content, tag=tag)
         self.conversations.finish(turn.key, turn.history, closed, self._clock())
+
+    def audited(self, terms: Terms, agreement: float) -> None:
+        """An answer was compared with an exact prefill."""
+        assert self.audit is not None
+        self._tell(self.audit.observe(terms, agreement))
 
     def stats(self) -> dict[str, Any]:
         """The front's part of `/chunkcache/stats`."""
@@ -196,6 +224,31 @@ class Bookkeeper:
             ("planned", planned.planned_len),
         ):
             self.metrics.count("chunks", kind, amount)
+
+    def _begin_terms(self, rag: RagRequest) -> None:
+        if self.audit is not None and rag.planned.terms is not None:
+            for reason in rag.planned.fallbacks:
+                self._fall_back(rag, reason)
+            self._tell(self.audit.begin(rag.planned.terms))
+
+    def _tell(self, change: Change | None) -> None:
+        """Log a selector's new state, loudly where nothing is moved any more."""
+        if change is None:
+            return
+        self.metrics.show_audit(change.selector, change.after)
+        level = logging.ERROR if change.after is AuditState.PAUSED else logging.WARNING
+        logger.log(
+            level,
+            "chunk cache: selector %s is %s (was %s): of %d audited answers %d agree with an exact prefill at less than %g of "
+            "their tokens; %s",
+            change.selector,
+            change.after.value,
+            change.before.value,
+            change.samples,
+            change.below,
+            self._config.audit_agreement,
+            MEANING[change.after],
+        )
 
     def _count_outcome(self, rag: RagRequest) -> None:
         outcome = "finished" if rag.is_complete else "aborted"

@@ -6,17 +6,20 @@ abandoned by its client, in which case Python closes the generator.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import Request
-from sglang.srt.managers.io_struct import GetInternalStateReq
+from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReq
 
 from sglang_chunkcache.errors import ChunkCacheError, RequestError
+from sglang_chunkcache.front.audit import Auditor, Check, Listener
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import Planned, RagRequest
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation
+from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import STATE_KEY, Asked, CalibrationPrompt, Cleared, ExplainRequest, RankState
 
 
@@ -35,6 +38,7 @@ class Engine:
 
     def __init__(self, manager: Any, books: Bookkeeper) -> None:
         self._manager, self._books = manager, books
+        self.auditor = Auditor(books, self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -51,12 +55,16 @@ class Engine:
         are handed out when it is over, since SGLang reads only the first."""
         incremental = bool(obj.stream and self._manager.incremental_streaming_output)
         whole = []
-        with self._books.begin(rag):
+        with self._books.begin(rag), self._listening(rag, obj) as listener:
             self._address(obj, rag)
             try:
                 async for output in self._manager.generate_request(obj, raw_request):
                     for i, one in enumerate(output if isinstance(output, list) else [output]):
+                        if listener is not None:
+                            listener.hear(one["meta_info"], incremental=incremental)
                         self._books.observe(rag, one, index=one.get("index", i), incremental=incremental)
+                    if listener is not None and rag.finish_reason:
+                        self.auditor.finish(rag, listener)
                     if obj.stream:
                         yield output
                     else:
@@ -73,6 +81,46 @@ class Engine:
         if any(STATE_KEY not in state for state in found):
             return None
         return sorted((decode(state[STATE_KEY], RankState) for state in found), key=lambda state: state.dp_rank)
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens that a prompt may have."""
+        return int(min(self._manager.model_config.context_len, self._manager.max_req_input_len)) - 1
+
+    async def has_room(self, rank: int, num_tokens: int) -> bool:
+        """Whether nothing waits at the rank, and its pool has that many slots free or evictable.
+
+        SGLang's load report costs nothing, but is as old as the rank's last batch. So the rank is asked where that says so: its
+        answer comes after all that was sent before.
+        """
+        load = self._manager.load_snapshot_reader.read(rank)
+        if self._manager.gracefully_exit or load is None or load.num_waiting_reqs:
+            return False
+        states = await self.states() or []
+        state = next((state for state in states if state.dp_rank == rank), None)
+        if state is None or state.num_waiting:
+            return False
+        return bool(state.counts["free"] + state.counts["evictable"] >= num_tokens)
+
+    async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
+        """SGLang's output for an audit: exact, with logprobs from the prompt's last token on, inserted nowhere."""
+        told = RequestSpans(
+            check.spans, check.namespace, 0, self._books.mirrors[check.rank].acknowledgement, is_audit=True
+        )
+        obj = GenerateReqInput(
+            input_ids=check.input_ids,
+            sampling_params={"temperature": 0, "max_new_tokens": 1, "custom_params": self._books.packed(told)},
+            return_logprob=True,
+            logprob_start_len=check.prompt_len - 1,
+            top_logprobs_num=top,
+            extra_key=check.extra_key,
+            cache_salt=check.cache_salt,
+            routed_dp_rank=check.rank if len(self._books.mirrors) > 1 else None,
+            log_metrics=False,
+        )
+        async for output in self._manager.generate_request(obj, None):
+            found: Mapping[str, Any] = output
+        return found
 
     async def explain(self, planned: Planned) -> Explanation:
         """What its rank would do with the request.
@@ -116,6 +164,16 @@ class Engine:
         ]
 
     # Private, in order of use
+
+    @contextmanager
+    def _listening(self, rag: RagRequest, obj: Any) -> Iterator[Listener | None]:
+        """The audit's ear, if the request was drawn. A request that is given up is over, too."""
+        listener = self.auditor.listen(rag, obj, getattr(self._manager, "preferred_sampling_params", None))
+        try:
+            yield listener
+        finally:
+            if listener is not None:
+                self.auditor.finish(rag, listener)
 
     async def _ask(self, asked: Asked) -> list[RankState]:
         """The answers of all ranks that run with the chunk cache, in any order."""

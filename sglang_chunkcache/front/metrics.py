@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
+from radix_ext.audit import AuditState
+
 COUNTERS = {
     "requests": ("outcome", "RAG requests by outcome: finished, aborted, refused, unsearched (its search failed)"),
     "prompt_tokens": ("fate", "prompt tokens by fate: exact, relocated, recomputed, computed"),
@@ -22,6 +24,7 @@ COUNTERS = {
     ),
     "searches": ("outcome", "searches of the index by outcome: found, empty, refused, failed, cancelled, full (queue)"),
     "guarded": ("field", "requests refused because SGLang would have ended, on any endpoint, by field"),
+    "audit_skips": ("reason", "requests drawn for an audit that were not compared, by reason"),
     "fallbacks": ("reason", "things that were computed because reuse was not possible, by reason"),
 }
 """Name -> (label, help). Every count is a number of requests, tokens, chunks or searches, as its name says."""
@@ -33,6 +36,9 @@ SEARCH_BUCKETS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0
 
 RETRIEVAL_STATES = ("up", "stale", "down")
 """See `search_queue.RetrievalState`."""
+
+
+AUDIT_LABELS = ["selector", "ratio", "tenant"]
 
 
 class Metrics:
@@ -80,6 +86,22 @@ class Metrics:
             for name in RETRIEVAL_STATES:
                 self._export("retrieval_state").labels(name).set(name == state)
 
+    def observe_audit(
+        self, selector: str, ratio: float | None, tenant: str, agreement: float, kl: float, *, is_below: bool
+    ) -> None:
+        """One answer compared with an exact prefill; a ratio of None recomputes nothing."""
+        if self._prometheus:
+            labels = (selector, "none" if ratio is None else f"{ratio:g}", tenant)
+            self._export("audits").labels(*labels, "below" if is_below else "met").inc()
+            self._export("audit_agreement").labels(*labels).observe(agreement)
+            self._export("audit_kl").labels(*labels).observe(kl)
+
+    def show_audit(self, selector: str, state: AuditState) -> None:
+        """Which state of the audit holds for a selector."""
+        if self._prometheus:
+            for name in AuditState:
+                self._export("audit_state").labels(selector, name.value).set(name is state)
+
     def totals(self) -> dict[str, dict[str, int]]:
         """All counts since the start."""
         return {name: dict(counter) for name, counter in self._totals.items()}
@@ -87,7 +109,7 @@ class Metrics:
     def _export(self, name: str) -> Any:
         if name not in self._exported:
             from prometheus_client import Counter as PrometheusCounter
-            from prometheus_client import Gauge, Histogram
+            from prometheus_client import Gauge, Histogram, Summary
 
             if name in COUNTERS:
                 label, text = COUNTERS[name]
@@ -98,6 +120,19 @@ class Metrics:
             elif name == "retrieval_seconds":
                 text = "time that retrieval took, by phase: queued (a request); encode, dense, bm25, read (a batch)"
                 self._exported[name] = Histogram(f"chunkcache:{name}", text, ["phase"], buckets=SEARCH_BUCKETS_S)
+            elif name == "audits":
+                text = "answers compared with an exact prefill, by target: met, below"
+                self._exported[name] = PrometheusCounter(f"chunkcache:{name}", text, [*AUDIT_LABELS, "target"])
+            elif name == "audit_agreement":
+                text = "share of an audited answer's positions whose best token is that of an exact prefill"
+                self._exported[name] = Summary(f"chunkcache:{name}", text, AUDIT_LABELS)
+            elif name == "audit_kl":
+                text = "KL(exact || moved) of an audited answer in nats, mean of its positions"
+                self._exported[name] = Summary(f"chunkcache:{name}", text, AUDIT_LABELS)
+            elif name == "audit_state":
+                text = "1 for the state of a selector: asked, raised, paused, probation; 0 for the others"
+                labels = ["selector", "state"]
+                self._exported[name] = Gauge(f"chunkcache:{name}", text, labels, multiprocess_mode="mostrecent")
             elif name == "retrieval_state":
                 text = "1 for the state of retrieval: up, stale (an index that was replaced answers), down; 0 for the others"
                 self._exported[name] = Gauge(f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent")

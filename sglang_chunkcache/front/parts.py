@@ -125,4 +125,5 @@ class Parts:
             for state in states
         ]
         retrieval = self.search.stats() if self.search else None
-        return {"version": __version__, **self.books.stats(), "retrieval": retrieval, "ranks": ranks}
+        front = {**self.books.stats(), "audit": self.engine.auditor.stats(), "retrieval": retrieval}
+        return {"version": __version__, **front, "ranks": ranks}

@@ -21,6 +21,7 @@ from radix_ext import (
     leading_area,
     order_per_rank,
 )
+from radix_ext.audit import Terms
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
@@ -41,6 +42,7 @@ class Planner:
         Raises:
             RequestError: an empty prompt, or one longer than the context; names the field.
         """
+        draft, terms = self._on_terms(draft)
         identity = draft.identity
         namespace = namespace_of(draft.head, identity.extra_key, identity.cache_salt, identity.lora)
         start = time.perf_counter()
@@ -67,9 +69,18 @@ class Planner:
             fusion=_with_recipe(draft, ids[area[-1].end :] if area else ()),
             order_seconds=seconds,
             exact_gaps=growth.num_chunks if growth else 0,
+            terms=terms,
         )
 
     # Private, in order of use
+
+    def _on_terms(self, draft: Draft) -> tuple[Draft, Terms | None]:
+        """The draft as the audit lets it be served."""
+        fusion, audit = draft.options.fusion, self._books.audit
+        if fusion is None or audit is None or draft.is_preprocessing:
+            return draft, None
+        terms = audit.terms(fusion)
+        return replace(draft, options=replace(draft.options, fusion=terms.served(fusion))), terms
 
     def _growth(self, fusion: FusionRequest | None, policy: OrderPolicy) -> Growth | None:
         """Only chains that the tree's order aims for grow: other orders stay as their papers have them."""

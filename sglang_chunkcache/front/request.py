@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, Plan, Span, fused_chunk
+from radix_ext.audit import Terms
 from sglang_chunkcache.front.conversation import OpenTurn
 from sglang_chunkcache.front.prompt import Piece, TokenizedChunk, joined
 from sglang_chunkcache.wire.report import Answer, Fallback, Report
@@ -129,6 +130,13 @@ class Planned:
     """What ordering and routing took."""
     exact_gaps: int = 0
     """Chunks that its exact chain may grow by although they could be moved."""
+    terms: Terms | None = None
+    """Of the audit. None: it asks for no moved KV, or nothing is audited."""
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """Why it is not served as it asks."""
+        return (Fallback.AUDIT_PAUSED,) if self.terms is not None and not self.terms.is_moved else ()
 
     @property
     def labels(self) -> list[str]:
@@ -174,6 +182,8 @@ class RagRequest:
     report: Report | None = None
     """What the rank did for a fused request."""
     fallbacks: list[Fallback] = field(default_factory=list)
+    is_sampled: bool = False
+    """Its answer waits for an audit, or was audited."""
     is_refused: bool = False
     """SGLang raised an error about the request's parameters."""
     heard: str = ""

@@ -52,6 +52,13 @@ class Fallback(StrEnum):
         "fate.",
         "Check in the rank's log that it was started with `--reuse fused`, and report it as a bug.",
     )
+    AUDIT_PAUSED = (
+        "audit_paused",
+        "Answers with this selector differed too much from exact ones, so for a while, or for all but a tenth of the requests, "
+        "nothing is moved for it.",
+        "Read the log's error line and `audit` in `/chunkcache/stats`; choose another selector or a larger ratio, or allow for "
+        "less agreement (`--chunkcache-audit-agreement`).",
+    )
     NO_SOURCE = (
         NotMoved.NO_SOURCE,
         "None of the chunks after the exact prefix is cached anywhere, in the tree or in the store.",

@@ -64,11 +64,11 @@ class RankState(Record, frozen=True):
     chunk_nodes: int
     counts: dict[str, Any]
     """For `/chunkcache/stats`: shown as they are."""
-    num_waiting: int = 0
-    """Requests whose prefill has not begun or not ended, of those that were sent before this was asked."""
     explanation: Explanation | None = None
     """The answer to `explain`."""
     cleared: Cleared | None = None
     """The answer to `clear_store`."""
     refusal: str | None = None
     """Why `calibrate` was not done. Its figures are among the counts."""
+    num_waiting: int = 0
+    """Requests whose prefill has not begun or not ended, of those that were sent before this was asked."""

@@ -25,6 +25,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReqOutput
+from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -32,6 +33,7 @@ from sglang.srt.mem_cache import common, registry
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.platforms.cpu import CpuSRTPlatform
@@ -129,8 +131,12 @@ def test_radix_cache_method(name: str, expected: list[str]) -> None:
                 "extra_key",
                 "cache_salt",
                 "routed_dp_rank",
+                "return_text_in_logprobs",
+                "custom_logit_processor",
+                "log_metrics",
             },
         ),
+        (LoadSnapshot, {"num_waiting_reqs"}),
         (
             ServerArgs,
             {
@@ -215,6 +221,27 @@ def test_cache_unfinished_req_matches_the_key_that_was_inserted() -> None:
     assert "self.match_prefix(MatchPrefixParams(key=radix_key))" in source
     assert "self._insert_cache(" in source
     assert "req.kv.cache_protected_len = len(radix_key)" in inspect.getsource(RadixCache.insert_req)
+
+
+def test_request_without_a_tree_keeps_its_slots() -> None:
+    """As audits do in our tree: the next piece of a prompt begins where `prefix_indices` ends."""
+    source = inspect.getsource(ChunkCache.cache_unfinished_req)
+    assert "req.prefix_indices = kv_indices.to(dtype=torch.int64, copy=True)" in source
+    assert inspect.getsource(ChunkCache.insert_req).strip().endswith("pass")
+
+
+def test_waiting_requests_are_told() -> None:
+    """Those that the rank's own answer counts, and the load report that is asked first."""
+    assert "self.waiting_queue" in inspect.getsource(Scheduler)
+    assert "self.chunked_req" in inspect.getsource(Scheduler)
+    source = inspect.getsource(TokenizerManager)
+    assert "self.load_snapshot_reader =" in source
+    assert "self.preferred_sampling_params =" in source
+
+
+def test_logprobs_limit_the_match() -> None:
+    """A prefix ends where logprobs begin, so an audit may use the exact KV of the prompt's last token but one."""
+    assert "min(max_prefix_len, self.logprob_start_len)" in inspect.getsource(Req._compute_max_prefix_len)
 
 
 def test_release_inserts_then_frees_then_unlocks() -> None:
@@ -411,7 +438,15 @@ def test_tokenizer_manager_methods() -> None:
 def test_meta_info_keys() -> None:
     """What the service reads from an output."""
     source = inspect.getsource(TokenizerManager)
-    for key in ("finish_reason", "completion_tokens", "cached_tokens", "dp_rank"):
+    logprobs = ("output_top_logprobs", "input_top_logprobs", "output_token_logprobs", "input_token_logprobs")
+    for key in (
+        "finish_reason",
+        "completion_tokens",
+        "cached_tokens",
+        "dp_rank",
+        *logprobs,
+        "output_token_logprobs_length",
+    ):
         assert f'"{key}"' in source, key
 
 
@@ -437,5 +472,6 @@ def test_add_stats_writes_into_the_internal_state(monkeypatch: pytest.MonkeyPatc
     assert result.internal_state == {}
     monkeypatch.setattr(hooks, "get_parallel", lambda: SimpleNamespace(dp_rank=1))
     cache = Scheduler(8, config()).cache
-    hooks._add_stats(result, SimpleNamespace(tree_cache=cache))
+    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=["a", "b"], chunked_req="c")
+    hooks._add_stats(result, scheduler)
     assert decode(result.internal_state[STATE_KEY], RankState) == cache.rank_state(1)

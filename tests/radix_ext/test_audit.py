@@ -14,7 +14,7 @@ ASKED, RAISED, PAUSED, PROBATION = AuditState
 
 
 def make_audit(*, share: float = 1.0, pause: int = 5, seed: str = "s") -> Audit:
-    return Audit(share=share, pause=pause, seed=seed)
+    return Audit(share=share, target=0.9, pause=pause, seed=seed)
 
 
 def sample(audit: Audit, *, is_below: bool, fusion: FusionRequest = QUERY) -> Change | None:
@@ -23,7 +23,7 @@ def sample(audit: Audit, *, is_below: bool, fusion: FusionRequest = QUERY) -> Ch
     assert terms.is_sampled
     begun = audit.begin(terms)
     assert begun is None
-    return audit.observe(terms, is_below=is_below)
+    return audit.observe(terms, 0.89 if is_below else 0.9)
 
 
 def bring_to(audit: Audit, state: AuditState, fusion: FusionRequest = QUERY) -> None:
@@ -34,7 +34,7 @@ def bring_to(audit: Audit, state: AuditState, fusion: FusionRequest = QUERY) -> 
             return
         audit.begin(terms)
         if terms.is_sampled:
-            audit.observe(terms, is_below=True)
+            audit.observe(terms, 0.0)
     raise AssertionError(f"never {state}")
 
 
@@ -168,7 +168,7 @@ def test_answer_of_an_earlier_period_is_not_counted() -> None:
     late = audit.terms(QUERY)
     bring_to(audit, RAISED)
     for _ in range(20):
-        assert audit.observe(late, is_below=True) is None
+        assert audit.observe(late, 0.0) is None
     assert audit.stats()["query"]["samples"] == 0
 
 

@@ -134,6 +134,7 @@ def leftovers(url: str, pool_tokens: int, timeout_s: float = 60.0) -> list[str]:
         expected = {
             "protected slots": (rank["protected"], 0),
             "free and evictable slots": (rank["free"] + rank["evictable"], pool_tokens),
+            "waiting audits": (stats["audit"]["waiting"], 0),
             "pending captures": (rank["store"]["pending"], 0),
             "open plans": (stats["tree"]["open_plans"], 0),
             "prompt tokens in flight": (sum(stats["prompt_tokens_in_flight"]), 0),

@@ -30,9 +30,17 @@ def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requ
     """Requests wait, are evicted and, in the last case, retracted while their chunks are moved."""
     num_requests = scaled(num_requests, 60)
     log = tmp_path / "poisoned.log"
+    flags = [
+        *flags,
+        "--chunkcache-audit-share",
+        "0.2",
+        "--chunkcache-audit-agreement",
+        "0",
+    ]  # many, and none pauses a selector
     with Server(flags, log=log, launcher=mixed_load.POISONED, env={**STRICT, **env}) as server:
         found = mixed_load.soak(server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens)
-        rank = get(server.url + "/chunkcache/stats")["ranks"][0]
+        stats = get(server.url + "/chunkcache/stats")
+        rank, audit = stats["ranks"][0], stats["audit"]
     with Server(["--stock", *mixed_load.FLAGS[:2]], log=tmp_path / "stock.log", env=NEVER_REUSE) as stock:
         mixed_load.check_exact(found, stock.url)
     assert found.problems + mixed_load.problems_of_log(log) == []
@@ -40,4 +48,5 @@ def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requ
     assert found.fates["relocated"] > 5 * num_requests
     assert rank["evicted_chunks"] > num_requests // 2
     assert rank["gate"]["passed"]
+    assert sum(one["samples"] for one in audit["figures"]) > num_requests // 100
     assert ("retract" in log.read_text().lower()) == bool(env)

@@ -192,6 +192,7 @@ def test_report_becomes_the_answer() -> None:
         "ms": report.ms,
         "estimated_ms": report.estimated_ms,
         "selected_by": report.selector,
+        "sampled": False,
     }
     totals = bench.books.metrics.totals()
     assert totals["prompt_tokens"] == fates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,15 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from radix_ext import FusionRequest
+from radix_ext.audit import AuditState, Terms
+from sglang_chunkcache.front.audit import Check
 from sglang_chunkcache.front.engine import Engine, hand_over, handed_over
-from tests.sglang_chunkcache.front.front_bench import A, Asked, Bench, make_output
+from sglang_chunkcache.wire.message import encode
+from sglang_chunkcache.wire.report import Report
+from sglang_chunkcache.wire.spans import unpack
+from sglang_chunkcache.wire.state import STATE_KEY, RankState
+from tests.sglang_chunkcache.front.front_bench import SECRET, A, Asked, Bench, make_output
 
 
 class Manager:
@@ -164,3 +172,107 @@ def test_failed_request_is_counted_and_released(
         )
     assert bench.books.metrics.totals()["requests"] == {outcome: 1}
     assert bench.is_idle()
+
+
+# The audit
+
+
+class AuditedManager(Manager):
+    """One that lists best tokens, if asked, and answers for one rank."""
+
+    max_req_input_len = 500
+    gracefully_exit = False
+    preferred_sampling_params = None
+    model_config = SimpleNamespace(context_len=1000)
+
+    def __init__(self, *outputs: Any, waiting: int = 0, told: int = 0, free: int = 1000) -> None:
+        super().__init__(*outputs)
+        self.num_asked, self.free = 0, free
+        self.told = told
+        self.load_snapshot_reader = SimpleNamespace(read=lambda rank: SimpleNamespace(num_waiting_reqs=waiting))
+
+    async def generate_request(self, obj: Any, request: Any) -> AsyncIterator[Any]:
+        async for output in super().generate_request(obj, request):
+            if obj.return_logprob:
+                best = [[(-0.1, i, None), (-3.0, i + 1, None)] for i in output["output_ids"]]
+                output["meta_info"] |= {"output_top_logprobs": best, "output_token_logprobs": []}
+            yield output
+
+    async def get_internal_state(self) -> list[Any]:
+        self.num_asked += 1
+        counts = {"free": self.free, "evictable": 0}
+        state = RankState(0, 0, 0, 0, 0, counts, num_waiting=self.told)
+        return [{STATE_KEY: encode(state)}]
+
+
+def audited_obj(*, stream: bool) -> Any:
+    obj = make_obj(stream=stream)
+    vars(obj).update(
+        return_logprob=False, top_logprobs_num=0, return_text_in_logprobs=True, custom_logit_processor=None
+    )
+    return obj
+
+
+def moved(rag: Asked, bench: Bench) -> Any:
+    """The output of a request whose rank has moved 5 tokens."""
+    report = Report(2, 5, 1, 0, 0, 0, (), None, (), {})
+    with bench.books.begin(Asked(rag.planned)) as begun:
+        entry = bench.ranks[0].serve(begun.custom_params, begun.planned.input_ids, report)
+    return make_output([65, 66], 0, "stop", 0, entry)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_drawn_request_is_audited_and_the_client_sees_no_logprobs(stream: bool) -> None:
+    """The check waits as soon as the answer is complete: a client may close the stream right then."""
+    bench = Bench(reuse="fused", audit_share=1.0)
+    rag = Asked(bench.plan("q", A, fusion=FusionRequest("first", 0.15)))
+    manager = AuditedManager(moved(rag, bench), waiting=1)
+    engine, obj = Engine(manager, bench.books), audited_obj(stream=stream)
+
+    async def ask() -> Any:
+        outputs: Any = engine.generate_request(obj, make_request(rag))
+        output = await anext(outputs)
+        await outputs.aclose()
+        assert engine.auditor._worker is not None
+        engine.auditor._worker.cancel()
+        return output
+
+    output = asyncio.run(ask())
+    assert (obj.return_logprob, obj.top_logprobs_num) == (True, 5)
+    assert not [name for name in output["meta_info"] if "logprob" in name]
+    assert rag.is_sampled
+    (check,) = engine.auditor._waiting
+    assert check.rows == [[(-0.1, 65), (-3.0, 66)], [(-0.1, 66), (-3.0, 67)]]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "told", "free", "has_room", "num_asked"),
+    [(0, 0, 100, True, 1), (1, 0, 100, False, 0), (0, 1, 100, False, 1), (0, 0, 99, False, 1)],
+    ids=["idle", "report", "rank", "full"],
+)
+def test_room_for_a_check(waiting: int, told: int, free: int, has_room: bool, num_asked: int) -> None:
+    """The load report first, which costs nothing; then the rank, which is asked behind all that was sent."""
+    manager = AuditedManager(waiting=waiting, told=told, free=free)
+    engine = Engine(manager, Bench().books)
+    assert asyncio.run(engine.has_room(0, 100)) is has_room
+    assert manager.num_asked == num_asked
+    manager.gracefully_exit = True
+    assert asyncio.run(engine.has_room(0, 100)) is False
+
+
+def test_check_is_an_exact_prefill_of_prompt_and_answer() -> None:
+    """As the scheduler is told, with logprobs from the prompt's last token on, in the tenant's namespace."""
+    bench, manager = Bench(), AuditedManager(output(65))
+    planned = bench.plan("q", A)
+    terms = Terms("query", AuditState.ASKED, 0, True, True)
+    ids = [*planned.input_ids, 70, 71]
+    rows: list[Any] = [[(-0.1, 70)], [(-0.1, 71)]]
+    check = Check(ids, planned.spans, planned.namespace, rows, 1.0, terms, 0.15, "t", "x", "salt", 0, 0.0)
+    asyncio.run(Engine(manager, bench.books).prefill(check, top=20))
+    (obj,) = manager.asked
+    assert (obj.input_ids, obj.logprob_start_len, obj.top_logprobs_num) == (ids, len(planned.input_ids) - 1, 20)
+    assert (obj.extra_key, obj.cache_salt, obj.routed_dp_rank, obj.log_metrics) == ("x", "salt", None, False)
+    assert obj.sampling_params["max_new_tokens"] == 1
+    spans = unpack(obj.sampling_params["custom_params"], array("q", ids), secret=SECRET)
+    assert spans is not None
+    assert (spans.is_audit, spans.fusion, spans.keep, spans.spans) == (True, None, frozenset(), planned.spans)

@@ -23,6 +23,7 @@ def test_counts_add_up_by_label() -> None:
         "sources": {},
         "searches": {},
         "guarded": {},
+        "audit_skips": {},
         "fallbacks": {},
     }
 
@@ -104,3 +105,32 @@ def test_prometheus_is_not_imported_unasked() -> None:
         "Metrics(prometheus=True); sys.exit('prometheus_client' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_audits_are_shown_by_selector_ratio_and_tenant() -> None:
+    """Means are sum by count; a selector is in one state."""
+    code = (
+        "from prometheus_client import generate_latest\n"
+        "from radix_ext.audit import AuditState\n"
+        "from sglang_chunkcache.front.metrics import Metrics\n"
+        "metrics = Metrics(prometheus=True)\n"
+        "metrics.observe_audit('query', 0.15, 't', 0.5, 0.25, is_below=True)\n"
+        "metrics.observe_audit('query', 0.15, 't', 1.0, 0.5, is_below=False)\n"
+        "metrics.observe_audit('none', None, 't', 1.0, 0.0, is_below=False)\n"
+        "for state in (AuditState.RAISED, AuditState.PAUSED):\n"
+        "    metrics.show_audit('query', state)\n"
+        "print(generate_latest().decode())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines() if line.startswith("chunkcache:audit"))
+    labels = 'ratio="0.15",selector="query",tenant="t"'
+    wanted = {
+        'chunkcache:audits_total{ratio="0.15",selector="query",target="below",tenant="t"}': 1,
+        'chunkcache:audits_total{ratio="none",selector="none",target="met",tenant="t"}': 1,
+        f"chunkcache:audit_agreement_sum{{{labels}}}": 1.5,
+        f"chunkcache:audit_agreement_count{{{labels}}}": 2,
+        f"chunkcache:audit_kl_sum{{{labels}}}": 0.75,
+        'chunkcache:audit_state{selector="query",state="paused"}': 1,
+        'chunkcache:audit_state{selector="query",state="raised"}': 0,
+    }
+    assert {name: float(shown[name]) for name in wanted} == wanted

@@ -1,7 +1,7 @@
 """`ChunkRadixCache` against a dict of paths, driven by Hypothesis through the scheduler's order of calls.
 
-Requests with and without chunks and audits run interleaved; prefill pieces end anywhere, also inside chunks. After every step each
-slot has one owner, the tree equals the model, nothing locked was evicted, and the events of the log, delivered late,
+Requests with and without chunks and audits run interleaved; prefill pieces end anywhere, also inside chunks. After every step
+each slot has one owner, the tree equals the model, nothing locked was evicted, and the events of the log, delivered late,
 twice or not at all, lead the front's mirror to the tree's digest once everything has arrived.
 """
 

@@ -1,0 +1,473 @@
+"""The audit in the front: what is asked of the engine, what the client sees of it, when a check is sent, and what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from radix_ext import FusionRequest
+from radix_ext.audit import AuditState
+from sglang_chunkcache.front import audit as audit_module
+from sglang_chunkcache.front.audit import MAX_POSITIONS, MAX_WAITING, Auditor, Check, Listener, Skip
+from sglang_chunkcache.front.request import Identity
+from sglang_chunkcache.wire.report import Fallback, Report
+from tests.sglang_chunkcache.front.front_bench import A, Asked, B, Bench
+
+FUSION = FusionRequest("query", 0.15)
+MOVED = Report(
+    exact=2, relocated=5, recomputed=1, fused_hit=0, gap=0, shared=0, sources=(), focused=None, fallbacks=(), ms={}
+)
+
+
+def row(best: int, length: int = 5) -> list[tuple[float, int, None]]:
+    """Nearly sure of one token, as SGLang lists it. A shorter list is the beginning of a longer one."""
+    return [(math.log(0.9 if i == 0 else 0.09 * 0.1 ** (i - 1)), best + i, None) for i in range(length)]
+
+
+class Ranks:
+    """The engine's side: what it is asked, and what it answers."""
+
+    max_prompt_len = 1000
+
+    def __init__(self, *, agrees: bool = True) -> None:
+        self.agrees, self.is_free = agrees, True
+        self.checks = list[Check]()
+        self.answer: Any = None
+        """An output, or an error, instead of the prefill's."""
+
+    async def has_room(self, rank: int, num_tokens: int) -> bool:
+        return self.is_free
+
+    async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
+        self.checks.append(check)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        ids = check.input_ids[check.prompt_len :]
+        rows = [row(token if self.agrees else token + 100, top) for token in ids]
+        return self.answer or {"meta_info": {"finish_reason": {"type": "length"}, "input_top_logprobs": [None, *rows]}}
+
+
+class Bed:
+    """A front whose auditor asks `Ranks`. Every request is drawn."""
+
+    def __init__(self, *, agrees: bool = True, share: float = 1.0, **knobs: Any) -> None:
+        self.bench = Bench(reuse="fused", audit_share=share, **knobs)
+        self.ranks, self.now = Ranks(agrees=agrees), 0.0
+        self.auditor = Auditor(self.bench.books, self.ranks, clock=lambda: self.now)
+
+    def ask(self, *, fusion: FusionRequest = FUSION, who: Identity | None = None) -> Asked:
+        return self.bench.ask("q", A, B, fusion=fusion, who=who or Identity("me"))
+
+    def serve(
+        self,
+        text: str = "ok",
+        *,
+        report: Report = MOVED,
+        reason: str = "stop",
+        fusion: FusionRequest = FUSION,
+        **fields: Any,
+    ) -> Asked:
+        """One request and its answer; then all checks that can be sent."""
+        asked = self.ask(fusion=fusion)
+        listener = self.auditor.listen(asked, make_obj(**fields))
+        self.bench.reply(asked, text, report=report, reason=reason)
+        if listener is not None:
+            listener.rows = [[(one[0], one[1]) for one in row(token)] for token in asked.output_ids]
+            self.finish(asked, listener)
+        return asked
+
+    def finish(self, asked: Asked, listener: Listener) -> None:
+        async def run() -> None:
+            self.auditor.finish(asked, listener)
+            if self.auditor._worker is not None and not self.auditor._worker.done():
+                await asyncio.wait_for(self.auditor._worker, 5)
+
+        asyncio.run(run())
+
+    @property
+    def skips(self) -> dict[str, int]:
+        return self.bench.books.metrics.totals()["audit_skips"]
+
+    @property
+    def figures(self) -> list[dict[str, Any]]:
+        return list(self.auditor.stats()["figures"])
+
+
+def make_obj(params: Mapping[str, Any] | None = None, **fields: Any) -> Any:
+    """What of SGLang's request is read and set."""
+    defaults = {"return_logprob": False, "top_logprobs_num": 0, "return_text_in_logprobs": True}
+    return SimpleNamespace(sampling_params=dict(params or {}), custom_logit_processor=None, **{**defaults, **fields})
+
+
+# What the engine is asked, and what the client sees
+
+
+def outputs(num_tokens: int, *, top: int, incremental: bool, prompt: bool = False) -> list[dict[str, Any]]:
+    """The `meta_info` of a stream's outputs for a request that returns logprobs, with so many best tokens a position."""
+    rows = [row(token, top) for token in range(num_tokens)]
+    tokens = [row(token)[0] for token in range(num_tokens)]
+    found = []
+    for n in range(1, num_tokens + 1):
+        part = slice(n - 1, n) if incremental else slice(0, n)
+        meta = {"id": "r", "output_token_logprobs": tokens[part], "output_token_logprobs_length": n}
+        meta["input_token_logprobs"] = []
+        if top:
+            meta |= {"output_top_logprobs": rows[part], "input_top_logprobs": [None, row(7, top)] if prompt else []}
+        found.append(meta)
+    return found
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+@pytest.mark.parametrize("asked", [None, 0, 1, 3, 5, 9])
+def test_client_sees_what_it_asked_for(asked: int | None, incremental: bool) -> None:
+    """To the letter what it would have got without the audit, and the audit gets five tokens a position or more."""
+    obj = make_obj(return_logprob=asked is not None, top_logprobs_num=asked)
+    listener = Listener.on(obj, 1.0)
+    assert (obj.return_logprob, obj.return_text_in_logprobs) == (True, asked is not None)
+    assert obj.top_logprobs_num == max(5, asked or 0)
+    alone = outputs(4, top=asked or 0, incremental=incremental, prompt=True)
+    if asked is None:
+        alone = [{"id": "r"}] * 4
+    heard = outputs(4, top=obj.top_logprobs_num, incremental=incremental, prompt=True)
+    for meta, wanted in zip(heard, alone, strict=True):
+        listener.hear(meta, incremental=incremental)
+        assert meta == wanted
+    assert [best[0][1] for best in listener.rows] == [0, 1, 2, 3]
+    assert {len(best) for best in listener.rows} == {obj.top_logprobs_num}
+
+
+def test_what_was_told_stays_as_it_was() -> None:
+    """An output that the client has not read yet is not changed by the next one."""
+    listener = Listener.on(make_obj(return_logprob=True, top_logprobs_num=2), 1.0)
+    metas = outputs(3, top=5, incremental=False)
+    listener.hear(metas[0], incremental=False)
+    first = copy.deepcopy(metas[0])
+    for meta in metas[1:]:
+        listener.hear(meta, incremental=False)
+    assert metas[0] == first
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "reason"),
+    [
+        ({"n": 2}, {}, Skip.SEVERAL),
+        ({"beam_width": 4}, {}, Skip.SEVERAL),
+        ({"temperature": 1.2}, {}, Skip.TEMPERATURE),
+        ({"temperature": 0.5, "top_k": 1}, {}, Skip.TEMPERATURE),
+        *(
+            ({name: value}, {}, Skip.CONSTRAINED)
+            for name, value in (("regex", "a+"), ("json_schema", "{}"), ("ebnf", "x"))
+        ),
+        *(
+            ({name: 0.5}, {}, Skip.CONSTRAINED)
+            for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")
+        ),
+        ({"structural_tag": "{}"}, {}, Skip.CONSTRAINED),
+        ({"logit_bias": {"3": 1.0}}, {}, Skip.CONSTRAINED),
+        ({"min_new_tokens": 3}, {}, Skip.CONSTRAINED),
+        ({}, {"custom_logit_processor": "x"}, Skip.CONSTRAINED),
+    ],
+)
+def test_probabilities_that_no_prefill_has_are_not_compared(
+    params: dict[str, Any], fields: dict[str, Any], reason: Skip
+) -> None:
+    """The engine is asked for nothing more than the client wants; the reason is counted."""
+    bed = Bed()
+    obj = make_obj(params)
+    vars(obj).update(fields)
+    assert bed.auditor.listen(bed.ask(), obj) is None
+    assert (obj.return_logprob, bed.skips) == (False, {reason.value: 1})
+
+
+def test_neutral_parameters_are_compared() -> None:
+    """The values that change nothing, written out; a parameter that the server adds counts like the client's."""
+    neutral = {"n": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "logit_bias": {}, "regex": None}
+    neutral |= {"frequency_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0}
+    bed = Bed()
+    assert bed.auditor.listen(bed.ask(), make_obj(neutral)) is not None
+    assert bed.auditor.listen(bed.ask(), make_obj(), {"presence_penalty": 1.5}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [({}, 1.0), ({"temperature": 0}, 1.0), ({"temperature": 1e-7}, 1.0), ({"temperature": 0.6}, 0.6)]
+)
+def test_temperature_of_the_answers_logprobs(given: dict[str, Any], told: float) -> None:
+    """SGLang takes the best token below 1e-6, and tells its logprobs at 1."""
+    bed = Bed()
+    listener = bed.auditor.listen(bed.ask(), make_obj(given))
+    assert listener is not None
+    assert listener.temperature == told
+
+
+def test_undrawn_and_exact_requests_are_left_alone() -> None:
+    """Nothing is asked, nothing counted."""
+    bed, obj = Bed(share=0.01), make_obj()
+    assert [bed.auditor.listen(bed.ask(), obj) for _ in range(5)] == [None] * 5
+    exact = Bed()
+    assert exact.auditor.listen(exact.bench.ask("q", A), obj) is None
+    assert (obj.return_logprob, bed.skips, exact.skips) == (False, {}, {})
+
+
+# From an answer to a comparison
+
+
+def test_answer_is_compared() -> None:
+    """The check has prompt and answer, and where the answer begins; the figures are by selector, ratio and tenant."""
+    bed = Bed()
+    asked = bed.serve("ok")
+    (check,) = bed.ranks.checks
+    assert check.input_ids == [*asked.input_ids, *asked.output_ids]
+    assert check.prompt_len == len(asked.input_ids)
+    assert check.spans == asked.planned.spans
+    assert bed.figures == [
+        {
+            "selector": "query",
+            "ratio": 0.15,
+            "tenant": Identity("me").tenant,
+            "samples": 1,
+            "below_target": 0,
+            "agreement": 1.0,
+            "kl": pytest.approx(0, abs=1e-5),
+            "max_kl": pytest.approx(0, abs=1e-5),
+        }
+    ]
+    assert bed.auditor.stats()["selectors"]["query"]["samples"] == 1
+
+
+def test_answer_says_that_it_was_sampled_and_no_more() -> None:
+    """Not what came of it."""
+    bed = Bed()
+    reuse = bed.serve().answer()["reuse"]
+    assert reuse["sampled"] is True
+    assert not {"agreement", "kl"} & reuse.keys()
+    assert (
+        bed.serve(report=Report(**{**as_dict(MOVED), "relocated": 0, "recomputed": 0})).answer()["reuse"]["sampled"]
+        is False
+    )
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in report.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"report": Report(**{**as_dict(MOVED), "relocated": 0, "recomputed": 0})}, Skip.UNMOVED),
+        ({"reason": "abort"}, Skip.INCOMPLETE),
+        ({"text": "", "reason": "length"}, Skip.INCOMPLETE),
+    ],
+)
+def test_what_is_not_checked(fields: dict[str, Any], reason: Skip) -> None:
+    """Nothing moved, or no whole answer."""
+    bed = Bed()
+    bed.serve(**fields)
+    assert (bed.ranks.checks, bed.skips) == ([], {reason.value: 1})
+
+
+@pytest.mark.parametrize("length", [1, MAX_POSITIONS, MAX_POSITIONS + 50])
+def test_long_answers_are_cut(length: int) -> None:
+    """Rows of logits take memory in the engine."""
+    bed = Bed()
+    bed.serve("x" * length, reason="length")
+    assert len(bed.ranks.checks[0].rows) == min(length, MAX_POSITIONS)
+
+
+@pytest.mark.parametrize(("room", "checked"), [(0, None), (1, 1), (2, 2), (99, 3)])
+def test_check_fits_the_context(room: int, checked: int | None) -> None:
+    """Of prompt and answer as much as a prompt may have."""
+    bed = Bed()
+    bed.ranks.max_prompt_len = len(bed.bench.plan("q", A, B).input_ids) + room
+    bed.serve("abc", reason="length")
+    assert [len(check.rows) for check in bed.ranks.checks] == ([checked] if checked else [])
+    assert bed.skips == ({} if checked else {Skip.TOO_LONG.value: 1})
+
+
+def test_given_up_request_is_counted_once() -> None:
+    """Closing the engine's generator ends it, whether or not the answer was complete before."""
+    bed = Bed()
+    asked = bed.ask()
+    listener = bed.auditor.listen(asked, make_obj())
+    assert listener is not None
+    for _ in range(2):
+        bed.finish(asked, listener)
+    assert bed.skips == {Skip.INCOMPLETE.value: 1}
+
+
+# When a check is sent
+
+
+def waiting(bed: Bed, num_checks: int) -> None:
+    """Requests whose checks are held back: no worker runs outside of a loop."""
+
+    async def queue() -> None:
+        for _ in range(num_checks):
+            asked = bed.ask()
+            listener = bed.auditor.listen(asked, make_obj())
+            assert listener is not None
+            bed.bench.reply(asked, report=MOVED)
+            listener.rows = [[(one[0], one[1]) for one in row(token)] for token in asked.output_ids]
+            bed.auditor.finish(asked, listener)
+        assert bed.auditor._worker is not None
+        bed.auditor._worker.cancel()
+
+    asyncio.run(queue())
+
+
+def run_worker(bed: Bed, seconds: float = 5) -> None:
+    asyncio.run(asyncio.wait_for(bed.auditor._work(), seconds))
+
+
+def test_check_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While something waits at the rank nothing is sent; then the oldest first, one at a time."""
+    monkeypatch.setattr(audit_module, "POLL_S", 0.001)
+    bed = Bed()
+    waiting(bed, 2)
+    bed.ranks.is_free = False
+    with pytest.raises(asyncio.TimeoutError):
+        run_worker(bed, 0.05)
+    assert (bed.ranks.checks, bed.auditor.stats()["waiting"]) == ([], 2)
+    bed.ranks.is_free = True
+    run_worker(bed)
+    assert (len(bed.ranks.checks), bed.auditor.stats()["waiting"]) == (2, 0)
+
+
+def test_check_is_dropped_after_a_minute() -> None:
+    """And counted; one that is younger is sent."""
+    bed = Bed()
+    waiting(bed, 2)
+    bed.now = 30.0
+    waiting(bed, 1)
+    bed.now = 60.5
+    run_worker(bed)
+    assert (len(bed.ranks.checks), bed.skips) == (1, {Skip.LATE.value: 2})
+
+
+def test_waiting_checks_are_bounded() -> None:
+    """Each holds a prompt."""
+    bed = Bed()
+    waiting(bed, MAX_WAITING + 3)
+    assert (bed.auditor.stats()["waiting"], bed.skips) == (MAX_WAITING, {Skip.FULL.value: 3})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ValueError("too long"),
+        {"meta_info": {"finish_reason": {"type": "abort"}}},
+        {"meta_info": {"finish_reason": {"type": "length"}, "input_top_logprobs": [None]}},
+    ],
+    ids=["refused", "aborted", "without rows"],
+)
+def test_failed_check_is_counted_and_the_next_one_sent(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It harms nobody; the log has the first."""
+    bed = Bed()
+    bed.ranks.answer = answer
+    with caplog.at_level(logging.WARNING):
+        bed.serve()
+        bed.serve()
+    assert bed.skips == {Skip.FAILED.value: 2}
+    assert caplog.text.count("an audit failed") == 1
+    bed.ranks.answer = None
+    bed.serve()
+    assert bed.figures[0]["samples"] == 1
+
+
+def test_tallies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send any ratio and any tenant: the rest is counted together."""
+    monkeypatch.setattr(audit_module, "MAX_TALLIES", 3)
+    bed = Bed()
+    for number in range(10):
+        bed.serve(fusion=FusionRequest("query", 0.15 + number / 100))
+    assert [(one["ratio"], one["samples"]) for one in bed.figures[:3]] == [(0.15, 1), (0.16, 1), (0.17, 1)]
+    assert [(one["tenant"], one["ratio"], one["samples"]) for one in bed.figures[3:]] == [("others", None, 7)]
+
+
+# What follows
+
+
+def test_broken_selector_is_raised_then_paused_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    """Its answers disagree: the third raises the ratio, which answers say, the sixth pauses, which the log says as an error."""
+    bed = Bed(agrees=False)
+    with caplog.at_level(logging.WARNING):
+        shown = [bed.serve().answer() for _ in range(7)]
+    assert [one["reuse"] and one["reuse"]["ratio"] for one in shown] == [0.15] * 3 + [0.3] * 3 + [None]
+    assert [one["fallbacks"] for one in shown] == [[]] * 6 + [["audit_paused"]]
+    (pause,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "selector query is paused (was raised): of 3 audited answers 3 agree" in pause.getMessage()
+    assert bed.bench.books.metrics.totals()["fallbacks"] == {"audit_paused": 1}
+    assert [(one["ratio"], one["samples"], one["below_target"]) for one in bed.figures] == [(0.15, 3, 3), (0.3, 3, 3)]
+
+
+def test_recipe_follows_the_ratio() -> None:
+    """KV that was made with other ratios is not shared."""
+    bed = Bed(agrees=False)
+    recipes = []
+    for _ in range(4):
+        asked = bed.serve()
+        assert asked.planned.fusion is not None
+        recipes.append(asked.planned.fusion.recipe)
+    assert [recipe.split("/")[1] for recipe in recipes] == ["0.15", "0.15", "0.15", "0.3"]
+
+
+def test_paused_selector_is_tried_again_and_returns() -> None:
+    """After so many requests a tenth is moved and audited; when these agree, all are moved again."""
+    bed = Bed(agrees=False, audit_pause=4)
+    for _ in range(6):
+        bed.serve()
+    audit = bed.bench.books.audit
+    assert audit is not None
+    paused = [bed.serve() for _ in range(4)]
+    assert all(asked.planned.fusion is None for asked in paused)
+    assert audit.terms(FUSION).state is AuditState.PROBATION
+    bed.ranks.agrees = True
+    for _ in range(400):
+        bed.serve()
+        if audit.terms(FUSION).state is AuditState.ASKED:
+            break
+    assert bed.serve().answer()["reuse"]["ratio"] == 0.15
+
+
+def test_other_selectors_and_preprocessing_go_on() -> None:
+    """A pause is of one selector."""
+    bed = Bed(agrees=False)
+    for _ in range(6):
+        bed.serve()
+    assert bed.serve().planned.fusion is None
+    assert bed.serve(fusion=FusionRequest("first", 0.15)).planned.fusion is not None
+
+
+def test_explained_plan_takes_nothing() -> None:
+    """It says what the next request will get."""
+    bed = Bed(agrees=False, audit_pause=3)
+    for _ in range(6):
+        bed.serve()
+    for _ in range(10):
+        assert bed.bench.plan("q", A, B, fusion=FUSION).fallbacks == (Fallback.AUDIT_PAUSED,)
+    assert bed.bench.books.audit is not None
+    assert bed.bench.books.audit.terms(FUSION).state is AuditState.PAUSED
+
+
+@pytest.mark.parametrize("knobs", [{"reuse": "fused", "audit_share": 0.0}, {"reuse": "exact"}])
+def test_switched_off(knobs: dict[str, Any]) -> None:
+    """No share, or nothing that moves: no terms, no state."""
+    bench = Bench(**knobs)
+    assert bench.books.audit is None
+    fusion = FUSION if knobs["reuse"] == "fused" else None
+    assert bench.plan("q", A, fusion=fusion).terms is None
+    assert Auditor(bench.books, Ranks()).stats() == {
+        "share": 0.0,
+        "target": None,
+        "waiting": 0,
+        "selectors": {},
+        "figures": [],
+    }
