@@ -474,4 +474,4 @@ def test_add_stats_writes_into_the_internal_state(monkeypatch: pytest.MonkeyPatc
     cache = Scheduler(8, config()).cache
     scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=["a", "b"], chunked_req="c")
     hooks._add_stats(result, scheduler)
-    assert decode(result.internal_state[STATE_KEY], RankState) == cache.rank_state(1)
+    assert decode(result.internal_state[STATE_KEY], RankState) == cache.rank_state(1, num_waiting=3)
