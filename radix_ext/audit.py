@@ -153,6 +153,10 @@ class Audit:
             return self._enter(terms.selector, AuditState.ASKED if is_back else AuditState.RAISED)
         return None
 
+    def state(self, selector: str) -> AuditState:
+        """Of a selector that was asked for."""
+        return self._selectors[selector].state
+
     def stats(self) -> dict[str, dict[str, Any]]:
         """By selector: its state, answers compared and below the target in this state, what is left of a pause."""
         return {

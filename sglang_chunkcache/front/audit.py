@@ -145,7 +145,7 @@ class Listener:
         """Read one output's `meta_info`, and take out of it what the client did not ask for."""
         listed = meta.get("output_top_logprobs") or []
         new = listed if incremental else listed[len(self.rows) :]
-        self.rows += [[(one[0], one[1]) for one in row] for row in new]
+        self.rows += [[(one[0], one[1]) for one in row or ()] for row in new]
         if self.asked_top is None:
             for name in (*PLAIN, *LISTS):
                 meta.pop(name, None)

@@ -174,6 +174,7 @@ class Bookkeeper:
         """An answer was compared with an exact prefill."""
         assert self.audit is not None
         self._tell(self.audit.observe(terms, agreement))
+        self.metrics.show_audit(terms.selector, self.audit.state(terms.selector))
 
     def stats(self) -> dict[str, Any]:
         """The front's part of `/chunkcache/stats`."""
@@ -235,7 +236,7 @@ class Bookkeeper:
         """Log a selector's new state, loudly where nothing is moved any more."""
         if change is None:
             return
-        self.metrics.show_audit(change.selector, change.after)
+        self.metrics.show_audit(change.selector, change.after)  # a pause ends without an answer
         level = logging.ERROR if change.after is AuditState.PAUSED else logging.WARNING
         logger.log(
             level,
