@@ -83,7 +83,7 @@ class Skip(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Check:
     """An answer to compare."""
 
@@ -115,7 +115,7 @@ class Prefills(Protocol):
         """Tokens that a prompt may have."""
 
     async def has_room(self, rank: int, num_tokens: int) -> bool:
-        """Whether nothing waits at the rank, and its pool has that many slots free or evictable."""
+        """Whether nothing waits at the rank, and its pool can do without that many slots."""
 
     async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
         """SGLang's output for `check.input_ids`: exact, with logprobs from the prompt's last token on, inserted nowhere."""
@@ -167,7 +167,6 @@ class Auditor:
     def __init__(self, books: Bookkeeper, engine: Prefills, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._books, self._engine, self._clock = books, engine, clock
         self._waiting = deque[Check]()
-        self._is_checking = False
         self._worker: asyncio.Task[None] | None = None
         self._tallies: dict[tuple[str, float | None, str], Tally] = {}
         self._has_failed = False
@@ -239,7 +238,7 @@ class Auditor:
         return {
             "share": audit.share if audit else 0.0,
             "target": audit.target if audit else None,
-            "waiting": len(self._waiting) + self._is_checking,
+            "waiting": len(self._waiting),
             "selectors": audit.stats() if audit else {},
             "figures": [
                 {
@@ -264,24 +263,31 @@ class Auditor:
     async def _work(self) -> None:
         """Send what waits, until nothing does."""
         while self._waiting:
-            check = self._waiting[0]
-            if self._clock() - check.since > MAX_WAIT_S:
+            if self._clock() - self._waiting[0].since > MAX_WAIT_S:
                 self._waiting.popleft()
                 self._skip(Skip.LATE)
                 continue
+            check = self._waiting[0]
             try:
-                if not await self._engine.has_room(check.rank, len(check.input_ids)):
+                found = await self._first_with_room()
+                if found is None:
                     await asyncio.sleep(POLL_S)
                     continue
-                self._is_checking = True
-                self._waiting.popleft()
+                check = found
                 self._conclude(check, _exact_rows(await self._engine.prefill(check, top=EXACT_BEST), len(check.rows)))
             except Exception as error:  # an audit harms no request
-                if self._waiting and self._waiting[0] is check:
-                    self._waiting.popleft()
                 self._fail(error)
-            finally:
-                self._is_checking = False
+            self._waiting.remove(check)
+
+    async def _first_with_room(self) -> Check | None:
+        """The oldest check of a rank where nothing waits."""
+        oldest = dict[int, Check]()
+        for check in self._waiting:
+            oldest.setdefault(check.rank, check)
+        for rank, check in oldest.items():
+            if await self._engine.has_room(rank, len(check.input_ids)):
+                return check
+        return None
 
     def _fail(self, error: Exception) -> None:
         self._skip(Skip.FAILED)

@@ -88,10 +88,11 @@ class Engine:
         return int(min(self._manager.model_config.context_len, self._manager.max_req_input_len)) - 1
 
     async def has_room(self, rank: int, num_tokens: int) -> bool:
-        """Whether nothing waits at the rank, and its pool has that many slots free or evictable.
+        """Whether nothing waits at the rank, and its pool can do without that many slots.
 
         SGLang's load report costs nothing, but is as old as the rank's last batch. So the rank is asked where that says so: its
-        answer comes after all that was sent before.
+        answer comes after all that was sent before. Twice the slots must be free or evictable: running answers grow into them,
+        and a request that does not fit holds up those that come after it.
         """
         load = self._manager.load_snapshot_reader.read(rank)
         if self._manager.gracefully_exit or load is None or load.num_waiting_reqs:
@@ -100,7 +101,7 @@ class Engine:
         state = next((state for state in states if state.dp_rank == rank), None)
         if state is None or state.num_waiting:
             return False
-        return bool(state.counts["free"] + state.counts["evictable"] >= num_tokens)
+        return bool(state.counts["free"] + state.counts["evictable"] >= 2 * num_tokens)
 
     async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
         """SGLang's output for an audit: exact, with logprobs from the prompt's last token on, inserted nowhere."""

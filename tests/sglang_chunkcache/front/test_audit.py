@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import logging
 import math
 from collections.abc import Mapping
@@ -339,6 +340,23 @@ def test_check_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     bed.ranks.is_free = True
     run_worker(bed)
     assert (len(bed.ranks.checks), bed.auditor.stats()["waiting"]) == (2, 0)
+
+
+def test_busy_rank_holds_up_no_other() -> None:
+    """The oldest check of a rank with room goes first."""
+    bed = Bed(share=1.0)
+    waiting(bed, 2)
+    busy, free = bed.auditor._waiting
+    bed.auditor._waiting[1] = free = dataclasses.replace(free, rank=1)
+
+    async def has_room(rank: int, num_tokens: int) -> bool:
+        return rank == 1
+
+    bed.ranks.has_room = has_room  # type: ignore[method-assign]
+    with pytest.raises(asyncio.TimeoutError):
+        run_worker(bed, 0.05)
+    assert bed.ranks.checks == [free]
+    assert list(bed.auditor._waiting) == [busy]
 
 
 def test_check_is_dropped_after_a_minute() -> None:

@@ -247,7 +247,7 @@ def test_drawn_request_is_audited_and_the_client_sees_no_logprobs(stream: bool) 
 
 @pytest.mark.parametrize(
     ("waiting", "told", "free", "has_room", "num_asked"),
-    [(0, 0, 100, True, 1), (1, 0, 100, False, 0), (0, 1, 100, False, 1), (0, 0, 99, False, 1)],
+    [(0, 0, 200, True, 1), (1, 0, 200, False, 0), (0, 1, 200, False, 1), (0, 0, 199, False, 1)],
     ids=["idle", "report", "rank", "full"],
 )
 def test_room_for_a_check(waiting: int, told: int, free: int, has_room: bool, num_asked: int) -> None:
