@@ -153,6 +153,7 @@ class Lane:
             sample["chunkcache"] = {name: cache.get(name) for name in kept}
             sample["chunkcache"]["num_dropped"] = len(cache.get("dropped") or ())
             sample["chunkcache"]["fused_hit"] = (cache.get("reuse") or {}).get("fused_hit") or 0
+            sample["chunkcache"]["sampled"] = bool((cache.get("reuse") or {}).get("sampled"))
         return sample
 
     def _row(self, request: str, number: int) -> Sample:

@@ -85,6 +85,7 @@ def test_samples_hold_times_counts_and_fates(endpoints: Endpoints, tmp_path: Pat
         "fallbacks": [],
         "num_dropped": 1,
         "fused_hit": 0,
+        "sampled": False,
     }
     assert stock["fates"] is None
     assert stock["metrics"]["prefill_tokens"] == stock["prompt_tokens"] - stock["cached_tokens"]
