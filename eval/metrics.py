@@ -19,6 +19,7 @@ class Metric:
 AGREEMENT = {
     "same": ("answers that equal that of {}", ""),
     "kl": ("KL to {}, mean of the answer", "nats"),
+    "kl_max": ("KL to {}, largest of the answer", "nats"),
     "kl_first": ("KL to {}, first token", "nats"),
     "rouge_l": ("ROUGE-L, against {}", ""),
     "jaccard": ("Jaccard index, against {}", ""),
@@ -35,8 +36,8 @@ REFERENCES = {
 
 
 def agreement(score: str, reference: str) -> str:
-    """The metric of this score. Against full prefill `same`, `kl` and `kl_first` have no suffix."""
-    return score if reference == "full" and score in ("same", "kl", "kl_first") else f"{score}_{reference}"
+    """The metric of this score. Against full prefill `same` and KL have no suffix."""
+    return score if reference == "full" and score in ("same", "kl", "kl_max", "kl_first") else f"{score}_{reference}"
 
 
 METRICS = {
@@ -53,6 +54,7 @@ METRICS = {
     "recomputed_share": Metric("moved tokens that were recomputed", "", "lower"),
     "planned_missed": Metric("planned hits that did not come true", "", "lower"),
     "em": Metric("exact match", "", "higher"),
+    "em_of_full": Metric("exact match, share of full prefill's", "", "higher"),
     "f1": Metric("F1 of words", "", "higher"),
     "rouge_l": Metric("ROUGE-L", "", "higher"),
     "jaccard": Metric("Jaccard index of words", "", "higher"),

@@ -2,6 +2,7 @@
 
     summary    mean, quantiles, and the interval of the mean or the median
     contrast   ratio or difference of paired values, with interval and paired t-test
+    share      mean of paired values as a share of the other ones' mean
 
 A draw is a vector of counts: how often each unit was drawn. All figures of the same number of units share their draws.
 scipy.stats.bootstrap has no blocks of unequal sizes, so only the t-test is scipy's. Pure functions, seeded.
@@ -103,6 +104,25 @@ def contrast(
         "num_blocks": None if blocks is None else len(set(blocks)),
         "p": None if statistic in RATIOS else _p_value(values, units),
     }
+
+
+def share(
+    pairs: Sequence[tuple[float, float]], *, blocks: Sequence[Hashable] | None = None, draws: int = 2000
+) -> dict[str, float] | None:
+    """The mean of b as a share of the mean of a, with its 95% interval. None if the mean of a is 0, be it in one draw.
+
+    Args:
+        pairs: (a, b) of the same request, finite, a not negative.
+        blocks: as for `contrast`.
+    """
+    values, units = np.asarray(pairs, dtype=float).reshape(-1, 2), _units(len(pairs), blocks)
+    if not values[:, 0].any():
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spread = [b / a for a, b in (_figures(values, units, counts, None) for counts in _draw(units, draws))]
+    mean_a, mean_b = values.mean(axis=0)
+    low, high = _ends(spread)
+    return {"mean": float(mean_b / mean_a), "low": low, "high": high} if math.isfinite(low + high) else None
 
 
 # Private, in order of use

@@ -148,6 +148,7 @@ TASKS: Mapping[str, Task] = {
     "mtrag-un": Task("mtrag", "the same without lists; last questions are unanswerable or unclear", "bm25"),
     "ragpulse": Task("ragpulse", "a production trace: lengths and times, text of random words"),
     "qcfuse": Task("qcfuse", "QCFuse's published questions, ten chunks each; --data FILE"),
+    "longbench": Task("longbench", "LongBench's questions over several passages; --data FILE"),
     "rag-qa-quality": Task("lmcache", "LMCache's workload: questions with their passages; --data FILE"),
     "long-doc-permutator": Task("lmcache", "LMCache's workload: documents in many orders"),
     "sharegpt": Task("sharegpt", "conversations in ShareGPT's format; --data FILE"),

@@ -13,11 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from eval.errors import CommandError
-from eval.task import Request, TextChunk, load_requests
+from eval.task import TASKS, Request, TextChunk, load_requests
+from eval.world.kinds import KINDS
+from eval.world.world import World
 
 UNSEEN = 1 << 60  # first seed of worlds that training never draws
-CLIP_CHARS = 600  # of a real passage: the model's context is 4,096 tokens, and it reads such text nearly byte by byte
+CLIP_CHARS = (
+    600  # of a passage, for the bundled model: 4,096 tokens of context, and it reads such text nearly byte by byte
+)
 SPARE = 4  # ratio of retrieved passages to passages in the prompt
+K = 6  # passages in the prompt, unless the data set lists them
 
 
 @dataclass(frozen=True)
@@ -29,39 +34,59 @@ class Case:
     """As many as chunks, none of them in the prompt."""
     neighbors: dict[str, tuple[TextChunk, ...]]
     """By chunk id, nearest first, none of them in the prompt; as many as the largest top-n."""
+    questions: str | None = None
+    """The kind of question, of the generated world."""
 
 
-def world_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Questions about a world that training never draws, each about a sentence that only the passage before it explains, or
-    (`--questions own`) about what its passage says itself."""
-    from eval.world.world import World, linked_questions
+def world_cases(args: argparse.Namespace) -> list[Case]:
+    """`--requests` questions of each kind about each of `--worlds` worlds that training never draws, kinds and worlds in turn.
 
-    world, rng = World(args.seed | UNSEEN, links=True), random.Random(f"{args.seed} linked {args.k}")
-    corpus = [TextChunk(p.id, p.text) for p in world.passages]
-    for number in range(args.requests):
-        passages = world.linked_context(args.k, rng)
-        shown = {passage.id for passage in passages}
-        own = [q for q in world.questions if q.hop == 1 and shown.issuperset(q.gold_passage_ids)]
-        asked = rng.choice(linked_questions(passages) if args.questions == "linked" else own)
-        chunks = tuple(TextChunk(p.id, p.text) for p in passages)
-        request = Request(f"{args.questions}:{number}", asked.question, chunks, asked.answers, asked.gold_passage_ids)
-        yield make_case(request, corpus, max(args.neighbors), rng)
+    Raises:
+        CommandError: too few passages for a kind.
+    """
+    k, columns = args.k or K, []
+    if few := [kind for kind in args.questions if k < KINDS[kind].min_passages]:
+        raise CommandError(f"--questions {few[0]} needs --k {KINDS[few[0]].min_passages} or more, got {k}")
+    for seed in range(args.seed, args.seed + args.worlds):
+        world = World(seed | UNSEEN, links=True)
+        corpus = [TextChunk(f"{seed}:{p.id}", p.text) for p in world.passages]
+        for kind in args.questions:
+            rng, column = random.Random(f"{seed} {kind} {k}"), []
+            for number in range(args.requests):
+                question, passages, _ = KINDS[kind].draw(world, k, rng)
+                chunks = tuple(TextChunk(f"{seed}:{p.id}", p.text) for p in passages)
+                gold = tuple(f"{seed}:{gold}" for gold in question.gold_passage_ids)
+                request = Request(f"{kind}:{seed}:{number}", question.question, chunks, question.answers, gold)
+                column.append(make_case(request, corpus, max(args.neighbors), rng, questions=kind))
+            columns.append(column)
+    return [case for row in zip(*columns, strict=True) for case in row]
 
 
 def data_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """The requests of a task with enough passages, which are clipped. Turns of conversations become single questions.
+    """The requests of a task with enough passages. Turns of conversations become single questions.
 
-    More passages are retrieved than shown: strangers and neighbours are taken from all retrieved passages.
+    Passages that a data set lists are all shown, or the first `--k`; if they are searched, more are retrieved than shown.
+    Strangers and neighbours are taken from all that were found. For the bundled model passages are clipped.
     """
-    requests = load_requests(argparse.Namespace(**vars(args) | {"k": SPARE * args.k}))
-    clipped = {c.id: TextChunk(c.id, c.text[:CLIP_CHARS]) for request in requests for c in request.chunks}
+    listed = (args.retriever or TASKS[args.task].retriever) == "given"
+    k = args.k or (None if listed else K)
+    requests = load_requests(argparse.Namespace(**vars(args) | {"k": None if listed else SPARE * (k or K)}))
+    clip = CLIP_CHARS if args.model_path == "bundled" else None
+    clipped = {c.id: TextChunk(c.id, c.text[:clip]) for request in requests for c in request.chunks}
     rng = random.Random(f"{args.seed} {args.task} {args.k}")
-    for request in (request for request in requests if len(request.chunks) >= args.k):
-        chunks = tuple(clipped[c.id] for c in request.chunks[: args.k])
+    for request in (request for request in requests if len(request.chunks) >= (k or 2)):
+        chunks = tuple(clipped[c.id] for c in request.chunks[:k])
         yield make_case(replace(request, chunks=chunks), list(clipped.values()), max(args.neighbors), rng)
 
 
-def make_case(request: Request, corpus: Sequence[TextChunk], num_neighbors: int, rng: random.Random) -> Case:
+def make_case(
+    request: Request,
+    corpus: Sequence[TextChunk],
+    num_neighbors: int,
+    rng: random.Random,
+    *,
+    questions: str | None = None,
+) -> Case:
     """The case with strangers and neighbours from `corpus`. Raises CommandError if the corpus has too few."""
     chunks = request.chunks
     shown = {chunk.text for chunk in chunks}
@@ -70,7 +95,7 @@ def make_case(request: Request, corpus: Sequence[TextChunk], num_neighbors: int,
         raise CommandError(f"{request.id}: {len(others)} passages besides the prompt's are too few")
     rank = ranker(others)
     neighbors = {chunk.id: tuple(rank(chunk.text, num_neighbors)) for chunk in chunks}
-    return Case(request, tuple(rng.sample(others, len(chunks))), neighbors)
+    return Case(request, tuple(rng.sample(others, len(chunks))), neighbors, questions)
 
 
 def ranker(corpus: Sequence[TextChunk]) -> Callable[[str, int], list[TextChunk]]:

@@ -13,8 +13,12 @@ it computes chunks that it does not reuse, which creates new sources. A chunk th
 
 Ratio 0 (`full-reuse`) and ratio 1 (`all`) are the same for all selectors and run once. `context` includes its focus
 (Cache-Craft algorithm 1), which skips chunks and so recomputes less than the ratio; `context-all` runs without it. `deviation`
-and `query` read the papers' layers, with `@calibrated` those that the server has found for its model. The measured
-shares are reported as well. Normalised F1 is 0 at full reuse of chunks captured alone (for live: live), 1 at full prefill.
+and `query` read the papers' layers, with `@3` the third layer, with `@calibrated` those that the server has found for its
+model. The measured shares are reported as well. Normalised F1 is 0 at full reuse of chunks captured alone (for live: live), 1
+at full prefill.
+
+Kinds of question (`--questions`, eval/world/kinds.py) are cells of their own. A kind that full prefill answers less often than
+`MEASURABLE` is named: what moving costs it cannot be told with these weights.
 """
 
 from __future__ import annotations
@@ -31,13 +35,18 @@ from typing import Any, NamedTuple
 from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
 from eval.http import post
+from eval.metrics import METRICS
+from eval.outcome import Row, table
 from eval.quality.greedy import FULL_PREFILL, Endpoint, FullPrefill, Greedy, ask
 from eval.quality.mode import Job, Mode, Servers
 from eval.quality.ratio_cases import Case, data_cases, world_cases
-from eval.quality.scores import FULL_REUSE, cells_of
+from eval.quality.scores import FULL_REUSE, cells_of, rounded
+from eval.recorded import grouped
 from eval.run import Sample
 from eval.serve.arms import ARMS, UNAUDITED, Arm
+from eval.stats import share
 from eval.task import TextChunk
+from eval.world.kinds import KINDS
 
 FLAGS = (
     *("--reuse", "fused"),
@@ -49,20 +58,27 @@ FLAGS = (
 )
 """Every movable chunk is moved, and every chunk enters the store at once, scored: one capture serves all selectors."""
 SELECTORS = (
-    *("none", "first", "random", "h2o", "deviation", "deviation@calibrated", "query", "query@calibrated", "prophet"),
-    *("critical", "context", "context-all", "set"),
+    *("none", "first", "random", "h2o", "deviation", "deviation@3", "deviation@calibrated"),
+    *("query", "query@3", "query@calibrated", "prophet", "critical", "context", "context-all", "set"),
 )
 UNRATED = ("none", "set")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")
 ALL = "all"
 ALPHAS = (0.5, 1.0, 2.0, 3.0)
 """Cache-Craft fig. 26."""
-PAIRED_RATIO = 0.15
+ALPHA_RATIO = 0.15
+"""Of the parts of `context`, and of chunks without scores where alpha is given."""
+PAIRED_RATIOS = (0.05, 0.15)
 PAIRED = (
     *((a, b) for b in ("query", "context", "context-all") for a in ("random", "first")),
-    *((a, "critical") for a in ("query", "deviation", "prophet", "deviation@calibrated", "query@calibrated")),
+    *((a, "critical") for a in ("query", "deviation", "prophet", "deviation@3", "query@3")),
+    *((a, "critical") for a in ("deviation@calibrated", "query@calibrated")),
 )
 PAIRED_METRICS = ("em", "f1", "rouge_l", "same", "kl")
+SHOWN = ("em_of_full", "same", "kl", "kl_max")
+"""Metrics with a table of ratios."""
+MEASURABLE = 0.8
+"""Exact match of full prefill: below it, an answer that moving changes is too often none of the right ones."""
 
 Capture = Mapping[str, Any]
 """`capture`: one of CAPTURES; `neighbors`: the top-n of `preprocessed`. Part of a sample's cell."""
@@ -84,11 +100,11 @@ class RatioCurves(Mode):
     def __init__(self, args: argparse.Namespace) -> None:
         if not all(0 <= ratio <= 1 for ratio in args.ratios):
             raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
-        if args.k < 2 or min(args.neighbors) < 1:
-            raise CommandError("--k must be at least 2 and --neighbors at least 1")
-        cases = list(world_cases(args) if args.task == "world" else data_cases(args))
+        if (args.k is not None and args.k < 2) or min(args.neighbors) < 1 or args.worlds < 1:
+            raise CommandError("--k must be at least 2, --neighbors and --worlds at least 1")
+        cases = world_cases(args) if args.task == "world" else list(data_cases(args))
         if not cases:
-            raise CommandError(f"--task {args.task}: no request has {args.k} chunks")
+            raise CommandError(f"--task {args.task}: no request has {args.k or 2} chunks")
         self.cases, self.cells = cases, make_cells(args.selectors, args.ratios)
         self.captures = make_captures(args.captures, args.neighbors)
         arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
@@ -97,16 +113,12 @@ class RatioCurves(Mode):
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         """Selectors, ratios, captures."""
-        parser.set_defaults(k=6)
         text = "context and context-all: also Cache-Craft's alphas, and without each of its parts"
         parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS), help=text)
         parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
-        parser.add_argument(
-            "--questions",
-            choices=("linked", "own"),
-            default="linked",
-            help="of the world: about a passage that only the one before explains, or that needs no other",
-        )
+        text = "of the world, --requests of each kind and world (default: linked); see eval/world/kinds.py"
+        parser.add_argument("--questions", nargs="+", choices=KINDS, default=["linked"], metavar="KIND", help=text)
+        parser.add_argument("--worlds", type=int, default=1, metavar="N", help="that of --seed and the next ones")
         parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
         parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
 
@@ -119,9 +131,10 @@ class RatioCurves(Mode):
         """The samples of one case: full prefill, then each capture's cells on fresh KV."""
         (endpoint,) = servers.values()
         request, num_chunks = case.request, len(case.request.chunks)
+        kind = {"questions": case.questions} if case.questions else {}
         full = FullPrefill().ask(endpoint, request, [chunk.id for chunk in request.chunks])
         gold = self.scorer.gold(full.text, request)
-        yield self.sample(FULL_PREFILL, request, full, gold, num_chunks=num_chunks, fates=None)
+        yield self.sample(FULL_PREFILL, request, full, gold, cell=kind, num_chunks=num_chunks, fates=None)
         for capture in self.captures:
             salt = secrets.token_hex(16)
             behind = bring_in(endpoint, capture, case, salt, random.Random(f"{self.args.seed} {request.id}"))
@@ -129,7 +142,10 @@ class RatioCurves(Mode):
                 answer = ask(endpoint, request, request.chunks, reuse=way.reuse, order="retriever", cache_salt=salt)
                 check_sources(answer, behind)
                 metrics = self.scorer.gold(answer.text, request) | self.scorer.agreement(answer, full, "full")
-                cell, more = {**capture, **way.label}, {"num_chunks": num_chunks, "fallbacks": answer.info["fallbacks"]}
+                cell, more = (
+                    {**kind, **capture, **way.label},
+                    {"num_chunks": num_chunks, "fallbacks": answer.info["fallbacks"]},
+                )
                 yield self.sample(way.arm, request, answer, metrics, cell=cell, label=label_of(capture, way), **more)
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -138,11 +154,15 @@ class RatioCurves(Mode):
         `ends`: selector -> arms whose cells are also points of its curve: ratios 0 and 1, which run once for all selectors.
         """
         cells = cells_of(samples)
-        for cell in cells:
+        full = {row["request"]: row for row in samples if row["arm"] == FULL_PREFILL}
+        taken = grouped(samples, lambda row: [row["arm"], row["cell"]])
+        for cell, (_, rows) in zip(cells, taken, strict=True):
             cell |= shares(cell["fates"]) if cell["fates"] else {}
+            if found := of_full(rows, full):
+                cell["metrics"]["em_of_full"] = found
         by_arm: dict[str, list[Sample]] = defaultdict(list)
         for row in samples:
-            if row["cell"].get("ratio") == PAIRED_RATIO and "alpha" not in row["cell"]:
+            if row["cell"].get("ratio") in PAIRED_RATIOS and "alpha" not in row["cell"]:
                 by_arm[row["arm"]].append(row)
         contrasts = [
             each for a, b in PAIRED for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
@@ -150,7 +170,8 @@ class RatioCurves(Mode):
         names = {cell["arm"] for cell in cells}
         ends = [end for end in (FULL_REUSE, ALL) if end in names]
         curves = {arm: ends for arm in SELECTORS if arm in names and arm not in UNRATED}
-        return {"cells": cells, "contrasts": contrasts, "verdict": sentences(contrasts), "ends": curves}
+        said = {"verdict": [*not_measurable(cells), *sentences(contrasts)], "tables": tables_by_ratio(cells, curves)}
+        return {"cells": cells, "contrasts": contrasts, **said, "ends": curves}
 
 
 def make_captures(names: Sequence[str], neighbors: Sequence[int]) -> list[Capture]:
@@ -173,7 +194,7 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
         parts["no focus"] = {"focus": "off"}
         found += [(f"context, {name}", {"alpha": 1.0}, part) for name, part in parts.items()]
         found += [("context", {"alpha": alpha}, {}) for alpha in ALPHAS]
-        at, context = {"ratio": PAIRED_RATIO}, _reuse("context", PAIRED_RATIO)
+        at, context = {"ratio": ALPHA_RATIO}, _reuse("context", ALPHA_RATIO)
         cells += [Cell(arm, at | label, context | label | part) for arm, label, part in found]
     if "set" in selectors:
         cells.append(Cell("set", {"ratio": 0.0}, _reuse("set", 0.0)))
@@ -224,6 +245,44 @@ def shares(fates: Mapping[str, int]) -> dict[str, float]:
     }
 
 
+def of_full(rows: Sequence[Sample], full: Mapping[str, Sample]) -> dict[str, float] | None:
+    """Exact match as a share of full prefill's on the same questions, with its paired interval; None if it was not scored.
+
+    full: request -> its sample with full prefill.
+    """
+    both = [(full[row["request"]], row) for row in rows if row["request"] in full]
+    pairs = [(a, b) for a, b in both if "em" in a["metrics"] and "em" in b["metrics"]]
+    blocks = [b.get("block") for _, b in pairs]
+    values = [(a["metrics"]["em"], b["metrics"]["em"]) for a, b in pairs]
+    found = share(values, blocks=None if None in blocks else blocks) if pairs else None
+    return found and rounded(found)
+
+
+def not_measurable(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each kind of question that full prefill answers too seldom."""
+    asked = [(cell, cell["metrics"]["em"]["mean"]) for cell in cells if "em" in cell["metrics"]]
+    return [
+        f"Not measurable with these weights: full prefill answers {right:.3f} of the questions {cell['cell']['questions']}."
+        for cell, right in asked
+        if cell["arm"] == FULL_PREFILL and "questions" in cell["cell"] and right < MEASURABLE
+    ]
+
+
+def tables_by_ratio(cells: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[str]]) -> list[Row]:
+    """A table a metric: kinds of question, captures and selectors down, ratios across."""
+    found = []
+    for metric in (name for name in SHOWN if any(name in cell["metrics"] for cell in cells)):
+        rows: dict[tuple[str, ...], Row] = {}
+        for cell in (cell for cell in cells if "capture" in cell["cell"] and "alpha" not in cell["cell"]):
+            variant = {key: value for key, value in cell["cell"].items() if key != "ratio"}
+            for arm in (arm for arm, ends in curves.items() if cell["arm"] in (arm, *ends)):
+                row = rows.setdefault((*map(str, variant.values()), arm), {**variant, "selector": arm})
+                if metric in cell["metrics"]:
+                    row[f"{cell['cell']['ratio']:g}"] = round(cell["metrics"][metric]["mean"], 3)
+        found.append(table(f"{METRICS[metric].label}, by ratio", [*rows.values()]))
+    return [one for one in found if one["rows"]]
+
+
 # Private, in order of use
 
 
@@ -231,7 +290,7 @@ def _reuse(selector: str, ratio: float) -> dict[str, Any]:
     name, _, layer = selector.removesuffix("-all").partition("@")
     more: dict[str, Any] = {"focus": "off"} if selector.endswith("-all") else {}
     if layer:
-        more = {"depth" if name == "deviation" else "layers": layer}
+        more = {"depth" if name == "deviation" else "layers": int(layer) if layer.isdecimal() else layer}
     return {"mode": "fused", "selector": name, "ratio": float(ratio)} | more
 
 

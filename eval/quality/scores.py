@@ -1,7 +1,7 @@
 """Scores answers, decides which scores are meaningful, and summarises scores of many answers.
 
     em f1 rouge_l jaccard bert_score   against the right answers; the best of several counts
-    same kl kl_first ..._full          against full prefill of the same prompt: the effect of reuse
+    same kl kl_max kl_first ..._full   against full prefill of the same prompt: the effect of reuse
     ..._retriever                      against full prefill in the retriever's order: the difference for an application
     ..._given                          against the same server's answer to the chunks in the given order: the effect of an order
     ..._policy                         against the first policy's answer: the effect of leaving chunks out
@@ -21,7 +21,7 @@ from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
 from eval.metrics import agreement
 from eval.quality.greedy import FULL_PREFILL, Greedy
-from eval.quality.text_metrics import answer_kl, exact_match, f1, jaccard, kl_divergence, normalized_f1, rouge_l
+from eval.quality.text_metrics import answer_kls, exact_match, f1, jaccard, normalized_f1, rouge_l
 from eval.stats import summary
 
 if TYPE_CHECKING:
@@ -80,8 +80,9 @@ class Scorer:
             "jaccard": jaccard(answer.text, other.text),
         } | self._bert_score(answer.text, (other.text,))
         if answer.steps and other.steps:
-            values["kl"] = answer_kl(other.steps, other.tokens, answer.steps, answer.tokens)
-            values["kl_first"] = kl_divergence(other.steps[0], answer.steps[0])
+            kls = answer_kls(other.steps, other.tokens, answer.steps, answer.tokens)
+            kl = math.fsum(kls) / len(kls)
+            values |= {"kl": kl, "kl_max": max(kls) if math.isfinite(kl) else kl, "kl_first": kls[0]}
         return {agreement(name, reference): value for name, value in values.items()}
 
     def faithfulness(self, answer: str, request: Request) -> dict[str, float]:
@@ -160,10 +161,16 @@ def _interval_of(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str,
 def _add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
     """FusionRAG equation 11 of the mean F1s, where both ends were measured; None if full reuse loses nothing."""
     scored = [cell for cell in cells if "f1" in cell["metrics"]]
-    means = {(cell["arm"], cell["cell"].get("capture")): cell["metrics"]["f1"]["mean"] for cell in scored}
+    means = {(cell["arm"], *_variant(cell["cell"])): cell["metrics"]["f1"]["mean"] for cell in scored}
     for cell in scored:
+        capture, questions = _variant(cell["cell"])
         # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so 0 is full reuse without preprocessing.
-        capture = {"preprocessed": "alone"}.get(cell["cell"].get("capture"), cell["cell"].get("capture"))
-        if {(FULL_REUSE, capture), (FULL_PREFILL, None)} <= means.keys():
-            ends = {"full_reuse": means[FULL_REUSE, capture], "full_prefill": means[FULL_PREFILL, None]}
+        capture = {"preprocessed": "alone"}.get(capture, capture)
+        reused, prefilled = (FULL_REUSE, capture, questions), (FULL_PREFILL, None, questions)
+        if {reused, prefilled} <= means.keys():
+            ends = {"full_reuse": means[reused], "full_prefill": means[prefilled]}
             cell["normalized_f1"] = normalized_f1(cell["metrics"]["f1"]["mean"], **ends)
+
+
+def _variant(cell: Mapping[str, Any]) -> tuple[Any, Any]:
+    return cell.get("capture"), cell.get("questions")

@@ -93,13 +93,13 @@ def kl_divergence(p: Mapping[Token, float], q: Mapping[Token, float]) -> float:
     return max(0.0, kl)
 
 
-def answer_kl(
+def answer_kls(
     reference: Sequence[Mapping[Token, float]],
     reference_tokens: Sequence[Token],
     steps: Sequence[Mapping[Token, float]],
     tokens: Sequence[Token],
-) -> float:
-    """Mean KL(reference || answer) over the steps with equal preceding tokens, that of the first different token included.
+) -> list[float]:
+    """KL(reference || answer) of each step with equal preceding tokens, that of the first different token included.
 
     Args:
         reference, steps: next-token distributions, one per token, as for `kl_divergence`.
@@ -112,7 +112,7 @@ def answer_kl(
     pairs = list(zip(reference[: same + 1], steps[: same + 1], strict=True))
     if not pairs:
         raise ValueError("an answer without tokens has no distribution")
-    return math.fsum(kl_divergence(p, q) for p, q in pairs) / len(pairs)
+    return [kl_divergence(p, q) for p, q in pairs]
 
 
 def _word_f1(answer: Sequence[str], right: Sequence[str]) -> float:

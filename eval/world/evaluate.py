@@ -2,10 +2,9 @@
 
     python -m eval bench bundled-model [--model-path DIR] [--chunks 2 4 6] [--questions 200]
 
-Each question comes with its gold passages and distractors of the same kinds, shuffled. `order` are questions about the passages'
-order (first, last), `linked` those about facts told without a name, in `World.linked_context`. Exact match wants the whole
-answer: every sentence of it, nothing else. By chance: what a random passage of the gold one's kind would reach, for two-hop
-questions after a right first hop.
+One hop, two hops and order (first, last): gold passages and distractors of the same kinds, shuffled. The others are those of
+`eval.world.kinds`, where there are enough passages. Exact match wants the whole answer: every sentence of it, nothing else. By
+chance: what a random passage that the wording fits would reach, for two-hop questions after a right first hop.
 """
 
 import argparse
@@ -21,8 +20,9 @@ import torch
 from eval.bench.rounds import by_cell
 from eval.outcome import add_out_option, open_run, table, tell
 from eval.run import Sample
+from eval.world.kinds import KINDS, Asked
 from eval.world.tokenizer import turn_pieces
-from eval.world.world import Passage, Question, World, linked_questions, order_questions
+from eval.world.world import World, order_questions
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
@@ -32,9 +32,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
 
 MAX_NEW_TOKENS = 40
 BATCH_SIZE = 20
-HOPS = {"one hop": 1, "two hops": 2, "order": 0, "linked": -1}
-Drawn = tuple[Question, Sequence[Passage]]
-"""A question and its context in the order the model reads it."""
+HOPS = {"one hop": 1, "two hops": 2, "order": 0}
+LINKED = ("linked", "linked-2", "linked-3", "contradicted")
+"""Of `eval.world.kinds`; its others are those above in other contexts."""
 
 
 class BundledModel:
@@ -48,19 +48,20 @@ class BundledModel:
         """Exact match, and the wrong answer, of questions from fresh full-size worlds, one for every batch."""
         rng, samples = random.Random(seed), list[Sample]()
         while len(samples) < num_questions:
-            world = World(rng.getrandbits(48) | 1 << 60, links=kind == "linked")  # beyond the seeds that training draws
+            world = World(rng.getrandbits(48) | 1 << 60, links=kind in LINKED)  # beyond the seeds that training draws
             drawn = _draw(world, kind, num_chunks, min(BATCH_SIZE, num_questions - len(samples)), rng)
-            for (question, _), answer in zip(drawn, self._answers(drawn), strict=True):
+            for (question, _, num_rivals), answer in zip(drawn, self._answers(drawn), strict=True):
                 is_right = answer == question.answers[0]
                 wrong = {"question": question.question, "answer": answer, "right": question.answers[0]}
-                samples.append({"metrics": {"em": float(is_right)}, "wrong": None if is_right else wrong})
+                sample = {"metrics": {"em": float(is_right)}, "by_chance": 1 / num_rivals}
+                samples.append(sample | {"wrong": None if is_right else wrong})
         return samples
 
     @torch.inference_mode()
-    def _answers(self, drawn: Sequence[Drawn]) -> list[str]:
+    def _answers(self, drawn: Sequence[Asked]) -> list[str]:
         """Answer one batch greedily, padded on the left; each piece of a prompt is tokenised apart."""
         prompts = []
-        for question, passages in drawn:
+        for question, passages, _ in drawn:
             head, pieces, tail = turn_pieces([passage.text for passage in passages], question.question, opens=True)
             encoded = [self._tokenizer.encode(piece, add_special_tokens=False) for piece in (head, *pieces, tail)]
             prompts.append({"input_ids": [*chain.from_iterable(encoded)]})
@@ -70,21 +71,16 @@ class BundledModel:
         return list(answers)
 
 
-def _draw(world: World, kind: str, num_chunks: int, num_questions: int, rng: random.Random) -> list[Drawn]:
-    if kind == "linked":
-        drawn: list[Drawn] = []
-        for _ in range(num_questions):
-            passages = world.linked_context(num_chunks, rng)
-            told = {passage.id for passage in passages[1::2]}
-            asked = [q for q in linked_questions(passages) if q.gold_passage_ids[1] in told]
-            drawn.append((rng.choice(asked), passages))
-        return drawn
+def _draw(world: World, kind: str, num_chunks: int, num_questions: int, rng: random.Random) -> list[Asked]:
+    if kind in LINKED:
+        return [KINDS[kind].draw(world, num_chunks, rng) for _ in range(num_questions)]
     questions = rng.sample([q for q in world.questions if q.hop == (HOPS[kind] or 1)], num_questions)
     contexts = [world.context(question, num_chunks, rng) for question in questions]
     if kind == "order":
         # First and last; "after" is beyond the model, see sglang_chunkcache/bundled_model/README.md.
         questions = [rng.choice(order_questions(passages)[:2]) for passages in contexts]
-    return list(zip(questions, contexts, strict=True))
+    num_rivals = num_chunks // 2 if kind == "two hops" else num_chunks
+    return [Asked(*drawn, num_rivals) for drawn in zip(questions, contexts, strict=True)]
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -92,9 +88,9 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     rows = []
     for cell, arms in by_cell(samples):
         taken = arms["bundled-model"]
-        rivals = cell["passages"] // (2 if cell["questions"] in ("two hops", "linked") else 1)
         right = round(mean(one["metrics"]["em"] for one in taken), 3)
-        rows.append({**cell, "n": len(taken), "exact match": right, "by chance": round(1 / rivals, 3)})
+        chance = round(mean(one["by_chance"] for one in taken), 3)
+        rows.append({**cell, "n": len(taken), "exact match": right, "by chance": chance})
     wrong = [{**one["cell"], **one["wrong"]} for one in samples if one["wrong"]]
     tables = [table("Exact match in worlds that training never saw", rows), table("Wrong answers", wrong[:20])]
     said = [
@@ -121,7 +117,9 @@ def main(argv: Sequence[str]) -> int:
     model = BundledModel(args.model_path)
     with open_run("bundled-model", args, summarize) as run:
         for num_chunks in args.chunks:
-            for kind in HOPS:
+            for kind in (*HOPS, *LINKED):
+                if kind in KINDS and num_chunks < KINDS[kind].min_passages:
+                    continue
                 if (name := f"{num_chunks}/{kind}") + "/0" not in run:
                     about = {"arm": "bundled-model", "cell": {"passages": num_chunks, "questions": kind}}
                     taken = model.samples(kind, num_chunks, args.questions)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.quality.text_metrics import (
-    answer_kl,
+    answer_kls,
     exact_match,
     f1,
     jaccard,
@@ -138,12 +138,12 @@ def test_kl_refuses_what_is_no_distribution() -> None:
         kl_divergence({1: 0.0}, {1: 0.0, 2: -1.0})
 
 
-def test_answer_kl_ends_where_answers_part() -> None:
+def test_answer_kls_end_where_answers_part() -> None:
     """The step at which they part counts, later ones have other tokens before them and do not."""
     p, q = {1: math.log(0.5), 2: math.log(0.5)}, {1: math.log(0.25), 2: math.log(0.75)}
     step = kl_divergence(p, q)
-    assert answer_kl([p, p, p], [1, 1, 1], [p, q, q], [1, 2, 1]) == pytest.approx(step / 2)
-    assert answer_kl([p, p], [1, 1], [q, q], [1, 1]) == pytest.approx(step)
-    assert answer_kl([p, p, p], [1, 1, 2], [q], [1]) == pytest.approx(step)
+    assert answer_kls([p, p, p], [1, 1, 1], [p, q, q], [1, 2, 1]) == [0, pytest.approx(step)]
+    assert answer_kls([p, p], [1, 1], [q, q], [1, 1]) == pytest.approx([step, step])
+    assert answer_kls([p, p, p], [1, 1, 2], [q], [1]) == pytest.approx([step])
     with pytest.raises(ValueError):
-        answer_kl([], [], [], [])
+        answer_kls([], [], [], [])

@@ -52,7 +52,8 @@ def make_test_case(num_chunks: int = 4, name: str = "t:1") -> Case:
 
 
 def options(**changed: Any) -> Namespace:
-    known = {"k": 4, "requests": 3, "neighbors": [2], "seed": 0, "task": "world", "questions": "linked"}
+    known = {"k": 4, "requests": 3, "neighbors": [2], "seed": 0, "task": "world", "questions": ["linked"], "worlds": 1}
+    known |= {"model_path": "bundled", "retriever": None}
     return Namespace(**known | changed)
 
 
@@ -267,11 +268,50 @@ def test_linked_questions_come_from_a_world_with_links() -> None:
 
 def test_own_questions_need_no_other_passage() -> None:
     """What they ask, one of the passages says under its own name."""
-    for case in world_cases(options(questions="own")):
+    for case in world_cases(options(questions=["own"])):
         gold = {chunk.text for chunk in case.request.chunks if chunk.id in case.request.gold_ids}
         assert len(gold) == 1
         name = case.request.answers[0].split()[2]
         assert name in gold.pop()
+
+
+def test_kinds_and_worlds_take_turns() -> None:
+    """An interrupted run has some of each. A kind's questions do not depend on which others are asked."""
+    cases = world_cases(options(questions=["own", "order"], worlds=2))
+    assert [case.request.id for case in cases[:5]] == ["own:0:0", "order:0:0", "own:1:0", "order:1:0", "own:0:1"]
+    assert [case.questions for case in cases[:2]] == ["own", "order"]
+    assert len(cases) == 2 * 2 * 3
+    assert cases[::4] == world_cases(options(questions=["own"]))
+    worlds = {chunk.id.partition(":")[0] for case in cases[2::4] for chunk in (*case.request.chunks, *case.strangers)}
+    assert worlds == {"1"}
+    with pytest.raises(CommandError, match="--questions linked-3 needs --k 6 or more, got 4"):
+        world_cases(options(questions=["own", "linked-3"]))
+
+
+def test_kinds_are_cells_of_their_own() -> None:
+    """Each with full prefill's share, and a kind that full prefill cannot answer is named."""
+    rows = []
+    for kind, prefilled, reused in (
+        ("own", [1.0] * 2, [1.0, 0.0]),
+        ("contradicted", [0.0, 1.0, 1.0, 1.0] * 4, [0.0, 1.0, 1.0, 1.0] * 4),
+    ):
+        for number, (before, after) in enumerate(zip(prefilled, reused, strict=True)):
+            both = {"request": f"{kind}:{number}", "fates": None}
+            rows.append(
+                {"arm": "full-prefill", "cell": {"questions": kind}, "metrics": {"em": before, "f1": before}, **both}
+            )
+            cell = {"questions": kind, "capture": "live", "ratio": 0.0}
+            rows.append({"arm": "full-reuse", "cell": cell, "metrics": {"em": after, "f1": after}, **both})
+            rows.append(rows[-1] | {"arm": "critical", "cell": {**cell, "ratio": 0.15}})
+    results = figures_of(rows)
+    found = {(cell["arm"], cell["cell"]["questions"]): cell for cell in results["cells"]}
+    assert found["full-reuse", "own"]["metrics"]["em_of_full"]["mean"] == 0.5
+    assert found["full-reuse", "own"]["normalized_f1"] == 0
+    assert found["full-reuse", "contradicted"]["metrics"]["em_of_full"]["mean"] == 1
+    said = [text for text in results["verdict"] if text.startswith("Not measurable")]
+    assert said == ["Not measurable with these weights: full prefill answers 0.750 of the questions contradicted."]
+    by_ratio = {row["questions"]: row for row in results["tables"][0]["rows"]}
+    assert by_ratio["own"] == {"questions": "own", "capture": "live", "selector": "critical", "0": 0.5, "0.15": 0.5}
 
 
 def test_calibrated_layers_are_asked_for_by_name() -> None:
@@ -287,6 +327,10 @@ def test_calibrated_layers_are_asked_for_by_name() -> None:
     }
     assert cells["query@calibrated"] == {"mode": "fused", "selector": "query", "ratio": 0.15, "layers": "calibrated"}
     assert cells["critical"] == {"mode": "fused", "selector": "critical", "ratio": 0.15}
+    assert [cell.reuse for cell in make_cells(["deviation@3", "query@3"], [0.15])][1:] == [
+        {"mode": "fused", "selector": "deviation", "ratio": 0.15, "depth": 3},
+        {"mode": "fused", "selector": "query", "ratio": 0.15, "layers": 3},
+    ]
 
 
 def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
@@ -305,6 +349,21 @@ def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
     cases = list(data_cases(options(**task)))
     assert {(c.request.question, len(c.request.chunks)) for c in cases} == {(q, 4) for q in ("q4", "q9")}
     assert all(len(c.text) <= CLIP_CHARS for case in cases for c in (*case.request.chunks, *case.strangers))
+
+
+def test_published_questions_keep_all_their_passages(tmp_path: Path) -> None:
+    """Half of a published list, or clipped passages, would be another question; the bundled model's context takes no more."""
+    file = tmp_path / "musique.jsonl"
+    rows = [
+        {"input": f"q{n}", "context": [f"{n}-{i} " + "text " * 200 for i in range(n)], "answers": []}
+        for n in (1, 9, 11, 12)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"task": "qcfuse", "data": file, "hub": None, "corpus": None, "scale": 1, "requests": 4}
+    cases = list(data_cases(options(**task, k=None, model_path="/models/M")))
+    assert [len(case.request.chunks) for case in cases] == [9, 11, 12]
+    assert min(len(c.text) for case in cases for c in case.request.chunks) > CLIP_CHARS
+    assert max(len(c.text) for case in data_cases(options(**task, k=4)) for c in case.request.chunks) == CLIP_CHARS
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ python -m pytest tests/eval/test_scores.py
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,15 +71,25 @@ def test_agreement_by_hand() -> None:
     found = Scorer(has_gold=False).agreement(given, full, "full")
     assert (found["same"], found["rouge_l_full"], found["jaccard_full"], found["kl_first"]) == (0, 0.5, 1 / 3, 0)
     # Both name <other> with 0.1 and leave out one word each, which count as one: 0.9 against 0.9.
-    assert found["kl"] == 0
+    assert (found["kl"], found["kl_max"]) == (0, 0)
     renamed = Scorer(has_gold=False).agreement(given, full, "retriever")
     assert renamed.keys() == {
         "same_retriever",
         "rouge_l_retriever",
         "jaccard_retriever",
         "kl_retriever",
+        "kl_max_retriever",
         "kl_first_retriever",
     }
+
+
+def test_the_largest_kl_of_an_answer_is_not_hidden_by_its_mean() -> None:
+    """One token that changes makes an answer wrong."""
+    full = make_greedy("a b")
+    other = replace(full, steps=[full.steps[0], *make_greedy("b", 0.5).steps])
+    found = Scorer(has_gold=False).agreement(full, other, "full")
+    assert found["kl_max"] == pytest.approx(2 * found["kl"])
+    assert found["kl_max"] > 0
 
 
 def test_each_comparison_has_names_of_its_own() -> None:

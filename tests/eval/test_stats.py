@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.stats import quantile, summary
+from eval.stats import quantile, share, summary
 
 
 def make_samples(n: int, *, seed: int = 0) -> list[float]:
@@ -91,3 +91,14 @@ def test_no_values_have_no_interval() -> None:
 def test_quantile_is_linear_between_neighbours() -> None:
     """As numpy's."""
     assert [quantile([3, 1, 2], q) for q in (0, 0.25, 0.5, 1)] == [1, 1.5, 2, 3]
+
+
+def test_share_is_the_ratio_of_paired_means() -> None:
+    """What moved KV keeps of full prefill's exact match: equal answers have no spread, whatever their mean."""
+    same = share([(1.0, 1.0), (0.0, 0.0)] * 20)
+    assert same == {"mean": 1, "low": 1, "high": 1}
+    found = share([(1.0, 1.0)] * 30 + [(1.0, 0.0)] * 10)
+    assert found is not None
+    assert found["mean"] == 0.75
+    assert 0.55 < found["low"] < 0.75 < found["high"] < 0.95
+    assert share([(0.0, 0.0), (0.0, 1.0)]) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,41 @@ def test_other_rows_than_qcfuses_are_refused(tmp_path: Path, row: dict[str, obje
     (tmp_path / "musique.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(CommandError, match=f"line 1: {said}"):
         requests("--task", "qcfuse", "--data", tmp_path / "musique.jsonl")
+
+
+def write_longbench(file: Path, contexts: Sequence[str]) -> Path:
+    """A question for each context, in the eight fields of the published files."""
+    rows = [
+        {"input": "Who?", "context": context, "answers": [f"a{n}"], "length": 9, "dataset": "musique", "language": "en"}
+        | {"all_classes": None, "_id": f"id{n}"}
+        for n, context in enumerate(contexts)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_longbench_contexts_are_split_into_their_passages(tmp_path: Path) -> None:
+    """Headings are numbers of the prompt and no part of a passage: with them no chunk would be found at another place."""
+    first, second = "Green\nA colour.\nPassage 7: no heading.", "Blue\nA colour."
+    contexts = [f"Passage 1:\n{first}\n\nPassage 2:\n{second}\n", f"Passage 1:\n{second}\nPassage 2:\n{first}"]
+    write_longbench(tmp_path / "musique.jsonl", contexts)
+    write_longbench(tmp_path / "2wikimqa_e.jsonl", contexts[:1])
+    asked = requests("--task", "longbench", "--data", tmp_path)
+    assert [r.id for r in asked] == ["longbench:musique:0", "longbench:musique:1", "longbench:2wikimqa_e:0"]
+    assert [[c.text for c in r.chunks] for r in asked[:2]] == [[first, second], [second, first]]
+    assert {c.id for c in asked[0].chunks} == {c.id for c in asked[1].chunks}
+    assert [(r.question, r.answers, r.max_new_tokens) for r in asked[:2]] == [
+        ("Who?", ("a0",), 32),
+        ("Who?", ("a1",), 32),
+    ]
+    assert requests("--task", "longbench", "--data", tmp_path / "2wikimqa_e.jsonl") == asked[2:]
+
+
+def test_a_context_without_headings_is_refused(tmp_path: Path) -> None:
+    """LongBench's other sets are single documents, which have no chunks."""
+    file = write_longbench(tmp_path / "qasper.jsonl", ["A paper."])
+    with pytest.raises(CommandError, match='line 1: context must begin with "Passage 1:"'):
+        requests("--task", "longbench", "--data", file)
 
 
 RAG_QA_ROWS: tuple[dict[str, object], ...] = (
