@@ -290,17 +290,17 @@ def test_kinds_and_worlds_take_turns() -> None:
 
 def test_kinds_are_cells_of_their_own() -> None:
     """Each with full prefill's share, and a kind that full prefill cannot answer is named."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind, prefilled, reused in (
         ("own", [1.0] * 2, [1.0, 0.0]),
         ("contradicted", [0.0, 1.0, 1.0, 1.0] * 4, [0.0, 1.0, 1.0, 1.0] * 4),
     ):
         for number, (before, after) in enumerate(zip(prefilled, reused, strict=True)):
-            both = {"request": f"{kind}:{number}", "fates": None}
+            both: dict[str, Any] = {"request": f"{kind}:{number}", "fates": None}
             rows.append(
                 {"arm": "full-prefill", "cell": {"questions": kind}, "metrics": {"em": before, "f1": before}, **both}
             )
-            cell = {"questions": kind, "capture": "live", "ratio": 0.0}
+            cell: dict[str, Any] = {"questions": kind, "capture": "live", "ratio": 0.0}
             rows.append({"arm": "full-reuse", "cell": cell, "metrics": {"em": after, "f1": after}, **both})
             rows.append(rows[-1] | {"arm": "critical", "cell": {**cell, "ratio": 0.15}})
     results = figures_of(rows)
