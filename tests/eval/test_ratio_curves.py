@@ -366,6 +366,27 @@ def test_published_questions_keep_all_their_passages(tmp_path: Path) -> None:
     assert max(len(c.text) for case in data_cases(options(**task, k=4)) for c in case.request.chunks) == CLIP_CHARS
 
 
+def test_published_questions_are_scored_at_full_prefill_and_at_each_ratio(tmp_path: Path) -> None:
+    """LongBench's own layout, with weights that may know the answers."""
+    context = "".join(f"Passage {n + 1}:\nTitle {n}\nText {n}.\n" for n in range(3))
+    rows = [
+        {"input": "Who?", "context": context.replace("Text", f"{name} text"), "answers": ["Right!"]} for name in "ab"
+    ]
+    (tmp_path / "2wikimqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"task": "longbench", "data": tmp_path, "hub": None, "corpus": None, "scale": 1}
+    (case, _) = data_cases(options(**task, k=None, model_path="/models/M"))
+    with chatting(FakeChat(answer)) as fake:
+        taken = [row for _, row in rows_of(fake, case, make_cells(["query"], [0, 0.15]), ("alone",))]
+        asked = [body for body in fake.received if "messages" in body]
+    assert [(row["arm"], row["metrics"]["em"], row["metrics"]["f1"]) for row in taken] == [
+        ("full-prefill", 1, 1),
+        ("full-reuse", 0, 0),
+        ("query", 1, 1),
+    ]
+    assert {(body["messages"][0]["role"], body["max_tokens"]) for body in asked} == {("system", 32)}
+    assert [chunk["text"] for chunk in asked[0]["chunks"]] == [f"Title {n}\na text {n}." for n in range(3)]
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
