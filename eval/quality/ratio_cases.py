@@ -18,9 +18,8 @@ from eval.world.kinds import KINDS
 from eval.world.world import World
 
 UNSEEN = 1 << 60  # first seed of worlds that training never draws
-CLIP_CHARS = (
-    600  # of a passage, for the bundled model: 4,096 tokens of context, and it reads such text nearly byte by byte
-)
+CLIP_CHARS = 600
+"""Of a passage, for the bundled model: its context is 4,096 tokens, and it reads such text nearly byte by byte."""
 SPARE = 4  # ratio of retrieved passages to passages in the prompt
 K = 6  # passages in the prompt, unless the data set lists them
 

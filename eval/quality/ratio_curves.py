@@ -142,10 +142,8 @@ class RatioCurves(Mode):
                 answer = ask(endpoint, request, request.chunks, reuse=way.reuse, order="retriever", cache_salt=salt)
                 check_sources(answer, behind)
                 metrics = self.scorer.gold(answer.text, request) | self.scorer.agreement(answer, full, "full")
-                cell, more = (
-                    {**kind, **capture, **way.label},
-                    {"num_chunks": num_chunks, "fallbacks": answer.info["fallbacks"]},
-                )
+                cell = {**kind, **capture, **way.label}
+                more = {"num_chunks": num_chunks, "fallbacks": answer.info["fallbacks"]}
                 yield self.sample(way.arm, request, answer, metrics, cell=cell, label=label_of(capture, way), **more)
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
