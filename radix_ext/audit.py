@@ -6,7 +6,7 @@
                             └────────────┘             again below it
 
     asked       requests are served as they ask
-    raised      twice the ratio, at least .15, at most .5; a selector that recomputes nothing is paused at once
+    raised      twice the ratio, at least .15, at most .5, in place of a quality; what recomputes nothing is paused at once
     paused      nothing is moved, for a number of requests
     probation   a tenth of the requests is moved, and each of these is audited
 
@@ -69,7 +69,7 @@ class Terms:
             return fusion
         ratio = min(MOST_RATIO, max(LEAST_RATIO, 2 * fusion.ratio))
         alpha = None if fusion.alpha is None else 2 * fusion.alpha
-        return replace(fusion, ratio=max(fusion.ratio, ratio), alpha=alpha)
+        return replace(fusion, ratio=max(fusion.ratio, ratio), quality=None, alpha=alpha)
 
 
 @dataclass(frozen=True, slots=True)

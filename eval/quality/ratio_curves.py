@@ -14,8 +14,8 @@ it computes chunks that it does not reuse, which creates new sources. A chunk th
 Ratio 0 (`full-reuse`) and ratio 1 (`all`) are the same for all selectors and run once. `context` includes its focus
 (Cache-Craft algorithm 1), which skips chunks and so recomputes less than the ratio; `context-all` runs without it. `deviation`
 and `query` read the papers' layers, with `@3` the third layer, with `@calibrated` those that the server has found for its
-model. The measured shares are reported as well. Normalised F1 is 0 at full reuse of chunks captured alone (for live: live), 1
-at full prefill.
+model; `critical@auto` takes as many tokens as it finds that `QUALITIES` need. The measured shares are reported as well.
+Normalised F1 is 0 at full reuse of chunks captured alone (for live: live), 1 at full prefill.
 
 Kinds of question (`--questions`, eval/world/kinds.py) are cells of their own. A kind that full prefill answers less often than
 `MEASURABLE` is named: what moving costs it cannot be told with these weights.
@@ -59,11 +59,13 @@ FLAGS = (
 """Every movable chunk is moved, and every chunk enters the store at once, scored: one capture serves all selectors."""
 SELECTORS = (
     *("none", "first", "random", "h2o", "deviation", "deviation@3", "deviation@calibrated"),
-    *("query", "query@3", "query@calibrated", "prophet", "critical", "context", "context-all", "set"),
+    *("query", "query@3", "query@calibrated", "prophet", "critical", "critical@auto", "context", "context-all", "set"),
 )
-UNRATED = ("none", "set")  # their selection does not depend on a ratio
+UNRATED = ("none", "set", "critical@auto")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")
 ALL = "all"
+QUALITIES = (0.9, 0.99)
+"""Of `critical@auto`."""
 ALPHAS = (0.5, 1.0, 2.0, 3.0)
 """Cache-Craft fig. 26."""
 ALPHA_RATIO = 0.15
@@ -183,6 +185,9 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
     cells = [Cell(FULL_REUSE, {"ratio": 0.0}, _reuse("none", 0.0))]
     for selector in (name for name in selectors if name not in UNRATED):
         cells += [Cell(selector, {"ratio": r}, _reuse(selector, r)) for r in ratios if 0 < r < 1]
+    if "critical@auto" in selectors:
+        auto = {"mode": "fused", "selector": "critical", "ratio": "auto"}
+        cells += [Cell("critical@auto", {"quality": quality}, auto | {"quality": quality}) for quality in QUALITIES]
     if 1 in ratios:
         cells.append(Cell(ALL, {"ratio": 1.0}, _reuse("first", 1.0)))
     if {"context", "context-all"} & set(selectors):
@@ -271,14 +276,20 @@ def tables_by_ratio(cells: Sequence[Mapping[str, Any]], curves: Mapping[str, Seq
     found = []
     for metric in (name for name in SHOWN if any(name in cell["metrics"] for cell in cells)):
         rows: dict[tuple[str, ...], Row] = {}
-        for cell in (cell for cell in cells if "capture" in cell["cell"] and "alpha" not in cell["cell"]):
+        for cell in (cell for cell in cells if "ratio" in cell["cell"] and "alpha" not in cell["cell"]):
             variant = {key: value for key, value in cell["cell"].items() if key != "ratio"}
             for arm in (arm for arm, ends in curves.items() if cell["arm"] in (arm, *ends)):
                 row = rows.setdefault((*map(str, variant.values()), arm), {**variant, "selector": arm})
                 if metric in cell["metrics"]:
                     row[f"{cell['cell']['ratio']:g}"] = round(cell["metrics"][metric]["mean"], 3)
         found.append(table(f"{METRICS[metric].label}, by ratio", [*rows.values()]))
-    return [one for one in found if one["rows"]]
+    auto = [
+        {**cell["cell"], "recomputed_share": cell["recomputed_share"]}
+        | {name: round(cell["metrics"][name]["mean"], 3) for name in SHOWN if name in cell["metrics"]}
+        for cell in cells
+        if "quality" in cell["cell"]
+    ]
+    return [one for one in (*found, table("Ratio auto: the share it takes", auto)) if one["rows"]]
 
 
 # Private, in order of use

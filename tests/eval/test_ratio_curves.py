@@ -314,6 +314,14 @@ def test_kinds_are_cells_of_their_own() -> None:
     assert by_ratio["own"] == {"questions": "own", "capture": "live", "selector": "critical", "0": 0.5, "0.15": 0.5}
 
 
+def test_ratio_auto_is_asked_for_by_quality() -> None:
+    """Once for all ratios."""
+    cells = [cell for cell in make_cells(["critical@auto"], [0, 0.05, 0.15, 1]) if cell.arm == "critical@auto"]
+    assert [(cell.label, cell.reuse) for cell in cells] == [
+        ({"quality": q}, {"mode": "fused", "selector": "critical", "ratio": "auto", "quality": q}) for q in (0.9, 0.99)
+    ]
+
+
 def test_calibrated_layers_are_asked_for_by_name() -> None:
     """`deviation` by depth, `query` by layer."""
     cells = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -192,6 +193,7 @@ def test_raised_ratio(asked: float, served: float) -> None:
         found = Terms("query", state, 1, True, False).served(fusion)
         assert found is not None
         assert (found.ratio, found.alpha) == (served, 3.0)
+        assert Terms("query", state, 1, True, False).served(replace(fusion, quality=0.99)) == found
 
 
 def test_selector_that_recomputes_nothing_is_paused_at_once() -> None:
