@@ -77,7 +77,7 @@ def rows_of(fake: FakeChat, case: Case, cells: list[ratio_curves.Cell], names: t
 def test_cells_run_ends_once_and_set_last() -> None:
     """Ratio 0 and 1 are the same for all; what `set` computes must not become a source of others."""
     cells = make_cells(SELECTORS, [0, 0.15, 0.5, 1])
-    ends = [(cell.arm, cell.label) for cell in cells if cell.label["ratio"] in (0, 1)]
+    ends = [(cell.arm, cell.label) for cell in cells if cell.label.get("ratio") in (0, 1)]
     assert ends == [("full-reuse", {"ratio": 0}), ("all", {"ratio": 1}), ("set", {"ratio": 0})]
     assert cells[-1].arm == "set"
     asked = {json.dumps(cell.reuse, sort_keys=True) for cell in cells}
