@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from sglang.srt.environ import envs
 
-from radix_ext import Span
+from radix_ext import FusionRequest, Span
 from radix_ext.agreement import Agreement, Row, Tally, compare
 from radix_ext.audit import Terms
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
@@ -95,7 +95,8 @@ class Check:
     """Of the answer's tokens."""
     temperature: float
     terms: Terms
-    ratio: float | None
+    ratio: float | Literal["auto"] | None
+    """None: nothing is recomputed."""
     tenant: str
     extra_key: str | None
     cache_salt: str | None
@@ -168,7 +169,7 @@ class Auditor:
         self._books, self._engine, self._clock = books, engine, clock
         self._waiting = deque[Check]()
         self._worker: asyncio.Task[None] | None = None
-        self._tallies: dict[tuple[str, float | None, str], Tally] = {}
+        self._tallies: dict[tuple[str, float | Literal["auto"] | None, str], Tally] = {}
         self._has_failed = False
 
     def listen(self, rag: RagRequest, obj: Any, preferred: Mapping[str, Any] | None = None) -> Listener | None:
@@ -221,7 +222,7 @@ class Auditor:
                     rows=listener.rows[:num_rows],
                     temperature=listener.temperature,
                     terms=terms,
-                    ratio=round(planned.fusion.ratio, 3) if planned.fusion.recomputes else None,
+                    ratio=_ratio(planned.fusion),
                     tenant=identity.tenant,
                     extra_key=identity.extra_key,
                     cache_salt=identity.cache_salt,
@@ -303,12 +304,18 @@ class Auditor:
         self._books.metrics.observe_audit(selector, ratio, tenant, found.share, found.kl, is_below=is_below)
         self._books.audited(check.terms, found.share)
 
-    def _count(self, check: Check, found: Agreement, is_below: bool) -> tuple[str, float | None, str]:
+    def _count(self, check: Check, found: Agreement, is_below: bool) -> tuple[str, float | Literal["auto"] | None, str]:
         key = (check.terms.selector, check.ratio, check.tenant)
         if key not in self._tallies and len(self._tallies) >= MAX_TALLIES:
             key = (check.terms.selector, None, OTHERS)
         self._tallies.setdefault(key, Tally()).add(found, is_below=is_below)
         return key
+
+
+def _ratio(fusion: FusionRequest) -> float | Literal["auto"] | None:
+    if fusion.quality is not None:
+        return "auto"
+    return round(fusion.ratio, 3) if fusion.recomputes else None
 
 
 def _unfit(params: Mapping[str, Any]) -> Skip | None:

@@ -87,11 +87,11 @@ class Metrics:
                 self._export("retrieval_state").labels(name).set(name == state)
 
     def observe_audit(
-        self, selector: str, ratio: float | None, tenant: str, agreement: float, kl: float, *, is_below: bool
+        self, selector: str, ratio: float | str | None, tenant: str, agreement: float, kl: float, *, is_below: bool
     ) -> None:
         """One answer compared with an exact prefill; a ratio of None recomputes nothing."""
         if self._prometheus:
-            labels = (selector, "none" if ratio is None else f"{ratio:g}", tenant)
+            labels = (selector, f"{ratio:g}" if isinstance(ratio, float) else ratio or "none", tenant)
             self._export("audits").labels(*labels, "below" if is_below else "met").inc()
             self._export("audit_agreement").labels(*labels).observe(agreement)
             self._export("audit_kl").labels(*labels).observe(kl)

@@ -410,6 +410,14 @@ def test_tallies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(one["tenant"], one["ratio"], one["samples"]) for one in bed.figures[3:]] == [("others", None, 7)]
 
 
+def test_ratios_of_figures() -> None:
+    """A quality is no ratio, and what recomputes nothing has none."""
+    bed = Bed()
+    for fusion in (FUSION, FusionRequest("critical", 0.15, quality=0.9), FusionRequest("none", 0.15)):
+        bed.serve(fusion=fusion)
+    assert [one["ratio"] for one in bed.figures] == [0.15, "auto", None]
+
+
 # What follows
 
 

@@ -117,6 +117,7 @@ def test_audits_are_shown_by_selector_ratio_and_tenant() -> None:
         "metrics.observe_audit('query', 0.15, 't', 0.5, 0.25, is_below=True)\n"
         "metrics.observe_audit('query', 0.15, 't', 1.0, 0.5, is_below=False)\n"
         "metrics.observe_audit('none', None, 't', 1.0, 0.0, is_below=False)\n"
+        "metrics.observe_audit('critical', 'auto', 't', 1.0, 0.0, is_below=False)\n"
         "for state in (AuditState.RAISED, AuditState.PAUSED):\n"
         "    metrics.show_audit('query', state)\n"
         "print(generate_latest().decode())"
@@ -127,6 +128,7 @@ def test_audits_are_shown_by_selector_ratio_and_tenant() -> None:
     wanted = {
         'chunkcache:audits_total{ratio="0.15",selector="query",target="below",tenant="t"}': 1,
         'chunkcache:audits_total{ratio="none",selector="none",target="met",tenant="t"}': 1,
+        'chunkcache:audits_total{ratio="auto",selector="critical",target="met",tenant="t"}': 1,
         f"chunkcache:audit_agreement_sum{{{labels}}}": 1.5,
         f"chunkcache:audit_agreement_count{{{labels}}}": 2,
         f"chunkcache:audit_kl_sum{{{labels}}}": 0.75,
