@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from radix_ext.fusion_request import FusionRequest
+from radix_ext.fusion_request import MAX_AUTO, FusionRequest
 
 SOUND, BROKEN = 0.05, 0.5
 """Shares of answers below the target that the tests tell apart."""
@@ -67,7 +67,8 @@ class Terms:
             return None
         if self.state is AuditState.ASKED or not fusion.recomputes:
             return fusion
-        ratio = min(MOST_RATIO, max(LEAST_RATIO, 2 * fusion.ratio))
+        asked = fusion.ratio if fusion.quality is None else MAX_AUTO
+        ratio = min(MOST_RATIO, max(LEAST_RATIO, 2 * asked))
         alpha = None if fusion.alpha is None else 2 * fusion.alpha
         return replace(fusion, ratio=max(fusion.ratio, ratio), quality=None, alpha=alpha)
 

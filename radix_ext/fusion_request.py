@@ -43,8 +43,8 @@ class FusionRequest:
     floor: float = 0.0
     """Share of each chunk's tokens that is recomputed at least, where the choice is over all chunks together."""
     quality: float | None = None
-    """Share of what moving changes in an answer that recomputing is to restore: as many tokens as that takes, by what the
-    calibration found. None: `ratio` of them."""
+    """As many tokens as restore this share of the most that recomputing up to 30% restored when the model was calibrated. None:
+    `ratio` of them."""
     above: float | None = None
     """With `quality`, from the calibration: tokens whose KV deviates more than this are recomputed, `ratio` of them at most."""
     expected: float | None = None
@@ -69,7 +69,7 @@ class FusionRequest:
     @property
     def expected_ratio(self) -> float:
         """The share of the moved tokens that will be recomputed, estimated."""
-        return self.ratio if self.expected is None else min(self.ratio, self.expected)
+        return self.ratio if self.expected is None else min(self.ratio, max(self.floor, self.expected))
 
     @property
     def asks_the_question(self) -> bool:

@@ -80,6 +80,8 @@ class Skip(StrEnum):
     FULL = "queue_full"
     LATE = "late"
     """Something waited at its rank for MAX_WAIT_S."""
+    FLUSHED = "flushed"
+    """The rank's cache was emptied since, perhaps for other weights."""
     FAILED = "failed"
 
 
@@ -101,6 +103,8 @@ class Check:
     extra_key: str | None
     cache_salt: str | None
     rank: int
+    epoch: int
+    """Of the rank's cache."""
     since: float
 
     @property
@@ -116,7 +120,7 @@ class Prefills(Protocol):
         """Tokens that a prompt may have."""
 
     async def has_room(self, rank: int, num_tokens: int) -> bool:
-        """Whether nothing waits at the rank, and its pool can do without that many slots."""
+        """Whether nothing waits at the rank, and its pool can do without that many slots. Its mirror knows its epoch then."""
 
     async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
         """SGLang's output for `check.input_ids`: exact, with logprobs from the prompt's last token on, inserted nowhere."""
@@ -227,6 +231,7 @@ class Auditor:
                     extra_key=identity.extra_key,
                     cache_salt=identity.cache_salt,
                     rank=rag.served_by or 0,
+                    epoch=self._epoch(rag.served_by or 0),
                     since=self._clock(),
                 )
             )
@@ -258,6 +263,9 @@ class Auditor:
 
     # Private, in order of use
 
+    def _epoch(self, rank: int) -> int:
+        return self._books.mirrors[rank].acknowledgement.epoch
+
     def _skip(self, reason: Skip) -> None:
         self._books.metrics.count("audit_skips", reason.value)
 
@@ -275,6 +283,10 @@ class Auditor:
                     await asyncio.sleep(POLL_S)
                     continue
                 check = found
+                if check.epoch != self._epoch(check.rank):
+                    self._skip(Skip.FLUSHED)
+                    self._waiting.remove(check)
+                    continue
                 self._conclude(check, _exact_rows(await self._engine.prefill(check, top=EXACT_BEST), len(check.rows)))
             except Exception as error:  # an audit harms no request
                 self._fail(error)

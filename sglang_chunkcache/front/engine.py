@@ -99,7 +99,10 @@ class Engine:
             return False
         states = await self.states() or []
         state = next((state for state in states if state.dp_rank == rank), None)
-        if state is None or state.num_waiting:
+        if state is None:
+            return False
+        self._books.mirrors[rank].compared(state)  # which restarts the mirror of a cache that was emptied
+        if state.num_waiting:
             return False
         return bool(state.counts["free"] + state.counts["evictable"] >= 2 * num_tokens)
 

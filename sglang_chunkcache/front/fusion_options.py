@@ -83,6 +83,8 @@ def fused_request(
     share = config.recompute_ratio if ratio is None or isinstance(ratio, str) else float(ratio)
     if floor and selector not in ("query", "deviation", "prophet", "critical"):
         raise RequestError(f"reuse.floor: selector {selector} chooses by chunk")
+    if floor and focus not in (None, "off"):
+        raise RequestError("reuse.floor: goes without focus, which leaves chunks out")
     if floor and floor > share:
         raise RequestError(f"reuse.floor: must be at most the ratio, {share}")
     return FusionRequest(

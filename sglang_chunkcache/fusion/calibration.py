@@ -61,7 +61,8 @@ class Calibration:
         fusion = replace(fusion, depth=depth, layer=layer, recipe=f"{fusion.recipe}/at={depth}.{layer}.{heads}")
         if fusion.quality is None or not self.steps:
             return fusion
-        step = next((step for step in self.steps if step.gain >= fusion.quality), self.steps[-1])
+        enough = fusion.quality * max(step.gain for step in self.steps)
+        step = next(step for step in self.steps if step.gain >= enough)
         recipe = f"{fusion.recipe}/above={step.above!r}"
         return replace(fusion, ratio=max(MAX_AUTO, fusion.floor), above=step.above, expected=step.share, recipe=recipe)
 
@@ -89,7 +90,7 @@ def load(path: Path) -> Calibration | None:
         return Calibration(int(told["depth"]), int(told["layer"]), heads, steps, dict(told["figures"]))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, LookupError) as error:
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         logger.warning("chunk cache: %s is no calibration: %r", path, error)
         return None
 

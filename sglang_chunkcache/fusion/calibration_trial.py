@@ -65,8 +65,9 @@ MIN_RECALL = 0.05
 """What a further head must add. With .01 the bundled model's second one cost other questions .05 of exact match (eval/LOG.md)."""
 SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3)
 """Of all tokens: the shares whose least deviation is tried as the limit."""
-MAX_SECONDS = 15
-"""Fewer prompts are tried, one at least, where all of them would take longer: SGLang's health check fails after 20 seconds."""
+MAX_SECONDS = 30
+"""About: fewer prompts are tried, one at least, where all of them would take longer. Fewer prompts find less, but SGLang's health
+check fails after 20 s in which nothing is answered."""
 MIN_KL, MIN_GAIN = 1e-4, 0.1
 """Below, there is nothing to restore, or no depth, or no layer that restores it: the paper's stays."""
 MIN_KEPT = 0.9
@@ -177,13 +178,17 @@ class _Search:
     def __init__(self, means: Means, places: Sequence[_Place], ratio: float) -> None:
         self._means, self._ratio = means, ratio
         self._num_layers = means.runner.token_to_kv_pool.layer_num
-        started = time.perf_counter()
-        places[0].agreement([])
         # Of one place: three lists of choices, and for each choice evidence, a pass, question and answer.
         num_choices = 2 * min(self._num_layers, 2 * MAX_TRIED) + len(SHARES)
-        expected = 3 * num_choices * (time.perf_counter() - started)
-        self._places = places[: max(NUM_PLACES, int(MAX_SECONDS / expected))]
-        self._moved = Agreement.mean(place.agreement([]) for place in self._places)
+        expected, moved = 0.0, list[Agreement]()
+        for place in places:
+            started = time.perf_counter()
+            agreement = place.agreement([])
+            expected += 3 * num_choices * (time.perf_counter() - started)
+            if len(moved) >= NUM_PLACES and expected > MAX_SECONDS * 2 / 3:
+                break
+            moved.append(agreement)
+        self._places, self._moved = places[: len(moved)], Agreement.mean(moved)
 
     def run(self) -> Calibration:
         if self._moved.kl < MIN_KL:

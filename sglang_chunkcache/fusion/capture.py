@@ -50,7 +50,7 @@ class Captures(CaptureQueue):
         Returns:
             How many chunks could not be copied.
         """
-        self._put_arrived()
+        self.put_arrived()
         batch = [] if self._under_way else self.next_batch()
         if not batch:
             return 0
@@ -61,7 +61,7 @@ class Captures(CaptureQueue):
             self.give_up(batch)
             return len(batch)
         self._under_way.extend(zip(batch, captured, strict=True))
-        self._put_arrived()
+        self.put_arrived()
         return 0
 
     def clear(self) -> None:
@@ -74,7 +74,8 @@ class Captures(CaptureQueue):
         stats = super().stats()
         return {**stats, "pending": stats["pending"] + len(self._under_way)}
 
-    def _put_arrived(self) -> None:
+    def put_arrived(self) -> None:
+        """Store what has arrived, in order. Waits for nothing."""
         while self._under_way and self._under_way[0][1].is_done():
             entry, captured = self._under_way.popleft()
             self.put(entry, *captured.read())

@@ -70,6 +70,8 @@ class Outcome:
     """The forwards of its prompt's pieces."""
     is_alone: bool = True
     """In all of them."""
+    is_uncalibrated: bool = False
+    """It asks for a quality of which nothing is known."""
 
 
 @dataclass(eq=False)
@@ -149,6 +151,7 @@ class Fuser:
         outcome.declined.clear()
         outcome.extends.clear()
         outcome.is_alone = True
+        outcome.is_uncalibrated = fusion.quality is not None and fusion.above is None
         outcome.lookup_s += time.perf_counter() - started
         return result._replace(
             device_indices=indices,
@@ -280,6 +283,8 @@ class Fuser:
             if move and move.plan.estimate and filling is not None:
                 self.pricing.compare(move.plan.estimate.planned, filling + sum(seconds))
         fallbacks = (*_reasons(outcome.plan), *outcome.declined, *(move.fallbacks if move else ()))
+        if move and outcome.is_uncalibrated:
+            fallbacks = (*fallbacks, Fallback.UNCALIBRATED)
         self.fallbacks.update(fallbacks)
         recomputed = move.recomputed_len if move else 0
         return Report(
@@ -330,7 +335,7 @@ class Fuser:
         if needed > free:
             self.cache.evict(EvictParams(num_tokens=needed - free))
         self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
-        self.captures.clear()
+        self.captures.put_arrived()
         self.store.forget_scores()
         self.cache.copies.forget_scores()
 

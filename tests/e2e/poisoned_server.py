@@ -7,7 +7,8 @@ groups. Slot 0 is poisoned too: it belongs to padding, and rows of the request t
 the CPU a forward pass is over when its call returns, so no forward still reads what is freed.
 
 SGLang's processes import the main module again, so that the patches below are in the scheduler as well. With `SABOTAGE_VAR`
-naming a file, moving KV on the device does nothing while that file exists: the promised slots stay as they were allocated.
+naming a file, moving KV on the device does nothing while that file exists: the promised slots stay as they were allocated; and
+calibrating takes the time that it takes.
 """
 
 from __future__ import annotations
@@ -66,9 +67,17 @@ def _install_sabotage(switch: Path) -> None:
     vars(fusion_pass)["copy_moved"] = copy_unless_sabotaged
 
 
+def _calibrate_on_all_prompts() -> None:
+    """However slow the machine is."""
+    from sglang_chunkcache.fusion import calibration_trial
+
+    vars(calibration_trial)["MAX_SECONDS"] = float("inf")
+
+
 if __name__ in ("__main__", "__mp_main__"):
     install()
     if os.environ.get(SABOTAGE_VAR):
         _install_sabotage(Path(os.environ[SABOTAGE_VAR]))
+        _calibrate_on_all_prompts()
 if __name__ == "__main__":
     launch_server.main(sys.argv[1:])

@@ -19,12 +19,10 @@ class LargestDeviation(Selector):
     needs = frozenset({Need.DEVIATION})
 
     def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
-        """Without evidence: as `first`, fallback "no_deviation". A quality without calibration: the ratio, "uncalibrated"."""
+        """Without evidence: as `first`, fallback "no_deviation"."""
         if evidence.deviation is None:
             return replace(first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_DEVIATION,))
-        is_unknown = request.quality is not None and request.above is None
-        chosen = jointly_chosen(evidence.deviation, chunks, request)
-        return Selection(chosen, (None,) * len(chunks), (Fallback.UNCALIBRATED,) if is_unknown else ())
+        return Selection(jointly_chosen(evidence.deviation, chunks, request), (None,) * len(chunks))
 
 
 SELECTOR = LargestDeviation()

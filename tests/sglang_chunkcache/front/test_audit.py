@@ -344,10 +344,10 @@ def test_check_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_busy_rank_holds_up_no_other() -> None:
     """The oldest check of a rank with room goes first."""
-    bed = Bed(share=1.0)
+    bed = Bed(share=1.0, num_ranks=2)
     waiting(bed, 2)
     busy, free = bed.auditor._waiting
-    bed.auditor._waiting[1] = free = dataclasses.replace(free, rank=1)
+    bed.auditor._waiting[1] = free = dataclasses.replace(free, rank=1, epoch=bed.auditor._epoch(1))
 
     async def has_room(rank: int, num_tokens: int) -> bool:
         return rank == 1
@@ -368,6 +368,17 @@ def test_check_is_dropped_after_a_minute() -> None:
     bed.now = 60.5
     run_worker(bed)
     assert (len(bed.ranks.checks), bed.skips) == (1, {Skip.LATE.value: 2})
+
+
+def test_check_of_a_cache_that_was_emptied_is_dropped() -> None:
+    """The weights may be others."""
+    bed = Bed()
+    waiting(bed, 1)
+    mirror = bed.bench.books.mirrors[0]
+    mirror.restart(mirror.acknowledgement.epoch + 1)
+    waiting(bed, 1)
+    run_worker(bed)
+    assert (len(bed.ranks.checks), bed.skips) == (1, {Skip.FLUSHED.value: 1})
 
 
 def test_waiting_checks_are_bounded() -> None:

@@ -92,6 +92,7 @@ def test_layers_are_numbers_or_names(wish: dict[str, Any], depth: int | None, la
         ({"selector": "critical", "ratio": "auto", "quality": 1.1}, "quality"),
         ({"selector": "first", "floor": 0.1}, "floor"),
         ({"selector": "query", "ratio": 0.1, "floor": 0.2}, "floor"),
+        ({"selector": "query", "ratio": 0.3, "floor": 0.2, "focus": "spare"}, "floor"),
     ],
 )
 def test_wishes_that_nothing_reads_are_refused(wish: dict[str, Any], field: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,12 @@ def stretched(folder: Path, before: int) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(made, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine would try fewer prompts, and find less."""
+    monkeypatch.setattr("sglang_chunkcache.fusion.calibration_trial.MAX_SECONDS", math.inf)
 
 
 def trial_of(path: Path) -> tuple[Any, Means]:
@@ -148,8 +155,9 @@ def test_calibration_is_kept_for_a_model_and_its_weights(tmp_path: Path, monkeyp
     assert not keeping.measure([], 7).is_found
     assert (keeping.kept(7), keeping.kept(8), forgetting.kept(7)) == (found, Calibration(), Calibration())
     [path] = tmp_path.rglob("*.json")
-    path.write_text("{}")
-    assert keeping.kept(7) == Calibration()
+    for broken in ("{}", path.read_text().replace('"depth": 3', '"depth": Infinity'), "[" * 100_000):
+        path.write_text(broken)
+        assert keeping.kept(7) == Calibration()
     assert calibration.load(tmp_path / "none") is None
 
 
@@ -167,14 +175,18 @@ def test_requests_that_leave_layers_open_get_the_calibrated_ones() -> None:
 
 
 def test_quality_takes_the_highest_limit_that_reaches_it() -> None:
-    """Or the lowest there is. Without measurements the ratio counts; a cheaper choice takes as many tokens as were expected."""
-    steps = Step(0.5, 0.6, 0.01), Step(0.25, 0.95, 0.02), Step(0.125, 0.9, 0.05), Step(0.0625, 0.96, 0.1)
+    """Of the most that any did: more than that is not to be had. Without measurements the ratio counts; a cheaper choice takes as
+    many tokens as were expected, of which a floor is one part."""
+    steps = Step(0.5, 0.4, 0.01), Step(0.25, 0.76, 0.02), Step(0.125, 0.7, 0.05), Step(0.0625, 0.8, 0.1)
     asked = FusionRequest("deviation", 0.15, "r", depth=None, quality=0.9)
-    for quality, step in ((0.6, steps[0]), (0.9, steps[1]), (0.96, steps[3]), (1.0, steps[3])):
+    for quality, step in ((0.5, steps[0]), (0.9, steps[1]), (0.96, steps[3]), (1.0, steps[3])):
         found = Calibration(3, 3, (), steps).resolve(replace(asked, quality=quality))
         assert (found.above, found.expected_ratio, found.ratio) == (step.above, step.share, MAX_AUTO)
         assert found.cheaper is not None
         assert (found.cheaper.ratio, found.cheaper.above, found.cheaper.quality) == (step.share, None, None)
+    floored = Calibration(3, 3, (), steps).resolve(replace(asked, floor=0.15))
+    assert floored.cheaper is not None
+    assert (floored.expected_ratio, floored.cheaper.ratio) == (0.15, 0.15)
     unknown = Calibration(3, 3).resolve(asked)
     assert (unknown.above, unknown.expected_ratio, unknown.ratio) == (None, 0.15, 0.15)
     other = Calibration(3, 3, (), (Step(0.4, 0.9, 0.01),)).resolve(asked)

@@ -105,6 +105,16 @@ def test_focus_that_eats_the_gain_is_left_out() -> None:
     assert report(req).fused_hit
 
 
+@pytest.mark.parametrize("deviation", [Line(each=0.01), Line(fixed=1000.0)], ids=["asked", "cheaper"])
+def test_a_quality_of_which_nothing_is_known_is_said(deviation: Line) -> None:
+    """Whatever has chosen the tokens."""
+    scheduler = make_priced(deviation=deviation)
+    req = fused(B, A, fusion=replace(make_request("deviation", 0.25), depth=None, quality=0.9))
+    scheduler.serve(req)
+    assert report(req).relocated
+    assert Fallback.UNCALIBRATED in report(req).fallbacks
+
+
 def test_what_does_not_pay_is_tried_now_and_then() -> None:
     """Else a machine that was slow while it measured itself would never learn that it is not."""
     scheduler = make_priced(capacity=3000, recompute=Line(fixed=7.0, each=1.0))

@@ -520,7 +520,7 @@ class FakeCalibrator:
 
 
 def test_calibration_makes_scores_and_fused_kv_of_before_stale() -> None:
-    """What the store holds counts as not scored, what waits is dropped, and a recipe names what it was made by. It evicts no more
+    """What the store holds counts as not scored, and a recipe names what it was made by. It evicts no more
     than it needs, and nothing where it is refused."""
     scheduler = make_scheduler(scoring="on")
     fuser, calibrator = scheduler.fuser, cast("Any", FakeCalibrator())
@@ -539,6 +539,19 @@ def test_calibration_makes_scores_and_fused_kv_of_before_stale() -> None:
     assert facts(node_of(scheduler, HEAD, A)).scores is None
     assert fuser.fusion_pass.calibration.resolve(FusionRequest("critical", 0.5, "r", depth=None)).recipe != recipe
     assert fuser.stats()["calibration"]["depth"] == 3
+    scheduler.check()
+
+
+def test_what_waits_for_the_store_outlives_a_calibration() -> None:
+    """It is scored by the new heads."""
+    scheduler = make_scheduler(scoring="on")
+    scheduler.fuser.calibrator = cast("Any", FakeCalibrator())
+    scheduler.serve(rag(A, B, keep=[0, 1]))
+    assert pending(scheduler) == 2
+    scheduler.fuser.calibrate([CalibrationPrompt([0], [], [])])
+    assert pending(scheduler) == 2
+    scheduler.idle()
+    assert [variant.scores is not None for _, variant, _ in scheduler.store._held.values()] == [True, True]
     scheduler.check()
 
 
