@@ -35,6 +35,7 @@ async def bystanders(count: int, url: str) -> AsyncIterator[list[float]]:
     """
     gaps: list[float] = []
     arrivals: list[list[float]] = []
+    error: Exception | None = None
     begun, stop = [asyncio.Event() for _ in range(count)], asyncio.Event()
 
     async def stream(number: int) -> None:
@@ -64,6 +65,7 @@ async def bystanders(count: int, url: str) -> AsyncIterator[list[float]]:
             stop.set()
     except* (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as errors:
         error = errors.exceptions[0]
-        raise CommandError(f"{url}/generate, for --bystanders: {type(error).__name__}: {error}") from None
+    if error is not None:  # raised in `except*` it would come in a group on some Pythons
+        raise CommandError(f"{url}/generate, for --bystanders: {type(error).__name__}: {error}")
     for times in arrivals:
         gaps += [late - early for early, late in pairwise(times) if begin < late <= end]
