@@ -122,8 +122,12 @@ def _divergence(exact: _Listed, moved: _Listed) -> float:
 def _bins(mine: _Listed, theirs: _Listed, tokens: Sequence[int]) -> list[float]:
     """My probabilities of `tokens`, then that of all others. Who does not list a token is told by the other side, which does."""
     left = max(0.0, 1.0 - math.fsum(mine.tokens.get(token, 0.0) for token in tokens))
-    unlisted = math.fsum(theirs.tokens[token] for token in tokens if token not in mine.tokens)
     others = max(0.0, 1.0 - math.fsum(theirs.tokens.get(token, 0.0) for token in tokens))
-    scale, least = left / max(unlisted + others, FLOOR), min(mine.tokens.values())
-    found = [mine.tokens[t] if t in mine.tokens else min(least, scale * theirs.tokens[t]) for t in tokens]
-    return [*found, max(0.0, 1.0 - math.fsum(found))]
+    unlisted = {token: theirs.tokens[token] for token in tokens if token not in mine.tokens}
+    weight, least, found = math.fsum(unlisted.values()) + others, min(mine.tokens.values()), dict(mine.tokens)
+    for token in sorted(
+        unlisted, key=unlisted.__getitem__, reverse=True
+    ):  # what is over `least` goes to those that follow
+        found[token] = min(least, left * unlisted[token] / max(weight, FLOOR))
+        left, weight = max(0.0, left - found[token]), weight - unlisted[token]
+    return [*(found[token] for token in tokens), left]

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radix_ext.agreement import MAX_KL, Agreement, Row, Tally, compare
@@ -44,6 +44,7 @@ def test_whole_lists_give_kl(p: list[float], q: list[float], temperature: float)
 
 
 @given(WEIGHTS, WEIGHTS, st.integers(1, 6), st.integers(1, 6))
+@example([1.0, 1.0, 1.0, 0.125, 0.125, 0.25], [1.0, 1.0, 0.3125, 1.0, 0.375, 0.25], 1, 4)
 def test_short_lists_never_give_more(p: list[float], q: list[float], ours: int, theirs: int) -> None:
     """Of an exact side that lists all, the estimate never exceeds the KL of the whole distributions. In general it is finite."""
     p, q = normed(p), normed(q)
