@@ -125,9 +125,8 @@ def _bins(mine: _Listed, theirs: _Listed, tokens: Sequence[int]) -> list[float]:
     others = max(0.0, 1.0 - math.fsum(theirs.tokens.get(token, 0.0) for token in tokens))
     unlisted = {token: theirs.tokens[token] for token in tokens if token not in mine.tokens}
     weight, least, found = math.fsum(unlisted.values()) + others, min(mine.tokens.values()), dict(mine.tokens)
-    for token in sorted(
-        unlisted, key=unlisted.__getitem__, reverse=True
-    ):  # what is over `least` goes to those that follow
+    # What is over `least` goes to those that follow.
+    for token in sorted(unlisted, key=unlisted.__getitem__, reverse=True):
         found[token] = min(least, left * unlisted[token] / max(weight, FLOOR))
         left, weight = max(0.0, left - found[token]), weight - unlisted[token]
     return [*(found[token] for token in tokens), left]

@@ -62,6 +62,11 @@ class FusionRequest:
         return self.selector not in ("none", "set")
 
     @property
+    def asked_ratio(self) -> float | Literal["auto"] | None:
+        """As a client names it. None: its selector recomputes nothing, whatever the ratio."""
+        return (self.ratio if self.quality is None else "auto") if self.recomputes else None
+
+    @property
     def is_choice(self) -> bool:
         """Whether there is something to choose: neither nothing nor everything is asked for."""
         return self.alpha is not None or 0 < self.ratio < 1

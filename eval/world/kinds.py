@@ -38,8 +38,7 @@ def _own(world: World, num_passages: int, rng: random.Random) -> Asked:
     passages = world.linked_context(num_passages, rng)
     shown = {passage.id for passage in passages}
     asked = rng.choice([q for q in world.questions if q.hop == 1 and shown.issuperset(q.gold_passage_ids)])
-    kinds = {passage.id: passage.text.split()[1] for passage in passages}
-    return Asked(asked, passages, [*kinds.values()].count(kinds[asked.gold_passage_ids[0]]))
+    return Asked(asked, passages, _num_told(asked, passages))
 
 
 def _linked(world: World, num_passages: int, rng: random.Random) -> Asked:
@@ -70,7 +69,14 @@ def _num_rivals(asked: Question, linked: list[Question]) -> int:
 
 def _defined(world: World, num_passages: int, rng: random.Random) -> Asked:
     asked = rng.choice([question for question in world.questions if question.hop == 2])
-    return Asked(asked, world.context(asked, num_passages, rng), num_passages // 2)
+    passages = world.context(asked, num_passages, rng)
+    return Asked(asked, passages, _num_told(asked, passages))
+
+
+def _num_told(asked: Question, passages: list[Passage]) -> int:
+    """Passages about the kind of entity whose fact is asked for; each tells all facts of its kind."""
+    kinds = [passage.text.split()[1] for passage in passages]
+    return kinds.count(asked.answers[0].split()[1])
 
 
 def _order(world: World, num_passages: int, rng: random.Random) -> Asked:

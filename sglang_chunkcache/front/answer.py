@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from radix_ext import FusionRequest
 from sglang_chunkcache.front.request import Planned, RagRequest
 from sglang_chunkcache.wire.report import Explanation, Report, Source
 
@@ -72,7 +71,7 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
     return {
         "mode": "fused",
         "selector": fusion.selector,
-        "ratio": _ratio(fusion) if fusion.quality is None else _taken(report),
+        "ratio": fusion.asked_ratio if fusion.quality is None else _taken(report),
         "quality": fusion.quality,
         "alpha": fusion.alpha,
         "focus": fusion.focus,
@@ -95,18 +94,13 @@ def _asked(planned: Planned) -> dict[str, Any] | None:
     return {
         "mode": "fused",
         "selector": fusion.selector,
-        "ratio": _ratio(fusion) if fusion.quality is None else "auto",
+        "ratio": fusion.asked_ratio,
         "quality": fusion.quality,
         "alpha": fusion.alpha,
         "focus": fusion.focus,
         "without": sorted(fusion.without),
         "recipe": fusion.recipe,
     }
-
-
-def _ratio(fusion: FusionRequest) -> float | None:
-    """None for selectors that recompute nothing, whatever the ratio."""
-    return None if fusion.selector in ("none", "set") else fusion.ratio
 
 
 def _taken(report: Report | None) -> float | None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 from sglang.srt.environ import envs
 
-from radix_ext import FusionRequest, Span
+from radix_ext import Span
 from radix_ext.agreement import Agreement, Row, Tally, compare
 from radix_ext.audit import Terms
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
@@ -217,7 +217,7 @@ class Auditor:
             self._skip(Skip.FULL)
         else:
             rag.is_sampled = True
-            identity = planned.draft.identity
+            identity, ratio = planned.draft.identity, planned.fusion.asked_ratio
             self._waiting.append(
                 Check(
                     input_ids=[*planned.input_ids, *rag.output_ids[:num_rows]],
@@ -226,7 +226,7 @@ class Auditor:
                     rows=listener.rows[:num_rows],
                     temperature=listener.temperature,
                     terms=terms,
-                    ratio=_ratio(planned.fusion),
+                    ratio=round(ratio, 3) if isinstance(ratio, float) else ratio,
                     tenant=identity.tenant,
                     extra_key=identity.extra_key,
                     cache_salt=identity.cache_salt,
@@ -322,12 +322,6 @@ class Auditor:
             key = (check.terms.selector, None, OTHERS)
         self._tallies.setdefault(key, Tally()).add(found, is_below=is_below)
         return key
-
-
-def _ratio(fusion: FusionRequest) -> float | Literal["auto"] | None:
-    if fusion.quality is not None:
-        return "auto"
-    return round(fusion.ratio, 3) if fusion.recomputes else None
 
 
 def _unfit(params: Mapping[str, Any]) -> Skip | None:

@@ -11,7 +11,8 @@ from typing import Any
 from radix_ext.moved_plan import Limits
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.fusion.calibration_trial import Calibrator, Means
+from sglang_chunkcache.fusion.calibration_places import Means
+from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.fingerprint import fingerprint
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention

@@ -57,7 +57,8 @@ class Pricing:
     def watch(self, phase: Phase | None, work: Work) -> Iterator[Watch]:
         """Observe what the block takes, unless it raises or does nothing. Queues two events on CUDA and waits for none.
 
-        `poll` makes the seconds known; without a phase nothing is learnt from them."""
+        `poll` makes the seconds known; without a phase nothing is learnt from them.
+        """
         watch = Watch(phase, work)
         started = time.perf_counter()
         if self._is_cuda:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,11 +34,11 @@ from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.outcome import Outcome, in_ms, outcome_of, reasons_of, selector_of, sources_of
 from sglang_chunkcache.fusion.own_slots import OwnSlots
-from sglang_chunkcache.fusion.pricing import Watch
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
-from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
+from sglang_chunkcache.wire.report import Explanation, Fallback, Report
 from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import CalibrationPrompt, Cleared
 
@@ -54,24 +54,6 @@ TRIED_EVERY = 32
 """Of the requests for which moving, or its selector, does not pay, one in so many moves: a hundredth or two of their time."""
 TRIED_UP_TO = 1.5
 """Unless it is estimated to take longer than this multiple of computing."""
-
-
-@dataclass
-class Outcome:
-    """What became of one request that asked for moved KV."""
-
-    exact: int = 0
-    fused_hit: int = 0
-    plan: ReusePlan = field(default_factory=lambda: ReusePlan(()))
-    move: Move | None = None
-    declined: list[Fallback] = field(default_factory=list)
-    lookup_s: float = 0.0
-    extends: list[Watch] = field(default_factory=list)
-    """The forwards of its prompt's pieces."""
-    is_alone: bool = True
-    """In all of them."""
-    is_uncalibrated: bool = False
-    """It asks for a quality of which nothing is known."""
 
 
 @dataclass(eq=False)
@@ -146,7 +128,7 @@ class Fuser:
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
             logger.exception("chunk cache: no plan, the prompt is computed")
             plan = ReusePlan((), (Fallback.PLAN_FAILED,))
-        outcome = state(req).promise = _outcome(req)
+        outcome = state(req).promise = outcome_of(req)
         outcome.exact, outcome.fused_hit, outcome.plan, outcome.move = exact, len(indices) - exact, plan, None
         outcome.declined.clear()
         outcome.extends.clear()
@@ -163,7 +145,7 @@ class Fuser:
 
     def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
         """Take the slots of the request's plan. Empty: declined, to be computed."""
-        outcome, spans = _outcome(req), state(req).spans
+        outcome, spans = outcome_of(req), state(req).spans
         plan = outcome.plan
         assert spans is not None
         if not self._is_filled(node):
@@ -208,7 +190,7 @@ class Fuser:
         """Fill what was promised to this batch's requests."""
         if not self._pending:
             return
-        here = {id(_outcome(req).move) for req in batch.reqs}
+        here = {id(outcome_of(req).move) for req in batch.reqs}
         if lost := [p for p in self._pending if id(p.move) not in here]:
             raise IntegrityError([f"{len(lost)} promised prompts are not in the batch that should fill them"])
         pending, self._pending = self._pending, []
@@ -232,7 +214,7 @@ class Fuser:
 
         A chunk that was to be preprocessed after neighbours some of which were computed in context is none of them.
         """
-        spans, move = state(req).spans, _outcome(req).move
+        spans, move = state(req).spans, outcome_of(req).move
         assert spans is not None
         chunks = [node for node in path if facts(node).chunk is not None]
         if not spans.is_preprocessing:
@@ -256,8 +238,8 @@ class Fuser:
             yield
         for req in batch.reqs:
             if state(req).promise is not None:
-                _outcome(req).extends.append(extend)
-                _outcome(req).is_alone &= len(batch.reqs) == 1
+                outcome_of(req).extends.append(extend)
+                outcome_of(req).is_alone &= len(batch.reqs) == 1
 
     def after(self, *, first_tokens_wait: bool = False) -> None:
         """Score and store some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
@@ -272,7 +254,7 @@ class Fuser:
 
     def report(self, req: Req) -> Report:
         """What the front may tell the client."""
-        outcome = _outcome(req)
+        outcome = outcome_of(req)
         move = outcome.move
         ms = {"lookup": 1000 * outcome.lookup_s, **(move.ms if move else {})}
         self.pricing.poll()
@@ -282,7 +264,7 @@ class Fuser:
             filling = move.filling.seconds if move and move.filling and outcome.is_alone else None
             if move and move.plan.estimate and filling is not None:
                 self.pricing.compare(move.plan.estimate.planned, filling + sum(seconds))
-        fallbacks = (*_reasons(outcome.plan), *outcome.declined, *(move.fallbacks if move else ()))
+        fallbacks = (*reasons_of(outcome.plan), *outcome.declined, *(move.fallbacks if move else ()))
         if move and outcome.is_uncalibrated:
             fallbacks = (*fallbacks, Fallback.UNCALIBRATED)
         self.fallbacks.update(fallbacks)
@@ -294,28 +276,28 @@ class Fuser:
             fused_hit=outcome.fused_hit,
             gap=move.plan.gap_len if move else 0,
             shared=move.shared_len if move else 0,
-            sources=_sources(move.plan) if move else (),
+            sources=sources_of(move.plan) if move else (),
             focused=None if move is None or move.focused is None else tuple(move.focused),
             fallbacks=fallbacks,
             ms=ms,
-            estimated_ms=_in_ms(outcome.plan),
-            selector=_selector(req, move.plan if move else None),
+            estimated_ms=in_ms(outcome.plan),
+            selector=selector_of(req, move.plan if move else None),
         )
 
     def explain(self, req: Req) -> Explanation | None:
         """The plan of a request that was only matched."""
         if state(req).promise is None:
             return None
-        outcome = _outcome(req)
+        outcome = outcome_of(req)
         plan, cached = outcome.plan, outcome.exact + outcome.fused_hit
         return Explanation(
             outcome.exact,
             outcome.fused_hit,
             plan.end if plan.pieces else cached,
-            _sources(plan),
-            _reasons(plan),
-            _in_ms(plan),
-            _selector(req, plan),
+            sources_of(plan),
+            reasons_of(plan),
+            in_ms(plan),
+            selector_of(req, plan),
         )
 
     def calibrate(self, prompts: Sequence[CalibrationPrompt]) -> None:
@@ -508,12 +490,6 @@ class Fuser:
             last = last.parent
 
 
-def _outcome(req: Req) -> Outcome:
-    """The request's, a new one where nothing was matched yet."""
-    found: Outcome | None = state(req).promise
-    return found or Outcome()
-
-
 def _move(req: Req, plan: ReusePlan, spans: RequestSpans, row: torch.Tensor, shared: Mapping[int, TreeNode]) -> Move:
     assert plan.fusion is not None
     return Move(
@@ -538,48 +514,3 @@ def _rows(plan: ReusePlan, slots: torch.Tensor, shared: Mapping[int, TreeNode]) 
             rows.append(slots[at : at + piece.end - piece.start])
             at += piece.end - piece.start
     return rows
-
-
-def _in_ms(plan: ReusePlan) -> dict[str, float]:
-    return {} if plan.estimate is None else {name: 1000 * value for name, value in plan.estimate._asdict().items()}
-
-
-def _selector(req: Req, plan: ReusePlan | None) -> str | None:
-    """What has chosen the recomputed tokens: of the plan, or of the fused KV that was found."""
-    spans, fused = state(req).spans, state(req).fused
-    if spans is None or spans.fusion is None:
-        return None
-    asked = spans.fusion
-    if plan is not None and plan.fusion is not None and plan.recomputed_len:
-        chosen = plan.fusion
-    elif fused is not None:
-        cheaper = asked.cheaper
-        by_cheaper = cheaper is not None and fused.recipe.endswith(cheaper.recipe.removeprefix(asked.recipe))
-        chosen = cheaper if cheaper and by_cheaper else asked
-    else:
-        return None
-    is_unfocused = chosen.selector == asked.selector and chosen.focus != asked.focus
-    return f"{chosen.selector} without focus" if is_unfocused else chosen.selector
-
-
-def _reasons(plan: ReusePlan) -> tuple[Fallback, ...]:
-    return tuple(Fallback[reason.upper()] for reason in plan.fallbacks)
-
-
-def _sources(plan: ReusePlan) -> tuple[Source, ...]:
-    """One per piece."""
-    return tuple(
-        Source(piece.start, piece.end, piece.span, "gap")
-        if piece.source is None
-        else Source(
-            piece.start,
-            piece.end,
-            piece.span,
-            piece.source.where,
-            len(piece.source.prefix),
-            piece.overlap,
-            piece.cfo,
-            piece.other_head,
-        )
-        for piece in plan.pieces
-    )

@@ -32,6 +32,9 @@ def test_contexts_have_the_size_asked_for_and_the_gold_passages(kind: str) -> No
         assert len(set(shown)) == NUM_PASSAGES
         assert set(asked.question.gold_passage_ids) <= set(shown)
         assert 2 <= asked.num_rivals <= NUM_PASSAGES
+        if kind in ("own", "defined"):
+            _, of, *_ = asked.question.answers[0].split()
+            assert asked.num_rivals == sum(passage.text.startswith(f"The {of} ") for passage in asked.passages)
         assert asked.question.answers[0].endswith(f" {asked.question.answers[1]}.")
     assert drawn(kind, 3) == drawn(kind, 3)
     assert len(KINDS[kind].draw(World(6, links=True), KINDS[kind].min_passages, random.Random(0)).passages) >= 2
