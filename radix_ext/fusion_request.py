@@ -88,24 +88,16 @@ class FusionRequest:
 
     @property
     def cheaper(self) -> FusionRequest | None:
-        """The same with a choice that needs no measuring: each chunk's first tokens. None: it needs none itself.
+        """The same with a choice that takes less: by the question alone in place of `critical`, else each chunk's first tokens.
+        None: it needs no measuring itself, or it has a quality to keep that nothing else is known to keep.
 
         Its recipe is another one, so that what it makes is told apart.
         """
-        if not self.is_choice or not (self.asks_the_question or self.compares_kv):
+        if not self.is_choice or self.quality is not None or not (self.asks_the_question or self.compares_kv):
             return None
-        selector = "context" if self.selector == "context" else "first"
-        return replace(
-            self,
-            selector=selector,
-            ratio=self.expected_ratio,
-            floor=0.0,
-            quality=None,
-            above=None,
-            expected=None,
-            focus="off",
-            recipe=f"{self.recipe}/by={selector}",
-        )
+        selector = {"context": "context", "critical": "query"}.get(self.selector, "first")
+        floor = self.floor if selector == "query" else 0.0
+        return replace(self, selector=selector, floor=floor, focus="off", recipe=f"{self.recipe}/by={selector}")
 
     @property
     def may_compute(self) -> bool:

@@ -118,8 +118,8 @@ class ChunkCacheConfig:
     """A span includes its separator, so that the chunk area is contiguous."""
     reuse: str = knob("exact", "what the server may reuse (also --reuse)", choices=("exact", "fused"))
     """`fused` lets requests opt into moved KV, which is approximate; with `exact` none of that code is loaded."""
-    selector: str = knob("query", "which tokens of a moved chunk are recomputed by default", choices=SELECTORS)
-    """FusionRAG's selector; see fusion/selectors/README.md."""
+    selector: str = knob("critical", "which tokens of a moved chunk are recomputed by default", choices=SELECTORS)
+    """The one that keeps most of a prefill's answers; see fusion/selectors/README.md."""
     recompute_ratio: float = knob(0.15, "share of a request's moved tokens to recompute", low=0.0, high=1.0)
     """FusionRAG's and CacheBlend's operating point."""
     alpha: float | None = knob(
@@ -151,7 +151,7 @@ class ChunkCacheConfig:
         "auto", "measure attention between chunks when one enters the store", choices=("auto", "on", "off")
     )
     """Costs one more prefill of the chunk, once per variant. `auto`: where the selector of the request that stores the chunk, or
-    the server's, reads scores (`context`, `h2o`)."""
+    the server's, reads scores: `critical` up to the last calibrated head's layer, `context` and `h2o` in all layers."""
     max_pass_tokens: int = knob(0, "tokens recomputed before one batch; 0: SGLang's prefill budget", low=0)
     """Bounds how long the other requests of a batch wait."""
     max_gap_tokens: int = knob(2048, "tokens between moved chunks that one request may compute in the pass", low=0)

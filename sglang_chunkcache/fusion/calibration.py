@@ -22,6 +22,11 @@ from sglang_chunkcache.fusion.measure import Head
 logger = logging.getLogger(__name__)
 
 
+MARGIN = 2
+"""How many times the tokens that sufficed for the calibration's prompts a quality takes. The prompts are few, and an answer hangs
+on single tokens: of others one in seven needed a lower limit than all of them (eval/LOG.md)."""
+
+
 class Step(NamedTuple):
     """Recomputing all tokens that deviate more than `above`: what that gained, and their share of the tokens, on average."""
 
@@ -62,7 +67,8 @@ class Calibration:
         if fusion.quality is None or not self.steps:
             return fusion
         enough = fusion.quality * max(step.gain for step in self.steps)
-        step = next(step for step in self.steps if step.gain >= enough)
+        sufficed = next(step for step in self.steps if step.gain >= enough)
+        step = next((step for step in self.steps if step.share >= MARGIN * sufficed.share), self.steps[-1])
         recipe = f"{fusion.recipe}/above={step.above!r}"
         return replace(fusion, ratio=max(MAX_AUTO, fusion.floor), above=step.above, expected=step.share, recipe=recipe)
 

@@ -425,5 +425,6 @@ def _deviation_probe(move: Move, named: Sequence[Tensor] | None) -> DeviationPro
 
 
 def _score_probe(capture: Capture, heads: tuple[Head, ...]) -> ScoreProbe:
-    ids = _ids(capture.token_ids)
-    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix, capture.scored is Scored.ALL, heads)
+    ids, is_all = _ids(capture.token_ids)[capture.start :], capture.scored is Scored.ALL
+    num_layers = 1 + max(layer for layer, _ in heads) if capture.scored is Scored.OUTWARD else None
+    return ScoreProbe(ids, capture.slots, capture.prefix, is_all, heads, num_layers)

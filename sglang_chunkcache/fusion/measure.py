@@ -94,7 +94,7 @@ class ScoreProbe:
 
     token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
     `[start, end)` of each chunk before it, ascending. received: also what each of its tokens receives (`h2o`). heads: those whose
-    attention to what is before the chunk counts for `outward`.
+    attention to what is before the chunk counts for `outward`. num_layers: those that are measured, from the first. None: all.
     """
 
     token_ids: Tensor
@@ -102,6 +102,7 @@ class ScoreProbe:
     prefix: tuple[tuple[int, int], ...]
     received: bool = False
     heads: tuple[Head, ...] = ()
+    num_layers: int | None = None
 
     def __post_init__(self) -> None:
         _check_spans(self.prefix, 0, self.start)
@@ -169,7 +170,7 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
 
     Returns per chunk, [n, 4 + num_prefix_chunks] float32, on the device: mass of each token on what is in no chunk, on each
     chunk of the prefix, on earlier tokens of its own chunk, what it receives from later ones (0 where not asked for), means over
-    layers and heads, and its `ChunkScores.outward`, the mean over the probe's heads (0 where there are none).
+    heads and the probe's layers, and its `ChunkScores.outward`, the mean over the probe's heads (0 where there are none).
     Raises:
         ValueError: spans out of order or not before the chunk; sequences as in `run_pass`.
     """
@@ -194,6 +195,7 @@ def scores_of(chunk: ScoreProbe, sums: Tensor) -> ChunkScores:
         context=on_prefix.sum(1),
         received=sums[:, -2].clone() if chunk.received else None,
         outward=sums[:, -1].clone() if chunk.heads else None,
+        is_partial=chunk.num_layers is not None,
         head=float(sums[:, 0].sum()),
         head_len=chunk.start - sum(end - start for start, end in chunk.prefix),
     )
@@ -280,7 +282,8 @@ class _DeviationObserver(Observer):
 
 class _ScoreObserver(Observer):
     def __init__(self, runner: Any, chunks: Sequence[ScoreProbe]) -> None:
-        self._last_layer = runner.token_to_kv_pool.layer_num - 1
+        num_layers = runner.token_to_kv_pool.layer_num
+        self._num_layers = [chunk.num_layers or num_layers for chunk in chunks]
         self._num_ranks = runner.tp_group.world_size
         self._chunks = chunks
         rest = [_owners(c.prefix, c.start).sum(1) == 0 for c in chunks]
@@ -288,6 +291,12 @@ class _ScoreObserver(Observer):
         self.sums = [torch.zeros(len(c.token_ids), 4 + len(c.prefix), device=runner.device) for c in chunks]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
+        if layer_id < self._num_layers[sequence]:
+            self._add(layer_id, sequence, attention)
+        if layer_id == max(self._num_layers) - 1 and sequence == len(self._chunks) - 1:
+            raise StopPass
+
+    def _add(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
         chunk, rest, sums = self._chunks[sequence], self._rest[sequence], self.sums[sequence]
         queries, keys, scale = attention.queries, attention.keys, attention.scale
         own = keys[chunk.start :]
@@ -299,7 +308,7 @@ class _ScoreObserver(Observer):
         masses = (lse - total).exp()  # [parts, num_heads, n]
         on_own = masses[-1].clone()
         masses[-1] = (on_own - (_own_logits(queries, own, scale) - total).exp()).clamp_min(0)
-        num_weights = queries.shape[1] * self._num_ranks * (self._last_layer + 1)
+        num_weights = queries.shape[1] * self._num_ranks * self._num_layers[sequence]
         sums[:, :-2] += masses.sum(1).T / num_weights
         if heads := [head for layer, head in chunk.heads if layer == layer_id]:
             before = masses[1:-1] if chunk.prefix else masses[:1]
@@ -310,8 +319,6 @@ class _ScoreObserver(Observer):
                 received = (weights * on_own[:, first:last, None]).sum(0) / num_weights
                 received.diagonal(first).zero_()
                 sums[:, -2] += received.sum(0)
-        if layer_id == self._last_layer and sequence == len(self._chunks) - 1:
-            raise StopPass
 
 
 def _own_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

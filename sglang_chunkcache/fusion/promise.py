@@ -30,6 +30,7 @@ from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_cri
 from radix_ext.sources import ChunkSources, DeviceCopy
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
+from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
@@ -91,8 +92,7 @@ class Fuser:
         self.pricing = fusion_pass.pricing
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.calibrator = calibrator
-        if calibrator is not None:
-            fusion_pass.calibration = calibrator.kept(self._weights)
+        self._select_by(calibrator.kept(self._weights) if calibrator else Calibration())
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
         self._pending: list[_Pending] = []
@@ -316,7 +316,7 @@ class Fuser:
         needed = self.calibrator.num_slots(prompts, free + self.cache.evictable_size())
         if needed > free:
             self.cache.evict(EvictParams(num_tokens=needed - free))
-        self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
+        self._select_by(self.calibrator.measure(prompts, self._weights))
         self.captures.put_arrived()
         self.store.forget_scores()
         self.cache.copies.forget_scores()
@@ -329,7 +329,7 @@ class Fuser:
         before, self._weights = self._weights, self._fingerprint()
         self.store.clear(keep_preprocessed=self._weights == before)
         if self._weights != before and self.calibrator is not None:
-            self.fusion_pass.calibration = self.calibrator.kept(self._weights)
+            self._select_by(self.calibrator.kept(self._weights))
             if not self.fusion_pass.calibration.figures:
                 logger.warning(
                     "chunk cache: no calibration is known for these weights, selection reads the papers' layers"
@@ -362,6 +362,10 @@ class Fuser:
         }
 
     # Private, in order of use
+
+    def _select_by(self, calibration: Calibration) -> None:
+        self.fusion_pass.calibration = calibration
+        self.captures.has_heads = bool(calibration.heads)
 
     def _plan(self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]) -> ReusePlan:
         """The plan of what follows the cached prefix `[0, start)`."""

@@ -28,6 +28,8 @@ class ChunkScores(Attention):
     outward: Tensor | None = None
     """[num_tokens] float32, CPU: mass of each token, in the calibrated heads, on the chunks of the prefix; on the text before
     them where there is none. None: no heads were calibrated."""
+    is_partial: bool = False
+    """Whether only the layers up to the last calibrated head were measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,6 +47,8 @@ class ChunkScores(Attention):
 
     @property
     def scored(self) -> Scored:
+        if self.is_partial:
+            return Scored.OUTWARD
         return Scored.MASSES if self.received is None else Scored.ALL
 
     @property

@@ -146,7 +146,9 @@ class FakePass:
             if capture.is_to_be_scored:
                 lens, zeros = tuple(end - start for start, end in capture.prefix), torch.zeros(tokens.shape[1])
                 received = zeros if capture.scored is Scored.ALL else None
-                scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
+                outward = zeros if capture.scored is Scored.OUTWARD else None
+                is_partial = outward is not None
+                scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received, outward, is_partial)
                 self.num_scored += 1
             captured.append(Captured((tokens, tokens.clone()), scores))
         self.num_captured += len(captures)

@@ -39,7 +39,7 @@ def test_exact_reuse(body: dict[str, Any], config: ChunkCacheConfig) -> None:
 def test_fused_reuse_with_defaults(reuse: Any) -> None:
     """The short form is the object with the mode alone."""
     fields = parse(RagFields, {"reuse": reuse})
-    assert fields.fusion_request(FUSED) == FusionRequest("query", 0.15, "")
+    assert fields.fusion_request(FUSED) == FusionRequest("critical", 0.15, "", depth=None, layer=None)
     with pytest.raises(RequestError, match="--reuse fused"):
         fields.fusion_request(ChunkCacheConfig())
 
@@ -110,7 +110,7 @@ def test_ratio_auto_reads_the_calibrated_depth() -> None:
 
 def test_alpha_that_nothing_reads_is_refused() -> None:
     """Only Cache-Craft's selector has one."""
-    with pytest.raises(RequestError, match=r"^reuse\.alpha: selector query has none"):
+    with pytest.raises(RequestError, match=r"^reuse\.alpha: selector critical has none"):
         parse(RagFields, {"reuse": {"mode": "fused", "alpha": 1}}).fusion_request(FUSED)
 
 

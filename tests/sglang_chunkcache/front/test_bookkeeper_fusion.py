@@ -134,7 +134,7 @@ def test_recipe_of_another_policy_is_another() -> None:
     messages.append(user("three"))
     third = bench.turn(messages, C, fusion=fused(bench, ratio=0.5))
     assert second.fusion is not None
-    assert second.fusion.recipe.startswith("query/0.5/")
+    assert second.fusion.recipe.startswith("critical/0.5/")
     assert second.fusion == third.fusion
 
 
@@ -176,7 +176,7 @@ def test_report_becomes_the_answer() -> None:
     assert answer["chunks_hit"] == 0
     assert answer["reuse"] == {
         "mode": "fused",
-        "selector": "query",
+        "selector": "critical",
         "ratio": 0.15,
         "quality": None,
         "alpha": None,

@@ -175,19 +175,17 @@ def test_requests_that_leave_layers_open_get_the_calibrated_ones() -> None:
     assert len(recipes) == 5  # heads are nothing to `deviation`
 
 
-def test_quality_takes_the_highest_limit_that_reaches_it() -> None:
-    """Of the most that any did: more than that is not to be had. Without measurements the ratio counts; a cheaper choice takes as
-    many tokens as were expected, of which a floor is one part."""
+def test_quality_takes_twice_what_reached_it() -> None:
+    """Of the most that any limit did: more is not to be had. Without measurements the ratio counts. No cheaper choice is
+    known to keep as much."""
     steps = Step(0.5, 0.4, 0.01), Step(0.25, 0.76, 0.02), Step(0.125, 0.7, 0.05), Step(0.0625, 0.8, 0.1)
     asked = FusionRequest("deviation", 0.15, "r", depth=None, quality=0.9)
-    for quality, step in ((0.5, steps[0]), (0.9, steps[1]), (0.96, steps[3]), (1.0, steps[3])):
+    for quality, step in ((0.5, steps[1]), (0.9, steps[2]), (0.96, steps[3]), (1.0, steps[3])):
         found = Calibration(3, 3, (), steps).resolve(replace(asked, quality=quality))
         assert (found.above, found.expected_ratio, found.ratio) == (step.above, step.share, MAX_AUTO)
-        assert found.cheaper is not None
-        assert (found.cheaper.ratio, found.cheaper.above, found.cheaper.quality) == (step.share, None, None)
+        assert found.cheaper is None
     floored = Calibration(3, 3, (), steps).resolve(replace(asked, floor=0.15))
-    assert floored.cheaper is not None
-    assert (floored.expected_ratio, floored.cheaper.ratio) == (0.15, 0.15)
+    assert floored.expected_ratio == 0.15
     unknown = Calibration(3, 3).resolve(asked)
     assert (unknown.above, unknown.expected_ratio, unknown.ratio) == (None, 0.15, 0.15)
     other = Calibration(3, 3, (), (Step(0.4, 0.9, 0.01),)).resolve(asked)

@@ -36,6 +36,7 @@ from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion import fill as fusion_pass
 from sglang_chunkcache.fusion import selectors
+from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Capture, FusionPass
 from sglang_chunkcache.fusion.measure import question_evidence
 from sglang_chunkcache.fusion.move import Move
@@ -519,7 +520,8 @@ def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
 def test_captures_are_scored_as_asked(scene: Scene) -> None:
     """Scores say what came before; the copy is the source's KV."""
     counting, capture = replace_config(scene), scene.capture("E")
-    plain, masses, everything = (replace(capture, scored=scored) for scored in Scored)
+    counting.calibration = Calibration(heads=((0, 1),))
+    plain, *scored = (replace(capture, scored=scored) for scored in Scored)
     (each,) = counting.capture([plain])
     assert each.is_done()
     blob, scores = each.read()
@@ -527,13 +529,14 @@ def test_captures_are_scored_as_asked(scene: Scene) -> None:
     assert blob.num_tokens == LENS["E"]
     assert torch.equal(blob.read()[1], scene.kv(SOURCE[slice(*THERE["E"])])[1])
     assert counting.stats()["tokens"] == {}
-    for asked_for in (masses, everything):
+    for asked_for in scored:
         (each,) = counting.capture([asked_for])
         again, scores = each.read()
         assert torch.equal(again.read()[0], blob.read()[0])
         assert scores is not None
         assert scores.prefix_lens == (LENS["C"], LENS["A"])
         assert scores.scored is asked_for.scored
+        assert scores.outward is not None
 
 
 def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:

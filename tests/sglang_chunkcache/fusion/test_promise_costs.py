@@ -80,6 +80,25 @@ def test_question_that_costs_too_much_is_replaced_and_told_apart(layer: int | No
     scheduler.check()
 
 
+def test_critical_that_costs_too_much_is_replaced_by_the_question() -> None:
+    """Which chooses far better than each chunk's first tokens, and still may not pay."""
+    asking = replace(
+        make_request("critical", 0.25), floor=0.1, recipe=f"critical{QUESTION_NAME}who", depth=None, layer=None
+    )
+    scheduler = make_priced(deviation=Line(fixed=1000.0))
+    req = fused(B, A, fusion=asking)
+    scheduler.serve(req)
+    assert report(req).selector == "query"
+    recipe = f"{scheduler.fuser.fusion_pass.calibration.resolve(asking).recipe}/by=query"
+    assert node_of(scheduler, [90, 91], B, A, recipe=recipe) is not None
+    again = fused(B, A, fusion=asking)
+    scheduler.serve(again)
+    assert (report(again).selector, report(again).fused_hit >= len(B + A)) == ("query", True)
+    scheduler = make_priced(deviation=Line(fixed=1000.0), question=Line(fixed=1000.0))
+    scheduler.serve(req := fused(B, A, fusion=asking))
+    assert (report(req).relocated, Fallback.NOT_WORTH_IT in report(req).fallbacks) == (0, True)
+
+
 def test_nothing_cheaper_follows_what_the_selector_itself_has_chosen() -> None:
     """Else a recipe would not say how its KV was made."""
     scheduler = make_priced()
@@ -105,14 +124,15 @@ def test_focus_that_eats_the_gain_is_left_out() -> None:
     assert report(req).fused_hit
 
 
-@pytest.mark.parametrize("deviation", [Line(each=0.01), Line(fixed=1000.0)], ids=["asked", "cheaper"])
+@pytest.mark.parametrize("deviation", [Line(each=0.01), Line(fixed=1000.0)], ids=["pays", "does not"])
 def test_a_quality_of_which_nothing_is_known_is_said(deviation: Line) -> None:
-    """Whatever has chosen the tokens."""
+    """And what does not pay is computed: no cheaper selector is known to keep a quality."""
     scheduler = make_priced(deviation=deviation)
     req = fused(B, A, fusion=replace(make_request("deviation", 0.25), depth=None, quality=0.9))
     scheduler.serve(req)
-    assert report(req).relocated
-    assert Fallback.UNCALIBRATED in report(req).fallbacks
+    is_moved = bool(report(req).relocated)
+    assert is_moved is (not deviation.fixed)
+    assert (Fallback.UNCALIBRATED in report(req).fallbacks) is is_moved
 
 
 def test_what_does_not_pay_is_tried_now_and_then() -> None:

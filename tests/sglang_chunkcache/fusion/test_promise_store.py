@@ -219,6 +219,7 @@ def test_source_behind_another_head_is_taken_last() -> None:
     [
         ({}, None, Scored.NOTHING),
         ({}, "query", Scored.NOTHING),
+        ({}, "critical", Scored.NOTHING),
         ({}, "context", Scored.MASSES),
         ({}, "h2o", Scored.ALL),
         ({"selector": "context"}, None, Scored.MASSES),
@@ -230,7 +231,7 @@ def test_source_behind_another_head_is_taken_last() -> None:
 )
 def test_what_is_scored(knobs: dict[str, Any], selector: str | None, scored: Scored) -> None:
     """Scoring costs a prefill: what the selectors in use read, the server's and the request's."""
-    scheduler = make_scheduler(**knobs)
+    scheduler = make_scheduler(**{"selector": "query", **knobs})
     req = rag(A, keep=[0], fusion=None if selector is None else asks(selector, 0.15))
     scheduler.serve(req, answer=[50])
     scheduler.idle()
@@ -540,6 +541,20 @@ def test_calibration_makes_scores_and_fused_kv_of_before_stale() -> None:
     assert fuser.fusion_pass.calibration.resolve(FusionRequest("critical", 0.5, "r", depth=None)).recipe != recipe
     assert fuser.stats()["calibration"]["depth"] == 3
     scheduler.check()
+
+
+def test_calibrated_heads_alone_are_worth_scoring() -> None:
+    """The default selector reads nothing else of scores. They are measured from the calibration on that finds heads, and no more
+    after one that finds none."""
+    scheduler, calibrator = make_scheduler(), FakeCalibrator()
+    scheduler.fuser.calibrator = cast("Any", calibrator)
+    for chunk, heads, scored in ((A, None, Scored.NOTHING), (B, ((0, 1),), Scored.OUTWARD), (C, (), Scored.NOTHING)):
+        if heads is not None:
+            calibrator.found = Calibration(heads=heads)
+            scheduler.fuser.calibrate([CalibrationPrompt([0], [], [])])
+        scheduler.serve(rag(chunk, keep=[0]), answer=[50])
+        scheduler.idle()
+        assert variants(scheduler, chunk) == [((), chunk, scored, False)]
 
 
 def test_what_waits_for_the_store_outlives_a_calibration() -> None:
