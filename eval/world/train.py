@@ -42,7 +42,7 @@ from eval.world.rows import Row, Rows  # noqa: E402
 from eval.world.tokenizer import MAX_POSITIONS, create_tokenizer  # noqa: E402
 
 HIDDEN_SIZE = 128
-NUM_LAYERS = 4
+NUM_LAYERS = 4  # of the bundled model
 NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HEAD_DIM = 64  # the smallest that GPU attention kernels take
@@ -113,13 +113,13 @@ ON_LINKS = Curriculum(
 )
 
 
-def create_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
+def create_model(tokenizer: Tokenizer, num_layers: int) -> LlamaForCausalLM:
     """An untrained model, float32, whose first-layer heads look 1, 2, 3 and 4 tokens back."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN_SIZE,
         intermediate_size=3 * HIDDEN_SIZE,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
@@ -173,6 +173,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40.0)
+    parser.add_argument("--layers", type=int, default=NUM_LAYERS, help="without --init; at least 3")
     parser.add_argument("--init", type=Path, help="a model that knows facts, to be taught links")
     parser.add_argument("--out", type=Path, default=model_dir())
     parser.add_argument("--seed", type=int, default=0)
@@ -183,7 +184,7 @@ def main() -> None:
     if args.init:  # Only the eager implementation returns attention weights.
         model = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32, attn_implementation="eager").train()
     else:
-        model = create_model(tokenizer)
+        model = create_model(tokenizer, args.layers)
     curriculum = ON_LINKS if args.init else ON_FACTS
     accuracy = train(model, Rows(tokenizer), curriculum, minutes=args.minutes, rng=random.Random(args.seed))
     save(model, tokenizer, args.out)
