@@ -159,8 +159,11 @@ class FusionPass:
     @torch.no_grad()
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         """Copies for the store, with the scores that are asked for. Queued only: the pool may be written afterwards."""
+        heads = self.calibration.heads
         probes = {
-            i: _score_probe(each, self.calibration.heads) for i, each in enumerate(captures) if each.is_to_be_scored
+            i: _score_probe(each, heads)
+            for i, each in enumerate(captures)
+            if each.is_to_be_scored and (heads or each.scored is not Scored.OUTWARD)
         }
         measured: dict[int, tuple[ScoreProbe, Tensor]] = {}
         if probes:

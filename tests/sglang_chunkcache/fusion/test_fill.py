@@ -539,6 +539,13 @@ def test_captures_are_scored_as_asked(scene: Scene) -> None:
         assert scores.outward is not None
 
 
+def test_what_was_queued_for_heads_that_are_calibrated_no_more_is_stored_all_the_same(scene: Scene) -> None:
+    """A calibration may find none while it waits."""
+    capture = replace(scene.capture("E"), scored=Scored.OUTWARD)
+    (each,) = replace_config(scene).capture([capture])
+    assert each.read()[1] is None
+
+
 def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:
     """Scoring costs a prefill of the chunk, so a node keeps what was measured; what is missing is measured with the rest."""
     counting = replace_config(scene)
