@@ -16,7 +16,7 @@ from radix_ext.cfo import Attention, Scored
 from radix_ext.sources import ChunkCopies
 from radix_ext.variants import Variant, VariantIndex
 
-READERS = {"critical": Scored.OUTWARD, "context": Scored.MASSES, "h2o": Scored.ALL}
+READERS = {"context": Scored.MASSES, "h2o": Scored.ALL}
 """Selectors that choose by scores, and by how much of them."""
 
 
@@ -58,8 +58,6 @@ class CaptureQueue:
         self._max_waiting, self._max_tokens = max_waiting, max_tokens
         self._queue: deque[Waiting] = deque()
         self.num_dropped = 0
-        self.has_heads = True
-        """Whether some heads are calibrated. Without, there is nothing outward to measure."""
 
     def add(
         self, chunks: Sequence[Any], keep: Collection[int], *, is_preprocessing: bool, selector: str | None = None
@@ -111,7 +109,7 @@ class CaptureQueue:
         facts, identity = self._copies.facts_of(entry.node), self._copies.identity_of(entry.node)
         facts.is_waiting, facts.scores = False, scores
         assert identity is not None
-        self._store.put(identity, Variant(facts.prefix, blob, scores, entry.preprocessed, facts.head))
+        self._store.put(identity, Variant(facts.prefix, blob, scores, entry.preprocessed, facts.head, facts.outward))
 
     def give_up(self, batch: Iterable[Waiting]) -> None:
         """These could not be copied. Another request may queue them again."""
@@ -130,8 +128,7 @@ class CaptureQueue:
     def _scored_for(self, selector: str | None) -> Scored:
         if self._scoring != "auto":
             return Scored.ALL if self._scoring == "on" else Scored.NOTHING
-        scored = max(READERS.get(name or "", Scored.NOTHING) for name in (selector, self._selector))
-        return scored if scored > Scored.OUTWARD or self.has_heads else Scored.NOTHING
+        return max(READERS.get(name or "", Scored.NOTHING) for name in (selector, self._selector))
 
     def _is_wanted(self, entry: Waiting) -> bool:
         identity = self._copies.identity_of(entry.node)
@@ -143,6 +140,7 @@ class CaptureQueue:
             facts.head,
             facts.prefix,
             scored=entry.scored,
+            has_outward=facts.outward is not None,
             preprocessed=entry.preprocessed,
             nbytes=self._token_bytes * self._len_of(entry.node),
         )

@@ -27,17 +27,15 @@ class Scored(IntEnum):
     """How much of a variant's attention is measured. Each includes what comes before it."""
 
     NOTHING = 0
-    OUTWARD = 1
-    """What the calibrated heads attend to, and the masses of the layers up to the last of these heads."""
-    MASSES = 2
-    """What the chunk attends to in all layers: all that this module reads."""
-    ALL = 3
+    MASSES = 1
+    """What the chunk attends to: all that this module reads."""
+    ALL = 2
     """Also what each of its tokens receives."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attention(ABC):
-    """Attention of one variant, measured once; means over heads and the layers measured. Queries are this chunk's tokens.
+    """Attention of one variant, measured once; means over layers and heads. Queries are this chunk's tokens.
 
     Raises:
         ValueError: lengths disagree.
@@ -73,11 +71,6 @@ class Attention(ABC):
     def scored(self) -> Scored:
         """How much of it there is."""
         return Scored.ALL
-
-    @property
-    def looks_outward(self) -> bool:
-        """Whether it says which tokens looked beyond the chunk, in the calibrated heads."""
-        return False
 
 
 def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0) -> float:

@@ -43,8 +43,8 @@ class FusionRequest:
     floor: float = 0.0
     """Share of each chunk's tokens that is recomputed at least, where the choice is over all chunks together."""
     quality: float | None = None
-    """As many tokens as restore this share of the most that recomputing up to 30% restored when the model was calibrated. None:
-    `ratio` of them."""
+    """Twice as many tokens as restore this share of the most that recomputing up to 30% restored when the model was calibrated.
+    None: `ratio` of them."""
     above: float | None = None
     """With `quality`, from the calibration: tokens whose KV deviates more than this are recomputed, `ratio` of them at most."""
     expected: float | None = None

@@ -63,6 +63,11 @@ class Candidate(Protocol):
         ...
 
     @property
+    def outward(self) -> object | None:
+        """What each of its tokens attends to beyond it, in the calibrated heads. None: not known."""
+        ...
+
+    @property
     def preprocessed(self) -> bool:
         """Computed ahead of requests, after similar chunks."""
         ...
@@ -336,8 +341,7 @@ def num_compared(piece: Piece, fusion: FusionRequest) -> int:
     """Tokens of a moved chunk that are compared with computed KV, estimated."""
     if not (fusion.is_choice and fusion.compares_kv):
         return 0
-    scores = piece.source.scores if piece.source else None
-    is_proposed = fusion.selector == "critical" and scores is not None and scores.looks_outward
+    is_proposed = fusion.selector == "critical" and piece.source is not None and piece.source.outward is not None
     share = min(1.0, sum(proposed_share(fusion))) if is_proposed else 1.0
     return math.ceil(share * (piece.end - piece.start))
 

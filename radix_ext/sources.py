@@ -28,6 +28,8 @@ class CopyFacts:
     """The chunks before it, in order."""
     scores: Any = None
     """What was measured of the chunk: an `Attention`, or None."""
+    outward: Any = None
+    """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
     is_waiting: bool = False
     """To be copied into the store."""
 
@@ -96,7 +98,7 @@ class ChunkCopies:
         """As `VariantIndex.forget_scores`."""
         for nodes in self._nodes.values():
             for node in chain.from_iterable(nodes.values()):
-                self.facts_of(node).scores = None
+                self.facts_of(node).scores = self.facts_of(node).outward = None
 
     def clear(self) -> None:
         """Forget all, as the tree does."""
@@ -133,6 +135,10 @@ class DeviceCopy:
     def scores(self) -> Any:
         return self.facts.scores
 
+    @property
+    def outward(self) -> Any:
+        return self.facts.outward
+
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
@@ -153,6 +159,10 @@ class HostCopy:
     @property
     def scores(self) -> Any:
         return self.variant.scores
+
+    @property
+    def outward(self) -> Any:
+        return self.variant.outward
 
     @property
     def preprocessed(self) -> bool:

@@ -59,6 +59,8 @@ class Variant:
     """Computed ahead of requests, after similar chunks (FusionRAG 3.1)."""
     head: str = ""
     """Names the text before it that is no chunk: `text_before`."""
+    outward: Any = None
+    """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
     reuse: float = 0.0
     """f_r. Written by the store alone, like the fields below."""
     num_uses: int = 0
@@ -70,7 +72,7 @@ class Variant:
     def nbytes(self) -> int:
         """Bytes of KV and scores."""
         kv: int = self.blob.nbytes
-        return kv + (self.scores.nbytes if self.scores else 0)
+        return kv + sum(each.nbytes for each in (self.scores, self.outward) if each is not None)
 
     @property
     def scored(self) -> Scored:
@@ -150,6 +152,7 @@ class VariantIndex:
         prefix: Prefix,
         *,
         scored: Scored = Scored.NOTHING,
+        has_outward: bool = False,
         preprocessed: bool = False,
         nbytes: int = 0,
     ) -> bool:
@@ -157,7 +160,11 @@ class VariantIndex:
         if nbytes > self._max_bytes:
             return False
         old = self.get(identity, head, prefix)
-        if old is not None and (preprocessed, scored) <= (old.preprocessed, old.scored):
+        if old is not None and (preprocessed, scored, has_outward) <= (
+            old.preprocessed,
+            old.scored,
+            old.outward is not None,
+        ):
             return False
         if not preprocessed and self._reserved_bytes + nbytes > self._max_bytes:
             return False
@@ -187,6 +194,7 @@ class VariantIndex:
             variant.head,
             variant.prefix,
             scored=variant.scored,
+            has_outward=variant.outward is not None,
             preprocessed=variant.preprocessed,
             nbytes=nbytes,
         )
@@ -250,7 +258,7 @@ class VariantIndex:
         """Another calibration makes them stale: every variant counts as not scored."""
         for serial, (identity, variant, nbytes) in self._held.items():
             self._count(variant, nbytes, -1)
-            variant.scores = None
+            variant.scores = variant.outward = None
             self._held[serial] = identity, variant, variant.nbytes
             self._count(variant, variant.nbytes, 1)
 

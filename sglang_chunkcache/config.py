@@ -151,7 +151,7 @@ class ChunkCacheConfig:
         "auto", "measure attention between chunks when one enters the store", choices=("auto", "on", "off")
     )
     """Costs one more prefill of the chunk, once per variant. `auto`: where the selector of the request that stores the chunk, or
-    the server's, reads scores: `critical` up to the last calibrated head's layer, `context` and `h2o` in all layers."""
+    the server's, reads scores (`context`, `h2o`). What `critical` reads is measured while SGLang prefills."""
     max_pass_tokens: int = knob(0, "tokens recomputed before one batch; 0: SGLang's prefill budget", low=0)
     """Bounds how long the other requests of a batch wait."""
     max_gap_tokens: int = knob(2048, "tokens between moved chunks that one request may compute in the pass", low=0)

@@ -183,13 +183,17 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
             launch_server(server_args)
         else:
             from sglang_chunkcache.front.app import search_with
-            from sglang_chunkcache.front.startup import check_ranks
+            from sglang_chunkcache.front.startup import check_ranks, warm_up
 
             if retriever is not None:
                 search_with(retriever)
             model, device = server_args.model_path, server_args.device
             print(f"chunk cache {__version__}: loading {model} on {device}", file=sys.stderr, flush=True)
-            launch_server(server_args, launch_callback=lambda: check_ranks(server_args, retriever))
+            launch_server(
+                server_args,
+                execute_warmup_func=warm_up,
+                launch_callback=lambda: check_ranks(server_args, retriever),
+            )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

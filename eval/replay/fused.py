@@ -106,7 +106,7 @@ class EvenAttention(Attention):
 
     @property
     def nbytes(self) -> int:
-        return 4 * self.num_tokens * (1 if self.scored is Scored.MASSES else 2)
+        return 4 * self.num_tokens * self.scored
 
 
 GONE = _Known()

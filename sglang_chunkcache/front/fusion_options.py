@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from radix_ext import AccessTable, FusionRequest, Span
-from radix_ext.fusion_request import QUESTION, Focus
+from radix_ext.fusion_request import MAX_AUTO, QUESTION, Focus
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 
@@ -85,11 +85,12 @@ def fused_request(
         raise RequestError(f"reuse.floor: selector {selector} chooses by chunk")
     if floor and focus not in (None, "off"):
         raise RequestError("reuse.floor: goes without focus, which leaves chunks out")
-    if floor and floor > share:
-        raise RequestError(f"reuse.floor: must be at most the ratio, {share}")
+    most = MAX_AUTO if is_auto else share
+    if floor and floor > most:
+        raise RequestError(f"reuse.floor: must be at most the ratio, {most}")
     return FusionRequest(
         selector=selector,
-        ratio=share,
+        ratio=max(share, floor or 0.0),
         quality=(DEFAULT_QUALITY if quality is None else quality) if is_auto else None,
         floor=floor or 0.0,
         alpha=None if alpha is None else float(alpha),

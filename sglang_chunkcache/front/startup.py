@@ -74,6 +74,17 @@ def calibrates(config: ChunkCacheConfig, ranks: Sequence[Mapping[str, Any]]) -> 
     return is_read and not all(rank["calibration"]["figures"] for rank in ranks)
 
 
+def warm_up(server_args: Any) -> bool:
+    """SGLang's warm-up. `/health` goes on saying 503 until `check_ranks` is done: a server that calibrates answers nothing for
+    longer than probes wait."""
+    from sglang.srt.entrypoints.http_server import _execute_server_warmup
+
+    is_warm: bool = _execute_server_warmup(server_args)
+    if is_warm:
+        _set_status("Starting")
+    return is_warm
+
+
 def check_ranks(server_args: Any, retriever: Retriever | None) -> None:
     """Start-up check: every rank reports our cache, and the tokenizer suits us. Otherwise the server stops, with the reason."""
     from sglang.srt.utils import kill_process_tree
@@ -96,8 +107,16 @@ def check_ranks(server_args: Any, retriever: Retriever | None) -> None:
         if settings is not None and settings.reuse == "fused" and calibrates(settings, ranks):
             told = session.post(server_args.url() + "/chunkcache/calibrate", json={}, headers=headers, verify=False)
             logger.log(logging.INFO if told.ok else logging.WARNING, "chunk cache: selection calibrated: %s", told.text)
+        _set_status("Up")
         quiet.started()
         logger.info("chunk cache: ready, reuse %s: %s/rag/v1", settings and settings.reuse, server_args.url())
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)
         kill_process_tree(os.getpid())
+
+
+def _set_status(name: str) -> None:
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    get_global_state().tokenizer_manager.server_status = ServerStatus[name]

@@ -6,6 +6,7 @@ between models, so it is measured (calibration_trial.py), once for a config and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -50,10 +51,10 @@ class Calibration:
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What was measured; empty: nothing."""
 
-    @property
-    def is_found(self) -> bool:
-        """Whether it is worth remembering: something restores what moving changes."""
-        return bool(self.steps)
+    def fits(self, num_layers: int, num_heads: int) -> bool:
+        """Whether a model of that size has these layers and heads."""
+        has_heads = all(0 <= at < num_layers and 0 <= head < num_heads for at, head in self.heads)
+        return has_heads and 1 <= self.depth <= num_layers and 0 <= self.layer <= num_layers
 
     def resolve(self, fusion: FusionRequest) -> FusionRequest:
         """The request with the layers that it leaves to calibration, which its recipe then names: another calibration makes other
@@ -109,4 +110,6 @@ def save(path: Path, calibration: Calibration) -> None:
         part.write_text(json.dumps(calibration.as_dict()), encoding="utf-8")
         part.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
         logger.warning("chunk cache: the calibration is not kept: %s", error)

@@ -35,7 +35,6 @@ from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
 from sglang_chunkcache.fusion.selectors import critical
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical
-from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.fusion.trial_rows import Row, logits_of
 from sglang_chunkcache.wire.state import CalibrationPrompt
 
@@ -227,11 +226,8 @@ class Place:
     def _chunks(self, heads: Sequence[Head]) -> list[MovedChunk]:
         chunks = []
         for index, (start, end) in enumerate(self.trial.spans):
-            scores = None
-            if heads:
-                outward = torch.stack([self._outward[index][head] for head in heads]).mean(0)
-                scores = ChunkScores((), (), 0.0, outward, outward=outward)
-            chunks.append(MovedChunk(ChunkId(str(index)), start, end - start, (), (), scores))
+            outward = torch.stack([self._outward[index][head] for head in heads]).mean(0) if heads else None
+            chunks.append(MovedChunk(ChunkId(str(index)), start, end - start, (), (), None, outward=outward))
         return chunks
 
 

@@ -86,6 +86,10 @@ class Calibrator:
     def kept(self, weights: int) -> Calibration:
         """What was found with these weights (their fingerprint); the papers' layers if nothing was."""
         kept = load(self._file(weights)) if self._keeps else None
+        config = self._means.runner.model_config
+        if kept is not None and not kept.fits(config.num_hidden_layers, config.num_attention_heads):
+            logger.warning("chunk cache: the kept calibration is of no such model: %s", kept.as_dict())
+            kept = None
         if kept is not None:
             logger.info("chunk cache: selection was calibrated on these weights before: %s", kept.as_dict())
         return kept or Calibration()
@@ -93,7 +97,7 @@ class Calibrator:
     def measure(self, prompts: Sequence[CalibrationPrompt], weights: int) -> Calibration:
         """See `calibrate`. What was found is kept, too."""
         found = calibrate(self._means, prompts, self._ratio)
-        if self._keeps and found.is_found:
+        if self._keeps:
             save(self._file(weights), found)
         return found
 

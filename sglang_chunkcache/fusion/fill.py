@@ -37,7 +37,6 @@ from sglang_chunkcache.fusion import selectors
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
-    Head,
     QuestionProbe,
     ScoreProbe,
     deviation_evidence,
@@ -159,12 +158,7 @@ class FusionPass:
     @torch.no_grad()
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         """Copies for the store, with the scores that are asked for. Queued only: the pool may be written afterwards."""
-        heads = self.calibration.heads
-        probes = {
-            i: _score_probe(each, heads)
-            for i, each in enumerate(captures)
-            if each.is_to_be_scored and (heads or each.scored is not Scored.OUTWARD)
-        }
+        probes = {i: _score_probe(each) for i, each in enumerate(captures) if each.is_to_be_scored}
         measured: dict[int, tuple[ScoreProbe, Tensor]] = {}
         if probes:
             with self._timed("score"):
@@ -411,6 +405,7 @@ def _chunk_of(piece: Piece) -> MovedChunk:
         prefix_new=piece.prefix,
         scores=source.scores,
         other_head=piece.other_head,
+        outward=source.outward,
     )
 
 
@@ -427,7 +422,6 @@ def _deviation_probe(move: Move, named: Sequence[Tensor] | None) -> DeviationPro
     return DeviationProbe(_ids(move.token_ids)[move.plan.start :], move.slots, spans, move.fusion.depth, candidates)
 
 
-def _score_probe(capture: Capture, heads: tuple[Head, ...]) -> ScoreProbe:
-    ids, is_all = _ids(capture.token_ids)[capture.start :], capture.scored is Scored.ALL
-    num_layers = 1 + max(layer for layer, _ in heads) if capture.scored is Scored.OUTWARD else None
-    return ScoreProbe(ids, capture.slots, capture.prefix, is_all, heads, num_layers)
+def _score_probe(capture: Capture) -> ScoreProbe:
+    ids = _ids(capture.token_ids)
+    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix, capture.scored is Scored.ALL)

@@ -93,16 +93,13 @@ class ScoreProbe:
     """A chunk at `[start, start + n)` whose KV was computed at these positions.
 
     token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
-    `[start, end)` of each chunk before it, ascending. received: also what each of its tokens receives (`h2o`). heads: those whose
-    attention to what is before the chunk counts for `outward`. num_layers: those that are measured, from the first. None: all.
+    `[start, end)` of each chunk before it, ascending. received: also what each of its tokens receives (`h2o`).
     """
 
     token_ids: Tensor
     slots: Tensor
     prefix: tuple[tuple[int, int], ...]
     received: bool = False
-    heads: tuple[Head, ...] = ()
-    num_layers: int | None = None
 
     def __post_init__(self) -> None:
         _check_spans(self.prefix, 0, self.start)
@@ -168,9 +165,9 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
 
     The chunks' tokens run again over the KV in the pool, theirs included. No sync: sums stay on the device.
 
-    Returns per chunk, [n, 4 + num_prefix_chunks] float32, on the device: mass of each token on what is in no chunk, on each
+    Returns per chunk, [n, 3 + num_prefix_chunks] float32, on the device: mass of each token on what is in no chunk, on each
     chunk of the prefix, on earlier tokens of its own chunk, what it receives from later ones (0 where not asked for), means over
-    heads and the probe's layers, and its `ChunkScores.outward`, the mean over the probe's heads (0 where there are none).
+    layers and heads.
     Raises:
         ValueError: spans out of order or not before the chunk; sequences as in `run_pass`.
     """
@@ -187,15 +184,13 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
 
 def scores_of(chunk: ScoreProbe, sums: Tensor) -> ChunkScores:
     """A chunk's scores (Cache-Craft eq. 3, 4, 14) from what `score_chunks` has measured of it, copied to the CPU."""
-    on_prefix = sums[:, 1:-3]
+    on_prefix = sums[:, 1:-2]
     return ChunkScores(
         inter=tuple(on_prefix.sum(0).tolist()),
         prefix_lens=tuple(end - start for start, end in chunk.prefix),
-        intra=float(sums[:, -3].sum()),
+        intra=float(sums[:, -2].sum()),
         context=on_prefix.sum(1),
-        received=sums[:, -2].clone() if chunk.received else None,
-        outward=sums[:, -1].clone() if chunk.heads else None,
-        is_partial=chunk.num_layers is not None,
+        received=sums[:, -1].clone() if chunk.received else None,
         head=float(sums[:, 0].sum()),
         head_len=chunk.start - sum(end - start for start, end in chunk.prefix),
     )
@@ -282,21 +277,14 @@ class _DeviationObserver(Observer):
 
 class _ScoreObserver(Observer):
     def __init__(self, runner: Any, chunks: Sequence[ScoreProbe]) -> None:
-        num_layers = runner.token_to_kv_pool.layer_num
-        self._num_layers = [chunk.num_layers or num_layers for chunk in chunks]
+        self._last_layer = runner.token_to_kv_pool.layer_num - 1
         self._num_ranks = runner.tp_group.world_size
         self._chunks = chunks
         rest = [_owners(c.prefix, c.start).sum(1) == 0 for c in chunks]
         self._rest = [upload(each.nonzero()[:, 0], runner.device) for each in rest]
-        self.sums = [torch.zeros(len(c.token_ids), 4 + len(c.prefix), device=runner.device) for c in chunks]
+        self.sums = [torch.zeros(len(c.token_ids), 3 + len(c.prefix), device=runner.device) for c in chunks]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
-        if layer_id < self._num_layers[sequence]:
-            self._add(layer_id, sequence, attention)
-        if layer_id == max(self._num_layers) - 1 and sequence == len(self._chunks) - 1:
-            raise StopPass
-
-    def _add(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
         chunk, rest, sums = self._chunks[sequence], self._rest[sequence], self.sums[sequence]
         queries, keys, scale = attention.queries, attention.keys, attention.scale
         own = keys[chunk.start :]
@@ -308,17 +296,16 @@ class _ScoreObserver(Observer):
         masses = (lse - total).exp()  # [parts, num_heads, n]
         on_own = masses[-1].clone()
         masses[-1] = (on_own - (_own_logits(queries, own, scale) - total).exp()).clamp_min(0)
-        num_weights = queries.shape[1] * self._num_ranks * self._num_layers[sequence]
-        sums[:, :-2] += masses.sum(1).T / num_weights
-        if heads := [head for layer, head in chunk.heads if layer == layer_id]:
-            before = masses[1:-1] if chunk.prefix else masses[:1]
-            sums[:, -1] += before[:, heads].sum((0, 1)) / len(chunk.heads)
+        num_weights = queries.shape[1] * self._num_ranks * (self._last_layer + 1)
+        sums[:, :-1] += masses.sum(1).T / num_weights
         if chunk.received:
             inside = replace(attention, keys=own, key_positions=attention.key_positions[chunk.start :])
             for first, last, weights in inside.weights():
                 received = (weights * on_own[:, first:last, None]).sum(0) / num_weights
                 received.diagonal(first).zero_()
-                sums[:, -2] += received.sum(0)
+                sums[:, -1] += received.sum(0)
+        if layer_id == self._last_layer and sequence == len(self._chunks) - 1:
+            raise StopPass
 
 
 def _own_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

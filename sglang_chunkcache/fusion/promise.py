@@ -36,6 +36,7 @@ from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.outcome import Outcome, in_ms, outcome_of, reasons_of, selector_of, sources_of
+from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.own_slots import OwnSlots
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
@@ -89,7 +90,7 @@ class Fuser:
         self.extend_reserve = extend_reserve
         self.sources = ChunkSources(cache.copies, store, max_copies=MAX_COPIES)
         self.captures = Captures(cache.copies, fusion_pass, store)
-        self.pricing = fusion_pass.pricing
+        self.pricing, self.outward = fusion_pass.pricing, OutwardWatch(fusion_pass.runner)
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.calibrator = calibrator
         self._select_by(calibrator.kept(self._weights) if calibrator else Calibration())
@@ -113,11 +114,12 @@ class Fuser:
         exact = sum(map(len, found))
         if any(span.start == exact for span in key.spans):
             cheaper = None if fusion.always else fusion.cheaper
-            for recipe in (fusion.recipe, *([cheaper.recipe] if cheaper else [])):
-                values, last = self.cache._match_prefix_helper(node, key[exact:].fused_by(recipe))
+            for choice in filter(None, (fusion, cheaper)):
+                values, last = self.cache._match_prefix_helper(node, key[exact:].fused_by(choice.recipe))
                 if values:
                     node, found = last, [*found, *values]
-                    state(req).fused = Fused(exact, recipe)
+                    state(req).fused = Fused(exact, choice.recipe)
+                    fusion = choice  # what follows is keyed by the same recipe
                     break
         indices = torch.cat(found) if len(found) > 1 else found[0] if found else result.device_indices[:0]
         try:
@@ -217,6 +219,7 @@ class Fuser:
         spans, move = state(req).spans, outcome_of(req).move
         assert spans is not None
         chunks = [node for node in path if facts(node).chunk is not None]
+        self.outward.tell(req, chunks)
         if not spans.is_preprocessing:
             self.store.ask((identity_of(node), facts(node).head, facts(node).prefix) for node in chunks)
         else:
@@ -234,7 +237,7 @@ class Fuser:
             return
         works = [extend_work(start, start + n) for start, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
         tokens, pairs = sum(work.tokens for work in works), sum(work.pairs for work in works)
-        with self.pricing.watch(Phase.EXTEND, Work(1, tokens, pairs)) as extend:
+        with self.outward.watch(batch), self.pricing.watch(Phase.EXTEND, Work(1, tokens, pairs)) as extend:
             yield
         for req in batch.reqs:
             if state(req).promise is not None:
@@ -365,7 +368,7 @@ class Fuser:
 
     def _select_by(self, calibration: Calibration) -> None:
         self.fusion_pass.calibration = calibration
-        self.captures.has_heads = bool(calibration.heads)
+        self.outward.heads = calibration.heads
 
     def _plan(self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]) -> ReusePlan:
         """The plan of what follows the cached prefix `[0, start)`."""

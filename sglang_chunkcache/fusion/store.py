@@ -25,17 +25,12 @@ class ChunkScores(Attention):
     """[num_tokens] float32, CPU: mass of each token on all chunks of the prefix (Cache-Craft eq. 14)."""
     received: Tensor | None = None
     """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk. None: not measured."""
-    outward: Tensor | None = None
-    """[num_tokens] float32, CPU: mass of each token, in the calibrated heads, on the chunks of the prefix; on the text before
-    them where there is none. None: no heads were calibrated."""
-    is_partial: bool = False
-    """Whether only the layers up to the last calibrated head were measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.context.dim() != 1 or any(each.shape != self.context.shape for each in self._tensors()):
             shapes = ", ".join(str(tuple(each.shape)) for each in self._tensors())
-            raise ValueError(f"context, received and outward must all be [num_tokens] but got {shapes}")
+            raise ValueError(f"context and received must both be [num_tokens] but got {shapes}")
 
     @property
     def num_tokens(self) -> int:
@@ -47,16 +42,10 @@ class ChunkScores(Attention):
 
     @property
     def scored(self) -> Scored:
-        if self.is_partial:
-            return Scored.OUTWARD
         return Scored.MASSES if self.received is None else Scored.ALL
 
-    @property
-    def looks_outward(self) -> bool:
-        return self.outward is not None
-
     def _tensors(self) -> list[Tensor]:
-        return [each for each in (self.context, self.received, self.outward) if each is not None]
+        return [each for each in (self.context, self.received) if each is not None]
 
 
 @dataclass(frozen=True, eq=False)

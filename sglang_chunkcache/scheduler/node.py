@@ -65,6 +65,8 @@ class RequestState:
     """Explained, not served: it uses nothing."""
     is_kept: bool = False
     is_reported: bool = False
+    outward: Any = None
+    """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
     promise: Any = None
     """The promiser's own record."""
 

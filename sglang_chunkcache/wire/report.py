@@ -138,14 +138,14 @@ class Fallback(StrEnum):
     )
     UNSCORED = (
         "unscored",
-        "A moved chunk has no attention scores, so `h2o` and `context` recomputed its first tokens, and `critical` compared all.",
+        "A moved chunk has no attention scores, so `h2o` and `context` recomputed its first tokens.",
         "A chunk has scores once a request with such a selector has stored it (`--chunkcache-store-threshold`); start with "
         "`--chunkcache-scoring on`, or with such a selector as the default, to score what others store, too.",
     )
     UNCALIBRATED = (
         "uncalibrated",
-        'The request has `"ratio": "auto"`, but nothing tells how much deviation this model bears, so `--chunkcache-ratio` of '
-        "the tokens were recomputed.",
+        'The request has `"ratio": "auto"`, but nothing tells how much deviation this model bears, so '
+        "`--chunkcache-recompute-ratio` of the tokens were recomputed.",
         "Calibrate: `POST /chunkcache/calibrate`, or start with `--chunkcache-calibrate on`.",
     )
     NO_QUESTION = (

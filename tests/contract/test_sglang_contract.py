@@ -28,7 +28,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReqO
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.mem_cache import common, registry
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
@@ -416,7 +416,9 @@ def test_chat_request_fields() -> None:
 
 def test_http_server_names() -> None:
     """App, state and start."""
-    assert "launch_callback" in parameters(http_server.launch_server)
+    assert {"execute_warmup_func", "launch_callback"} <= {*parameters(http_server.launch_server)}
+    assert parameters(http_server._execute_server_warmup) == ["server_args"]
+    assert {"Starting", "Up"} <= {*ServerStatus.__members__}
     assert parameters(http_server.get_global_state) == []
     assert callable(http_server.app.include_router)
     assert parameters(http_server.available_models) == []

@@ -62,6 +62,7 @@ def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iter
     flags = [*mixed_load.FLAGS, "--chunkcache-move", "pays"]  # most tests ask for moves that do not pay
     flags += ["--chunkcache-audit-share", "0"]  # a check would evict what a test counts on
     with Server(flags, log=log, launcher=mixed_load.POISONED, env=env) as server:
+        assert "chunk cache: ready" in log.read_text(), "healthy before it was calibrated"
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
     assert mixed_load.problems_of_log(log) == []

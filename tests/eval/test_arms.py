@@ -161,6 +161,7 @@ class Cached:
     head: str = ""
     prefix: tuple[ChunkId, ...] = ()
     scores: None = None
+    outward: None = None
     preprocessed: bool = False
 
 

@@ -149,7 +149,6 @@ def test_replay_equals_the_server(
         fused.EvenAttention, "of", lambda start, lens, n: EvenAttention((1.0,) * len(lens), tuple(lens), 1.0, n)
     )
     pair = Pair(order, limits, **knobs)
-    pair.server.fuser.captures.has_heads = True  # as the replay supposes
     seen: Counter[str] = Counter()
     for number, request in enumerate(requests(seed)):
         if number % 12 == 11:

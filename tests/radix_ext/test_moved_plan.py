@@ -31,6 +31,7 @@ class Copy:
     preprocessed: bool = False
     start: int | None = None
     head: str = ""
+    outward: object | None = None
 
 
 def prompt(layout: str) -> tuple[Span, ...]:

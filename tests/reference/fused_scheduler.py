@@ -104,6 +104,7 @@ class FakePass:
         """`holders`: the slots of all nodes, as often as they are held."""
         self.contents, self.rows, self.config, self.holders = contents, rows, config, holders
         self.pricing = Pricing(SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1)))
+        self.runner: Any = None  # nothing is prefilled here
         self.calibration = Calibration()
         self.num_captured = self.num_scored = 0
         self.fails = False
@@ -146,9 +147,7 @@ class FakePass:
             if capture.is_to_be_scored:
                 lens, zeros = tuple(end - start for start, end in capture.prefix), torch.zeros(tokens.shape[1])
                 received = zeros if capture.scored is Scored.ALL else None
-                outward = zeros if capture.scored is Scored.OUTWARD else None
-                is_partial = outward is not None
-                scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received, outward, is_partial)
+                scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
                 self.num_scored += 1
             captured.append(Captured((tokens, tokens.clone()), scores))
         self.num_captured += len(captures)

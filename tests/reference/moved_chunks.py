@@ -20,9 +20,8 @@ def make_scores(
     intra: float = 1.0,
     context: Sequence[float] = (),
     received: Sequence[float] | None = None,
-    outward: Sequence[float] | None = None,
 ) -> ChunkScores:
-    """`received` is zero unless given; `outward` is not there."""
+    """`received` is zero unless given."""
     zeros = [0.0] * len(context)
     return ChunkScores(
         tuple(inter),
@@ -30,15 +29,22 @@ def make_scores(
         intra,
         torch.tensor(list(context)),
         torch.tensor(zeros if received is None else list(received)),
-        None if outward is None else torch.tensor(list(outward)),
     )
 
 
 def make_chunk(
-    name: str, start: int, num_tokens: int, *, old: str = "", new: str = "", scores: ChunkScores | None = None
+    name: str,
+    start: int,
+    num_tokens: int,
+    *,
+    old: str = "",
+    new: str = "",
+    scores: ChunkScores | None = None,
+    outward: Sequence[float] | None = None,
 ) -> MovedChunk:
     """Prefixes as letters."""
-    return MovedChunk(ChunkId(name), start, num_tokens, ids(old), ids(new), scores)
+    known = None if outward is None else torch.tensor(list(outward))
+    return MovedChunk(ChunkId(name), start, num_tokens, ids(old), ids(new), scores, outward=known)
 
 
 def as_lists(selection: Selection) -> list[list[int]]:

@@ -46,6 +46,9 @@ class MovedChunk:
     """None: its variant was never scored."""
     other_head: bool = False
     """Its KV was computed after another head than this prompt's."""
+    outward: Tensor | None = None
+    """[num_tokens] float32, CPU: mass of each token, in the calibrated heads, on the chunks before it when it was computed; on
+    the text before them where there were none. None: not known."""
 
     def __post_init__(self) -> None:
         if self.scores is None:

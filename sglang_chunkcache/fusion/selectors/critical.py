@@ -1,17 +1,16 @@
 """The tokens whose KV deviates most, of those that a calibrated layer and calibrated heads point at (ours).
 
     proposed   BY_CONTEXT of the tokens: those that in the calibrated heads attended most to what was before their chunk when it
-               was computed (`ChunkScores.outward`), since what they say depends on other chunks
+               was computed (outward.py), since what they say depends on other chunks
                BY_QUESTION of the tokens: those that the question attends to most in the calibrated layer
     decided    by KV deviation at the calibrated depth (CacheBlend, FusionRAG eq. 7), measured on the proposed tokens alone
 
-So two fifths of the tokens are compared. Where no score says what a chunk's tokens attended to, all of them are.
+So two fifths of the tokens are compared. Where nothing says what a chunk's tokens attended to, all of them are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from radix_ext.fusion_request import proposed_share
 from sglang_chunkcache.fusion.selectors import deviation
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical
-from sglang_chunkcache.wire.report import Fallback
 
 
 class Critical(Selector):
@@ -45,16 +43,13 @@ class Critical(Selector):
         return tuple(marks.nonzero()[:, 0] for marks in proposed)
 
     def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
-        """As `deviation`; fallback "unscored" where all tokens of a chunk were compared for want of scores."""
-        selection = deviation.SELECTOR.select(chunks, request, evidence)
-        if evidence.deviation is None or all(_scores(chunk) is not None for chunk in chunks):
-            return selection
-        return replace(selection, fallbacks=(*selection.fallbacks, Fallback.UNSCORED))
+        """As `deviation`."""
+        return deviation.SELECTOR.select(chunks, request, evidence)
 
 
 def _outward(chunks: Sequence[MovedChunk], share: float) -> tuple[Tensor, ...]:
     """Per chunk the offsets of the tokens that attended most to what was before it, over all scored chunks together."""
-    outward = [_scores(chunk) for chunk in chunks]
+    outward = [chunk.outward for chunk in chunks]
     known = [each for each in outward if each is not None]
     chosen = torch.zeros(sum(map(len, known)), dtype=torch.bool)
     if known:
@@ -64,10 +59,6 @@ def _outward(chunks: Sequence[MovedChunk], share: float) -> tuple[Tensor, ...]:
         torch.arange(chunk.num_tokens) if each is None else next(parts).nonzero()[:, 0]
         for chunk, each in zip(chunks, outward, strict=True)
     )
-
-
-def _scores(chunk: MovedChunk) -> Tensor | None:
-    return chunk.scores.outward if chunk.scores else None
 
 
 SELECTOR = Critical()

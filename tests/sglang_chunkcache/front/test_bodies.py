@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -106,6 +106,8 @@ def test_ratio_auto_reads_the_calibrated_depth() -> None:
     fusion = asked.fusion_request(FUSED)
     assert fusion is not None
     assert (fusion.quality, fusion.depth, fusion.ratio, fusion.floor) == (0.99, None, FUSED.recompute_ratio, 0.01)
+    asked = parse(RagFields, {"reuse": {"mode": "fused", "ratio": "auto", "floor": 0.3}})
+    assert cast("FusionRequest", asked.fusion_request(FUSED)).floor == 0.3
 
 
 def test_alpha_that_nothing_reads_is_refused() -> None:

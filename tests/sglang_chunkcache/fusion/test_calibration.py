@@ -108,14 +108,14 @@ def test_calibration_follows_the_model(tmp_path: Path, before: int, depth: int, 
 
 
 def test_nothing_to_restore_leaves_the_papers_layers() -> None:
-    """One chunk, the same in any place: what moved KV answers is what computed KV does. That is not worth a file."""
+    """One chunk, the same in any place: what moved KV answers is what computed KV does. No share restores anything."""
     runner, means = trial_of(model_dir())
     prompt = canned(1)[0]
     alone = CalibrationPrompt(prompt.head, [prompt.chunks[0]], prompt.question)
     found = calibrate(means, [alone], ratio=0.15)
     assert (found.depth, found.layer, found.heads) == (2, 0, ())
     assert found.figures["moved"]["kl"] < 1e-4
-    assert not found.is_found
+    assert not found.steps
     models.assert_given_back(runner)
 
 
@@ -145,18 +145,20 @@ def test_calibration_is_kept_for_a_model_and_its_weights(tmp_path: Path, monkeyp
     found = Calibration(3, 4, ((1, 3), (0, 2)), (Step(0.25, 0.5, 0.01),), {"gain": 0.5})
     monkeypatch.setattr("sglang_chunkcache.fusion.calibration_trial.calibrate", lambda *_: found)
     config = SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4})
-    means: Any = SimpleNamespace(runner=SimpleNamespace(model_config=SimpleNamespace(hf_config=config)))
+    model = SimpleNamespace(hf_config=config, num_hidden_layers=4, num_attention_heads=4)
+    means: Any = SimpleNamespace(runner=SimpleNamespace(model_config=model))
     keeping, forgetting = (Calibrator(means, 0.15, keeps=keeps) for keeps in (True, False))
     assert forgetting.measure([], 7) == found
     assert list(tmp_path.iterdir()) == []
     assert keeping.measure([], 7) == found
-    monkeypatch.setattr(
-        "sglang_chunkcache.fusion.calibration_trial.calibrate", lambda *_: Calibration(figures={"kl": 0})
-    )
-    assert not keeping.measure([], 7).is_found
     assert (keeping.kept(7), keeping.kept(8), forgetting.kept(7)) == (found, Calibration(), Calibration())
     [path] = tmp_path.rglob("*.json")
-    for broken in ("{}", path.read_text().replace('"depth": 3', '"depth": Infinity'), "[" * 100_000):
+    kept = path.read_text()
+    odd = [
+        kept.replace(*each)
+        for each in (('"depth": 3', '"depth": 0'), ('"layer": 4', '"layer": 5'), ('"head": 4', '"head": 5'))
+    ]
+    for broken in ("{}", kept.replace('"depth": 3', '"depth": Infinity'), "[" * 100_000, *odd):
         path.write_text(broken)
         assert keeping.kept(7) == Calibration()
     assert calibration.load(tmp_path / "none") is None

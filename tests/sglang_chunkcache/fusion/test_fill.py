@@ -36,7 +36,6 @@ from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion import fill as fusion_pass
 from sglang_chunkcache.fusion import selectors
-from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Capture, FusionPass
 from sglang_chunkcache.fusion.measure import question_evidence
 from sglang_chunkcache.fusion.move import Move
@@ -506,7 +505,7 @@ def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
 def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
     """A source that no tier can read is an error of ours, not a wrong answer."""
     move = scene.move(asked("none", 0.0))
-    odd = SimpleNamespace(where="tape", prefix=(), scores=None, preprocessed=False)
+    odd = SimpleNamespace(where="tape", prefix=(), scores=None, outward=None, preprocessed=False)
     pieces = tuple(replace(p, source=odd) if p.chunk == "A" else p for p in move.plan.pieces)
     move.plan = ReusePlan(pieces)
     scene.fusion_pass.run([move])
@@ -520,8 +519,7 @@ def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
 def test_captures_are_scored_as_asked(scene: Scene) -> None:
     """Scores say what came before; the copy is the source's KV."""
     counting, capture = replace_config(scene), scene.capture("E")
-    counting.calibration = Calibration(heads=((0, 1),))
-    plain, *scored = (replace(capture, scored=scored) for scored in Scored)
+    plain, masses, everything = (replace(capture, scored=scored) for scored in Scored)
     (each,) = counting.capture([plain])
     assert each.is_done()
     blob, scores = each.read()
@@ -529,21 +527,13 @@ def test_captures_are_scored_as_asked(scene: Scene) -> None:
     assert blob.num_tokens == LENS["E"]
     assert torch.equal(blob.read()[1], scene.kv(SOURCE[slice(*THERE["E"])])[1])
     assert counting.stats()["tokens"] == {}
-    for asked_for in scored:
+    for asked_for in (masses, everything):
         (each,) = counting.capture([asked_for])
         again, scores = each.read()
         assert torch.equal(again.read()[0], blob.read()[0])
         assert scores is not None
         assert scores.prefix_lens == (LENS["C"], LENS["A"])
         assert scores.scored is asked_for.scored
-        assert scores.outward is not None
-
-
-def test_what_was_queued_for_heads_that_are_calibrated_no_more_is_stored_all_the_same(scene: Scene) -> None:
-    """A calibration may find none while it waits."""
-    capture = replace(scene.capture("E"), scored=Scored.OUTWARD)
-    (each,) = replace_config(scene).capture([capture])
-    assert each.read()[1] is None
 
 
 def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:

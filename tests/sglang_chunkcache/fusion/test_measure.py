@@ -16,7 +16,6 @@ pytest.importorskip("transformers")
 import torch
 from torch import Tensor
 
-from radix_ext.cfo import Scored
 from sglang_chunkcache.attention import masked
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.fusion import measure
@@ -368,52 +367,6 @@ def test_scores_are_means_of_the_chunks_attention(
         head = float(weights[start:end, :start].sum()) - sum(inter)
         assert found.head == pytest.approx(head, abs=ATOL)
         assert found.head_len == PREFIX
-
-
-def test_outward_is_the_heads_attention_to_what_was_before(runner: Any) -> None:
-    """The chunks of the prefix; the head's text where there is none. Without heads it is not there."""
-    tokens, heads = make_tokens(0), ((0, 1), (2, 3))
-    with captured(runner) as queries:
-        prefill(runner, tokens.tolist(), SLOTS)
-    weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
-    places = list(enumerate(CHUNKS))
-    probes = [ScoreProbe(tokens[a:b], SLOTS[:b], CHUNKS[:index], heads=heads) for index, (a, b) in places]
-    for (index, (start, end)), found in zip(places, score(runner, probes), strict=True):
-        before = slice(PREFIX, start) if index else slice(0, PREFIX)
-        expected = sum(weights[layer, head, start:end, before].sum(-1) for layer, head in heads) / 2
-        assert found.outward is not None
-        torch.testing.assert_close(found.outward.double(), expected, rtol=0, atol=ATOL)
-    assert score(runner, [replace(probes[0], heads=())])[0].outward is None
-
-
-def test_the_first_layers_suffice_where_no_later_head_is_read(runner: Any) -> None:
-    """Means over the layers asked for, and the same outward, also beside a chunk that asks for all. Alone, no later one runs."""
-    tokens, (start, end) = make_tokens(0), CHUNKS[2]
-    prefill(runner, tokens.tolist(), SLOTS)
-    whole = ScoreProbe(tokens[start:end], SLOTS[:end], CHUNKS[:2], heads=((1, 2),))
-    layers = []
-    with captured(runner) as queries:
-        prefill(runner, tokens.tolist(), SLOTS)
-    weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
-    partial = replace(whole, num_layers=2)
-    part, everything = score(runner, [partial, whole])
-    assert (part.scored, everything.scored) == (Scored.OUTWARD, Scored.MASSES)
-    assert part.outward is not None
-    assert everything.outward is not None
-    assert torch.equal(part.outward, everything.outward)
-    for found, num_layers in ((part, 2), (everything, NUM_LAYERS)):
-        seen = weights[:num_layers, :, start:end].mean((0, 1))
-        expected = [float(seen[:, a:b].sum()) for a, b in CHUNKS[:2]]
-        assert found.inter == pytest.approx(expected, abs=ATOL)
-    hooks = [
-        layer.register_forward_hook(lambda *_, at=at: layers.append(at))
-        for at, layer in enumerate(runner.model.model.layers)
-    ]
-    [alone] = score(runner, [partial])
-    for hook in hooks:
-        hook.remove()
-    assert alone.inter == pytest.approx(part.inter, abs=ATOL)
-    assert layers == [0]  # the second ends with its attention
 
 
 def test_masses_need_no_weights(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

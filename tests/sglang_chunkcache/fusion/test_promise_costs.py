@@ -99,6 +99,21 @@ def test_critical_that_costs_too_much_is_replaced_by_the_question() -> None:
     assert (report(req).relocated, Fallback.NOT_WORTH_IT in report(req).fallbacks) == (0, True)
 
 
+def test_what_follows_a_cheaper_choice_is_chosen_so_too() -> None:
+    """Also once the asked selector pays: its recipe would not say how its KV was made."""
+    asking = replace(make_request("critical", 0.25), recipe=f"critical{QUESTION_NAME}who")
+    scheduler = make_priced(deviation=Line(fixed=1000.0))
+    scheduler.serve(fused(B, A, fusion=asking))
+    scheduler.fuser.pricing.costs = dict(COSTS)
+    for _ in range(2):
+        scheduler.serve(req := fused(B, A, D, fusion=asking))
+        assert (report(req).selector, report(req).fused_hit >= len(B + A)) == ("query", True)
+    elsewhere = fused(D, A, fusion=asking)
+    scheduler.serve(elsewhere)
+    assert report(elsewhere).selector == "critical"
+    scheduler.check()
+
+
 def test_nothing_cheaper_follows_what_the_selector_itself_has_chosen() -> None:
     """Else a recipe would not say how its KV was made."""
     scheduler = make_priced()

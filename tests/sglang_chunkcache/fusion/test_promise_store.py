@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
@@ -543,18 +544,25 @@ def test_calibration_makes_scores_and_fused_kv_of_before_stale() -> None:
     scheduler.check()
 
 
-def test_calibrated_heads_alone_are_worth_scoring() -> None:
-    """The default selector reads nothing else of scores. They are measured from the calibration on that finds heads, and no more
-    after one that finds none."""
-    scheduler, calibrator = make_scheduler(), FakeCalibrator()
-    scheduler.fuser.calibrator = cast("Any", calibrator)
-    for chunk, heads, scored in ((A, None, Scored.NOTHING), (B, ((0, 1),), Scored.OUTWARD), (C, (), Scored.NOTHING)):
-        if heads is not None:
-            calibrator.found = Calibration(heads=heads)
-            scheduler.fuser.calibrate([CalibrationPrompt([0], [], [])])
-        scheduler.serve(rag(chunk, keep=[0]), answer=[50])
+def test_what_prefill_showed_is_stored_with_the_chunk() -> None:
+    """A copy without it is replaced, once; a calibration forgets it, here and in the tree."""
+    scheduler = make_scheduler()
+    fuser, identity = scheduler.fuser, ChunkIdentity(chunk_id(A), None, None)
+    scheduler.serve(rag(A, keep=[0]), answer=[50])
+    scheduler.idle()
+    assert [variant.outward for variant in scheduler.store.find(identity)] == [None]
+    shown = torch.ones(len(A))
+    fuser.outward.tell = lambda req, nodes: [setattr(facts(node), "outward", shown) for node in nodes]  # type: ignore
+    for _ in range(2):
+        scheduler.serve(rag(A, keep=[0]), answer=[50])
         scheduler.idle()
-        assert variants(scheduler, chunk) == [((), chunk, scored, False)]
+        assert [variant.outward is shown for variant in scheduler.store.find(identity)] == [True]
+        assert scheduler.fusion_pass.num_captured == 2
+    fuser.calibrator = cast("Any", FakeCalibrator())
+    fuser.calibrate([CalibrationPrompt([0], [], [])])
+    assert [variant.outward for variant in scheduler.store.find(identity)] == [None]
+    assert fuser.outward.heads == ((1, 0),)
+    assert facts(node_of(scheduler, [90, 91], A)).outward is None
 
 
 def test_what_waits_for_the_store_outlives_a_calibration() -> None:

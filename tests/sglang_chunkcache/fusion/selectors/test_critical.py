@@ -15,7 +15,7 @@ from radix_ext.fusion_request import BY_CONTEXT, BY_QUESTION  # noqa: E402
 from sglang_chunkcache.fusion.selectors import get  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk  # noqa: E402
 from tests.examples import examples  # noqa: E402
-from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_scores  # noqa: E402
+from tests.reference.moved_chunks import as_lists, cases, make_chunk  # noqa: E402
 from tests.reference.naive_selectors import joint_top  # noqa: E402
 from tests.reference.sources import make_request  # noqa: E402
 
@@ -33,44 +33,35 @@ def compared(chunks: Sequence[MovedChunk], ratio: float, evidence: Evidence) -> 
 def test_what_context_and_question_propose_is_compared(
     case: tuple[list[MovedChunk], Evidence], data: st.DataObject, ratio: float
 ) -> None:
-    """Of scored chunks together that share which looks outward most, of all chunks that which the question looks at, and all of
+    """Of known chunks together that share which looks outward most, of all chunks that which the question looks at, and all of
     the others. A large ratio has as much to choose from, in proportion."""
     chunks, evidence = case
     values = st.lists(st.integers(0, 3).map(float), min_size=12, max_size=12)
-    chunks = [
-        replace(c, scores=replace(c.scores, outward=torch.tensor(data.draw(values)[: c.num_tokens]))) if c.scores else c
-        for c in chunks
-    ]
+    chunks = [replace(c, outward=torch.tensor(data.draw(values)[: c.num_tokens])) if c.scores else c for c in chunks]
     scale = max(1.0, 2 * ratio / BY_CONTEXT)
     spans = [(c.start, c.start + c.num_tokens) for c in chunks]
     assert evidence.question is not None
     asked = joint_top(evidence.question.tolist(), spans, min(1.0, scale * BY_QUESTION))
-    scored = [c for c in chunks if c.scores]
+    known = [c for c in chunks if c.outward is not None]
     by_position = {
-        c.start + i: value
-        for c in scored
-        if c.scores and c.scores.outward is not None
-        for i, value in enumerate(c.scores.outward.tolist())
+        c.start + i: value for c in known if c.outward is not None for i, value in enumerate(c.outward.tolist())
     }
     outward = [by_position.get(i, 0.0) for i in range(spans[-1][1])]
-    looking = iter(
-        joint_top(outward, [(c.start, c.start + c.num_tokens) for c in scored], min(1.0, scale * BY_CONTEXT))
-    )
+    looking = iter(joint_top(outward, [(c.start, c.start + c.num_tokens) for c in known], min(1.0, scale * BY_CONTEXT)))
     for chunk, found, by_question in zip(chunks, compared(chunks, ratio, evidence), asked, strict=True):
-        expected = next(looking) if chunk.scores else range(chunk.num_tokens)
+        expected = range(chunk.num_tokens) if chunk.outward is None else next(looking)
         assert found == sorted({*expected, *by_question})
 
 
 def test_without_a_question_the_context_proposes() -> None:
-    chunk = make_chunk("a", 3, 10, scores=make_scores(context=[0] * 10, outward=[0, 0, 9, 0, 8, 0, 0, 7, 0, 0]))
+    chunk = make_chunk("a", 3, 10, outward=[0, 0, 9, 0, 8, 0, 0, 7, 0, 0])
     assert compared([chunk], 0.1, Evidence()) == [[2, 4, 7]]
 
 
 def test_taken_is_what_deviates_most() -> None:
-    """An unscored chunk was compared whole, which the answer says."""
-    scored = make_chunk("a", 0, 4, scores=make_scores(context=[0] * 4, outward=[1, 2, 3, 4]))
+    """A chunk of which nothing is known was compared whole."""
+    known = make_chunk("a", 0, 4, outward=[1, 2, 3, 4])
     deviation = torch.tensor([0.0, 0.0, 5.0, 3.0, 4.0, 0.0])
     request = make_request("critical", 0.5)
-    selection = CRITICAL.select([scored, make_chunk("b", 4, 2)], request, Evidence(deviation=deviation))
-    assert (as_lists(selection), selection.fallbacks) == ([[2, 3], [0]], ("unscored",))
-    assert CRITICAL.select([scored], request, Evidence(deviation=deviation)).fallbacks == ()
+    selection = CRITICAL.select([known, make_chunk("b", 4, 2)], request, Evidence(deviation=deviation))
+    assert (as_lists(selection), selection.fallbacks) == ([[2, 3], [0]], ())

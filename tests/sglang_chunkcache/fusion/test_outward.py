@@ -1,0 +1,138 @@
+"""What chunks attend to before them, read from SGLang's own prefill, against the whole matrix of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from radix_ext import ChunkId, Span
+from sglang_chunkcache.fusion import outward
+from sglang_chunkcache.fusion.outward import OutwardWatch
+from sglang_chunkcache.fusion.recompute import _forward_batch
+from sglang_chunkcache.scheduler.node import facts, state
+from tests import models
+from tests.models import make_row, prefill
+from tests.sglang_chunkcache.fusion.test_measure import (
+    ATOL,
+    CHUNKS,
+    NUM_TOKENS,
+    OTHERS,
+    SLOTS,
+    captured,
+    make_tokens,
+    weights_of,
+)
+
+HEADS = ((0, 1), (2, 3))
+
+
+@pytest.fixture(params=["llama", pytest.param("qwen3", marks=pytest.mark.nightly), "stablelm"])
+def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
+    runner = models.runner(request.param)
+    yield runner
+    models.assert_given_back(runner)
+
+
+def make_req(row: int, chunks: Sequence[tuple[int, int]] | None) -> Any:
+    req: Any = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row))
+    if chunks is not None:
+        spans = tuple(Span(start, end, ChunkId(str(start))) for start, end in chunks)
+        state(req).spans = cast("Any", SimpleNamespace(spans=spans))
+    return req
+
+
+def extend(runner: Any, watch: OutwardWatch, pieces: Sequence[tuple[Any, Any, int, int]]) -> None:
+    """One forward over (request, all its token ids, start, end)."""
+    rows = [runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx] for req, _, _, _ in pieces]
+    batch = _forward_batch(
+        runner,
+        token_ids=torch.cat([tokens[a:b] for _, tokens, a, b in pieces]),
+        positions=torch.cat([torch.arange(a, b) for _, _, a, b in pieces]),
+        out_slots=torch.cat([row[a:b] for row, (_, _, a, b) in zip(rows, pieces, strict=True)]).long(),
+        rows=[req.kv.req_pool_idx for req, _, _, _ in pieces],
+        prefix_lens=[a for _, _, a, _ in pieces],
+        extend_lens=[b - a for _, _, a, b in pieces],
+    )
+    told: Any = SimpleNamespace(
+        reqs=[req for req, _, _, _ in pieces],
+        prefix_lens=[a for _, _, a, _ in pieces],
+        extend_lens=[b - a for _, _, a, b in pieces],
+    )
+    with watch.watch(told), forward_context(ForwardContext(attn_backend=runner.attn_backend)):
+        runner.attn_backend.init_forward_metadata(batch)
+        runner.model.model(batch.input_ids, batch.positions, batch)
+    assert "forward_extend" not in vars(runner.attn_backend)
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS, (CHUNKS[0], CHUNKS[2])], ids=["contiguous", "text between"])
+@pytest.mark.parametrize("at", [10, 15, 33])
+def test_it_is_the_heads_attention_to_what_was_before(
+    runner: Any, chunks: tuple[tuple[int, int], ...], at: int
+) -> None:
+    """Also of a chunk that is prefilled in two pieces, the second beside a plain request: to the chunks before it, to the head's
+    text where there are none."""
+    tokens = make_tokens(0)
+    with captured(runner) as queries:
+        prefill(runner, tokens.tolist(), SLOTS)
+    weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
+    watch = OutwardWatch(runner)
+    watch.heads = HEADS
+    req, plain = make_req(make_row(runner, OTHERS, index=2), chunks), make_req(make_row(runner, SLOTS, index=3), None)
+    extend(runner, watch, [(req, tokens, 0, at)])
+    extend(runner, watch, [(plain, make_tokens(1), 0, 5), (req, tokens, at, NUM_TOKENS)])
+    assert state(plain).outward is None
+    for number, (start, end) in enumerate(chunks):
+        before = chunks[:number] or [(0, start)]
+        expected = sum(
+            weights[layer, head, start:end, a:b].sum(-1) / len(HEADS) for layer, head in HEADS for a, b in before
+        )
+        found = state(req).outward.of(start, end)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=ATOL)
+
+
+def test_nodes_have_what_was_measured_of_them(runner: Any) -> None:
+    """Not of what was cached before, not for heads that are calibrated no more, and once: its KV is that of the first prefill."""
+    tokens = make_tokens(0)
+    prefill(runner, tokens.tolist(), OTHERS)
+    watch, req = OutwardWatch(runner), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
+    extend(runner, watch, [(req, tokens, 22, NUM_TOKENS)])
+    assert state(req).outward is None, "no heads, nothing to measure"
+    watch.heads = HEADS
+    extend(runner, watch, [(req, tokens, 22, NUM_TOKENS)])
+    nodes: list[Any] = [SimpleNamespace(key=range(start, end)) for start, end in CHUNKS]
+    for node, (start, _) in zip(nodes, CHUNKS, strict=True):
+        facts(node).start = start
+    watch.heads = ((1, 0),)
+    watch.tell(req, nodes)
+    assert all(facts(node).outward is None for node in nodes)
+    watch.heads = HEADS
+    watch.tell(req, nodes)
+    assert [facts(node).outward is not None for node in nodes] == [False, True, True]
+    known = facts(nodes[1]).outward
+    watch.tell(req, nodes)
+    assert facts(nodes[1]).outward is known
+
+
+def test_a_failure_costs_no_request(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prefill is computed, nothing is measured any more, and the log says so."""
+    tokens = make_tokens(0)
+    prefill(runner, tokens.tolist(), SLOTS)
+    expected = models.kv_of(runner, SLOTS)
+    watch, req = OutwardWatch(runner), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
+    watch.heads = HEADS
+    monkeypatch.setattr(outward, "_masses", None)
+    extend(runner, watch, [(req, tokens, 0, NUM_TOKENS)])
+    for got, wanted in zip(models.kv_of(runner, OTHERS), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=ATOL)
+    assert "not measured any more" in caplog.text
+    assert state(req).outward.of(*CHUNKS[0]) is None
