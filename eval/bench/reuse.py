@@ -284,7 +284,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[2000, 6000], help="lengths of the chunks together")
     add("--ratios", type=float, nargs="+", default=[0, 0.05, 0.15, 0.3, 0.5, 1])
-    add("--selectors", nargs="+", default=["query", "none", "first", "deviation", "context"])
+    add("--selectors", nargs="+", default=["critical", "query", "none", "first", "deviation", "context"])
     add("--pairs", type=int, default=20, help="measured rounds a length, after one of warm-up")
     add("--chunk-tokens", type=int, default=256)
     add("--model-path", help="default: a random model of 100 million parameters; only times are meaningful")
