@@ -21,7 +21,7 @@ from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob
 from sglang_chunkcache.fusion.trial_rows import Row, rows_of
 
 MAX_SECONDS = 1.0
-"""Of the longest prefill; everything takes about twelve times as long. With .3, lines from 260 tokens were tenfold off at 2,500."""
+"""Of the longest prefill; all takes about twelve times as long. With .3, lines from 260 tokens were tenfold off at 2,500."""
 MIN_TOKENS, MAX_TOKENS = 128, 4096
 DEPTH = 2
 """Layers that KV is compared after."""
