@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Purpose: train a deeper bundled model, eight layers, and measure which kinds of question it answers: launch/train_deep.sh DIR [MINUTES]
-#   Selectors are judged on what a model answers at full prefill; contradictions, and what comes after a passage, need more than four layers.
+#   Selectors are judged on what a model answers at full prefill; four layers answer neither contradictions nor what comes after a passage.
 #   Nothing is replaced: whoever ships DIR looks at the figures first, and at its size (4 MB; 10 are too much).
 # Machine: any, one core.
 # Minutes: two hours, or twice MINUTES.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Focus = Literal["off", "spare", "refill"]
+AskedRatio = float | Literal["auto"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class FusionRequest:
         return self.selector not in ("none", "set")
 
     @property
-    def asked_ratio(self) -> float | Literal["auto"] | None:
+    def asked_ratio(self) -> AskedRatio:
         """As a client names it. None: its selector recomputes nothing, whatever the ratio."""
         return (self.ratio if self.quality is None else "auto") if self.recomputes else None
 

@@ -18,13 +18,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from sglang.srt.environ import envs
 
 from radix_ext import Span
 from radix_ext.agreement import Agreement, Row, Tally, compare
 from radix_ext.audit import Terms
+from radix_ext.fusion_request import AskedRatio
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import RagRequest
 
@@ -97,7 +98,7 @@ class Check:
     """Of the answer's tokens."""
     temperature: float
     terms: Terms
-    ratio: float | Literal["auto"] | None
+    ratio: AskedRatio
     """None: nothing is recomputed."""
     tenant: str
     extra_key: str | None
@@ -173,7 +174,7 @@ class Auditor:
         self._books, self._engine, self._clock = books, engine, clock
         self._waiting = deque[Check]()
         self._worker: asyncio.Task[None] | None = None
-        self._tallies: dict[tuple[str, float | Literal["auto"] | None, str], Tally] = {}
+        self._tallies: dict[tuple[str, AskedRatio, str], Tally] = {}
         self._has_failed = False
 
     def listen(self, rag: RagRequest, obj: Any, preferred: Mapping[str, Any] | None = None) -> Listener | None:
@@ -283,11 +284,11 @@ class Auditor:
                     await asyncio.sleep(POLL_S)
                     continue
                 check = found
-                if check.epoch != self._epoch(check.rank):
+                if check.epoch == self._epoch(check.rank):
+                    output = await self._engine.prefill(check, top=EXACT_BEST)
+                    self._conclude(check, _exact_rows(output, len(check.rows)))
+                else:
                     self._skip(Skip.FLUSHED)
-                    self._waiting.remove(check)
-                    continue
-                self._conclude(check, _exact_rows(await self._engine.prefill(check, top=EXACT_BEST), len(check.rows)))
             except Exception as error:  # an audit harms no request
                 self._fail(error)
             self._waiting.remove(check)
@@ -316,7 +317,7 @@ class Auditor:
         self._books.metrics.observe_audit(selector, ratio, tenant, found.share, found.kl, is_below=is_below)
         self._books.audited(check.terms, found.share)
 
-    def _count(self, check: Check, found: Agreement, is_below: bool) -> tuple[str, float | Literal["auto"] | None, str]:
+    def _count(self, check: Check, found: Agreement, is_below: bool) -> tuple[str, AskedRatio, str]:
         key = (check.terms.selector, check.ratio, check.tenant)
         if key not in self._tallies and len(self._tallies) >= MAX_TALLIES:
             key = (check.terms.selector, None, OTHERS)

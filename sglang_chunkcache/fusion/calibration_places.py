@@ -29,6 +29,7 @@ from sglang_chunkcache.fusion.measure import (
     deviation_evidence,
     question_evidence,
 )
+from sglang_chunkcache.fusion.outward import attended
 from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
@@ -256,13 +257,11 @@ class _Outward(Observer):
     there are none (`first` is None)."""
 
     def __init__(self, chunks: Sequence[tuple[int, int | None]], head_len: int) -> None:
-        self._before = [range(head_len) if first is None else range(first, start) for start, first in chunks]
+        self._before = [(0, head_len) if first is None else (first, start) for start, first in chunks]
         self.masses: list[list[Tensor]] = [[] for _ in chunks]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
-        before = self._before[sequence]
-        parts = [weights[:, :, before.start : before.stop].sum(-1) for _, _, weights in attention.weights()]
-        self.masses[sequence].append(torch.cat(parts, dim=1))
+        self.masses[sequence].append(attended(attention, [self._before[sequence]]))
 
 
 def _positions(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[int]:

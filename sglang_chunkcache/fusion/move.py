@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,12 @@ from radix_ext.moved_plan import Piece, ReusePlan
 from sglang_chunkcache.wire.report import Fallback
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
     from sglang_chunkcache.fusion.own_slots import OwnSlots
     from sglang_chunkcache.fusion.pricing import Watch
+    from sglang_chunkcache.wire.spans import RequestSpans
 
 
 @dataclass(eq=False)
@@ -77,3 +81,30 @@ class Move:
         self.slots, refused = self.own_slots.own(self.slots, positions, evicts=evicts)
         left = set(refused)
         return [position for position in positions if position not in left]
+
+
+def move_of(req: Req, plan: ReusePlan, spans: RequestSpans, row: Tensor, shared: Mapping[int, TreeNode]) -> Move:
+    """The request's plan with its slots. shared: sources by span index, of the pieces that have their source's slots."""
+    assert plan.fusion is not None
+    return Move(
+        plan=plan,
+        fusion=plan.fusion,
+        slots=row,
+        token_ids=req.origin_input_ids[: plan.end],
+        question_ids=req.origin_input_ids[spans.spans[-1].end :],
+        question_start=spans.spans[-1].end,
+        row_index=lambda: req.kv.req_pool_idx,
+        shared=frozenset(shared),
+    )
+
+
+def rows_of(plan: ReusePlan, slots: Tensor, shared: Mapping[int, TreeNode]) -> list[Tensor]:
+    """The slots of each piece: its source's where they are shared, the next of `slots` elsewhere."""
+    rows, at = [], 0
+    for piece in plan.pieces:
+        if piece.span is not None and piece.span in shared:
+            rows.append(shared[piece.span].value)
+        else:
+            rows.append(slots[at : at + piece.end - piece.start])
+            at += piece.end - piece.start
+    return rows

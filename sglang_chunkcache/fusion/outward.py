@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
+    from sglang_chunkcache.fusion.fill import FusionPass
+
 logger = logging.getLogger(__name__)
+
+
+def attended(attention: SequenceAttention, parts: Sequence[tuple[int, int]]) -> Tensor:
+    """[num_heads, n] float32: each query's attention to the keys of `parts`, half-open and disjoint."""
+    blocks = (weights for _, _, weights in attention.weights())
+    return torch.cat([torch.stack([block[:, :, a:b].sum(-1) for a, b in parts]).sum(0) for block in blocks], dim=1)
 
 
 @dataclass(eq=False)
@@ -64,24 +72,20 @@ class _Job:
 
 
 class OutwardWatch:
-    """Of one rank.
+    """Of one rank: of the model that the pass runs, in the heads that it is calibrated with."""
 
-    runner: SGLang's ModelRunner, whose attention backend is asked. heads: none at first.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self.heads: tuple[Head, ...] = ()
-        self._runner = runner
+    def __init__(self, fusion_pass: FusionPass) -> None:
+        self._pass = fusion_pass
         self._has_failed = False
 
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
         """Around the forward of an extend: its requests' `RequestState.outward` grows. Waits for nothing, harms no request."""
-        jobs = self._jobs(batch) if self.heads and not self._has_failed else []
+        jobs = self._jobs(batch) if self._heads and not self._has_failed else []
         if not jobs:
             yield
             return
-        backend = self._runner.attn_backend
+        backend = self._pass.runner.attn_backend
         forward = backend.forward_extend
 
         def measure(q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +108,7 @@ class OutwardWatch:
     def tell(self, req: Req, nodes: Iterable[TreeNode]) -> None:
         """The request's chunk nodes are in the tree: they have what was measured of them."""
         rows: OutwardRows | None = state(req).outward
-        if rows is None or rows.heads != self.heads:
+        if rows is None or rows.heads != self._heads:
             return
         for node in nodes:
             if facts(node).outward is None:
@@ -112,26 +116,30 @@ class OutwardWatch:
 
     # Private, in order of use
 
+    @property
+    def _heads(self) -> tuple[Head, ...]:
+        return self._pass.calibration.heads
+
     def _jobs(self, batch: ScheduleBatch) -> list[_Job]:
         jobs, row = [], 0
         for req, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             spans = state(req).spans
             if spans is not None and any(span.start < start + length and start < span.end for span in spans.spans):
-                if state(req).outward is None or state(req).outward.heads != self.heads:
-                    state(req).outward = OutwardRows(self.heads)
-                masses = torch.zeros(length, device=self._runner.device)
+                if state(req).outward is None or state(req).outward.heads != self._heads:
+                    state(req).outward = OutwardRows(self._heads)
+                masses = torch.zeros(length, device=self._pass.runner.device)
                 jobs.append(_Job(req, spans.spans, row, start, masses))
             row += length
         return jobs
 
     def _measure(self, jobs: Iterable[_Job], q: Tensor, k: Tensor, layer: Any) -> None:
-        heads = [head for at, head in self.heads if at == layer.layer_id]
+        heads = [head for at, head in self._heads if at == layer.layer_id]
         if not heads:
             return
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         keys = k.view(-1, layer.tp_k_head_num, layer.head_dim)
-        pool = self._runner.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        rows = self._runner.req_to_token_pool.req_to_token
+        pool = self._pass.runner.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        rows = self._pass.runner.req_to_token_pool.req_to_token
         for job in jobs:
             part = slice(job.first_row, job.first_row + len(job.masses))
             cached = rows[job.req.kv.req_pool_idx, : job.start].long()
@@ -139,30 +147,18 @@ class OutwardWatch:
                 kv_head = head * layer.tp_k_head_num // layer.tp_q_head_num
                 seen = torch.cat([pool[cached, kv_head], keys[part, kv_head]])
                 masses = _masses(job, queries[part, head], seen, layer.scaling)
-                job.masses += masses / len(self.heads)
+                job.masses += masses / len(self._heads)
 
 
 def _masses(job: _Job, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """[n]: attention of the piece's chunk tokens to the chunks before theirs, to the text before the first chunk; else 0."""
     found = torch.zeros_like(job.masses)
-    before: list[tuple[int, int]] = []
-    for number, span in enumerate(job.spans):
-        start, end = max(span.start, job.start), min(span.end, job.start + len(found))
+    spans = [(span.start, span.end) for span in job.spans]
+    for number, span in enumerate(spans):
+        start, end = max(span[0], job.start), min(span[1], job.start + len(found))
         if start < end:
-            positions = torch.arange(start, end, device=keys.device)
-            attention = SequenceAttention(
-                queries[start - job.start : end - job.start, None],
-                keys[:end, None],
-                positions,
-                torch.arange(end, device=keys.device),
-                scale,
-            )
-            parts = before if number else [(0, span.start)]
-            for first, last, weights in attention.weights():
-                at = start - job.start
-                found[at + first : at + last] = sum(weights[0, :, a:b].sum(-1) for a, b in parts)
-        if before and before[-1][1] == span.start:
-            before[-1] = (before[-1][0], span.end)
-        else:
-            before.append((span.start, span.end))
+            piece = slice(start - job.start, end - job.start)
+            positions = torch.arange(end, device=keys.device)
+            attention = SequenceAttention(queries[piece, None], keys[:end, None], positions[start:], positions, scale)
+            found[piece] = attended(attention, spans[:number] or [(0, span[0])])[0]
     return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,11 +30,10 @@ from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_cri
 from radix_ext.sources import ChunkSources, DeviceCopy
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
-from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
-from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.move import Move, move_of, rows_of
 from sglang_chunkcache.fusion.outcome import Outcome, in_ms, outcome_of, reasons_of, selector_of, sources_of
 from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.own_slots import OwnSlots
@@ -90,10 +89,11 @@ class Fuser:
         self.extend_reserve = extend_reserve
         self.sources = ChunkSources(cache.copies, store, max_copies=MAX_COPIES)
         self.captures = Captures(cache.copies, fusion_pass, store)
-        self.pricing, self.outward = fusion_pass.pricing, OutwardWatch(fusion_pass.runner)
+        self.pricing, self.outward = fusion_pass.pricing, OutwardWatch(fusion_pass)
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.calibrator = calibrator
-        self._select_by(calibrator.kept(self._weights) if calibrator else Calibration())
+        if calibrator is not None:
+            fusion_pass.calibration = calibrator.kept(self._weights)
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
         self._pending: list[_Pending] = []
@@ -172,8 +172,8 @@ class Fuser:
             slots = self._allocate(num_own + spare, num_after, taken)
             if slots is None:
                 return self._decline(outcome, Fallback.NO_ROOM, node)
-            row = torch.cat([req.prefix_indices, *_rows(plan, slots[:num_own], shared)])
-            move = _move(req, plan, spans, row, shared)
+            row = torch.cat([req.prefix_indices, *rows_of(plan, slots[:num_own], shared)])
+            move = move_of(req, plan, spans, row, shared)
             chunks, last = self._insert(key, row, plan, spans.namespace, req.priority or 0)
             taken.push(lambda error, *_: self._remove(last, node) if error else None)
             for span, source in shared.items():
@@ -319,7 +319,7 @@ class Fuser:
         needed = self.calibrator.num_slots(prompts, free + self.cache.evictable_size())
         if needed > free:
             self.cache.evict(EvictParams(num_tokens=needed - free))
-        self._select_by(self.calibrator.measure(prompts, self._weights))
+        self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
         self.captures.put_arrived()
         self.store.forget_scores()
         self.cache.copies.forget_scores()
@@ -332,7 +332,7 @@ class Fuser:
         before, self._weights = self._weights, self._fingerprint()
         self.store.clear(keep_preprocessed=self._weights == before)
         if self._weights != before and self.calibrator is not None:
-            self._select_by(self.calibrator.kept(self._weights))
+            self.fusion_pass.calibration = self.calibrator.kept(self._weights)
             if not self.fusion_pass.calibration.figures:
                 logger.warning(
                     "chunk cache: no calibration is known for these weights, selection reads the papers' layers"
@@ -365,10 +365,6 @@ class Fuser:
         }
 
     # Private, in order of use
-
-    def _select_by(self, calibration: Calibration) -> None:
-        self.fusion_pass.calibration = calibration
-        self.outward.heads = calibration.heads
 
     def _plan(self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]) -> ReusePlan:
         """The plan of what follows the cached prefix `[0, start)`."""
@@ -495,29 +491,3 @@ class Fuser:
         while last is not above:
             self.cache._delete_leaf(last)
             last = last.parent
-
-
-def _move(req: Req, plan: ReusePlan, spans: RequestSpans, row: torch.Tensor, shared: Mapping[int, TreeNode]) -> Move:
-    assert plan.fusion is not None
-    return Move(
-        plan=plan,
-        fusion=plan.fusion,
-        slots=row,
-        token_ids=req.origin_input_ids[: plan.end],
-        question_ids=req.origin_input_ids[spans.spans[-1].end :],
-        question_start=spans.spans[-1].end,
-        row_index=lambda: req.kv.req_pool_idx,
-        shared=frozenset(shared),
-    )
-
-
-def _rows(plan: ReusePlan, slots: torch.Tensor, shared: Mapping[int, TreeNode]) -> list[torch.Tensor]:
-    """The slots of each piece: its source's where they are shared, the next of `slots` elsewhere."""
-    rows, at = [], 0
-    for piece in plan.pieces:
-        if piece.span is not None and piece.span in shared:
-            rows.append(shared[piece.span].value)
-        else:
-            rows.append(slots[at : at + piece.end - piece.start])
-            at += piece.end - piece.start
-    return rows

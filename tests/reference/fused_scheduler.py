@@ -104,7 +104,6 @@ class FakePass:
         """`holders`: the slots of all nodes, as often as they are held."""
         self.contents, self.rows, self.config, self.holders = contents, rows, config, holders
         self.pricing = Pricing(SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1)))
-        self.runner: Any = None  # nothing is prefilled here
         self.calibration = Calibration()
         self.num_captured = self.num_scored = 0
         self.fails = False

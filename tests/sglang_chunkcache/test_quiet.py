@@ -39,7 +39,8 @@ OF_NO_GPU = "Cannot detect CUDA architecture"
 
 
 def run(*argv: str, program: str = PROGRAM) -> str:
-    return subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True).stderr
+    command = [sys.executable, "-W", "default", "-c", program, *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

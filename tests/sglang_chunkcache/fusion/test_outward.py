@@ -15,6 +15,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from radix_ext import ChunkId, Span
 from sglang_chunkcache.fusion import outward
+from sglang_chunkcache.fusion.calibration import Calibration
+from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.recompute import _forward_batch
 from sglang_chunkcache.scheduler.node import facts, state
@@ -39,6 +41,10 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
     runner = models.runner(request.param)
     yield runner
     models.assert_given_back(runner)
+
+
+def make_watch(runner: Any, heads: tuple[Head, ...]) -> OutwardWatch:
+    return OutwardWatch(cast("Any", SimpleNamespace(runner=runner, calibration=Calibration(heads=heads))))
 
 
 def make_req(row: int, chunks: Sequence[tuple[int, int]] | None) -> Any:
@@ -83,8 +89,7 @@ def test_it_is_the_heads_attention_to_what_was_before(
     with captured(runner) as queries:
         prefill(runner, tokens.tolist(), SLOTS)
     weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
-    watch = OutwardWatch(runner)
-    watch.heads = HEADS
+    watch = make_watch(runner, HEADS)
     req, plain = make_req(make_row(runner, OTHERS, index=2), chunks), make_req(make_row(runner, SLOTS, index=3), None)
     extend(runner, watch, [(req, tokens, 0, at)])
     extend(runner, watch, [(plain, make_tokens(1), 0, 5), (req, tokens, at, NUM_TOKENS)])
@@ -102,18 +107,16 @@ def test_nodes_have_what_was_measured_of_them(runner: Any) -> None:
     """Not of what was cached before, not for heads that are calibrated no more, and once: its KV is that of the first prefill."""
     tokens = make_tokens(0)
     prefill(runner, tokens.tolist(), OTHERS)
-    watch, req = OutwardWatch(runner), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
-    extend(runner, watch, [(req, tokens, 22, NUM_TOKENS)])
+    req = make_req(make_row(runner, OTHERS, index=2), CHUNKS)
+    extend(runner, make_watch(runner, ()), [(req, tokens, 22, NUM_TOKENS)])
     assert state(req).outward is None, "no heads, nothing to measure"
-    watch.heads = HEADS
+    watch = make_watch(runner, HEADS)
     extend(runner, watch, [(req, tokens, 22, NUM_TOKENS)])
     nodes: list[Any] = [SimpleNamespace(key=range(start, end)) for start, end in CHUNKS]
     for node, (start, _) in zip(nodes, CHUNKS, strict=True):
         facts(node).start = start
-    watch.heads = ((1, 0),)
-    watch.tell(req, nodes)
+    make_watch(runner, ((1, 0),)).tell(req, nodes)
     assert all(facts(node).outward is None for node in nodes)
-    watch.heads = HEADS
     watch.tell(req, nodes)
     assert [facts(node).outward is not None for node in nodes] == [False, True, True]
     known = facts(nodes[1]).outward
@@ -128,8 +131,7 @@ def test_a_failure_costs_no_request(
     tokens = make_tokens(0)
     prefill(runner, tokens.tolist(), SLOTS)
     expected = models.kv_of(runner, SLOTS)
-    watch, req = OutwardWatch(runner), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
-    watch.heads = HEADS
+    watch, req = make_watch(runner, HEADS), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
     monkeypatch.setattr(outward, "_masses", None)
     extend(runner, watch, [(req, tokens, 0, NUM_TOKENS)])
     for got, wanted in zip(models.kv_of(runner, OTHERS), expected, strict=True):

@@ -278,7 +278,7 @@ def test_check_integrity_names_shared_slots_that_are_not_booked() -> None:
         scheduler.cache.check_integrity()
 
 
-@pytest.mark.parametrize("step", ["_insert", "_move", "share", "OwnSlots"])
+@pytest.mark.parametrize("step", ["_insert", "move_of", "share", "OwnSlots"])
 def test_error_in_the_middle_of_a_commit_takes_nothing(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Locks, slots and nodes are as before, each slot with one owner."""
     scheduler = make_scheduler()
