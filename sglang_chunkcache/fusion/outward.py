@@ -77,6 +77,8 @@ class OutwardWatch:
     def __init__(self, fusion_pass: FusionPass) -> None:
         self._pass = fusion_pass
         self._has_failed = False
+        self.num_measured = 0
+        """Prefilled tokens of requests with chunks."""
 
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
@@ -87,10 +89,12 @@ class OutwardWatch:
             return
         backend = self._pass.runner.attn_backend
         forward = backend.forward_extend
+        layers = {layer for layer, _ in self._heads}
 
         def measure(q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 self._measure(jobs, q, k, layer)
+                layers.discard(layer.layer_id)
             except Exception:
                 self._has_failed = True
                 jobs.clear()
@@ -102,8 +106,11 @@ class OutwardWatch:
             yield
         finally:
             del backend.forward_extend
+        if layers:  # a captured graph calls no attention of ours: what was not measured is not told
+            return
         for job in jobs:
             state(job.req).outward.pieces.append((job.start, Offload([job.masses])))
+            self.num_measured += len(job.masses)
 
     def tell(self, req: Req, nodes: Iterable[TreeNode]) -> None:
         """The request's chunk nodes are in the tree: they have what was measured of them."""

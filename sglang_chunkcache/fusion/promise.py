@@ -361,6 +361,7 @@ class Fuser:
             "costs": self.pricing.stats(),
             "gate": self.gate,
             "calibration": self.fusion_pass.calibration.as_dict(),
+            "watched_tokens": self.outward.num_measured,
             "fallbacks": {**self.cache.fallbacks, **self.fallbacks},
         }
 

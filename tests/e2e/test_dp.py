@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eval.http import get, post
 from eval.server import Server
 from eval.tasks.world import world_requests
+from tests.soak.answers import STRICT
 
+PATH = "/rag/v1/chat/completions"
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 """The fast tests of two ranks are those of planner, bookkeeper and mirror."""
 
@@ -21,7 +26,7 @@ def test_repeated_chunks_go_where_they_are_cached(dp_server: Server) -> None:
         for request in world_requests(4, seed=21):
             chunks = [{"id": c.id, "text": c.text} for c in reversed(request.chunks)]
             body = {"messages": [{"role": "user", "content": request.question}], "chunks": chunks, "max_tokens": 2}
-            reply = post(dp_server.url + "/rag/v1/chat/completions", body)["chunkcache"]
+            reply = post(dp_server.url + PATH, body)["chunkcache"]
             key = " ".join(sorted(c.id for c in request.chunks))
             if key in home:
                 assert (reply["dp_rank"], reply["chunks_hit"]) == (home[key], len(request.chunks))
@@ -32,8 +37,8 @@ def test_repeated_chunks_go_where_they_are_cached(dp_server: Server) -> None:
 def test_client_header_does_not_choose_the_rank(dp_server: Server) -> None:
     """`X-Data-Parallel-Rank` is SGLang's for its own routes; ours decide themselves."""
     body = {"messages": [{"role": "user", "content": "Hello"}], "chunks": [{"text": "A lone chunk."}], "max_tokens": 1}
-    first = post(dp_server.url + "/rag/v1/chat/completions", body)["chunkcache"]["dp_rank"]
-    again = post(dp_server.url + "/rag/v1/chat/completions", body, headers={"X-Data-Parallel-Rank": str(1 - first)})
+    first = post(dp_server.url + PATH, body)["chunkcache"]["dp_rank"]
+    again = post(dp_server.url + PATH, body, headers={"X-Data-Parallel-Rank": str(1 - first)})
     assert again["chunkcache"]["dp_rank"] == first
     assert again["chunkcache"]["chunks_hit"] == 1
 
@@ -43,7 +48,7 @@ def test_both_mirrors_agree(dp_server: Server) -> None:
     for request in world_requests(8, seed=22):
         chunks = [{"id": c.id, "text": c.text} for c in request.chunks]
         post(
-            dp_server.url + "/rag/v1/chat/completions",
+            dp_server.url + PATH,
             {"messages": [{"role": "user", "content": request.question}], "chunks": chunks, "max_tokens": 1},
         )
     stats = get(dp_server.url + "/chunkcache/stats")
@@ -52,13 +57,40 @@ def test_both_mirrors_agree(dp_server: Server) -> None:
     assert sum(rank["chunk_nodes"] for rank in stats["ranks"]) > 0
 
 
-@pytest.mark.nightly
+def test_answers_are_audited_at_their_rank(tmp_path: Path) -> None:
+    """The check of each moved answer runs, and leaves nothing at either rank."""
+    flags = ["--model-path", "bundled", "--dp-size", "2", "--reuse", "fused", "--chunkcache-move", "always"]
+    served = Counter[int]()
+    with Server([*flags, "--chunkcache-audit-share", "1"], log=tmp_path / "audits.log", env=STRICT) as server:
+        for request in world_requests(6, seed=23):
+            body: dict[str, Any] = {
+                "messages": [{"role": "user", "content": request.question}],
+                "chunks": [{"id": c.id, "text": c.text} for c in request.chunks],
+                "order": "retriever",
+                "max_tokens": 8,
+                "temperature": 0,
+            }
+            first = post(server.url + PATH, body)["chunkcache"]
+            moved = {**body, "chunks": body["chunks"][::-1], "reuse": {"mode": "fused", "ratio": 1.0}}
+            reply = post(server.url + PATH, moved)["chunkcache"]
+            assert (reply["dp_rank"], reply["reuse"]["sampled"]) == (first["dp_rank"], True)
+            served[reply["dp_rank"]] += 1
+        deadline = time.monotonic() + 60
+        while (stats := get(server.url + "/chunkcache/stats"))["audit"]["waiting"] and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert set(served) == {0, 1}
+    figures = stats["audit"]["figures"]
+    assert [(one["samples"], one["below_target"]) for one in figures] == [(6, 0)], "everything was recomputed"
+    assert stats["audit_skips"] == {}
+    assert all(rank["mirror"]["agrees"] and not rank["protected"] for rank in stats["ranks"])
+
+
 def test_round_robin_takes_turns(tmp_path: Path) -> None:
     """CRAFT's baseline: ranks in turn, whatever they hold; what the chosen rank holds is used."""
     flags = ["--model-path", "bundled", "--dp-size", "2", "--chunkcache-routing", "round_robin"]
     chunks = [{"text": "The company Dravex makes clocks."}, {"text": "The company Solon makes lamps."}]
     body = {"messages": [{"role": "user", "content": "Hello"}], "chunks": chunks, "max_tokens": 1}
     with Server(flags, log=tmp_path / "turns.log") as server:
-        replies = [post(server.url + "/rag/v1/chat/completions", body)["chunkcache"] for _ in range(4)]
+        replies = [post(server.url + PATH, body)["chunkcache"] for _ in range(4)]
     assert [reply["dp_rank"] for reply in replies] == [0, 1, 0, 1]
     assert [reply["chunks_hit"] for reply in replies] == [0, 0, 2, 2]

@@ -249,6 +249,11 @@ def test_question_that_eats_the_gain_is_not_asked() -> None:
     assert (asked.fusion, asked.measured_len) == (fusion, 2)
     assert (cheaper.fusion, cheaper.measured_len) == (replace(fusion, selector="first", recipe="r/by=first"), 0)
     assert pieces(cheaper) == pieces(asked) == [(0, 10, True)]
+    floored = replace(make_request("critical", 0.2), floor=0.1)
+    assert floored.cheaper == replace(floored, selector="query", recipe="r/by=query"), (
+        "the floor is kept where it means something"
+    )
+    assert replace(floored, selector="query").cheaper == replace(fusion, selector="first", recipe="r/by=first")
 
 
 def test_chunk_that_is_dearer_to_move_than_to_compute_is_a_gap() -> None:

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from eval.errors import CommandError
 from eval.http import get, post
 from eval.world.world import World, order_questions
+from sglang_chunkcache.config import SELECTORS
 from tests.soak.answers import LOGPROBS, Answer, answer_of, differences, logprob_difference, prompt_ids, run_stock
 
 POISONED = ("-m", "tests.e2e.poisoned_server")
@@ -40,7 +41,6 @@ TIGHT = [
 ]
 """So small that requests wait for slots, promises are declined, and the store evicts chunks that are being moved."""
 
-SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "context", "set")
 RATIOS = (0.0, 0.15, 0.5, 1.0)
 NUM_PASSAGES = 20
 MAX_NEW_TOKENS = 24
@@ -176,6 +176,8 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) 
             body["reuse"]["focus"] = rng.choice(("off", "spare", "refill"))
         if body["reuse"]["selector"] == "context" and rng.random() < 0.5:
             body["reuse"]["alpha"] = rng.choice((0.0, 0.5, 2.0))
+        if body["reuse"]["selector"] == "critical" and rng.random() < 0.3:
+            body["reuse"] |= {"ratio": "auto", "quality": rng.choice((0.9, 0.99))}
     if act == "parallel":
         body |= {"n": 2, "temperature": 1.0}
     if act in ("stream", "hang up"):

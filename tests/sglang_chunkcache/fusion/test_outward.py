@@ -103,6 +103,16 @@ def test_it_is_the_heads_attention_to_what_was_before(
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=ATOL)
 
 
+def test_forward_that_calls_no_attention_tells_nothing(runner: Any) -> None:
+    """A captured graph computes it elsewhere: zeros would say that no token looks beyond its chunk."""
+    watch, req = make_watch(runner, HEADS), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
+    with watch.watch(cast("Any", SimpleNamespace(reqs=[req], prefix_lens=[0], extend_lens=[NUM_TOKENS]))):
+        pass
+    assert (state(req).outward.of(*CHUNKS[0]), watch.num_measured) == (None, 0)
+    extend(runner, watch, [(req, make_tokens(0), 0, NUM_TOKENS)])
+    assert watch.num_measured == NUM_TOKENS
+
+
 def test_nodes_have_what_was_measured_of_them(runner: Any) -> None:
     """Not of what was cached before, not for heads that are calibrated no more, and once: its KV is that of the first prefill."""
     tokens = make_tokens(0)
