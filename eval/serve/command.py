@@ -8,7 +8,8 @@
 One server per arm, all with the same model and flags. The requests are cut into blocks, and each block is sent to every arm, one
 arm at a time, in rotating order; each arm keeps the cache that its own traffic filled. Cells of a sweep are measured one after
 the other, with the caches flushed in between (of running servers: only with --flush). Cells that need servers of their own
-(--windows, --thresholds) are interleaved, too.
+(--windows, --thresholds) are interleaved, too. Two servers with the same flags may differ by some hundredths for as long as they
+run, which no interval of one pair shows: --servers 2 measures two of each arm.
 
 --load closed keeps at most --clients requests in flight. With poisson and trace (the requests' own times) requests are sent at
 their arrival times, so waiting in the server's queue is part of the times. A turn of a conversation waits for the previous
@@ -41,7 +42,7 @@ from eval.run import Run, new_folder
 from eval.serve.arms import Arm, add_arm_options, parse_arms
 from eval.serve.latency import summarize
 from eval.serve.options import DEFAULT_PARAMS, model_flags, split_flags
-from eval.serve.plan import Cell, Plan
+from eval.serve.plan import SERVER, Cell, Plan
 from eval.serve.runner import load_facts, measure
 from eval.serve.server_pool import key_of
 from eval.serve.workload import Load, arrivals, fresh, interleave
@@ -54,7 +55,7 @@ AT_ONCE = 8
 """Conversations that take turns in an open loop; in a closed one as many as clients."""
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("warm_up", "block", "bystanders"), (0, inf)),
-    **dict.fromkeys(("max_new_tokens", "threads", "max_total_tokens"), (1, inf)),
+    **dict.fromkeys(("max_new_tokens", "threads", "max_total_tokens", "servers"), (1, inf)),
     **dict.fromkeys(("clients", "ks"), (1, 10_000)),
     **dict.fromkeys(("rate", "speed"), (1e-6, 1e9)),
     "windows": (1, 10**9),
@@ -109,6 +110,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
         if args.load != kind and getattr(args, name) is not None:
             raise CommandError(f"--{name} needs --load {kind}")
     arms = parse_arms(args.arms)
+    if args.servers > 1 and (running := [arm.name for arm in arms if arm.url is not None]):
+        raise CommandError(f"--servers {args.servers} starts servers, but {', '.join(running)} runs already")
     if (args.windows or args.thresholds) and not any(arm.is_ours for arm in arms):
         raise CommandError("--windows and --thresholds need an arm that starts a server with our cache among --arms")
     if args.ratios and not any(arm.is_fused for arm in arms):
@@ -142,11 +145,12 @@ def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Reque
     made, option = [], LOADS[args.load]
     given = getattr(args, option)
     values = given if isinstance(given, list) else [given or 1]
-    for value, k, window, threshold, ratio in itertools.product(
-        values, requests, args.windows or [None], args.thresholds or [None], args.ratios or [None]
+    servers = range(1, args.servers + 1) if args.servers > 1 else [None]
+    for value, k, window, threshold, ratio, server in itertools.product(
+        values, requests, args.windows or [None], args.thresholds or [None], args.ratios or [None], servers
     ):
         swept = {option: value if len(values) > 1 else None, "k": k if args.ks else None}
-        swept |= {"window": window, "threshold": threshold, "ratio": ratio}
+        swept |= {"window": window, "threshold": threshold, "ratio": ratio, SERVER: server}
         knobs = {"--chunkcache-window-requests": window, "--chunkcache-promotion-threshold": threshold}
         made.append(
             Cell(
@@ -179,6 +183,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("servers that are started; flags for all of them come after --").add_argument
     add("--model-path", default="random", metavar="M", help="a model, bundled, or random (default)")
     add("--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters")
+    add(
+        "--servers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each arm, side by side: its times are their means (default: 1)",
+    )
     add("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
     add("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; random: 40000)")
     add("--flush", action="store_true", help="also empty the caches of NAME=URL servers before every cell")

@@ -15,6 +15,7 @@ from eval.contrast import contrast_arms, has_enough, sentences
 from eval.metrics import METRICS
 from eval.outcome import interval
 from eval.recorded import cell_name
+from eval.serve.plan import SERVER
 from eval.stats import quantile, summary
 
 Sample = Mapping[str, Any]
@@ -34,6 +35,7 @@ def summarize(samples: Sequence[Sample], *, facts: Mapping[str, Any], against: s
         facts: `servers`, `skipped`, `adapters`, `overhead`, `resumed_at`, of `measure`.
         against: the arm to compare all others with, cell by cell.
     """
+    samples = [_of_any_server(sample) for sample in samples]
     by_arm = _grouped(samples, lambda sample: sample["arm"])
     rows = cell_rows(samples)
     for row in rows:
@@ -79,8 +81,8 @@ def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
 
 
 def loaded_s(samples: Sequence[Sample]) -> float:
-    """Seconds under load: over the arm's blocks, first due to last done."""
-    blocks = _grouped(samples, lambda sample: sample["block"]).values()
+    """Seconds under load: over the blocks of the arm's servers, first due to last done."""
+    blocks = _grouped(samples, lambda sample: (sample.get(SERVER), sample["block"])).values()
     return float(sum(max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks))
 
 
@@ -118,6 +120,12 @@ def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
 
 
 # Private, in order of use
+
+
+def _of_any_server(sample: Sample) -> Sample:
+    """With the cell that its server's number is no part of: a request that several servers answered counts with its mean."""
+    cell = {name: value for name, value in sample["cell"].items() if name != SERVER}
+    return {**sample, "cell": cell, SERVER: sample["cell"].get(SERVER)}
 
 
 def _requests(samples: Iterable[Sample]) -> list[Sample]:

@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     from eval.task import Request
 
 
+SERVER = "server"
+"""In a cell's label: the number of the server, where every arm has several. No setting: cells that differ in it are one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One combination of the swept settings: every arm of the plan answers `requests` under `load`."""
 
     label: Mapping[str, Any]
-    """Swept settings only, as JSON, for each sample's `cell` and key. {} without a sweep."""
+    """Swept settings only, as JSON, and SERVER, for each sample's `cell` and key. {} without either."""
     requests: Sequence[Request]
     load: Load = field(default_factory=Load)
     flags: tuple[str, ...] = ()

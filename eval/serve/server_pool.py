@@ -19,6 +19,7 @@ from eval.errors import CommandError
 from eval.http import get, post
 from eval.record import portable
 from eval.serve.arms import EVERY_SERVER, Arm
+from eval.serve.plan import SERVER
 from eval.server import Server
 
 if TYPE_CHECKING:
@@ -35,20 +36,21 @@ FLUSH_S = 60
 
 
 class Key(NamedTuple):
-    """Identifies a server: its arm, and the flags that a cell adds."""
+    """Identifies a server: its arm, the flags that a cell adds, and its number where an arm has several."""
 
     arm: str
     flags: tuple[str, ...]
+    number: int | None = None
 
     def __str__(self) -> str:
-        return " ".join((self.arm, *self.flags))
+        return " ".join((self.arm, *self.flags, *([] if self.number is None else [str(self.number)])))
 
 
 def key_of(arm: Arm, cell: Cell) -> Key:
     """The server that answers this arm's requests of this cell. Raises CommandError for flags of a running server."""
     if arm.url is not None and arm.route == "rag" and cell.flags:
         raise CommandError(f"{arm.name}: a running server cannot be given {' '.join(cell.flags)}")
-    return Key(arm.name, cell.flags if arm.is_ours else ())
+    return Key(arm.name, cell.flags if arm.is_ours else (), cell.label.get(SERVER))
 
 
 class ServerPool:

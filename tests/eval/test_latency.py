@@ -68,6 +68,28 @@ def test_few_blocks_are_named_not_called_no_difference() -> None:
     assert "too few blocks of requests: 4; give --requests >= 160" in said
 
 
+def test_request_that_two_servers_answered_counts_once() -> None:
+    """With the mean of its times, so that the faster of two equal servers decides nothing."""
+    paces = {"stock-lpm": (0.4, 0.4), "ours": (0.1, 0.3)}
+    taken = [
+        sample(arm=arm, number=n, ttft=pace, cell={"k": 1, "server": server})
+        for arm in paces
+        for server, pace in enumerate(paces[arm], 1)
+        for n in range(20)
+    ]
+    found = summarize(taken, facts={}, against="stock-lpm")
+    assert [(row["arm"], row["cell"], row["n"]) for row in found["cells"]] == [
+        ("stock-lpm", {"k": 1}, 40),
+        ("ours", {"k": 1}, 40),
+    ]
+    first = next(row for row in found["contrasts"] if row["metric"] == "ttft_s")
+    assert (first["cell"], first["n"], first["num_blocks"]) == ({"k": 1}, 20, 10)
+    assert first["value"] == pytest.approx(2)
+    one = [row for row in taken if row["arm"] == "ours" and row["cell"]["server"] == 1]
+    alone = summarize(one, facts={}, against="ours")["cells"][0]["throughput"]["requests_per_s"]
+    assert found["cells"][1]["throughput"]["requests_per_s"] == pytest.approx(alone)
+
+
 def test_warm_up_counts_nowhere() -> None:
     """The first requests pay for what the server builds once."""
     warm = sample(number=0, ttft=99.0, warm_up=True)

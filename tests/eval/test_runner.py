@@ -16,7 +16,7 @@ import pytest
 from eval.errors import CommandError
 from eval.run import Run, read_samples
 from eval.serve.arms import ARMS, Arm
-from eval.serve.plan import Cell, Plan
+from eval.serve.plan import SERVER, Cell, Plan
 from eval.serve.runner import load_facts, measure, side_by_side, turned
 from eval.serve.workload import Load
 from eval.server import free_port
@@ -352,6 +352,8 @@ def test_cells_stand_side_by_side_where_they_share_no_server() -> None:
     assert [len(group) for group in side_by_side(windows, [ours, stock])] == [1, 1, 1]
     rates = [Cell({"rate": n}, ()) for n in (1, 2)]
     assert [len(group) for group in side_by_side(rates, [ours])] == [1, 1]
+    servers = [Cell({SERVER: n}, ()) for n in (1, 2)]
+    assert [len(group) for group in side_by_side(servers, [ours, stock])] == [2]
 
 
 def test_server_that_is_already_there_takes_no_flags(endpoints: Endpoints, tmp_path: Path) -> None:

@@ -160,6 +160,8 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
         (["--requests", "10"], "--warm-up 10 leaves none of 10"),
         (["--block", "-1"], "--block: -1 is not between 0 and inf"),
         (["--against", "nobody"], "not one of the arms"),
+        (["--servers", "2"], "--servers 2 starts servers, but a runs already"),
+        (["--servers", "0"], "--servers: 0 is not between 1 and"),
     ],
 )
 def test_nonsense_is_one_clear_line(tmp_path: Path, wrong: list[str], told: str) -> None:
@@ -206,6 +208,7 @@ def test_only_what_is_swept_is_a_label() -> None:
     ]
     (window,) = cells(parse(["--windows", "10"])[0], {None: ()})
     assert (window.label, window.flags) == ({"window": 10}, ("--chunkcache-window-requests", "10"))
+    assert [cell.label for cell in cells(parse(["--servers", "2"])[0], {None: ()})] == [{"server": 1}, {"server": 2}]
 
 
 def test_flags_behind_the_dashes_are_the_servers() -> None:
