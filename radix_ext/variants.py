@@ -71,8 +71,7 @@ class Variant:
     @property
     def nbytes(self) -> int:
         """Bytes of KV and scores."""
-        kv: int = self.blob.nbytes
-        return kv + sum(each.nbytes for each in (self.scores, self.outward) if each is not None)
+        return _nbytes(self.blob, self.scores, self.outward)
 
     @property
     def scored(self) -> Scored:
@@ -83,6 +82,10 @@ class Variant:
     def is_reserved(self) -> bool:
         """Whether ordinary variants leave it alone: preprocessed, and yet to be used."""
         return self.preprocessed and not self.num_uses
+
+
+def _nbytes(*parts: Any) -> int:
+    return sum(part.nbytes for part in parts if part is not None)
 
 
 class StoreStats(NamedTuple):
@@ -160,12 +163,10 @@ class VariantIndex:
         if nbytes > self._max_bytes:
             return False
         old = self.get(identity, head, prefix)
-        if old is not None and (preprocessed, scored, has_outward) <= (
-            old.preprocessed,
-            old.scored,
-            old.outward is not None,
-        ):
-            return False
+        if old is not None and preprocessed <= old.preprocessed:
+            knows_more = scored > old.scored or (has_outward and old.outward is None)
+            if preprocessed < old.preprocessed or not knows_more:
+                return False
         if not preprocessed and self._reserved_bytes + nbytes > self._max_bytes:
             return False
         if preprocessed or old is not None:
@@ -182,13 +183,19 @@ class VariantIndex:
     def put(self, identity: Identity, variant: Variant) -> bool:
         """Add `variant`, evicting others until it fits: O(log variants), amortised over uses.
 
-        With the same identity, head and prefix it replaces the old one, and takes over its f_r, if it is preprocessed and the
-        old one is not, or if more of it is scored than of the old one, otherwise equal.
+        With the same identity, head and prefix it replaces the old one if it is preprocessed and the old one is not, or, where
+        they agree in that, if more of it is scored, or its outward attention is known and the old one's is not. It takes over f_r
+        and what was measured of the old one alone.
 
         Returns:
             False: nothing changed. It is not wanted, is in the store already, or is larger than the whole store.
         """
-        nbytes = variant.nbytes
+        old = self.get(identity, variant.head, variant.prefix)
+        scores, outward = variant.scores, variant.outward
+        if old is not None:
+            scores = old.scores if old.scored > variant.scored else scores
+            outward = old.outward if outward is None else outward
+        nbytes = _nbytes(variant.blob, scores, outward)
         wanted = self.wants(
             identity,
             variant.head,
@@ -201,7 +208,7 @@ class VariantIndex:
         if not wanted or self._holds(variant):
             self._num_refused += 1
             return False
-        old = self.get(identity, variant.head, variant.prefix)
+        variant.scores, variant.outward = scores, outward
         if old is not None:
             variant.reuse = max(variant.reuse, old.reuse)
             self._drop(old)

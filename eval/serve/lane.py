@@ -152,8 +152,12 @@ class Lane:
             kept = ("chunks_hit", "chunks_planned", "predicted_exact", "turns_reused", "fallbacks")
             sample["chunkcache"] = {name: cache.get(name) for name in kept}
             sample["chunkcache"]["num_dropped"] = len(cache.get("dropped") or ())
-            sample["chunkcache"]["fused_hit"] = (cache.get("reuse") or {}).get("fused_hit") or 0
-            sample["chunkcache"]["sampled"] = bool((cache.get("reuse") or {}).get("sampled"))
+            reuse = cache.get("reuse") or {}
+            sample["chunkcache"]["fused_hit"] = reuse.get("fused_hit") or 0
+            sample["chunkcache"]["sampled"] = bool(reuse.get("sampled"))
+            sample["chunkcache"] |= {
+                name: reuse[name] for name in ("selected_by", "estimated_ms", "ms") if reuse.get(name)
+            }
         return sample
 
     def _row(self, request: str, number: int) -> Sample:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
-from itertools import count
 from typing import Any
 
 from radix_ext.moved_plan import Limits
@@ -87,12 +86,11 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
         ),
         limits,
         extend_reserve=prefill_budget,
-        # Weights that may be away when the tree is reset cannot be read: each reset counts as a change.
-        fingerprint=count().__next__ if args.enable_memory_saver else partial(fingerprint, runner.model),
+        # Weights may be away when the tree is reset, and cannot be read then.
+        fingerprint=(lambda: None) if args.enable_memory_saver else partial(fingerprint, runner.model),
         calibrator=Calibrator(
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,
-            keeps=not args.enable_memory_saver,
         ),
     )
     fuser.gate = figures.as_dict()

@@ -59,13 +59,13 @@ MIN_KEPT = 0.9
 
 
 class Calibrator:
-    """Measures the loaded model, and remembers what it found.
+    """Measures the loaded model, and remembers what it found, by the fingerprint of the weights. None: they cannot be told apart.
 
-    ratio: share of the tokens that choices are tried with. keeps: whether weights with the same fingerprint are the same.
+    ratio: share of the tokens that choices are tried with.
     """
 
-    def __init__(self, means: Means, ratio: float, *, keeps: bool) -> None:
-        self._means, self._ratio, self._keeps = means, ratio, keeps
+    def __init__(self, means: Means, ratio: float) -> None:
+        self._means, self._ratio = means, ratio
 
     def num_slots(self, prompts: Sequence[CalibrationPrompt], room: int) -> int:
         """KV slots that measuring takes.
@@ -83,9 +83,9 @@ class Calibrator:
             )
         return needed
 
-    def kept(self, weights: int) -> Calibration:
-        """What was found with these weights (their fingerprint); the papers' layers if nothing was."""
-        kept = load(self._file(weights)) if self._keeps else None
+    def kept(self, weights: int | None) -> Calibration:
+        """What was found with these weights; the papers' layers if nothing was."""
+        kept = None if weights is None else load(self._file(weights))
         config = self._means.runner.model_config
         if kept is not None and not kept.fits(config.num_hidden_layers, config.num_attention_heads):
             logger.warning("chunk cache: the kept calibration is of no such model: %s", kept.as_dict())
@@ -94,10 +94,10 @@ class Calibrator:
             logger.info("chunk cache: selection was calibrated on these weights before: %s", kept.as_dict())
         return kept or Calibration()
 
-    def measure(self, prompts: Sequence[CalibrationPrompt], weights: int) -> Calibration:
+    def measure(self, prompts: Sequence[CalibrationPrompt], weights: int | None) -> Calibration:
         """See `calibrate`. What was found is kept, too."""
         found = calibrate(self._means, prompts, self._ratio)
-        if self._keeps:
+        if weights is not None:
             save(self._file(weights), found)
         return found
 

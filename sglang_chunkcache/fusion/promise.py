@@ -71,7 +71,7 @@ class Fuser:
 
     Args:
         extend_reserve: tokens that SGLang may take for the extends of one batch. They stay free or evictable.
-        fingerprint: of the model's weights, as they are when it is called.
+        fingerprint: of the model's weights, as they are when it is called. None: unknown, each reset counts as a change.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Fuser:
         limits: Limits,
         *,
         extend_reserve: int,
-        fingerprint: Callable[[], int],
+        fingerprint: Callable[[], int | None],
         calibrator: Calibrator | None = None,
     ) -> None:
         self.cache, self.fusion_pass, self.store, self.limits = cache, fusion_pass, store, limits
@@ -330,7 +330,7 @@ class Fuser:
         self._pending.clear()  # not closed: the locks went with the tree
         self.captures.clear()
         before, self._weights = self._weights, self._fingerprint()
-        self.store.clear(keep_preprocessed=self._weights == before)
+        self.store.clear(keep_preprocessed=self._weights is not None and self._weights == before)
         if self._weights != before and self.calibrator is not None:
             self.fusion_pass.calibration = self.calibrator.kept(self._weights)
             if not self.fusion_pass.calibration.figures:

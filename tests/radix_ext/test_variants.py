@@ -22,6 +22,7 @@ from tests.reference.sources import Sums, ids
 
 TOKEN_BYTES = 48
 SCORE_BYTES = 8
+OUTWARD_BYTES = 4
 
 
 @dataclass(eq=False)
@@ -41,10 +42,16 @@ def make_scores(names: str, num_tokens: int, scored: Scored) -> Sums:
 
 
 def make_variant(
-    names: str = "", *, num_tokens: int = 1, scored: Scored = Scored.NOTHING, preprocessed: bool = False
+    names: str = "",
+    *,
+    num_tokens: int = 1,
+    scored: Scored = Scored.NOTHING,
+    preprocessed: bool = False,
+    has_outward: bool = False,
 ) -> Variant:
-    blob = Bytes(TOKEN_BYTES * num_tokens)
-    return Variant(ids(names), blob, make_scores(names, num_tokens, scored) if scored else None, preprocessed)
+    scores = make_scores(names, num_tokens, scored) if scored else None
+    outward = Bytes(OUTWARD_BYTES * num_tokens) if has_outward else None
+    return Variant(ids(names), Bytes(TOKEN_BYTES * num_tokens), scores, preprocessed, outward=outward)
 
 
 def behind(head: str, variant: Variant) -> Variant:
@@ -295,10 +302,18 @@ def test_number_limit_evicts_the_lowest_of_any_chunk() -> None:
         ({"preprocessed": True}, {"scored": Scored.MASSES}, False),
         ({"preprocessed": True}, {"scored": Scored.MASSES, "preprocessed": True}, True),
         ({"scored": Scored.MASSES, "preprocessed": True}, {"scored": Scored.MASSES, "preprocessed": True}, False),
+        ({"scored": Scored.ALL}, {"has_outward": True}, True),
+        ({"has_outward": True}, {"scored": Scored.MASSES}, True),
+        ({"has_outward": True}, {"has_outward": True}, False),
+        ({"preprocessed": True}, {"has_outward": True}, False),
+        ({"has_outward": True}, {"preprocessed": True}, True),
     ],
 )
-def test_same_prefix_is_replaced_only_by_better(old: dict[str, Any], new: dict[str, Any], replaced: bool) -> None:
-    """A total order, so that two kinds never replace each other in turn; uses of the old one stay counted."""
+def test_same_prefix_is_replaced_only_by_what_knows_more(
+    old: dict[str, Any], new: dict[str, Any], replaced: bool
+) -> None:
+    """What was measured of the old one alone stays known, so that two kinds never replace each other in turn; its uses stay
+    counted."""
     store = make_store()
     before, after = make_variant("x", **old), make_variant("x", **new)
     store.put(chunk("a"), before)
@@ -307,6 +322,10 @@ def test_same_prefix_is_replaced_only_by_better(old: dict[str, Any], new: dict[s
     assert store.put(chunk("a"), after) is replaced
     assert store.find(chunk("a")) == (after if replaced else before,)
     assert store.find(chunk("a"))[0].reuse == 2
+    if replaced:
+        assert after.scored == max(each.get("scored", Scored.NOTHING) for each in (old, new))
+        assert (after.outward is not None) == any("has_outward" in each for each in (old, new))
+        assert not store.put(chunk("a"), make_variant("x", **old))
     assert store.stats().num_bytes == store.find(chunk("a"))[0].nbytes
     assert store.stats().num_evicted == 0
     store.check_integrity()
@@ -458,10 +477,18 @@ class StoreMachine(RuleBasedStateMachine):
         tokens=st.integers(1, 4) | st.just(13),
         scored=st.sampled_from(Scored),
         preprocessed=st.sampled_from([False, False, True]),
+        has_outward=st.booleans(),
     )
-    def put(self, name: str, before: str, head: str, tokens: int, scored: Scored, preprocessed: bool) -> None:
-        variant = behind(head, make_variant(before, num_tokens=tokens, scored=scored, preprocessed=preprocessed))
-        naive = NaiveVariant(chunk(name), ids(before), variant.nbytes, scored, preprocessed, head)
+    def put(
+        self, name: str, before: str, head: str, tokens: int, scored: Scored, preprocessed: bool, has_outward: bool
+    ) -> None:
+        made = make_variant(
+            before, num_tokens=tokens, scored=scored, preprocessed=preprocessed, has_outward=has_outward
+        )
+        variant = behind(head, made)
+        sizes = TOKEN_BYTES, SCORE_BYTES * bool(scored), OUTWARD_BYTES * has_outward
+        kv, scores, outward = (tokens * each for each in sizes)
+        naive = NaiveVariant(chunk(name), ids(before), kv, scored, preprocessed, head, scores, outward)
         taken = self.store.put(chunk(name), variant)
         assert taken == self.naive.put(naive)
         if taken:

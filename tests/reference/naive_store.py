@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from radix_ext import ChunkId
 from radix_ext.variants import ADMITTED_SHARE, MIN_COUNTED_CFO
@@ -14,13 +14,20 @@ from radix_ext.variants import ADMITTED_SHARE, MIN_COUNTED_CFO
 class NaiveVariant:
     identity: Hashable
     prefix: tuple[ChunkId, ...]
-    nbytes: int
+    kv_bytes: int
     scored: int
     preprocessed: bool
     head: str = ""
+    score_bytes: int = 0
+    outward_bytes: int = 0
+    """0: not known."""
     reuse: float = 0
     num_uses: int = 0
     last_used: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.kv_bytes + self.score_bytes + self.outward_bytes
 
     @property
     def place(self) -> tuple[Hashable, str, tuple[ChunkId, ...]]:
@@ -50,8 +57,14 @@ class NaiveStore:
                 variant.reuse /= 2
 
     def put(self, new: NaiveVariant) -> bool:
-        if new.nbytes > self.max_bytes or not self.wants(new):
+        joined = replace(new)
+        for old in [v for v in self.variants if v.place == new.place]:
+            if old.scored > new.scored:
+                joined.scored, joined.score_bytes = old.scored, old.score_bytes
+            joined.outward_bytes = new.outward_bytes or old.outward_bytes
+        if joined.nbytes > self.max_bytes or not self.wants(new, joined.nbytes):
             return False
+        new.scored, new.score_bytes, new.outward_bytes = joined.scored, joined.score_bytes, joined.outward_bytes
         for old in [v for v in self.variants if v.place == new.place]:
             self.variants.remove(old)
             new.reuse = old.reuse
@@ -66,12 +79,13 @@ class NaiveStore:
         self.variants.append(new)
         return True
 
-    def wants(self, new: NaiveVariant) -> bool:
-        for old in self.variants:
-            if old.place == new.place and (new.preprocessed, new.scored) <= (old.preprocessed, old.scored):
+    def wants(self, new: NaiveVariant, nbytes: int) -> bool:
+        for old in [v for v in self.variants if v.place == new.place]:
+            adds = new.scored > old.scored or bool(new.outward_bytes and not old.outward_bytes)
+            if (new.preprocessed, adds) <= (old.preprocessed, False):
                 return False
         reserved = [v for v in self.variants if v.is_reserved]
-        if not new.preprocessed and sum(v.nbytes for v in reserved) + new.nbytes > self.max_bytes:
+        if not new.preprocessed and sum(v.nbytes for v in reserved) + nbytes > self.max_bytes:
             return False
         if new.preprocessed or any(v.place == new.place for v in self.variants):
             return True

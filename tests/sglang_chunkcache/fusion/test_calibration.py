@@ -122,7 +122,7 @@ def test_nothing_to_restore_leaves_the_papers_layers() -> None:
 def test_prompts_that_cannot_be_measured_on_are_refused_with_the_figures() -> None:
     """Beforehand: nothing need be evicted for them. As many slots are named as measuring takes."""
     runner, means = trial_of(model_dir())
-    calibrator, prompt = Calibrator(means, 0.15, keeps=False), canned(1)[0]
+    calibrator, prompt = Calibrator(means, 0.15), canned(1)[0]
     needed = calibrator.num_slots([prompt], 2048)
     assert calibrator.num_slots([prompt], needed) == needed
     with pytest.raises(
@@ -134,7 +134,7 @@ def test_prompts_that_cannot_be_measured_on_are_refused_with_the_figures() -> No
     with pytest.raises(ValueError, match="prompts of up to"):
         calibrator.num_slots([CalibrationPrompt([1] * 2048, [], [])], 1 << 20)
     taken = runner.token_to_kv_pool_allocator.alloc(2048 - needed)
-    calibrator.measure([prompt], 0)
+    calibrator.measure([prompt], None)
     runner.token_to_kv_pool_allocator.free(taken)
     models.assert_given_back(runner)
 
@@ -147,11 +147,11 @@ def test_calibration_is_kept_for_a_model_and_its_weights(tmp_path: Path, monkeyp
     config = SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4})
     model = SimpleNamespace(hf_config=config, num_hidden_layers=4, num_attention_heads=4)
     means: Any = SimpleNamespace(runner=SimpleNamespace(model_config=model))
-    keeping, forgetting = (Calibrator(means, 0.15, keeps=keeps) for keeps in (True, False))
-    assert forgetting.measure([], 7) == found
+    keeping = Calibrator(means, 0.15)
+    assert keeping.measure([], None) == found
     assert list(tmp_path.iterdir()) == []
     assert keeping.measure([], 7) == found
-    assert (keeping.kept(7), keeping.kept(8), forgetting.kept(7)) == (found, Calibration(), Calibration())
+    assert [keeping.kept(weights) for weights in (7, 8, None)] == [found, Calibration(), Calibration()]
     [path] = tmp_path.rglob("*.json")
     kept = path.read_text()
     odd = [

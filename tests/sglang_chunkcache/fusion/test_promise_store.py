@@ -586,3 +586,19 @@ def test_weights_that_changed_unnoticed_are_not_calibrated_for() -> None:
     with pytest.raises(ValueError, match="flush it first"):
         fuser.calibrate([CalibrationPrompt([0], [], [])])
     assert fuser.fusion_pass.calibration == Calibration()
+
+
+def test_weights_that_cannot_be_read_are_calibrated_for() -> None:
+    """With --enable-memory-saver. A flush forgets what was preprocessed, since they may have changed, and not the calibration."""
+    scheduler = make_scheduler()
+    fuser, scheduler.weights = scheduler.fuser, cast("Any", None)
+    scheduler.flush()
+    fusion = FusionRequest("none", 0.0, "p", fresh=frozenset({0}), plain=True)
+    scheduler.serve(rag(A, fusion=fusion, keep=[0], is_preprocessing=True), answer=[50])
+    scheduler.idle()
+    assert scheduler.store.stats().num_variants == 1
+    fuser.calibrator = cast("Any", FakeCalibrator())
+    fuser.calibrate([CalibrationPrompt([0], [], [])])
+    scheduler.flush()
+    assert scheduler.store.stats().num_variants == 0
+    assert fuser.fusion_pass.calibration.depth == 3
