@@ -3,7 +3,7 @@
     listen     the engine is asked for the answer's best tokens as well; what the client did not ask for is taken out again
     finished   KV was moved and the answer is complete: a check waits
     check      prompt and answer as one exact prefill, once nothing else waits at the rank; nothing of it stays in the tree
-    compare    agreement and KL are counted by selector, ratio and tenant, and tell `radix_ext.audit` what they decide
+    compare    agreement and KL are counted by who chose, ratio and tenant, and tell `radix_ext.audit` what they decide
 
 One check at a time, the oldest first. One that could not be sent for MAX_WAIT_S is dropped. Every request that was drawn and not
 compared is counted by its reason.
@@ -98,6 +98,9 @@ class Check:
     """Of the answer's tokens."""
     temperature: float
     terms: Terms
+    """Of the selector that was asked for: what its requests get decides its state, whoever chose."""
+    selected_by: str
+    """As the answer says it: what did choose."""
     ratio: AskedRatio
     """None: nothing is recomputed."""
     tenant: str
@@ -227,6 +230,7 @@ class Auditor:
                     rows=listener.rows[:num_rows],
                     temperature=listener.temperature,
                     terms=terms,
+                    selected_by=(rag.report.selector if rag.report else None) or terms.selector,
                     ratio=round(ratio, 3) if isinstance(ratio, float) else ratio,
                     tenant=identity.tenant,
                     extra_key=identity.extra_key,
@@ -318,9 +322,9 @@ class Auditor:
         self._books.audited(check.terms, found.share)
 
     def _count(self, check: Check, found: Agreement, is_below: bool) -> tuple[str, AskedRatio, str]:
-        key = (check.terms.selector, check.ratio, check.tenant)
+        key = (check.selected_by, check.ratio, check.tenant)
         if key not in self._tallies and len(self._tallies) >= MAX_TALLIES:
-            key = (check.terms.selector, None, OTHERS)
+            key = (check.selected_by, None, OTHERS)
         self._tallies.setdefault(key, Tally()).add(found, is_below=is_below)
         return key
 

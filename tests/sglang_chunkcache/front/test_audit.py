@@ -421,6 +421,15 @@ def test_tallies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(one["tenant"], one["ratio"], one["samples"]) for one in bed.figures[3:]] == [("others", None, 7)]
 
 
+def test_figures_are_of_what_chose_and_the_state_of_what_was_asked_for() -> None:
+    """Where the question's selector does not pay: its requests are answered badly, whoever is to blame."""
+    bed = Bed(agrees=False)
+    for _ in range(3):
+        bed.serve(report=Report(**{**as_dict(MOVED), "selector": "first"}))
+    assert [(one["selector"], one["samples"], one["below_target"]) for one in bed.figures] == [("first", 3, 3)]
+    assert {name: one["state"] for name, one in bed.auditor.stats()["selectors"].items()} == {FUSION.selector: "raised"}
+
+
 def test_ratios_of_figures() -> None:
     """A quality is no ratio, and what recomputes nothing has none."""
     bed = Bed()
