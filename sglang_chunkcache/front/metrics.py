@@ -20,7 +20,7 @@ COUNTERS = {
     ),
     "sources": (
         "source",
-        "chunks of fused requests after their exact prefix, by source: device, host, fused, gap (none)",
+        "chunks of fused requests after their exact prefix, by source: device, host, gap (none)",
     ),
     "searches": ("outcome", "searches of the index by outcome: found, empty, refused, failed, cancelled, full (queue)"),
     "guarded": ("field", "requests refused because SGLang would have ended, on any endpoint, by field"),
@@ -69,7 +69,7 @@ class Metrics:
             self._export("order_seconds").observe(seconds)
 
     def observe_phase(self, phase: str, seconds: float) -> None:
-        """One phase of one fused request: lookup, relocate, select, recompute."""
+        """One phase of one fused request: lookup, relocate, select, recompute, extend."""
         self.phase_seconds[phase] += seconds
         if self._prometheus:
             self._export("reuse_seconds").labels(phase).observe(seconds)
@@ -115,7 +115,7 @@ class Metrics:
                 label, text = COUNTERS[name]
                 self._exported[name] = PrometheusCounter(f"chunkcache:{name}", text, [label])
             elif name == "reuse_seconds":
-                text = "time that a fused request's reuse took, by phase: lookup, relocate, select, recompute"
+                text = "time that a fused request's reuse took, by phase: lookup, relocate, select, recompute, extend"
                 self._exported[name] = Histogram(f"chunkcache:{name}", text, ["phase"], buckets=REUSE_BUCKETS_S)
             elif name == "retrieval_seconds":
                 text = "time that retrieval took, by phase: queued (a request); encode, dense, bm25, read (a batch)"
