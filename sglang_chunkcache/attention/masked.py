@@ -6,7 +6,7 @@ written before any token attends, since one sequence may read what another of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +72,21 @@ class Observer:
         """Sequence number `sequence` of the pass is about to attend."""
 
 
+LayerWatch = Callable[[Any, Tensor], None]
+"""Called with SGLang's layer and the pass' queries, [total, num_heads, head_dim], one sequence after the other."""
+
+
 class MaskedAttention(AttentionBackend):  # type: ignore[misc]
     """Runs one pass as laid out. Raises ValueError for a layer that is more than causal attention over the pool."""
 
-    def __init__(self, runner: Any, layout: PassLayout, observer: Observer | None = None) -> None:
+    def __init__(
+        self, runner: Any, layout: PassLayout, observer: Observer | None = None, watch: LayerWatch | None = None
+    ) -> None:
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool  # SGLang finds both pools through the backend
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._layout = layout
-        self._observer = observer
+        self._observer, self._watch = observer, watch
         num_entries = sum((b.end - b.start) * b.num_keys for s in layout.sequences for b in s.blocks if b.masked)
         self._masks: dict[tuple[int, int], Tensor] | None = {} if 2 * num_entries <= MASK_BYTES else None
 
@@ -99,6 +105,8 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
         if self._observer is not None:
             self._observer.on_kv(layer.layer_id, keys, values)
         self._write(layer, keys, values)
+        if self._watch is not None:
+            self._watch(layer, queries)
         out = q.new_empty(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for index, sequence in enumerate(self._layout.sequences):
             seen_keys, seen_values = self._gather(layer.layer_id, sequence, keys, values)

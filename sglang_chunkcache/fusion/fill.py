@@ -45,6 +45,7 @@ from sglang_chunkcache.fusion.measure import (
     scores_of,
 )
 from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
@@ -126,6 +127,7 @@ class FusionPass:
         self.sparse, self.attention = attention or choice.create(runner, config.recompute_attention)
         self.pricing = pricing or Pricing(runner)
         self.calibration = Calibration()
+        self.outward = OutwardWatch(self)
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -305,16 +307,19 @@ class FusionPass:
         if not work:
             return
         sequences = [_sequence(move, positions) for move, positions in work]
-        with self.pricing.watch(
-            Phase.RECOMPUTE, _sum(through(1, len(positions), move.plan.end) for move, positions in work)
+        with (
+            self.pricing.watch(
+                Phase.RECOMPUTE, _sum(through(1, len(positions), move.plan.end) for move, positions in work)
+            ),
+            self.outward.watch_pass(work) as watch,
         ):
             try:
-                run_pass(self.runner, sequences, sparse=self.sparse)
+                run_pass(self.runner, sequences, sparse=self.sparse, watch=watch)
             except PlanError:
                 if not self.num_unplanned:
                     logger.warning("chunk cache: no plan for sparse attention, masked in its place", exc_info=True)
                 self.num_unplanned += 1
-                run_pass(self.runner, sequences)
+                run_pass(self.runner, sequences, watch=watch)
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
         """An ordinary prefill of every promised region, in batch order and in pieces, since memory may have been short.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
+    from radix_ext import Span
+    from sglang_chunkcache.fusion.outward import OutwardRows
     from sglang_chunkcache.fusion.own_slots import OwnSlots
     from sglang_chunkcache.fusion.pricing import Watch
     from sglang_chunkcache.wire.spans import RequestSpans
@@ -36,6 +38,8 @@ class Move:
     question_start: int
     row_index: Callable[[], int]
     """The request's row in `req_to_token`, once it has one."""
+    spans: Sequence[Span] = ()
+    """The request's chunks."""
     shared: frozenset[int] = frozenset()
     """Span indices of the pieces that were promised with their source's slots."""
     own_slots: OwnSlots | None = None
@@ -48,6 +52,8 @@ class Move:
     fallbacks: list[Fallback] = field(default_factory=list)
     ms: dict[str, float] = field(default_factory=dict)
     """Phase -> milliseconds of the whole batch, as the host sees them (queued work on a GPU is not waited for)."""
+    outward: OutwardRows | None = None
+    """Of the chunks among its gaps. None: not measured."""
     filling: Watch | None = None
     """What filling it took, on the device. None: it was filled with others, or is not filled yet."""
 
@@ -94,6 +100,7 @@ def move_of(req: Req, plan: ReusePlan, spans: RequestSpans, row: Tensor, shared:
         question_ids=req.origin_input_ids[spans.spans[-1].end :],
         question_start=spans.spans[-1].end,
         row_index=lambda: req.kv.req_pool_idx,
+        spans=spans.spans,
         shared=frozenset(shared),
     )
 

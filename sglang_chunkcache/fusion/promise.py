@@ -35,7 +35,6 @@ from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.move import Move, move_of, rows_of
 from sglang_chunkcache.fusion.outcome import Outcome, in_ms, outcome_of, reasons_of, selector_of, sources_of
-from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.own_slots import OwnSlots
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
@@ -59,6 +58,7 @@ TRIED_UP_TO = 1.5
 
 @dataclass(eq=False)
 class _Pending:
+    req: Req
     move: Move
     last: TreeNode
     """The last of its nodes. All nodes above are filled with it."""
@@ -89,7 +89,7 @@ class Fuser:
         self.extend_reserve = extend_reserve
         self.sources = ChunkSources(cache.copies, store, max_copies=MAX_COPIES)
         self.captures = Captures(cache.copies, fusion_pass, store)
-        self.pricing, self.outward = fusion_pass.pricing, OutwardWatch(fusion_pass)
+        self.pricing, self.outward = fusion_pass.pricing, fusion_pass.outward
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.calibrator = calibrator
         if calibrator is not None:
@@ -182,7 +182,7 @@ class Fuser:
                 move.own_slots = OwnSlots(self.cache, [chunks[span] for span in shared], slots[num_own:])
                 taken.callback(move.own_slots.close)
             outcome.move = move
-            self._pending.append(_Pending(move, last, taken.pop_all()))
+            self._pending.append(_Pending(req, move, last, taken.pop_all()))
         state(req).fused = key.fused
         if not spans.is_preprocessing:  # else neighbours would outlive what they are moved for
             self.sources.count_uses(plan)
@@ -201,6 +201,7 @@ class Fuser:
                 each.move.own_slots.reqs = batch.reqs
         self.fusion_pass.run([each.move for each in pending])
         for each in pending:
+            state(each.req).outward = each.move.outward
             if each.move.own_slots is not None:
                 each.move.shared_len = each.move.own_slots.num_shared
                 self.num_shared_ever += each.move.shared_len

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention
-from sglang_chunkcache.attention.masked import MaskedAttention, Observer, StopPass, checked_heads
+from sglang_chunkcache.attention.masked import LayerWatch, MaskedAttention, Observer, StopPass, checked_heads
 from sglang_chunkcache.attention.masked_layout import plan
 from sglang_chunkcache.attention.upload import upload
 
@@ -44,12 +45,15 @@ class SparseBackend(AttentionBackend):  # type: ignore[misc]
         out_slots: [n] int64, on the device, in the plan's order.
     """
 
-    def __init__(self, runner: Any, attention: SparseAttention, out_slots: Tensor) -> None:
+    def __init__(
+        self, runner: Any, attention: SparseAttention, out_slots: Tensor, watch: LayerWatch | None = None
+    ) -> None:
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool  # SGLang finds both pools through the backend
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._attention = attention
         self._write_loc = KVWriteLoc(out_slots)
+        self._watch = watch
 
     def forward_extend(
         self,
@@ -65,6 +69,8 @@ class SparseBackend(AttentionBackend):  # type: ignore[misc]
         queries, keys, values = checked_heads(layer, q, k, v, save_kv_cache, kwargs)
         pool = self.token_to_kv_pool
         pool.set_kv_buffer(layer, self._write_loc, keys, values)
+        if self._watch is not None:
+            self._watch(layer, queries)
         out = self._attention.run(queries, pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
         return out.flatten(1)
 
@@ -76,6 +82,7 @@ def run_pass(
     *,
     observer: Observer | None = None,
     sparse: SparseAttention | None = None,
+    watch: LayerWatch | None = None,
 ) -> Tensor | None:
     """Run the sequences through the inner model: eager, no logits, no graph, on the current stream.
 
@@ -85,6 +92,7 @@ def run_pass(
         runner: SGLang's ModelRunner; its KV pool is written at `out_slots`, nothing else of it changes.
         sequences: For `sparse`, tokens on the CPU and slots on the runner's device cost no synchronisation.
         sparse: attends where there is no observer and every sequence writes; elsewhere, and if None, the mask does.
+        watch: called in each layer, once its K/V is in the pool.
     Returns:
         [total, hidden_size] hidden states after the final norm, one sequence after the other; None where the observer
         ended the pass.
@@ -94,7 +102,7 @@ def run_pass(
     Equals `run_virtual`, and ordinary prefill where every token is run, within the model dtype's rounding.
     """
     if sparse is not None and observer is None and sequences and all(s.out_slots is not None for s in sequences):
-        return _run_sparse(runner, sequences, sparse)
+        return _run_sparse(runner, sequences, sparse, watch)
     layout = plan(sequences, runner.device)
     batch = _pass_batch(
         runner,
@@ -103,7 +111,7 @@ def run_pass(
         num_keys=[len(s.key_positions) for s in layout.sequences],
         num_tokens=[len(s.positions) for s in layout.sequences],
     )
-    with forward_context(ForwardContext(attn_backend=MaskedAttention(runner, layout, observer))):
+    with forward_context(ForwardContext(attn_backend=MaskedAttention(runner, layout, observer, watch))):
         try:
             return runner.model.model(batch.input_ids, batch.positions, batch)  # type: ignore[no-any-return]
         except StopPass:
@@ -181,7 +189,9 @@ def _paged(backend: Any) -> Iterator[None]:
         backend.use_paged = before
 
 
-def _run_sparse(runner: Any, sequences: Sequence[PassSequence], sparse: SparseAttention) -> Tensor:
+def _run_sparse(
+    runner: Any, sequences: Sequence[PassSequence], sparse: SparseAttention, watch: LayerWatch | None
+) -> Tensor:
     """The pass in the plan's order. Queued only: no tensor is read back from the device."""
     device = torch.device(runner.device)
     requests = [sequence.request for sequence in sequences]
@@ -196,6 +206,7 @@ def _run_sparse(runner: Any, sequences: Sequence[PassSequence], sparse: SparseAt
         token_ids, positions = token_ids[order.to(token_ids.device)], positions[order]
         order = upload(order, device)
         out_slots = out_slots[order]
+        watch = watch and partial(_watch_in_order, watch, order.argsort())
     batch = _pass_batch(
         runner,
         upload(token_ids, device),
@@ -203,9 +214,13 @@ def _run_sparse(runner: Any, sequences: Sequence[PassSequence], sparse: SparseAt
         num_keys=[request.num_keys for request in requests],
         num_tokens=[len(request.positions) for request in requests],
     )
-    with forward_context(ForwardContext(attn_backend=SparseBackend(runner, sparse, out_slots))):
+    with forward_context(ForwardContext(attn_backend=SparseBackend(runner, sparse, out_slots, watch))):
         hidden: Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
     return hidden if order is None else torch.empty_like(hidden).index_copy_(0, order, hidden)
+
+
+def _watch_in_order(watch: LayerWatch, rows: Tensor, layer: Any, queries: Tensor) -> None:
+    watch(layer, queries[rows])
 
 
 def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> None:

@@ -14,7 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -28,6 +28,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Capture, Captured
 from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.pricing import Pricing, Watch
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.store import ChunkScores
@@ -105,6 +106,7 @@ class FakePass:
         self.contents, self.rows, self.config, self.holders = contents, rows, config, holders
         self.pricing = Pricing(SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1)))
         self.calibration = Calibration()
+        self.outward = OutwardWatch(cast("Any", self))
         self.num_captured = self.num_scored = 0
         self.fails = False
         """The next run does, once everything is moved, and computes all."""

@@ -46,7 +46,9 @@ class ModelScheduler(Scheduler):
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         self.fuser.before(SimpleNamespace(reqs=[req for req, _, _ in batch]))
         for req, start, end in batch:
-            run_virtual(
-                self._runner, req_pool_index=req.kv.req_pool_idx, runs=[(start, end)], token_ids=req.all_ids[:end]
-            )
+            told: Any = SimpleNamespace(reqs=[req], prefix_lens=[start], extend_lens=[end - start])
+            with self.fuser.outward.watch(told):
+                run_virtual(
+                    self._runner, req_pool_index=req.kv.req_pool_idx, runs=[(start, end)], token_ids=req.all_ids[:end]
+                )
         self.fuser.after()

@@ -267,7 +267,7 @@ def test_check_is_an_exact_prefill_of_prompt_and_answer() -> None:
     terms = Terms("query", AuditState.ASKED, 0, True, True)
     ids = [*planned.input_ids, 70, 71]
     rows: list[Any] = [[(-0.1, 70)], [(-0.1, 71)]]
-    check = Check(ids, planned.spans, planned.namespace, rows, 1.0, terms, 0.15, "t", "x", "salt", 0, 0, 0.0)
+    check = Check(ids, planned.spans, planned.namespace, rows, 1.0, terms, "query", 0.15, "t", "x", "salt", 0, 0, 0.0)
     asyncio.run(Engine(manager, bench.books).prefill(check, top=20))
     (obj,) = manager.asked
     assert (obj.input_ids, obj.logprob_start_len, obj.top_logprobs_num) == (ids, len(planned.input_ids) - 1, 20)

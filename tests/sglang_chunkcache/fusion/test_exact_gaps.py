@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 import torch
 
 from radix_ext import FusionRequest
+from sglang_chunkcache.fusion.calibration import Calibration
+from sglang_chunkcache.scheduler.node import facts
 from tests import models
 from tests.reference.model_scheduler import ModelScheduler
 from tests.reference.scheduler import FakeReq, config, marked
@@ -52,7 +54,17 @@ def cached_kv(runner: Any, scheduler: ModelScheduler, req: FakeReq) -> list[torc
 
 def make_scheduler(runner: Any) -> ModelScheduler:
     knobs = config(reuse="fused", recompute_attention="masked")
-    return ModelScheduler(runner, 400, knobs, prefill_budget=256)
+    scheduler = ModelScheduler(runner, 400, knobs, prefill_budget=256)
+    scheduler.fuser.fusion_pass.calibration = Calibration(heads=((0, 1), (2, 3)))
+    return scheduler
+
+
+def outward_of(scheduler: ModelScheduler, chunk: list[int]) -> list[torch.Tensor | None]:
+    """What its computed nodes' tokens were seen to attend to before it, in order of position."""
+    nodes = [
+        node for node in scheduler.cache._nodes() if list(node.key.token_ids) == chunk and not facts(node).is_moved
+    ]
+    return [facts(node).outward for node in sorted(nodes, key=lambda node: facts(node).start)]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
@@ -67,8 +79,12 @@ def test_exact_request_on_an_exact_gap_has_an_ordinary_prefills_kv(runner: Any, 
     found = cached_kv(runner, scheduler, rag(B, D))
     fused = cached_kv(runner, scheduler, moving)
 
+    assert [len(outward_of(scheduler, chunk)) for chunk in (A, B, C)] == [1, 2, 1]
+
     alone = make_scheduler(runner)
     alone.serve(rag(B, D), answer=[1])
+    for chunk in (B, D):
+        torch.testing.assert_close(outward_of(scheduler, chunk)[0], outward_of(alone, chunk)[0], rtol=0, atol=1e-4)
     for got, expected in zip(found, cached_kv(runner, alone, rag(B, D)), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,11 +15,15 @@ import torch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from radix_ext import ChunkId, Span
+from radix_ext.moved_plan import Piece
+from sglang_chunkcache.attention.base import HeadShape
+from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.fusion import outward
 from sglang_chunkcache.fusion.calibration import Calibration
+from sglang_chunkcache.fusion.fill import _sequence
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.outward import OutwardWatch
-from sglang_chunkcache.fusion.recompute import _forward_batch
+from sglang_chunkcache.fusion.recompute import _forward_batch, run_pass
 from sglang_chunkcache.scheduler.node import facts, state
 from tests import models
 from tests.models import make_row, prefill
@@ -32,6 +37,7 @@ from tests.sglang_chunkcache.fusion.test_measure import (
     make_tokens,
     weights_of,
 )
+from tests.sglang_chunkcache.fusion.test_recompute import Shuffling, spoil
 
 HEADS = ((0, 1), (2, 3))
 
@@ -101,6 +107,59 @@ def test_it_is_the_heads_attention_to_what_was_before(
         )
         found = state(req).outward.of(start, end)
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("attention", [None, ReferenceAttention, Shuffling], ids=["masked", "reference", "shuffling"])
+def test_gaps_of_a_pass_are_measured_alike(runner: Any, attention: Any) -> None:
+    """Of two prompts, beside critical tokens, in whatever order the attention wants its rows. Their keys are there only then."""
+    tokens = make_tokens(0)
+    with captured(runner) as queries:
+        prefill(runner, tokens.tolist(), SLOTS)
+    weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
+    prefill(runner, tokens.tolist(), OTHERS)
+    work = [(make_move(tokens, SLOTS, gaps=[2]), [3, *range(*CHUNKS[2])])]
+    work += [(make_move(tokens, OTHERS, gaps=[0, 1]), [*range(*CHUNKS[0]), *range(*CHUNKS[1]), 30, 38])]
+    for move, _ in work:
+        for piece in move.plan.pieces:
+            spoil(runner, move.slots[piece.start : piece.end])
+    layer, watch = runner.model.model.layers[0].self_attn.attn, make_watch(runner, HEADS)
+    shape = HeadShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, runner.dtype)
+    sparse = attention and attention(shape, scale=layer.scaling)
+    with watch.watch_pass(work) as measure:
+        run_pass(runner, [_sequence(*each) for each in work], sparse=sparse, watch=measure)
+    for move, gaps in zip((each for each, _ in work), ([2], [0, 1]), strict=True):
+        for number, (start, end) in enumerate(CHUNKS):
+            found = move.outward.of(start, end)
+            assert (found is not None) == (number in gaps)
+            if found is not None:
+                before = CHUNKS[:number] or [(0, start)]
+                seen = [weights[layer, head, start:end, a:b].sum(-1) for layer, head in HEADS for a, b in before]
+                torch.testing.assert_close(found.double(), sum(seen) / len(HEADS), rtol=0, atol=ATOL)
+    assert watch.num_measured == 30
+
+
+def test_pass_that_fails_tells_nothing(runner: Any) -> None:
+    """The region is computed anew, by another attention."""
+    tokens, watch = make_tokens(0), make_watch(runner, HEADS)
+    prefill(runner, tokens.tolist(), SLOTS)
+    move, positions = make_move(tokens, SLOTS, gaps=[1]), [*range(*CHUNKS[1])]
+
+    def fail() -> None:
+        with watch.watch_pass([(move, positions)]) as measure:
+            run_pass(runner, [_sequence(move, positions)], watch=measure)
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        fail()
+    assert move.outward.of(*CHUNKS[1]) is None
+
+
+def make_move(tokens: Any, slots: Any, *, gaps: Sequence[int]) -> Any:
+    spans = tuple(Span(start, end, ChunkId(str(start))) for start, end in CHUNKS)
+    pieces = [Piece(*CHUNKS[number], span=number, source=None) for number in gaps]
+    return SimpleNamespace(
+        plan=SimpleNamespace(pieces=pieces), spans=spans, slots=slots, token_ids=array("q", tokens.tolist())
+    )
 
 
 def test_forward_that_calls_no_attention_tells_nothing(runner: Any) -> None:
