@@ -71,7 +71,8 @@ def test_answers_are_audited_at_their_rank(tmp_path: Path) -> None:
                 "temperature": 0,
             }
             first = post(server.url + PATH, body)["chunkcache"]
-            moved = {**body, "chunks": body["chunks"][::-1], "reuse": {"mode": "fused", "ratio": 1.0}}
+            chunks = [body["chunks"][0], *body["chunks"][:0:-1]]  # the first one leads it to the same rank
+            moved = {**body, "chunks": chunks, "reuse": {"mode": "fused", "ratio": 1.0}}
             reply = post(server.url + PATH, moved)["chunkcache"]
             assert (reply["dp_rank"], reply["reuse"]["sampled"]) == (first["dp_rank"], True)
             served[reply["dp_rank"]] += 1
