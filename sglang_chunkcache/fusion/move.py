@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from radix_ext import Span
-    from sglang_chunkcache.fusion.outward import OutwardRows
     from sglang_chunkcache.fusion.own_slots import OwnSlots
     from sglang_chunkcache.fusion.pricing import Watch
     from sglang_chunkcache.wire.spans import RequestSpans
@@ -52,8 +51,8 @@ class Move:
     fallbacks: list[Fallback] = field(default_factory=list)
     ms: dict[str, float] = field(default_factory=dict)
     """Phase -> milliseconds of the whole batch, as the host sees them (queued work on a GPU is not waited for)."""
-    outward: OutwardRows | None = None
-    """Of the chunks among its gaps. None: not measured."""
+    outward: Any = None
+    """What the chunks among its gaps attended to while they were computed (outward.py). None: not measured."""
     filling: Watch | None = None
     """What filling it took, on the device. None: it was filled with others, or is not filled yet."""
 

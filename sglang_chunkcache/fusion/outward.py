@@ -30,10 +30,17 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-    from sglang_chunkcache.fusion.fill import FusionPass
+    from sglang_chunkcache.fusion.calibration import Calibration
     from sglang_chunkcache.fusion.move import Move
 
 logger = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """The pass: its model, SGLang's ModelRunner, and what that is calibrated with."""
+
+    runner: Any
+    calibration: Calibration
 
 
 class Measure(Protocol):
@@ -88,7 +95,7 @@ class OutwardWatch:
     """Of one rank: of the model that the pass runs, in the heads that it is calibrated with. Waits for nothing, harms no
     request."""
 
-    def __init__(self, fusion_pass: FusionPass) -> None:
+    def __init__(self, fusion_pass: Watched) -> None:
         self._pass = fusion_pass
         self._has_failed = False
         self.num_measured = 0
