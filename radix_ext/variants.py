@@ -20,7 +20,7 @@ thread uses it. Invariant: bytes and variants are within their limits whenever a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
@@ -126,9 +126,20 @@ class VariantIndex:
         self._order: list[_Entry] = []
         """Heap. An entry may be outdated: where its variant has risen since, it is corrected when it surfaces. Where it has
         fallen, a second one has been pushed. Serials, not variants: an outdated entry keeps no KV in memory."""
+        self.watch: Callable[[Identity, Variant, bool], None] = lambda identity, variant, is_here: None
+        """Told when a variant has come or has left, for whatever reason."""
         self._clock = 0
         self._num_bytes = self._reserved_bytes = self._num_reserved = 0
         self._num_added = self._num_replaced = self._num_refused = self._num_evicted = self._num_uses = 0
+
+    @property
+    def max_bytes(self) -> int:
+        """Of KV and scores together."""
+        return self._max_bytes
+
+    def variants(self) -> Iterator[Variant]:
+        """All, while nothing comes or leaves."""
+        return (variant for _, variant, _ in self._held.values())
 
     def find(self, identity: Identity) -> tuple[Variant, ...]:
         """All variants of the chunk, oldest first; no use is counted."""
@@ -211,17 +222,22 @@ class VariantIndex:
         variant.scores, variant.outward = scores, outward
         if old is not None:
             variant.reuse = max(variant.reuse, old.reuse)
-            self._drop(old)
+            self.drop(old)
             self._num_replaced += 1
         self._make_room(identity, variant, nbytes)
-        self._clock += 1
-        variant.last_used = variant.serial = self._clock
-        self._chunks.setdefault(identity, {})[variant.head, variant.prefix] = variant
-        self._held[variant.serial] = identity, variant, nbytes
-        self._count(variant, nbytes, 1)
-        self._num_added += 1
-        heappush(self._order, self._entry(variant))
-        self._bound_order()
+        self._add(identity, variant, nbytes)
+        return True
+
+    def restore(self, identity: Identity, variant: Variant) -> bool:
+        """Add what an earlier store has kept, with its f_r and uses: nobody has asked this one for it yet. Nothing leaves for it.
+
+        Returns:
+            False: nothing changed. There is no room, or its place is taken.
+        """
+        nbytes = variant.nbytes
+        if not self._fits(nbytes) or self.get(identity, variant.head, variant.prefix) is not None:
+            return False
+        self._add(identity, variant, nbytes)
         return True
 
     def use(self, variant: Variant, cfo: float) -> None:
@@ -244,6 +260,18 @@ class VariantIndex:
             if was_reserved:  # it falls in the order
                 heappush(self._order, self._entry(variant))
 
+    def drop(self, variant: Variant) -> None:
+        """Take it out, which counts as no eviction. No effect if it has left."""
+        if not self._holds(variant):
+            return
+        identity, _, nbytes = self._held.pop(variant.serial)
+        siblings = self._chunks[identity]
+        del siblings[variant.head, variant.prefix]
+        if not siblings:
+            del self._chunks[identity]
+        self._count(variant, nbytes, -1)
+        self.watch(identity, variant, False)
+
     def set_on_device(self, identity: Identity, is_there: bool) -> None:
         """A first copy of the chunk has come to the device, or the last one has left."""
         if is_there:
@@ -258,7 +286,7 @@ class VariantIndex:
         """Forget every variant, or all that were not preprocessed; the counts stay. Not counted as eviction."""
         for _, variant, _ in list(self._held.values()):
             if not (keep_preprocessed and variant.preprocessed):
-                self._drop(variant)
+                self.drop(variant)
         self._sort()
 
     def forget_scores(self) -> None:
@@ -303,6 +331,17 @@ class VariantIndex:
         if violations:
             raise IntegrityError(violations)
 
+    def _add(self, identity: Identity, variant: Variant, nbytes: int) -> None:
+        self._clock += 1
+        variant.last_used = variant.serial = self._clock
+        self._chunks.setdefault(identity, {})[variant.head, variant.prefix] = variant
+        self._held[variant.serial] = identity, variant, nbytes
+        self._count(variant, nbytes, 1)
+        self._num_added += 1
+        heappush(self._order, self._entry(variant))
+        self._bound_order()
+        self.watch(identity, variant, True)
+
     def _holds(self, variant: Variant) -> bool:
         held = self._held.get(variant.serial)
         return held is not None and held[1] is variant
@@ -335,16 +374,8 @@ class VariantIndex:
             heappop(self._order)
 
     def _evict(self, variant: Variant) -> None:
-        self._drop(variant)
+        self.drop(variant)
         self._num_evicted += 1
-
-    def _drop(self, variant: Variant) -> None:
-        identity, _, nbytes = self._held.pop(variant.serial)
-        siblings = self._chunks[identity]
-        del siblings[variant.head, variant.prefix]
-        if not siblings:
-            del self._chunks[identity]
-        self._count(variant, nbytes, -1)
 
     def _count(self, variant: Variant, nbytes: int, sign: int) -> None:
         self._num_bytes += sign * nbytes

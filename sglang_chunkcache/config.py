@@ -43,6 +43,9 @@ MAX_WAITING_CAPTURES = 256
 MAX_CAPTURED_TOKENS = 512
 """Of chunks scored and stored after one forward: the answers under way wait for them."""
 
+STORAGE_BACKENDS = ("file", "dynamic")
+"""Of HiCache's, those that read and write one tensor by its key."""
+
 
 def knob(
     default: Any,
@@ -142,6 +145,18 @@ class ChunkCacheConfig:
         2, "accesses within the window that bring a chunk into the store", low=1, high=1_000_000
     )
     """Below it, a chunk is found only in the tree."""
+    storage_backend: str | None = knob(
+        None, f"keep the store beyond the process: a storage backend of HiCache's ({' or '.join(STORAGE_BACKENDS)})"
+    )
+    """Default: what is stored is gone with the process."""
+    storage_backend_extra_config: str | None = knob(
+        None, "the backend's settings, as HiCache takes them: a JSON object, or @ and the path of a file with one"
+    )
+    """`directory` is ours: where `file` keeps the entries, and either backend's manifest is (storage/README.md)."""
+    storage_mib: int = knob(
+        0, "bytes that each rank's storage may take, in MiB; 0: a quarter of what its file system can spare", low=0
+    )
+    """What is free and what the storage holds already, at the start. `dynamic` has no file system, so it needs a number."""
     question_window: int = knob(
         32, "last tokens of a question that choose what is recomputed; all of a shorter one", low=1, high=4096
     )

@@ -1,8 +1,12 @@
-"""Our three patches of SGLang: target, and why no registry does the job.
+"""Our patches of SGLang: target, and why no registry does the job.
 
 - AFTER `Scheduler.get_internal_state`: the only way from the HTTP process to a scheduler's state, and no registry adds to it.
 - AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` only: promised slots must be filled on the forward
   stream, after earlier forwards, which may still write KV that is moved, and before the batch's own extend.
+- AFTER `Scheduler._add_request_to_queue`, with a storage only: what a request needs is loaded while it waits, and SGLang asks a
+  cache for a waiting request under some queue policies only.
+- AFTER `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`, with a storage only: where the client asks for no flush,
+  nothing else tells that KV is of other weights from now on, and what outlives the process must be named by them.
 - AROUND `TokenizerManager.generate_request`, in the main process and with `--chunkcache-guard on` only: the one place that every
   endpoint's request passes before it goes to the scheduler.
 """
@@ -25,23 +29,31 @@ if TYPE_CHECKING:
 
 GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+ADD_TO_QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+AFTER_UPDATE = f"{UPDATER}.flush_cache_after_weight_update"
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 
 
-def register_hooks(*, reuse: str, guard: Guard | None = None) -> None:
+def register_hooks(*, reuse: str, has_storage: bool = False, guard: Guard | None = None) -> None:
     """Register every hook; SGLang applies them when all plugins are loaded. `guard`: of the main process."""
     HookRegistry.register(GET_INTERNAL_STATE, _add_stats, HookType.AFTER)
     if reuse == "fused":
         HookRegistry.register(FORWARD, _fill_first, HookType.AROUND)
+    if has_storage:
+        HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
+        HookRegistry.register(AFTER_UPDATE, _tell_update, HookType.AFTER)
     if guard is not None:
         HookRegistry.register(GENERATE_REQUEST, _guarded(guard), HookType.AROUND)
 
 
-def missing_hooks(*, reuse: str, guard: str = "off") -> list[str]:
+def missing_hooks(*, reuse: str, has_storage: bool = False, guard: str = "off") -> list[str]:
     """Targets that SGLang failed to patch: it logs such a failure and continues without the hook. `guard`: the main process's."""
     targets = [GET_INTERNAL_STATE]
     if reuse == "fused":
         targets.append(FORWARD)
+    if has_storage:
+        targets += [ADD_TO_QUEUE, AFTER_UPDATE]
     if guard == "on":
         targets.append(GENERATE_REQUEST)
     return [target for target in targets if target not in HookRegistry._patched]
@@ -68,6 +80,20 @@ def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
     with cache.promiser.watch(batch):
         result = forward(worker, batch, *args, **kwargs)
     cache.promiser.after(first_tokens_wait=batch.forward_mode.is_extend())
+    return result
+
+
+def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    cache = _ours(scheduler.tree_cache)
+    if cache is not None:
+        cache.arrived(req)
+    return result
+
+
+def _tell_update(result: Any, updater: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+    cache = _ours(None if updater.scheduler is None else updater.scheduler.tree_cache)
+    if cache is not None and cache.promiser is not None and not asked.flush_cache:
+        cache.promiser.doubt_weights()
     return result
 
 

@@ -61,6 +61,7 @@ def main(argv: list[str]) -> None:
         rest = server_flags(found_models(rest), stock=args.stock)
         if not args.stock:
             _check_attention(settings)
+            _check_storage(settings)
     except ValueError as error:
         parser.error(str(error))
     if args.stock:
@@ -161,6 +162,31 @@ def _check_attention(settings: config.ChunkCacheConfig) -> None:
         raise ValueError("--recompute-attention sparse: there is no CUDA device; use auto")
 
 
+def _check_storage(settings: config.ChunkCacheConfig) -> None:
+    """Checks that need no folder: each rank opens its own."""
+    flag, name = config.flag_name("storage_backend"), settings.storage_backend
+    if name is None:
+        if settings.storage_backend_extra_config is not None or settings.storage_mib:
+            raise ValueError(f"{flag} is missing: the storage's other flags mean nothing without it")
+        return
+    if name not in config.STORAGE_BACKENDS:
+        supported = " and ".join(config.STORAGE_BACKENDS)
+        raise ValueError(
+            f"{flag} {name} is not supported, only {supported}: HiCache's others do not keep one tensor by its key"
+        )
+    if settings.reuse != "fused":
+        raise ValueError(f"{flag} needs --reuse fused: without it nothing is stored")
+    if name == "dynamic" and not settings.storage_mib:
+        raise ValueError(
+            f"{flag} dynamic needs {config.flag_name('storage_mib')}: nobody can tell what it has room for"
+        )
+    from sglang_chunkcache.storage.backend import extra_config
+    from sglang_chunkcache.storage.key import secret_of
+
+    extra_config(settings)
+    secret_of(os.environ)
+
+
 def _open_index(settings: config.ChunkCacheConfig, fail: Callable[[str], NoReturn]) -> Any:
     from retrieval.errors import RetrievalError
     from sglang_chunkcache.front.startup import open_retriever
@@ -203,7 +229,8 @@ def _check_hooks(fail: Callable[[str], NoReturn]) -> None:
 
     settings = config.from_env()
     assert settings is not None
-    if missing := missing_hooks(reuse=settings.reuse, guard=settings.guard):
+    has_storage = settings.storage_backend is not None
+    if missing := missing_hooks(reuse=settings.reuse, has_storage=has_storage, guard=settings.guard):
         fail(f"SGLang did not apply our hooks {missing}; the log above has the cause")
 
 

@@ -40,7 +40,11 @@ def register() -> None:
         from sglang_chunkcache.front.app import install
 
         guard = install(settings)
-    register_hooks(reuse=settings.reuse if settings else "exact", guard=guard)
+    register_hooks(
+        reuse=settings.reuse if settings else "exact",
+        has_storage=settings is not None and settings.storage_backend is not None,
+        guard=guard,
+    )
 
 
 def create_cpu_attention(runner: Any) -> Any:
@@ -65,7 +69,7 @@ def create_cache(ctx: Any) -> Any:
         raise RuntimeError(
             f"--radix-cache-backend {BACKEND} needs `python -m sglang_chunkcache.launch_server`, which sets it"
         )
-    if missing := missing_hooks(reuse=settings.reuse):
+    if missing := missing_hooks(reuse=settings.reuse, has_storage=settings.storage_backend is not None):
         raise RuntimeError(f"SGLang did not apply our hooks {missing}; the log above has the cause")
     allocator = type(ctx.params.token_to_kv_pool_allocator).__name__
     if "SWA" in allocator or "Hybrid" in type(ctx.params.req_to_token_pool).__name__:

@@ -63,10 +63,11 @@ def test_sglang_chunkcache_knows_no_eval_and_no_tests() -> None:
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
-        ("front", {"scheduler", "fusion", "attention"}),
-        ("scheduler", {"front", "fusion"}),
+        ("front", {"scheduler", "fusion", "storage", "attention"}),
+        ("scheduler", {"front", "fusion", "storage"}),
         ("fusion", {"front"}),
-        ("attention", {"front", "scheduler", "fusion"}),
+        ("storage", {"front", "scheduler", "fusion", "attention"}),
+        ("attention", {"front", "scheduler", "fusion", "storage"}),
     ],
 )
 def test_folders_follow_the_requests_way(folder: str, forbidden: set[str]) -> None:
@@ -206,6 +207,7 @@ def test_state_on_sglangs_objects_has_one_home() -> None:
         "front/prompt.py": "a tokenizer of transformers",
         "front/tokenizer.py": "a tokenizer of transformers",
         "scheduler/node.py": "the two functions",
+        "storage/backend.py": "what a storage of HiCache's may have",
     }
     package = ROOT / "sglang_chunkcache"
     found = {

@@ -36,6 +36,7 @@ from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.move import Move, move_of, rows_of
 from sglang_chunkcache.fusion.outcome import Outcome, in_ms, outcome_of, reasons_of, selector_of, sources_of
 from sglang_chunkcache.fusion.own_slots import OwnSlots
+from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report
@@ -72,6 +73,7 @@ class Fuser:
     Args:
         extend_reserve: tokens that SGLang may take for the extends of one batch. They stay free or evictable.
         fingerprint: of the model's weights, as they are when it is called. None: unknown, each reset counts as a change.
+        storage: below the store, with weights that are known. None: what leaves the store is gone.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Fuser:
         extend_reserve: int,
         fingerprint: Callable[[], int | None],
         calibrator: Calibrator | None = None,
+        storage: StorageTier | None = None,
     ) -> None:
         self.cache, self.fusion_pass, self.store, self.limits = cache, fusion_pass, store, limits
         self.extend_reserve = extend_reserve
@@ -94,6 +97,9 @@ class Fuser:
         self.calibrator = calibrator
         if calibrator is not None:
             fusion_pass.calibration = calibrator.kept(self._weights)
+        self.storage = storage
+        if storage is not None:
+            storage.start(self._weights, fusion_pass.calibration.heads)
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
         self._pending: list[_Pending] = []
@@ -103,11 +109,44 @@ class Fuser:
 
     # SGLang's calls, in a request's order
 
+    def arrived(self, req: Req, spans: RequestSpans) -> None:
+        """Ask the storage for what the request's chunks have there and nowhere else."""
+        known = state(req)
+        if self.storage is None or spans.fusion is None or known.loads is not None:
+            return
+        known.loads = []
+        try:
+            self.storage.poll()
+            heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
+            ids = [span.chunk for span in spans.spans]
+            alone = spans.fusion.plain
+            for index, (span, head) in enumerate(zip(spans.spans, heads, strict=True)):
+                identity = ChunkIdentity(span.chunk, req.extra_key, req.cache_salt)
+                found = self.sources.candidates(identity, head, alone=alone)
+                if alone:
+                    found = [each for each in found if not (each.prefix or each.preprocessed)]
+                if index in spans.fusion.fresh or any(each.head == head for each in found):
+                    continue
+                known.loads += self.storage.ask(
+                    identity,
+                    span.end - span.start,
+                    ids[:index],
+                    head,
+                    alone=alone,
+                    has_source=bool(found),
+                )
+        except Exception:  # the scheduler must not die of what can be computed
+            logger.exception("chunk cache: nothing is loaded, the prompt is computed")
+
     def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """Extend an exact match by fused nodes of the request's recipe and by what can be moved. Takes nothing."""
         assert spans.fusion is not None
         fusion = self.fusion_pass.calibration.resolve(spans.fusion)
         started = time.perf_counter()
+        if self.storage is not None and not state(req).is_asked_only:
+            self.arrived(req, spans)
+            self.storage.poll()
+            self.storage.planned_without(state(req).loads)
         node, found = result.last_device_node, [result.device_indices]
         if fusion.plain and len(found[0]):  # chunks of an exact chain were computed after others
             found, node = self.cache._match_prefix_helper(self.cache.root_node, key[: spans.spans[0].end])
@@ -186,6 +225,8 @@ class Fuser:
         state(req).fused = key.fused
         if not spans.is_preprocessing:  # else neighbours would outlive what they are moved for
             self.sources.count_uses(plan)
+            if self.storage is not None:
+                self.storage.count_uses(plan, req.extra_key, req.cache_salt)
         return row[plan.start :], last
 
     def before(self, batch: ScheduleBatch) -> None:
@@ -222,7 +263,12 @@ class Fuser:
         chunks = [node for node in path if facts(node).chunk is not None]
         self.outward.tell(req, chunks)
         if not spans.is_preprocessing:
-            self.store.ask((identity_of(node), facts(node).head, facts(node).prefix) for node in chunks)
+            asked = [
+                (identity, facts(node).head, facts(node).prefix) for node in chunks if (identity := identity_of(node))
+            ]
+            self.store.ask(asked)
+            if self.storage is not None:
+                self.storage.count_asked(asked)
         else:
             moved = {piece.span for piece in (move.plan.pieces if move else ()) if piece.source is not None}
             if not moved.issuperset(range(1, len(spans.spans) - 1)):
@@ -249,6 +295,8 @@ class Fuser:
         """Score and store some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
         if first_tokens_wait:
             self.pricing.refresh()
+        if self.storage is not None:
+            self.storage.poll()
         is_put_off = first_tokens_wait and not self._was_put_off
         self._was_put_off = is_put_off
         if is_put_off:
@@ -324,33 +372,55 @@ class Fuser:
         self.captures.put_arrived()
         self.store.forget_scores()
         self.cache.copies.forget_scores()
+        if self.storage is not None:
+            self.storage.calibrated(self.fusion_pass.calibration.heads)
 
     def reset(self) -> None:
         """The tree is gone: so are pending promises, waiting captures and the store, but for what was preprocessed with these
-        very weights. SGLang resets for `/flush_cache` and after weight updates alike, and does not say which."""
+        very weights. SGLang resets for `/flush_cache` and after weight updates alike, and does not say which. The storage keeps
+        all it has: what other weights have computed has other names."""
         self._pending.clear()  # not closed: the locks went with the tree
         self.captures.clear()
         before, self._weights = self._weights, self._fingerprint()
-        self.store.clear(keep_preprocessed=self._weights is not None and self._weights == before)
+        is_sure = self._weights is not None and (self.storage is None or not self.storage.is_off)
+        self.store.clear(keep_preprocessed=self._weights == before and is_sure)
         if self._weights != before and self.calibrator is not None:
             self.fusion_pass.calibration = self.calibrator.kept(self._weights)
             if not self.fusion_pass.calibration.figures:
                 logger.warning(
                     "chunk cache: no calibration is known for these weights, selection reads the papers' layers"
                 )
+        if self.storage is not None:
+            self.storage.start(self._weights, self.fusion_pass.calibration.heads)
+
+    def doubt_weights(self) -> None:
+        """KV of two weights is mixed, as the client wishes, but not for longer than the process lives."""
+        if self.storage is not None:
+            self.storage.stop()
 
     def clear_store(self) -> Cleared:
-        """Empty the store, preprocessed chunks and those that wait for it included."""
+        """Empty the store, preprocessed chunks and those that wait for it included, and the storage."""
         self.captures.clear()
         before = self.store.stats()
         self.store.clear()
+        if self.storage is not None:
+            self.storage.clear()
         return Cleared(before.num_chunks, before.num_variants, before.num_bytes)
+
+    def close(self) -> None:
+        """What waits for the storage is written, if that takes no longer than a few seconds."""
+        if self.storage is not None:
+            self.storage.close()
 
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`."""
         num_shared, token_bytes = self.cache.shared.num_shared, self.fusion_pass.token_bytes
         return {
-            "store": {**self.store.stats()._asdict(), **self.captures.stats()},
+            "store": {
+                **self.store.stats()._asdict(),
+                **self.captures.stats(),
+                **({"storage": self.storage.stats()} if self.storage is not None else {}),
+            },
             "sources": len(self.cache.copies),
             "shared": {
                 "tokens": num_shared,

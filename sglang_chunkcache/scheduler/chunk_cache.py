@@ -96,6 +96,12 @@ class ChunkRadixCache(SharingRadixCache):
 
     # SGLang's calls, in a request's order
 
+    def arrived(self, req: Req) -> None:
+        """The request is in SGLang's queue. Called by our hook."""
+        spans = self._spans_of(req)
+        if spans is not None and self.promiser is not None:
+            self.promiser.arrived(req, spans)
+
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called again and again.
 
@@ -159,6 +165,12 @@ class ChunkRadixCache(SharingRadixCache):
         self.copies.clear()
         if self.promiser is not None:
             self.promiser.reset()
+
+    def release_host_resources(self) -> None:
+        """The scheduler ends as it was asked to. SGLang does not wait long for it."""
+        super().release_host_resources()
+        if self.promiser is not None:
+            self.promiser.close()
 
     # What we add
 

@@ -69,6 +69,8 @@ class RequestState:
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
     promise: Any = None
     """The promiser's own record."""
+    loads: Any = None
+    """What was asked of the storage for it (fusion/tier.py). None: nothing was yet."""
 
 
 def facts(node: TreeNode) -> ChunkFacts:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class Promiser(Protocol):
     """Calls come in this order for one request."""
 
+    def arrived(self, req: Req, spans: RequestSpans) -> None:
+        """It waits from now on: what it will need of slower tiers may be loaded."""
+
     def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """Extend an exact match, at a request's admission, by what can be had otherwise. Idempotent: takes nothing."""
 
@@ -48,11 +51,17 @@ class Promiser(Protocol):
     def reset(self) -> None:
         """The tree is empty, and the weights may have changed."""
 
+    def doubt_weights(self) -> None:
+        """The weights have changed, and the tree was not emptied: until it is, nobody knows which KV is whose."""
+
     def calibrate(self, prompts: Sequence[CalibrationPrompt]) -> None:
         """Measure where the model keeps the evidence by which tokens are selected. Raises ValueError or RuntimeError: cannot."""
 
     def clear_store(self) -> Cleared:
         """Empty the store, the chunks that wait for it included."""
+
+    def close(self) -> None:
+        """The process ends; no call comes after it."""
 
     def stats(self) -> dict[str, Any]:
         """Counts for `/chunkcache/stats`."""

@@ -14,12 +14,14 @@ pytest.importorskip("sglang")
 from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy, match_prefix_for_req
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, InitLoadBackParams, MatchResult
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -133,3 +135,57 @@ def test_flush_resets_the_tree() -> None:
     assert "self.flush_cache(" in source(SchedulerWeightUpdaterManager.flush_cache_after_weight_update)
     update = source(SchedulerWeightUpdaterManager.update_weights_from_disk)
     assert update.index("self.flush_cache_after_weight_update(") < update.index("record_weight_version_after_update(")
+
+
+def test_storage_names() -> None:
+    """HiCache's storage is made and used without HiCache. `file` is in a folder that only the environment names, overwrites
+    nothing, and puts entries where we delete them."""
+    create = source(StorageBackendFactory._create_builtin_backend)
+    assert 'if backend_name in ("file", "sim"): return backend_class(storage_config)' in create
+    assert "return backend_class(storage_config, kwargs)" in source(StorageBackendFactory._create_dynamic_backend)
+    assert parameters(StorageBackendFactory.create_backend) == [
+        "backend_name",
+        "storage_config",
+        "mem_pool_host",
+        "kwargs",
+    ]
+    assert "envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()" in source(HiCacheFile.__init__)
+    assert parameters(HiCacheFile.get)[:2] == parameters(HiCacheStorage.get)[:2] == ["key", "target_location"]
+    written = source(HiCacheFile.set)
+    assert "if self.exists(key):" in written
+    assert 'os.path.join(self.file_path, f"{suffixed}.bin")' in written
+    assert 'f".{uuid.uuid4().hex}.tmp"' in written
+    assert "os.replace(tmp_path, tensor_path)" in written
+    assert "self._get_suffixed_key(key)" in written
+    optional = {"tp_lcm_size", "should_split_heads", "dp_rank", "extra_config"}
+    required = {f.name for f in dataclasses.fields(HiCacheStorageConfig)} - optional
+    assert required == {
+        "tp_rank",
+        "tp_size",
+        "pp_rank",
+        "pp_size",
+        "attn_cp_rank",
+        "attn_cp_size",
+        "is_mla_model",
+        "enable_storage_metrics",
+        "is_page_first_layout",
+        "model_name",
+    }
+
+
+def test_arrival_and_update_can_be_told() -> None:
+    """Every request passes one method on its way into the queue, every update of weights one after it."""
+    assert parameters(Scheduler._add_request_to_queue)[0] == "req"
+    assert "self.waiting_queue.append(req)" in source(Scheduler._add_request_to_queue)
+    assert parameters(SchedulerWeightUpdaterManager.flush_cache_after_weight_update) == ["recv_req"]
+    assert "if recv_req.flush_cache:" in source(SchedulerWeightUpdaterManager.flush_cache_after_weight_update)
+    assert "scheduler" in {f.name for f in dataclasses.fields(SchedulerWeightUpdaterManager)}
+    for name in ("disk", "distributed", "tensor", "ipc"):
+        update = source(getattr(SchedulerWeightUpdaterManager, f"update_weights_from_{name}"))
+        assert "self.flush_cache_after_weight_update(recv_req)" in update
+
+
+def test_end_is_told_to_the_cache() -> None:
+    """By a scheduler that ends as it was asked to: what waits for the storage is written then."""
+    assert "self.tree_cache.release_host_resources()" in source(Scheduler.release_host_resources)
+    assert "if scheduler.gracefully_exit: scheduler.release_host_resources()" in source(run_scheduler_process)

@@ -340,6 +340,45 @@ def test_wants_a_new_prefix() -> None:
     assert store.wants(chunk("b"), "", ids("xy"))
 
 
+def test_restored_variant_goes_on_as_it_was() -> None:
+    """With its f_r and its uses, though nobody has asked for its chunk yet; nothing leaves for it."""
+    store = make_store(tokens=2, variants=1)
+    kept = replace(make_variant("x", preprocessed=True), reuse=3.5, num_uses=2)
+    assert store.restore(chunk("a"), kept)
+    assert not store.restore(chunk("a"), make_variant("x"))
+    assert store.restore(chunk("a"), make_variant("y"))
+    assert not store.restore(chunk("b"), make_variant())
+    assert store.find(chunk("a"))[0] is kept
+    assert (kept.reuse, kept.num_uses, kept.is_reserved) == (3.5, 2, False)
+    store.check_integrity()
+
+
+def test_whoever_watches_is_told_of_all_that_comes_and_leaves() -> None:
+    """By whatever way: put, replaced, evicted, dropped, restored, cleared."""
+    store, told = make_store(tokens=2), list[tuple[Any, bool]]()
+    store.watch = lambda identity, variant, is_here: told.append((variant, is_here))
+    a, better, b, c = make_variant(), make_variant(preprocessed=True), make_variant(), make_variant()
+    store.put(chunk("a"), a)
+    store.put(chunk("a"), better)
+    store.restore(chunk("b"), b)
+    store.put(chunk("c"), c)
+    store.drop(better)
+    store.drop(better)
+    store.clear()
+    assert told == [
+        (a, True),
+        (a, False),
+        (better, True),
+        (b, True),
+        (b, False),
+        (c, True),
+        (better, False),
+        (c, False),
+    ]
+    assert store.stats().num_evicted == 1
+    assert list(store.variants()) == []
+
+
 def test_a_variant_is_in_one_place_only() -> None:
     """Twice it would be counted twice and freed once."""
     store, variant = make_store(), make_variant()

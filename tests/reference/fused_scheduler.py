@@ -32,6 +32,7 @@ from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.pricing import Pricing, Watch
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.store import ChunkScores
+from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.wire.report import Fallback
@@ -176,7 +177,7 @@ class FakePass:
                 self.contents.read(slot, token, source.start + offset)
         else:
             assert isinstance(source, HostCopy)
-            assert source.variant.blob.read()[0].flatten().tolist() == tokens
+            assert [part.flatten().tolist() for part in source.variant.blob.read()] == [tokens, tokens]
         for position, token in zip(positions, tokens, strict=True):
             slot = int(move.slots[position])
             assert slot not in self.contents.slots, f"slot {slot} is filled twice"
@@ -184,7 +185,8 @@ class FakePass:
 
 
 class FusedScheduler(Scheduler):
-    """`Scheduler` with a fuser; `prefill_budget` is also what a promise leaves free for extends."""
+    """`Scheduler` with a fuser; `prefill_budget` is also what a promise leaves free for extends. `storage` makes what is below
+    the store."""
 
     def __init__(
         self,
@@ -195,6 +197,7 @@ class FusedScheduler(Scheduler):
         prefill_budget: int = 64,
         is_chunked: bool = True,
         store_bytes: int = 10_000,
+        storage: Callable[[VariantIndex], StorageTier] | None = None,
     ) -> None:
         super().__init__(capacity, config, prefill_budget=prefill_budget, is_chunked=is_chunked)
         self.contents = Contents(self.allocator.contents)
@@ -214,6 +217,7 @@ class FusedScheduler(Scheduler):
             limits,
             extend_reserve=prefill_budget,
             fingerprint=lambda: self.weights,
+            storage=storage(self.store) if storage else None,
         )
         self.cache.promiser = self.fuser
         self.evicted_before_load_back = 0

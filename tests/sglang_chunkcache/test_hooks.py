@@ -56,8 +56,31 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HookRegistry, "_patched", set())
     assert set(hooks.missing_hooks(reuse="fused", guard="on")) == every
     assert hooks.missing_hooks(reuse="exact") == [hooks.GET_INTERNAL_STATE]
+    assert set(hooks.missing_hooks(reuse="fused", has_storage=True, guard="on")) - every == {
+        hooks.ADD_TO_QUEUE,
+        hooks.AFTER_UPDATE,
+    }
     monkeypatch.setattr(HookRegistry, "_patched", every)
     assert hooks.missing_hooks(reuse="fused", guard="on") == []
+
+
+def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang returns stays. An update that flushes tells by its reset; a server's other caches are left alone."""
+    told: list[Any] = []
+    promiser = SimpleNamespace(doubt_weights=lambda: told.append("doubt"))
+    cache = SimpleNamespace(arrived=told.append, promiser=promiser)
+    monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
+    scheduler = SimpleNamespace(tree_cache=cache)
+    assert hooks._tell_arrival("result", scheduler, "req", is_retracted=True) == "result"
+    for flushes in (True, False):
+        updater, asked = SimpleNamespace(scheduler=scheduler), SimpleNamespace(flush_cache=flushes)
+        assert hooks._tell_update("result", updater, asked) == "result"
+    assert told == ["req", "doubt"]
+    nobody = SimpleNamespace(tree_cache=None)
+    hooks._tell_arrival(None, nobody, "req")
+    hooks._tell_update(None, SimpleNamespace(scheduler=nobody), SimpleNamespace(flush_cache=False))
+    hooks._tell_update(None, SimpleNamespace(scheduler=None), SimpleNamespace(flush_cache=False))
+    assert told == ["req", "doubt"]
 
 
 def test_start_without_the_guard_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,50 @@ def test_main_mistake_exits_with_2(flags: list[str], run: list[Any], capsys: pyt
     assert not run
 
 
+STORAGE = "--chunkcache-storage-backend"
+FUSED = ["--reuse", "fused", STORAGE]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*FUSED, "hf3fs"], "backend hf3fs is not supported, only file and dynamic"),
+        ([STORAGE, "file"], "backend needs --reuse fused"),
+        ([*FUSED, "dynamic"], "backend dynamic needs --chunkcache-storage-mib"),
+        (["--chunkcache-storage-mib", "5"], "backend is missing"),
+        ([f"{STORAGE}-extra-config", "{}"], "backend is missing"),
+        ([*FUSED, "file", f"{STORAGE}-extra-config", "{"], "backend-extra-config: "),
+    ],
+)
+def test_main_storage_that_cannot_be_exits_with_2(
+    flags: list[str], message: str, run: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the model is loaded, in a sentence."""
+    with pytest.raises(SystemExit) as caught:
+        launch_server.main(["--model-path", "bundled", *flags])
+    assert caught.value.code == 2
+    assert f"error: --chunkcache-storage-{message}" in capsys.readouterr().err
+    assert not run
+
+
+def test_main_storage_with_two_secrets_exits_with_2(
+    run: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than to guess which is meant."""
+    monkeypatch.setenv("SGLANG_CHUNKCACHE_STORAGE_SECRET", "a")
+    monkeypatch.setenv("SGLANG_CHUNKCACHE_STORAGE_SECRET_FILE", "b")
+    with pytest.raises(SystemExit):
+        launch_server.main(["--model-path", "bundled", *FUSED, "file"])
+    assert "are both set" in capsys.readouterr().err
+    assert not run
+
+
+def test_main_with_a_storage_starts(run: list[Any]) -> None:
+    """Folder and manifest are the ranks' own affair."""
+    launch_server.main(["--model-path", "bundled", *FUSED, "file"])
+    assert run
+
+
 SPARSE = ["--recompute-attention", "sparse"]
 
 

@@ -69,7 +69,7 @@ def fused(*chunks: list[int], **kwargs: Any) -> FakeReq:
 
 
 def make_scheduler(capacity: int = 60, *, limits: Any = None, prefill_budget: int = 20, **knobs: Any) -> FusedScheduler:
-    more: dict[str, Any] = {key: knobs.pop(key) for key in ("is_chunked", "store_bytes") if key in knobs}
+    more: dict[str, Any] = {key: knobs.pop(key) for key in ("is_chunked", "store_bytes", "storage") if key in knobs}
     if limits is not None:
         more["limits"] = Limits(**{"max_pass_tokens": 1000, "max_gap_tokens": 1000, **limits})
     return FusedScheduler(capacity, config(reuse="fused", **knobs), prefill_budget=prefill_budget, **more)

@@ -1,0 +1,192 @@
+"""SGLang's `HiCacheStorage` as a store of bytes by name: HiCache's own backends and configuration, without HiCache.
+
+    file       one file an entry, in a folder of the rank's own          dynamic    any class, as HiCache loads it
+
+Traps of HiCache's that are dealt with here: `get` reads into a tensor whose size must be known, a smaller one is filled without
+a word; `set` overwrites nothing; some `set` report success and keep nothing; nobody deletes. What an entry must be
+is none of its business. The loader's thread uses it, and no other one after the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.storage.entry import Refusal, RefusedEntryError
+
+DEFAULT_SHARE = 0.25
+"""Of what the file system has free, and of what the entries take there: others write to it, too."""
+
+_LEFT_OVER = re.compile(r"cc1-[0-9a-f]{40}.*\.bin|\.[0-9a-f]{32}\.tmp")
+"""Files in a rank's folder: entries, and what HiCache's file backend was writing."""
+
+
+class Backend:
+    """One of HiCache's, `storage`."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def get(self, name: str, num_bytes: int) -> Tensor | None:
+        """[num_bytes] uint8, CPU. None: not there.
+
+        Raises:
+            RefusedEntryError: of another size.
+            OSError: there, and not to be had now. Whatever else the backend raises.
+        """
+        target = torch.empty(num_bytes, dtype=torch.uint8)
+        found: Tensor | None = self._storage.get(name, target)
+        if found is None:
+            if self._storage.exists(name):
+                raise OSError(f"{name} is there and cannot be read")
+            return None
+        if found.numel() * found.element_size() != num_bytes:
+            raise RefusedEntryError(Refusal.TRUNCATED, f"{found.numel() * found.element_size()} of {num_bytes} bytes")
+        return found.cpu().contiguous().view(-1).view(torch.uint8)
+
+    def set(self, name: str, data: Tensor) -> None:
+        """Keep [num_bytes] uint8. What is there under the name stays as it is.
+
+        Raises:
+            OSError: not kept. Whatever else the backend raises.
+        """
+        if not self._storage.set(name, data) or not self._storage.exists(name):
+            raise OSError(f"the backend did not keep {name}")
+
+    def delete(self, name: str) -> None:
+        """As far as the backend can: HiCache's interface cannot, so a class may have `delete(key)`."""
+        if callable(delete := getattr(self._storage, "delete", None)):
+            delete(name)
+
+    def sizes(self) -> dict[str, int] | None:
+        """Name -> bytes of all that is there, after what was left over has been removed. None: it cannot be listed."""
+        return None
+
+    def close(self) -> None:
+        """Some backends have something to close."""
+        if callable(close := getattr(self._storage, "close", None)):
+            close()
+
+
+class FileBackend(Backend):
+    """HiCache's `file` in a folder of our own."""
+
+    def __init__(self, storage: Any) -> None:
+        super().__init__(storage)
+        self._folder = Path(storage.file_path)
+
+    def get(self, name: str, num_bytes: int) -> Tensor | None:
+        try:
+            size = self._path(name).stat().st_size
+        except FileNotFoundError:
+            return None
+        if size != num_bytes:
+            raise RefusedEntryError(Refusal.TRUNCATED, f"{size} of {num_bytes} bytes")
+        return super().get(name, num_bytes)
+
+    def delete(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def sizes(self) -> dict[str, int] | None:
+        suffix, found = self._path("").name, dict[str, int]()
+        with os.scandir(self._folder) as files:
+            for file in files:
+                if file.name.endswith(".tmp") and _LEFT_OVER.fullmatch(file.name):
+                    os.unlink(file)
+                elif file.name.endswith(suffix) and _LEFT_OVER.fullmatch(file.name):
+                    found[file.name.removesuffix(suffix)] = file.stat().st_size
+        return found
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._storage._get_suffixed_key(name)}.bin"
+
+
+def extra_config(config: ChunkCacheConfig) -> dict[str, Any]:
+    """The backend's settings.
+
+    Raises:
+        ValueError: no JSON object; names the flag.
+    """
+    text, flag = config.storage_backend_extra_config, flag_name("storage_backend_extra_config")
+    if text is None:
+        return {}
+    try:
+        found = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{flag} must be a JSON object, got {type(found).__name__}")
+    if not isinstance(found.get("directory", ""), str):
+        raise ValueError(f"{flag}: directory must be a path, got {found['directory']!r}")
+    return found
+
+
+def folder_of(config: ChunkCacheConfig, rank: int) -> Path:
+    """Where one rank keeps its manifest, and `file` its entries. Raises ValueError as `extra_config`."""
+    given = extra_config(config).get("directory")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(given or cache / "sglang_chunkcache" / f"storage-{config.storage_backend}") / f"rank{rank}"
+
+
+def create_backend(config: ChunkCacheConfig, folder: Path, *, model_name: str) -> Backend:
+    """The backend that the configuration names, made by HiCache's factory.
+
+    Raises:
+        ValueError: HiCache cannot make it; says why.
+    """
+    from sglang.srt.environ import envs
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    name = config.storage_backend
+    assert name is not None
+    extra = {key: value for key, value in extra_config(config).items() if key != "directory"}
+    entries = folder / "entries"
+    if name == "file":
+        entries.mkdir(parents=True, exist_ok=True)
+        model_name = ""  # the names of entries tell models apart
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(entries)):
+        try:
+            storage = StorageBackendFactory.create_backend(name, _storage_config(extra, model_name), None)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            storage = None
+    if storage is None:
+        raise ValueError(f"{flag_name('storage_backend')} {name}: {reason}")
+    return FileBackend(storage) if name == "file" else Backend(storage)
+
+
+def room_in(folder: Path, num_bytes: int) -> int:
+    """Bytes that entries may take by default in this folder, where they take `num_bytes`."""
+    return int(DEFAULT_SHARE * (shutil.disk_usage(folder).free + num_bytes))
+
+
+def _storage_config(extra: Mapping[str, Any], model_name: str) -> Any:
+    """HiCache's, by its own field names: releases have different ones."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    known = {
+        "tp_size": 1,
+        "pp_size": 1,
+        "attn_cp_size": 1,
+        "dcp_size": 1,
+        "logical_page_size": 1,
+        "model_name": model_name,
+        "extra_config": dict(extra),
+    }
+    made: dict[str, Any] = {}
+    for field in dataclasses.fields(HiCacheStorageConfig):
+        if field.name in known:
+            made[field.name] = known[field.name]
+        elif field.default is dataclasses.MISSING:
+            made[field.name] = False if str(field.type) == "bool" else 0
+    return HiCacheStorageConfig(**made)

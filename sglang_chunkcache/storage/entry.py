@@ -1,0 +1,252 @@
+"""The bytes of one stored variant: a chunk's KV and what was measured of it.
+
+    magic  version  num_bytes  secret's tag  checksum | header_len  header | keys  values  context  received  outward
+    8      4        8          8             32       | 4           JSON   | as the header says, without gaps
+
+The checksum covers all other bytes, keyed by the secret if there is one: with a secret only who knows it can make an entry. It
+knows no chunk, no store and no backend.
+NOTE: bytes are copied by numpy, on one core and without the interpreter's lock: torch would take all cores from a forward.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+MAGIC = b"chunkkv\n"
+VERSION = 1
+"""Of these bytes. Another one is refused."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_FIXED = struct.Struct("<8sIQ8s32s")
+_CHECKSUM = slice(_FIXED.size - 32, _FIXED.size)
+_HEADER_LEN = struct.Struct("<I")
+
+
+class Refusal(StrEnum):
+    """Why stored bytes are not used."""
+
+    TRUNCATED = "truncated"
+    """Their number is not the one that they name."""
+    FORMAT = "format"
+    """No entry, one of another version, or one whose header makes no sense."""
+    SECRET = "secret"
+    """Written with another secret, or without one."""
+    DAMAGED = "damaged"
+    """The checksum is not that of the bytes."""
+    OTHER_ENTRY = "other_entry"
+    """It is another entry than the one asked for."""
+    LAYOUT = "layout"
+    """KV of other sizes or another dtype, or of another number of tokens."""
+
+
+class RefusedEntryError(Exception):
+    """These bytes are not the entry that was asked for."""
+
+    def __init__(self, reason: Refusal, told: str) -> None:
+        super().__init__(f"{reason}: {told}")
+        self.reason = reason
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one token's KV in one rank's pool."""
+
+    num_layers: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    """Of `DTYPES`."""
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * DTYPES[self.dtype].itemsize
+
+
+class Masses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The numbers of a `radix_ext.cfo.Attention`."""
+
+    inter: tuple[float, ...]
+    prefix_lens: tuple[int, ...]
+    intra: float
+    head: float
+    head_len: int
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One variant. Tensors are contiguous and on the CPU."""
+
+    keys: Tensor
+    """[num_layers, num_tokens, num_kv_heads, key_dim], un-rotated."""
+    values: Tensor
+    """[num_layers, num_tokens, num_kv_heads, value_dim], the keys' dtype."""
+    masses: Masses | None = None
+    """None: not scored."""
+    context: Tensor | None = None
+    """[num_tokens] float32, with `masses`."""
+    received: Tensor | None = None
+    """[num_tokens] float32; None: not measured."""
+    outward: Tensor | None = None
+    """[num_tokens] float32; None: not known."""
+    heads: tuple[tuple[int, int], ...] = ()
+    """The calibrated heads that scores and `outward` were measured with."""
+
+    @property
+    def layout(self) -> Layout:
+        layers, _, heads, key_dim = self.keys.shape
+        return Layout(layers, heads, key_dim, self.values.shape[-1], str(self.keys.dtype).removeprefix("torch."))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.shape[1]
+
+    def tensors(self) -> list[Tensor]:
+        """In the order of the bytes."""
+        every = (self.keys, self.values, self.context, self.received, self.outward)
+        return [each for each in every if each is not None]
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    layout: Layout
+    num_tokens: int
+    masses: Masses | None
+    has_received: bool
+    has_outward: bool
+    heads: tuple[tuple[int, int], ...]
+
+
+def write(entry: Entry, name: str, *, secret: bytes) -> Tensor:
+    """[num_bytes] uint8, CPU: what `read` gives back. `secret` b"": none."""
+    header = msgspec.json.encode(
+        _Header(
+            name,
+            entry.layout,
+            entry.num_tokens,
+            entry.masses,
+            entry.received is not None,
+            entry.outward is not None,
+            entry.heads,
+        )
+    )
+    tensors = [_bytes_of(each) for each in entry.tensors()]
+    start = _FIXED.size + _HEADER_LEN.size + len(header)
+    data = torch.empty(start + sum(map(len, tensors)), dtype=torch.uint8)
+    view = _view(data)
+    _FIXED.pack_into(view, 0, MAGIC, VERSION, len(data), _tag(secret), bytes(32))
+    _HEADER_LEN.pack_into(view, _FIXED.size, len(header))
+    view[start - len(header) : start] = header
+    for tensor in tensors:
+        data.numpy()[start : start + len(tensor)] = tensor.numpy()
+        start += len(tensor)
+    view[_CHECKSUM] = _checksum(view, secret)
+    return data
+
+
+def read(
+    data: Tensor,
+    name: str,
+    *,
+    layout: Layout,
+    num_tokens: int,
+    secret: bytes,
+    empty: Callable[..., Tensor] = torch.empty,
+) -> Entry:
+    """The entry in `data`, [num_bytes] uint8 on the CPU, in tensors of its own.
+
+    Args:
+        layout, num_tokens: what it must have.
+        empty: makes the tensors for keys and values; torch.empty's arguments.
+    Raises:
+        RefusedEntryError: it is not this entry, whole and as it was written.
+    """
+    header, start = _header(_view(data), secret)
+    if header.name != name:
+        raise RefusedEntryError(Refusal.OTHER_ENTRY, f"these are the bytes of {header.name}")
+    if (header.layout, header.num_tokens) != (layout, num_tokens):
+        raise RefusedEntryError(
+            Refusal.LAYOUT, f"{header.num_tokens} tokens of {header.layout}, not {num_tokens} of {layout}"
+        )
+    dtype, kv = DTYPES[layout.dtype], (layout.num_layers, num_tokens, layout.num_kv_heads)
+    tokens = (num_tokens,), torch.float32
+    wanted: list[tuple[tuple[int, ...], torch.dtype] | None] = [
+        ((*kv, layout.key_dim), dtype),
+        ((*kv, layout.value_dim), dtype),
+        tokens if header.masses is not None else None,
+        tokens if header.has_received else None,
+        tokens if header.has_outward else None,
+    ]
+    sizes = [prod(shape) * kind.itemsize for shape, kind in filter(None, wanted)]
+    if start + sum(sizes) != len(data):
+        raise RefusedEntryError(
+            Refusal.FORMAT, f"the header tells of {start + sum(sizes)} bytes, there are {len(data)}"
+        )
+    parts = iter(torch.split(data[start:], sizes))
+    made = [
+        None if each is None else _filled((empty if i < 2 else torch.empty)(each[0], dtype=each[1]), next(parts))
+        for i, each in enumerate(wanted)
+    ]
+    keys, values, context, received, outward = made
+    assert keys is not None
+    assert values is not None
+    return Entry(keys, values, header.masses, context, received, outward, header.heads)
+
+
+# Private, in order of use
+
+
+def _header(view: memoryview, secret: bytes) -> tuple[_Header, int]:
+    """(the header, where the tensors begin), of bytes that are whole."""
+    if len(view) < _FIXED.size + _HEADER_LEN.size:
+        raise RefusedEntryError(Refusal.TRUNCATED, f"{len(view)} bytes are no entry")
+    magic, version, num_bytes, tag, checksum = _FIXED.unpack_from(view)
+    if (magic, version) != (MAGIC, VERSION):
+        raise RefusedEntryError(Refusal.FORMAT, f"it begins with {magic!r}, version {version}")
+    if num_bytes != len(view):
+        raise RefusedEntryError(Refusal.TRUNCATED, f"{len(view)} of {num_bytes} bytes")
+    if tag != _tag(secret):
+        raise RefusedEntryError(Refusal.SECRET, "it was written with another secret")
+    if checksum != _checksum(view, secret):
+        raise RefusedEntryError(Refusal.DAMAGED, "the checksum is another one")
+    (header_len,) = _HEADER_LEN.unpack_from(view, _FIXED.size)
+    start = _FIXED.size + _HEADER_LEN.size + header_len
+    try:
+        return msgspec.json.decode(view[start - header_len : start], type=_Header), start
+    except ValueError as error:  # whoever wrote it knows the secret, or there is none
+        raise RefusedEntryError(Refusal.FORMAT, str(error)) from None
+
+
+def _view(data: Tensor) -> memoryview:
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _filled(tensor: Tensor, data: Tensor) -> Tensor:
+    _bytes_of(tensor).numpy()[:] = data.numpy()
+    return tensor
+
+
+def _tag(secret: bytes) -> bytes:
+    """Tells secrets apart, and gives none away."""
+    return blake2b(b"tag", key=secret, digest_size=8).digest()
+
+
+def _checksum(view: memoryview, secret: bytes) -> bytes:
+    found: Any = blake2b(view[: _CHECKSUM.start], key=secret, digest_size=32)
+    found.update(view[_CHECKSUM.stop :])
+    return bytes(found.digest())

@@ -1,0 +1,89 @@
+"""How a stored variant is named: by all that its KV depends on, so that what is found under a name is right or damaged.
+
+    model     config with its RoPE overrides, weights, layout of KV            tenant    extra_key and cache_salt
+    place     model, tenant, chunk, head, chunks before it, preprocessed or not
+    name      place, what was measured of it, in which heads
+
+All of it is hashed, with the secret if there is one. So a tenant's salt stands in no name and in no file, and cannot be guessed
+from them without the secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from radix_ext import ChunkId
+from sglang_chunkcache.storage.entry import Layout
+
+SECRET_VAR, SECRET_FILE_VAR = "SGLANG_CHUNKCACHE_STORAGE_SECRET", "SGLANG_CHUNKCACHE_STORAGE_SECRET_FILE"
+
+NOT_OF_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
+"""Keys of a config that say where a model is from, not what it computes."""
+
+
+class Place(NamedTuple):
+    """What one variant's KV depends on."""
+
+    model: str
+    tenant: str
+    chunk: ChunkId
+    """The hash of its tokens."""
+    head: str
+    """Names the text before it that is no chunk."""
+    prefix: tuple[ChunkId, ...]
+    """The chunks before it, in order."""
+    preprocessed: bool
+
+
+class Names:
+    """`secret` b"": none; at most 64 bytes, as `secret_of` makes them."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def model(self, config: Mapping[str, object], weights: int, layout: Layout) -> str:
+        """`config` is the model's, with what was overridden. `weights`: their fingerprint."""
+        told = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
+        text = json.dumps(told, sort_keys=True, default=str)
+        sizes = (layout.num_layers, layout.num_kv_heads, layout.key_dim, layout.value_dim, layout.dtype)
+        return self._hash("model", text, str(weights), *map(str, sizes), "unrotated")
+
+    def tenant(self, extra_key: str | None, cache_salt: str | None) -> str:
+        """None is kept apart from an empty one."""
+        return self._hash("tenant", *("-" if each is None else f"+{each}" for each in (extra_key, cache_salt)))
+
+    def entry(self, place: Place, scored: int, has_outward: bool, heads: Sequence[tuple[int, int]]) -> str:
+        """A file's name, too. Entries with more measured are other entries: a backend overwrites none."""
+        measured = f"{int(scored)} {has_outward} {sorted(heads) if scored or has_outward else ()}"
+        return "cc1-" + self._hash("entry", *place[:4], str(place.preprocessed), measured, *place.prefix)
+
+    def _hash(self, *parts: str) -> str:
+        """No two lists of parts are hashed alike."""
+        data = b"".join(
+            b"%d:%b" % (len(each), each) for each in (part.encode("utf-8", "surrogatepass") for part in parts)
+        )
+        return blake2b(data, key=self._secret, digest_size=20).hexdigest()
+
+
+def secret_of(environ: Mapping[str, str] = os.environ) -> bytes:
+    """The secret that the environment names, made short; b"" without one.
+
+    Raises:
+        ValueError: both variables are set, or the file cannot be read or is empty.
+    """
+    text, file = environ.get(SECRET_VAR, ""), environ.get(SECRET_FILE_VAR, "")
+    if text and file:
+        raise ValueError(f"{SECRET_VAR} and {SECRET_FILE_VAR} are both set")
+    if file:
+        try:
+            text = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{SECRET_FILE_VAR}: {error}") from None
+        if not text:
+            raise ValueError(f"{SECRET_FILE_VAR}: {file} is empty")
+    return blake2b(text.encode(), digest_size=32).digest() if text else b""

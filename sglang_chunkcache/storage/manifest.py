@@ -1,0 +1,184 @@
+"""What a rank's storage holds: one row an entry, in SQLite beside the entries.
+
+A row is written after the backend has confirmed the entry's bytes, and deleted before they are. So after SIGKILL at any moment
+each row's bytes are there, and bytes without a row are left over. One process has a folder: a lock says so, which goes
+with the process. After a power cut the last rows may be missing, or rows of torn bytes be there, which reading refuses.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from radix_ext import ChunkId
+from sglang_chunkcache.storage.key import Place
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+"""Of the table. A manifest with another one is put aside."""
+
+_TABLE = """CREATE TABLE IF NOT EXISTS entries (
+    name TEXT PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, chunk TEXT NOT NULL, head TEXT NOT NULL,
+    prefix TEXT NOT NULL, preprocessed INTEGER NOT NULL, num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+    scored INTEGER NOT NULL, outward INTEGER NOT NULL, heads TEXT NOT NULL, reuse REAL NOT NULL, num_uses INTEGER NOT NULL,
+    last_used INTEGER NOT NULL
+) WITHOUT ROWID"""
+
+
+class Row(NamedTuple):
+    """One entry."""
+
+    name: str
+    place: Place
+    num_tokens: int
+    num_bytes: int
+    scored: int
+    """A `radix_ext.cfo.Scored`."""
+    has_outward: bool
+    heads: tuple[tuple[int, int], ...] = ()
+    """Those that scores and `outward` were measured with."""
+    reuse: float = 0.0
+    """f_r."""
+    num_uses: int = 0
+
+
+class Use(NamedTuple):
+    """An entry was used: what it has now."""
+
+    name: str
+    reuse: float
+    num_uses: int
+
+
+class InUseError(ValueError):
+    """Another process has the folder."""
+
+
+class Manifest:
+    """Of one folder. Opened by one thread and used by another one afterwards, never by two at once.
+
+    Raises:
+        InUseError: another process has the folder; names it.
+        OSError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(folder / "lock")
+        self._file = folder / "manifest.sqlite"
+        try:
+            self._database = _opened(self._file)
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):  # no room, no right: not the file's fault
+                os.close(self._lock)
+                raise OSError(f"{self._file}: {error}") from None
+            logger.warning("chunk cache: %s is damaged, the storage starts empty: %s", self._file, error)
+            for each in folder.glob(f"{self._file.name}*"):
+                each.replace(each.with_name(each.name.replace("manifest", "damaged")))
+            self._database = _opened(self._file)
+        (self._clock,) = self._database.execute("SELECT coalesce(max(last_used), 0) FROM entries").fetchone()
+
+    def rows(self) -> list[Row]:
+        """All, the most used first."""
+        found = self._database.execute("SELECT * FROM entries ORDER BY reuse DESC, last_used DESC, name")
+        return [_row(*each) for each in found]
+
+    def put(self, row: Row) -> None:
+        """The row is there, for good, when this returns."""
+        place = row.place
+        self._clock += 1
+        prefix, heads = " ".join(place.prefix), " ".join(f"{layer}.{head}" for layer, head in row.heads)
+        of_place = place.model, place.tenant, place.chunk, place.head, prefix, place.preprocessed
+        of_entry = row.num_tokens, row.num_bytes, row.scored, row.has_outward, heads
+        self._execute(
+            f"INSERT OR REPLACE INTO entries VALUES ({', '.join('?' * 15)})",
+            [(row.name, *of_place, *of_entry, row.reuse, row.num_uses, self._clock)],
+        )
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Rows that are not there are none."""
+        self._execute("DELETE FROM entries WHERE name = ?", [(name,) for name in names])
+
+    def use(self, uses: Iterable[Use]) -> None:
+        """Entries that are not there are left out."""
+        self._clock += 1
+        told = [(use.reuse, use.num_uses, self._clock, use.name) for use in uses]
+        self._execute("UPDATE entries SET reuse = ?, num_uses = ?, last_used = ? WHERE name = ?", told)
+
+    def halve(self) -> None:
+        """Every f_r, as with each window of requests."""
+        self._execute("UPDATE entries SET reuse = reuse / 2", [()])
+
+    def close(self) -> None:
+        """The folder is free. No effect the second time."""
+        self._database.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _execute(self, statement: str, values: Sequence[tuple[object, ...]]) -> None:
+        with self._database:
+            self._database.executemany(statement, values)
+
+
+# Private, in order of use
+
+
+def _locked(file: Path) -> int:
+    """The lock's file descriptor: whoever has it open has the folder."""
+    lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "?"
+        os.close(lock)
+        raise InUseError(f"{file.parent} is used by another server (process {holder})") from None
+    os.truncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    return lock
+
+
+def _opened(file: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(file, timeout=1.0, check_same_thread=False)
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")  # after a power cut bytes may be torn, too: reading finds out
+        (schema,) = database.execute("PRAGMA user_version").fetchone()
+        if schema not in (0, SCHEMA):
+            raise sqlite3.DatabaseError(f"schema {schema}, not {SCHEMA}")
+        with database:
+            database.execute(_TABLE)
+            database.execute(f"PRAGMA user_version = {SCHEMA}")
+            database.execute("SELECT count(*) FROM entries").fetchone()
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
+
+
+def _row(
+    name: str,
+    model: str,
+    tenant: str,
+    chunk: str,
+    head: str,
+    prefix: str,
+    preprocessed: int,
+    num_tokens: int,
+    num_bytes: int,
+    scored: int,
+    outward: int,
+    heads: str,
+    reuse: float,
+    num_uses: int,
+    last_used: int,
+) -> Row:
+    place = Place(model, tenant, ChunkId(chunk), head, tuple(map(ChunkId, prefix.split())), bool(preprocessed))
+    told = tuple((int(layer), int(number)) for layer, number in (each.split(".") for each in heads.split()))
+    return Row(name, place, num_tokens, num_bytes, scored, bool(outward), told, reuse, num_uses)

@@ -1,0 +1,79 @@
+"""Opens a rank's storage at a start: believes of the manifest what the backend confirms, and removes what nobody knows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of, room_in
+from sglang_chunkcache.storage.key import Names, secret_of
+from sglang_chunkcache.storage.loader import GONE, Loader
+from sglang_chunkcache.storage.manifest import Manifest, Row
+
+logger = logging.getLogger(__name__)
+
+
+class Opened(NamedTuple):
+    """A storage that is ready."""
+
+    loader: Loader
+    names: Names
+    rows: list[Row]
+    """What it holds, the most used first."""
+    max_bytes: int
+    """What it may hold."""
+
+
+def open_storage(
+    config: ChunkCacheConfig, *, rank: int, model_name: str, empty: Callable[..., Tensor] = torch.empty
+) -> Opened:
+    """The storage of one rank. `empty` as `Loader` takes it.
+
+    Raises:
+        ValueError: a setting is wrong, the backend cannot be made, or another process has the folder.
+        OSError: the folder cannot be written.
+    """
+    folder, secret = folder_of(config, rank), secret_of()
+    manifest = Manifest(folder)
+    try:
+        backend = create_backend(config, folder, model_name=model_name)
+        rows, num_gone = confirmed(manifest, backend)
+        num_bytes = sum(row.num_bytes for row in rows)
+        max_bytes = config.storage_mib << 20 or room_in(folder, num_bytes)
+    except BaseException:
+        manifest.close()
+        raise
+    loader = Loader(backend, manifest, secret=secret, empty=empty)
+    if num_gone:
+        loader.problems[GONE] += num_gone
+    logger.info(
+        "chunk cache: storage %s in %s: %d entries, %.1f of %.1f MiB%s",
+        config.storage_backend,
+        folder,
+        len(rows),
+        num_bytes / (1 << 20),
+        max_bytes / (1 << 20),
+        f", {num_gone} were gone" if num_gone else "",
+    )
+    return Opened(loader, Names(secret), rows, max_bytes)
+
+
+def confirmed(manifest: Manifest, backend: Backend) -> tuple[list[Row], int]:
+    """(the rows whose entries are there, how many were not): the others leave the manifest, entries without a row the backend.
+
+    A backend that cannot be listed is believed, until an entry is asked for.
+    """
+    rows, sizes = manifest.rows(), backend.sizes()
+    if sizes is None:
+        return rows, 0
+    there = [row for row in rows if sizes.get(row.name) == row.num_bytes]
+    kept = {row.name for row in there}
+    manifest.drop([row.name for row in rows if row.name not in kept])
+    for name in sizes.keys() - kept:
+        backend.delete(name)
+    return there, len(rows) - len(there)

@@ -1,0 +1,156 @@
+"""Chunk KV that outlives its server: two servers, one after the other, on one folder. Pools are poisoned, as in test_reuse.py."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from eval.http import get, post
+from eval.server import Server
+from eval.world.world import Passage, World
+from sglang_chunkcache.client import Client, settle
+from tests.e2e.test_reuse import ask, flush, fused, logprobs_of, sources_of, text_of
+from tests.soak import mixed_load
+from tests.soak.answers import STRICT
+
+pytestmark = pytest.mark.engine
+
+SALT = "pepper"
+QUESTION = "Which passage comes first?"
+
+
+def chunk_of(passage: Passage) -> dict[str, str]:
+    return {"id": passage.id, "text": passage.text}
+
+
+def storage_of(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = get(server.url + "/chunkcache/stats")["ranks"][0]["store"]["storage"]
+    return found
+
+
+def settled(server: Server) -> dict[str, Any]:
+    """Nothing waits to enter store or storage."""
+    settle(Client(server.url, None))
+    deadline = time.monotonic() + 60
+    while (found := storage_of(server))["queue"]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return storage_of(server)
+
+
+def moved(server: Server, passages: Sequence[Passage], **fields: Any) -> dict[str, Any]:
+    return ask(server, passages, QUESTION, reuse=fused("query", 0.25), **fields)
+
+
+class Twice(NamedTuple):
+    """The second server, and what the first one said."""
+
+    server: Server
+    passages: Sequence[Passage]
+    in_memory: dict[str, Any]
+    written: dict[str, Any]
+    damaged: Passage
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
+    """The first server stores preprocessed chunks, moves them from memory, and ends. One more entry is damaged afterwards."""
+    folder = tmp_path_factory.mktemp("storage")
+    flags = [
+        *mixed_load.FLAGS,
+        *("--chunkcache-calibrate", "off", "--chunkcache-selector", "query", "--chunkcache-audit-share", "0"),
+        *("--chunkcache-store-threshold", "1", "--chunkcache-storage-backend", "file"),
+        *("--chunkcache-storage-backend-extra-config", json.dumps({"directory": str(folder / "kept")})),
+    ]
+    env = {**STRICT, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder), "SGLANG_CHUNKCACHE_STORAGE_SECRET": "s"}
+    passages = World(77, 20, num_kinds=1).passages[:6]
+    with Server(flags, log=folder / "first.log", launcher=mixed_load.POISONED, env=env) as server:
+        for passage, neighbor in pairwise(passages[:5]):
+            body = {"chunk": chunk_of(passage), "neighbors": [chunk_of(neighbor)]}
+            post(server.url + "/chunkcache/preprocess", body)
+        settled(server)
+        flush(server)  # the store keeps what was preprocessed, and nothing else is a source
+        in_memory = moved(server, passages[:3])
+        names = set(entries(folder))
+        ask(server, [passages[5]], QUESTION, cache_salt=SALT)
+        settled(server)
+        (name,) = set(entries(folder)) - names
+        written = settled(server)
+        assert server.is_running, server.log_tail(40)
+    file = entries(folder)[name]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    log = folder / "second.log"
+    with Server(flags, log=log, launcher=mixed_load.POISONED, env=env) as server:
+        yield Twice(server, passages, in_memory, written, passages[5], log)
+        assert server.is_running, f"the server died:\n{server.log_tail(40)}"
+    assert mixed_load.problems_of_log(log) == []
+
+
+def entries(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in (folder / "kept" / "rank0" / "entries").iterdir()}
+
+
+def test_first_request_after_a_restart_moves_what_was_stored(twice: Twice) -> None:
+    """Chunk by chunk from where the first server moved them, and the same answer to the last bit of its log probabilities."""
+    assert storage_of(twice.server)["loaded"] >= 4
+    reply = moved(twice.server, twice.passages[:3])
+    assert [place for _, place, _ in sources_of(reply) if place == "host"] == ["host"] * 3
+    assert sources_of(reply) == sources_of(twice.in_memory)
+    assert reply["chunkcache"]["fates"] == twice.in_memory["chunkcache"]["fates"]
+    assert text_of(reply) == text_of(twice.in_memory)
+    assert logprobs_of(reply) == logprobs_of(twice.in_memory)
+
+
+def test_what_was_stored_is_not_written_again(twice: Twice) -> None:
+    """The second server knows it by its names, as the start has printed."""
+    assert twice.written["num_entries"] == twice.written["written"] > 4
+    assert f"{twice.written['num_entries']} entries" in twice.log.read_text()
+    assert storage_of(twice.server)["problems"] == {}
+    assert settled(twice.server)["num_entries"] >= twice.written["num_entries"]
+
+
+def test_damaged_entry_is_refused_and_computed(twice: Twice) -> None:
+    """A tenant's, so it is asked for when its request comes. It is counted, dropped and written anew."""
+    before = settled(twice.server)
+    reply = moved(twice.server, [twice.damaged], cache_salt=SALT)
+    assert reply["chunkcache"]["fates"]["relocated"] == 0
+    after = settled(twice.server)
+    assert after["problems"] == {"damaged": 1}
+    assert after["written"] == before["written"] + 1
+    assert "is not used: damaged" in twice.log.read_text()
+
+
+def test_tenants_chunk_is_loaded_with_its_request(twice: Twice) -> None:
+    """Too late for this one on an idle server, in time for the next whose chunk has left the device."""
+    chunk, other = twice.passages[3], twice.passages[4]
+    ask(twice.server, [other, chunk], QUESTION, cache_salt="paprika")
+    settled(twice.server)
+    flush(twice.server)
+    before = storage_of(twice.server)["loaded"]
+    first = moved(twice.server, [chunk], cache_salt="paprika")
+    assert first["chunkcache"]["fates"]["relocated"] in (0, *range(10, 1000))
+    assert settled(twice.server)["loaded"] > before
+    stranger = moved(twice.server, [chunk], cache_salt="saffron")
+    assert stranger["chunkcache"]["fates"]["relocated"] == stranger["chunkcache"]["fates"]["exact"] == 0
+
+
+def test_clear_store_empties_the_storage(twice: Twice, tmp_path: Path) -> None:
+    """Row and bytes. A flush does not."""
+    settled(twice.server)
+    flush(twice.server)
+    assert storage_of(twice.server)["num_entries"] > 4
+    post(twice.server.url + "/chunkcache/clear_store", {})
+    assert settled(twice.server)["num_entries"] == 0
+    deadline = time.monotonic() + 20
+    while entries(twice.log.parent):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

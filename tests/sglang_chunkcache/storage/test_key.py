@@ -1,0 +1,119 @@
+"""Names of entries: they tell apart whatever KV depends on, and tell nothing of tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("msgspec")
+
+from radix_ext import ChunkId
+from sglang_chunkcache.storage.entry import Layout
+from sglang_chunkcache.storage.key import SECRET_FILE_VAR, SECRET_VAR, Names, Place, secret_of
+
+NAMES = Names(b"")
+LAYOUT = Layout(2, 1, 4, 4, "bfloat16")
+CONFIG: dict[str, Any] = {"hidden_size": 8, "rope_parameters": {"rope_theta": 1e4}, "_name_or_path": "/a"}
+PLACE = Place("m", "t", ChunkId("c"), "h", (ChunkId("a"), ChunkId("b")), False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "n"},
+        {"tenant": "u"},
+        {"chunk": ChunkId("d")},
+        {"head": "g"},
+        {"prefix": (ChunkId("b"), ChunkId("a"))},
+        {"prefix": (ChunkId("ab"),)},
+        {"prefix": ()},
+        {"head": "ha", "prefix": (ChunkId("b"),)},
+        {"preprocessed": True},
+    ],
+)
+def test_each_part_of_a_place_makes_another_name(fields: dict[str, Any]) -> None:
+    """One name for two would be KV of another prompt."""
+    assert NAMES.entry(PLACE._replace(**fields), 0, False, ()) != NAMES.entry(PLACE, 0, False, ())
+
+
+def test_name_tells_what_was_measured() -> None:
+    """Backends overwrite nothing, so an entry with more is another entry. Heads matter where something was measured."""
+    names = {
+        NAMES.entry(PLACE, scored, outward, heads)
+        for scored in (0, 1, 2)
+        for outward in (False, True)
+        for heads in HEADS
+    }
+    assert len(names) == 6 * len(HEADS) - 1
+    assert NAMES.entry(PLACE, 0, False, HEADS[0]) == NAMES.entry(PLACE, 0, False, HEADS[1])
+
+
+HEADS: tuple[tuple[tuple[int, int], ...], ...] = (((0, 1),), ((1, 0),))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ({**CONFIG, "rope_parameters": {"rope_theta": 1e5}}, 1, LAYOUT),
+        (CONFIG, 2, LAYOUT),
+        (CONFIG, 1, Layout(2, 1, 4, 4, "float16")),
+        (CONFIG, 1, Layout(2, 1, 4, 2, "bfloat16")),
+    ],
+)
+def test_each_part_of_a_model_makes_another_name(other: tuple[Mapping[str, object], int, Layout]) -> None:
+    """Config with its RoPE, weights, and how KV lies in the pool."""
+    assert NAMES.model(*other) != NAMES.model(CONFIG, 1, LAYOUT)
+
+
+def test_model_is_the_same_wherever_it_lies() -> None:
+    """A folder that was moved is the same model."""
+    assert NAMES.model({**CONFIG, "_name_or_path": "/b"}, 1, LAYOUT) == NAMES.model(CONFIG, 1, LAYOUT)
+
+
+def test_tenants_are_told_apart() -> None:
+    """SGLang keeps an empty salt apart from none."""
+    given = [
+        (None, None),
+        ("", None),
+        (None, ""),
+        ("a", "b"),
+        ("b", "a"),
+        ("-", None),
+        ("+", None),
+        ("ab", ""),
+        (None, "-"),
+    ]
+    assert len({NAMES.tenant(*each) for each in given}) == len(given)
+
+
+def test_salt_stands_in_no_name() -> None:
+    """And with a secret nobody can try salts until a name fits."""
+    assert "pepper" not in NAMES.tenant("pepper", "pepper")
+    assert Names(b"s").tenant("a", None) != NAMES.tenant("a", None)
+    assert Names(b"s").entry(PLACE, 0, False, ()) != NAMES.entry(PLACE, 0, False, ())
+
+
+def test_secret_comes_from_variable_or_file(tmp_path: Path) -> None:
+    """Of whatever length; a flag would show it to every process of the machine."""
+    file = tmp_path / "secret"
+    file.write_text("x" * 1000 + "\n")
+    assert (
+        secret_of({SECRET_FILE_VAR: str(file)}) == secret_of({SECRET_VAR: "x" * 1000}) != secret_of({SECRET_VAR: "y"})
+    )
+    assert secret_of({}) == b""
+
+
+def test_bad_secret_is_refused(tmp_path: Path) -> None:
+    """Rather than to go on without one."""
+    (tmp_path / "empty").write_text("\n")
+    for environ in (
+        {SECRET_VAR: "a", SECRET_FILE_VAR: str(tmp_path / "empty")},
+        {SECRET_FILE_VAR: str(tmp_path / "empty")},
+        {SECRET_FILE_VAR: str(tmp_path / "none")},
+    ):
+        with pytest.raises(ValueError, match=SECRET_FILE_VAR):
+            secret_of(environ)

@@ -1,0 +1,233 @@
+"""The thread beside the scheduler: what it is given comes back, whatever the backend does, and nobody waits."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sglang")
+
+from sglang_chunkcache.storage import loader as module  # noqa: E402
+from sglang_chunkcache.storage.backend import Backend  # noqa: E402
+from sglang_chunkcache.storage.entry import Layout  # noqa: E402
+from sglang_chunkcache.storage.loader import MAX_WAITING, PAUSE_AFTER, PAUSE_S, Load, Loader, Write  # noqa: E402
+from sglang_chunkcache.storage.manifest import Manifest, Use  # noqa: E402
+from tests.reference.memory_storage import MemoryStorage  # noqa: E402
+from tests.sglang_chunkcache.storage.test_entry import LAYOUT, NUM_TOKENS, make_entry, same_bits  # noqa: E402
+from tests.sglang_chunkcache.storage.test_manifest import make_row  # noqa: E402
+
+
+class Rig:
+    """A loader over a storage that fails as it is told, and a clock that stands."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now = folder, 0.0
+        self.storage = MemoryStorage()
+        self.manifest = Manifest(folder)
+        self.loader = Loader(Backend(self.storage), self.manifest, secret=b"s", clock=lambda: self.now)
+
+    def done(self) -> list[Any]:
+        assert self.loader.drain(10)
+        return list(self.loader.poll())
+
+    def write(self, name: str = "n", seed: int = 0) -> Write:
+        job = Write(make_row(name, num_bytes=0, num_tokens=NUM_TOKENS), make_entry(seed))
+        assert self.loader.write(job)
+        return job
+
+    def load(self, name: str = "n", *, layout: Layout = LAYOUT) -> Load:
+        size = len(self.storage.held.get(name, range(100)))
+        job = Load(name, size, NUM_TOKENS, layout)
+        assert self.loader.load(job)
+        return job
+
+    def names(self) -> list[str]:
+        return [row.name for row in self.manifest.rows()]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.storage.gate.set()
+    made.loader.close()
+
+
+def test_entry_is_written_and_loaded(rig: Rig) -> None:
+    """Bit for bit, and the row has the bytes' number."""
+    written = rig.write()
+    assert rig.done() == [written]
+    assert written.is_confirmed
+    assert written.row.num_bytes == len(rig.storage.held["n"])
+    assert rig.manifest.rows() == [written.row]
+    loaded = rig.load()
+    assert not loaded.is_done
+    assert rig.done() == [loaded]
+    assert loaded.is_done
+    assert loaded.entry is not None
+    assert same_bits(loaded.entry.keys, written.entry.keys)
+
+
+def test_loads_pass_writes(rig: Rig) -> None:
+    """A request may wait for a load, nobody waits for a write."""
+    rig.storage.gate.clear()
+    rig.write("a")
+    second, load = rig.write("b"), rig.load("c")
+    rig.storage.gate.set()
+    done = rig.done()
+    assert len(done) == 3
+    assert done.index(load) < done.index(second), "the thread may have begun the first"
+
+
+def test_nothing_waits_for_a_storage_that_hangs(rig: Rig) -> None:
+    """What does not fit is not taken, and counted."""
+    rig.storage.gate.clear()
+    started = time.monotonic()
+    names = (f"n{i}" for i in itertools.count())
+    taken = sum(rig.loader.write(Write(make_row(next(names)), make_entry())) for _ in range(2 * MAX_WAITING))
+    assert taken == MAX_WAITING
+    assert list(rig.loader.poll()) == []
+    assert rig.loader.stats()["full"] == MAX_WAITING
+    assert time.monotonic() - started < 5
+    assert rig.load() is not None, "loads have a queue of their own"
+    rig.storage.gate.set()
+    assert len(rig.done()) == MAX_WAITING + 1
+    rig.write()  # there is room again
+
+
+def test_queue_is_bounded_in_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a large model are large. One is taken whatever its size."""
+    monkeypatch.setattr(module, "MAX_WAITING_BYTES", 1)
+    rig.storage.gate.clear()
+    rig.write("a")
+    assert not rig.loader.write(Write(make_row("b"), make_entry()))
+    rig.storage.gate.set()
+    rig.done()
+    rig.write("b")
+
+
+def test_row_follows_the_bytes(rig: Rig) -> None:
+    """A storage that keeps nothing, or fails, leaves no row."""
+    rig.storage.forgets = True
+    job = rig.write("a")
+    rig.done()
+    rig.storage.forgets, rig.storage.fails = False, True
+    other = rig.write("b")
+    rig.done()
+    assert not job.is_confirmed
+    assert not other.is_confirmed
+    assert rig.names() == []
+    assert rig.loader.problems == {"failed": 2}
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda held: held.clear(), "gone"),
+        (lambda held: held["n"].__setitem__(-1, held["n"][-1] ^ 1), "damaged"),
+        (lambda held: held.update(n=held["o"]), "other_entry"),
+    ],
+)
+def test_bad_entry_is_told_by_its_reason(rig: Rig, harm: Any, problem: str) -> None:
+    """And logged once."""
+    rig.write("n", 0)
+    rig.write("o", 0)
+    rig.done()
+    size = len(rig.storage.held["n"])
+    harm(rig.storage.held)
+    loads = [Load("n", size, NUM_TOKENS, LAYOUT) for _ in range(2)]
+    for load in loads:
+        rig.loader.load(load)
+    rig.done()
+    assert [(load.entry, load.problem) for load in loads] == [(None, problem)] * 2
+    assert rig.loader.problems == {problem: 2}
+
+
+def test_storage_pauses_and_is_tried_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """After several failures in a row nobody asks it for a while. Said once."""
+    rig.storage.fails = True
+    for i in range(PAUSE_AFTER):
+        rig.write(f"n{i}")
+        rig.done()
+    assert rig.loader.is_paused
+    calls = len(rig.storage.calls)
+    load, write = rig.load(), rig.write()
+    rig.done()
+    assert (load.problem, write.problem, len(rig.storage.calls)) == ("paused", "paused", calls)
+    rig.now += PAUSE_S
+    assert not rig.loader.is_paused
+    rig.write()  # the one that tries
+    rig.done()
+    assert rig.loader.is_paused
+    rig.now += PAUSE_S
+    rig.storage.fails = False
+    job = rig.write()
+    rig.done()
+    assert job.is_confirmed
+    assert not rig.loader.is_paused
+    assert rig.loader.stats()["pauses"] == 1
+    assert caplog.text.count("pauses after") == caplog.text.count("answers again") == 1
+
+
+def test_failures_with_successes_between_are_no_pause(rig: Rig) -> None:
+    """Nor is an entry that is refused a failure of the storage."""
+    for i in range(3 * PAUSE_AFTER):
+        rig.storage.fails = i % 2 == 0
+        rig.write(f"n{i}")
+        rig.done()
+    rig.storage.fails = False
+    assert not rig.loader.is_paused
+
+
+def test_deleted_entry_loses_its_row_first(rig: Rig) -> None:
+    """A kill between the two leaves bytes nobody knows, never a row without bytes. Also where the storage fails."""
+    rig.write("a")
+    rig.write("b")
+    rig.done()
+    rig.loader.delete(["a"])
+    rig.done()
+    assert (rig.names(), list(rig.storage.held)) == (["b"], ["b"])
+    rig.storage.fails = True
+    rig.loader.delete(["b"])
+    rig.done()
+    assert (rig.names(), list(rig.storage.held)) == ([], ["b"])
+
+
+def test_uses_are_kept(rig: Rig) -> None:
+    """f_r outlives the process."""
+    rig.write()
+    rig.done()
+    rig.loader.use([Use("n", 3.0, 2)])
+    rig.loader.halve()
+    rig.done()
+    assert [(row.reuse, row.num_uses) for row in rig.manifest.rows()] == [(1.5, 2)]
+
+
+def test_end_writes_what_waits(tmp_path: Path) -> None:
+    """And frees the folder. Twice is once."""
+    rig = Rig(tmp_path)
+    for i in range(20):
+        rig.write(f"n{i}")
+    rig.loader.close()
+    rig.loader.close()
+    manifest = Manifest(tmp_path)
+    assert len(manifest.rows()) == 20
+    manifest.close()
+    assert not rig.loader.load(Load("n0", 1, NUM_TOKENS, LAYOUT))
+
+
+def test_end_does_not_wait_for_a_storage_that_hangs(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """What it has not written was never confirmed."""
+    rig.storage.gate.clear()
+    rig.write("a")
+    rig.write("b")
+    started = time.monotonic()
+    rig.loader.close(0.2)
+    assert time.monotonic() - started < 2
+    assert "does not answer" in caplog.text

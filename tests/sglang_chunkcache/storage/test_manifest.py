@@ -1,0 +1,162 @@
+"""The manifest: what was put is there after any end of the process, for one process at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+pytest.importorskip("torch")
+pytest.importorskip("msgspec")
+
+from radix_ext import ChunkId
+from sglang_chunkcache.storage.key import Place
+from sglang_chunkcache.storage.manifest import InUseError, Manifest, Row, Use
+from tests.examples import examples
+
+
+def make_row(name: str = "n", **fields: Any) -> Row:
+    place = Place("m", "t", ChunkId("c"), "h", (ChunkId("a"), ChunkId("b")), False)
+    return Row(name, place, 4, 100, 1, True, ((0, 1), (2, 3)))._replace(**fields)
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Iterator[Manifest]:
+    made = Manifest(tmp_path)
+    yield made
+    made.close()
+
+
+def reopened(folder: Path) -> list[Row]:
+    manifest = Manifest(folder)
+    rows = manifest.rows()
+    manifest.close()
+    return rows
+
+
+def test_row_is_there_after_a_restart(tmp_path: Path) -> None:
+    """All of it."""
+    rows = [make_row("a", reuse=2.5, num_uses=3), make_row("b", place=make_row().place._replace(prefix=()), heads=())]
+    manifest = Manifest(tmp_path)
+    for row in rows:
+        manifest.put(row)
+    manifest.close()
+    assert reopened(tmp_path) == rows
+
+
+def test_row_is_there_after_a_kill(tmp_path: Path) -> None:
+    """`put` has returned, so nothing can take it back."""
+    child = os.fork()
+    if not child:
+        Manifest(tmp_path).put(make_row())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert reopened(tmp_path) == [make_row()]
+
+
+def test_folder_has_one_process(tmp_path: Path) -> None:
+    """Two would delete each other's entries. The lock goes with the process, so a killed one leaves none."""
+    manifest = Manifest(tmp_path)
+    with pytest.raises(InUseError, match=f"process {os.getpid()}"):
+        Manifest(tmp_path)
+    manifest.close()
+    manifest.close()
+    assert reopened(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", [b"no database", b""])
+def test_damaged_manifest_is_put_aside(tmp_path: Path, damage: bytes) -> None:
+    """The next start is clean; what was there is kept for whoever wants to look."""
+    manifest = Manifest(tmp_path)
+    manifest.put(make_row())
+    manifest.close()
+    file = tmp_path / "manifest.sqlite"
+    file.write_bytes(damage * 1000)
+    assert reopened(tmp_path) == []
+    assert (tmp_path / "damaged.sqlite").exists() == bool(damage), "an empty file is an empty database"
+
+
+def test_manifest_of_another_version_is_put_aside(tmp_path: Path) -> None:
+    """Its columns may mean something else."""
+    Manifest(tmp_path).close()
+    with sqlite3.connect(tmp_path / "manifest.sqlite") as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    assert reopened(tmp_path) == []
+
+
+def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """It is no damage."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        Manifest(tmp_path / "file")
+
+
+def test_tenant_is_not_told(manifest: Manifest, tmp_path: Path) -> None:
+    """Rows have hashes only, as the place has."""
+    manifest.put(make_row())
+    columns = {row[1] for row in sqlite3.connect(tmp_path / "manifest.sqlite").execute("PRAGMA table_info(entries)")}
+    assert not columns & {"extra_key", "cache_salt"}
+
+
+class ManifestModel(RuleBasedStateMachine):
+    """Beside a dict, closed and opened again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import tempfile
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.manifest = Manifest(Path(self.folder.name))
+        self.rows: dict[str, Row] = {}
+
+    names = st.sampled_from("abcd")
+
+    @rule(name=names, num_bytes=st.integers(1, 9))
+    def put(self, name: str, num_bytes: int) -> None:
+        self.rows[name] = make_row(name, num_bytes=num_bytes)
+        self.manifest.put(self.rows[name])
+
+    @rule(names=st.lists(names))
+    def drop(self, names: list[str]) -> None:
+        self.manifest.drop(names)
+        for name in names:
+            self.rows.pop(name, None)
+
+    @rule(name=names, reuse=st.floats(0, 100), num_uses=st.integers(1, 9))
+    def use(self, name: str, reuse: float, num_uses: int) -> None:
+        self.manifest.use([Use(name, reuse, num_uses)])
+        if name in self.rows:
+            self.rows[name] = self.rows[name]._replace(reuse=reuse, num_uses=num_uses)
+
+    @rule()
+    def halve(self) -> None:
+        self.manifest.halve()
+        self.rows = {name: row._replace(reuse=row.reuse / 2) for name, row in self.rows.items()}
+
+    @rule()
+    def restart(self) -> None:
+        self.manifest.close()
+        self.manifest = Manifest(Path(self.folder.name))
+
+    @invariant()
+    def agrees(self) -> None:
+        found = self.manifest.rows()
+        assert {row.name: row for row in found} == self.rows
+        assert [row.reuse for row in found] == sorted((row.reuse for row in found), reverse=True)
+
+    def teardown(self) -> None:
+        self.manifest.close()
+        self.folder.cleanup()
+
+
+TestManifestModel = ManifestModel.TestCase
+TestManifestModel.settings = settings(max_examples=examples(100), stateful_step_count=15, deadline=None)
