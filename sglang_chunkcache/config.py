@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 ENV_VAR = "SGLANG_CHUNKCACHE_CONFIG"
@@ -43,8 +44,14 @@ MAX_WAITING_CAPTURES = 256
 MAX_CAPTURED_TOKENS = 512
 """Of chunks scored and stored after one forward: the answers under way wait for them."""
 
+
 STORAGE_BACKENDS = ("file", "dynamic")
 """Of HiCache's, those that read and write one tensor by its key."""
+
+
+def cache_folder() -> Path:
+    """For what is kept beyond the process where no folder is named."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_chunkcache"
 
 
 def knob(

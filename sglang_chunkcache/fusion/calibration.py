@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from radix_ext import FusionRequest
 from radix_ext.fusion_request import MAX_AUTO
+from sglang_chunkcache.config import cache_folder
 from sglang_chunkcache.fusion.measure import Head
 
 logger = logging.getLogger(__name__)
@@ -84,8 +85,7 @@ def file_of(hf_config: Any, weights: int) -> Path:
     """Where the calibration of a model is kept, under `XDG_CACHE_HOME`. `weights` is their fingerprint."""
     text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
     key = blake2b(f"{weights}\0{text}".encode(), digest_size=12).hexdigest()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "sglang_chunkcache" / f"selection-{key}.json"
+    return cache_folder() / f"selection-{key}.json"
 
 
 def load(path: Path) -> Calibration | None:

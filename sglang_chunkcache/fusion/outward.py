@@ -1,4 +1,4 @@
-"""What each chunk token attends to before its chunk, in the calibrated heads: read while SGLang prefills the prompt.
+"""What each chunk token attends to before its chunk, in the calibrated heads: read while the prompt is computed.
 
     prefill   head | A | B | question       at a calibrated head's layer: attention of A's tokens to the head, of B's to A
     pass      head | A moved | C a gap      the same of C's tokens, to A
@@ -58,14 +58,14 @@ def attended(attention: SequenceAttention, parts: Sequence[tuple[int, int]]) -> 
 
 @dataclass(eq=False)
 class OutwardRows:
-    """Of one request, from its prefill's pieces."""
+    """Of one request, piece by piece as it is computed."""
 
     heads: tuple[Head, ...]
     pieces: list[tuple[int, Offload]] = field(default_factory=list)
     """First position, and [n] float32 from there on."""
 
     def of(self, start: int, end: int) -> Tensor | None:
-        """[end - start] float32, CPU, own memory. None: not all of it was prefilled, or has arrived."""
+        """[end - start] float32, CPU, own memory. None: not all of it was computed, or has arrived."""
         parts, at = [], start
         for first, offload in self.pieces:
             if first <= at < end and offload.is_done():

@@ -111,32 +111,8 @@ class Fuser:
 
     def arrived(self, req: Req, spans: RequestSpans) -> None:
         """Ask the storage for what the request's chunks have there and nowhere else."""
-        known = state(req)
-        if self.storage is None or spans.fusion is None or known.loads is not None:
-            return
-        known.loads = []
-        try:
-            self.storage.poll()
-            heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
-            ids = [span.chunk for span in spans.spans]
-            alone = spans.fusion.plain
-            for index, (span, head) in enumerate(zip(spans.spans, heads, strict=True)):
-                identity = ChunkIdentity(span.chunk, req.extra_key, req.cache_salt)
-                found = self.sources.candidates(identity, head, alone=alone)
-                if alone:
-                    found = [each for each in found if not (each.prefix or each.preprocessed)]
-                if index in spans.fusion.fresh or any(each.head == head for each in found):
-                    continue
-                known.loads += self.storage.ask(
-                    identity,
-                    span.end - span.start,
-                    ids[:index],
-                    head,
-                    alone=alone,
-                    has_source=bool(found),
-                )
-        except Exception:  # the scheduler must not die of what can be computed
-            logger.exception("chunk cache: nothing is loaded, the prompt is computed")
+        if self.storage is not None and spans.fusion is not None and state(req).loads is None:
+            state(req).loads = self.storage.ask(req, spans, spans.fusion, self.sources)
 
     def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """Extend an exact match by fused nodes of the request's recipe and by what can be moved. Takes nothing."""

@@ -9,15 +9,17 @@ takes time. Nothing here waits or raises.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from radix_ext import ChunkId
+from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.cfo import Prefix
 from radix_ext.loading import worth_loading
 from radix_ext.moved_plan import ReusePlan
+from radix_ext.sources import ChunkSources
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
@@ -26,6 +28,13 @@ from sglang_chunkcache.storage.entry import Entry, Layout, Masses
 from sglang_chunkcache.storage.key import Names, Place
 from sglang_chunkcache.storage.loader import FAILED, PAUSED, Load, Loader, Write
 from sglang_chunkcache.storage.manifest import Row, Use
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_chunkcache.wire.spans import RequestSpans
+
+logger = logging.getLogger(__name__)
 
 MAX_LOADED_VARIANTS = 2
 """Of one chunk, for one request."""
@@ -171,29 +180,30 @@ class StorageTier:
 
     # A request's life
 
-    def ask(
-        self,
-        identity: ChunkIdentity,
-        num_tokens: int,
-        before: Sequence[ChunkId],
-        head: str,
-        *,
-        alone: bool,
-        has_source: bool,
-    ) -> list[Load]:
-        """Load what the storage has of a chunk that stands behind these chunks and this head.
-
-        Args:
-            alone: only what has seen no other chunk.
-            has_source: its KV behind another head can be had without a load.
-        """
-        if self.is_off or self.loader.is_paused:
-            return []
-        variants = self.index.find(self._chunk(identity))
-        found = worth_loading(variants, before, head, max_variants=MAX_LOADED_VARIANTS, alone=alone)
-        if has_source and found and found[0].head != head:
-            return []
-        return [load for variant in found if (load := self._load(identity, variant, num_tokens))]
+    def ask(self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources) -> list[Load]:
+        """Load what the storage has of the request's chunks, where neither device nor store has any behind the same head."""
+        loads: list[Load] = []
+        try:
+            self.poll()
+            heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
+            for index, (span, head) in enumerate(zip(spans.spans, heads, strict=True)):
+                if index in fusion.fresh or self.is_off or self.loader.is_paused:
+                    continue
+                identity = ChunkIdentity(span.chunk, req.extra_key, req.cache_salt)
+                there = sources.candidates(identity, head, alone=fusion.plain)
+                if fusion.plain:
+                    there = [each for each in there if not (each.prefix or each.preprocessed)]
+                if any(each.head == head for each in there):
+                    continue
+                variants, before = self.index.find(self._chunk(identity)), [each.chunk for each in spans.spans[:index]]
+                found = worth_loading(variants, before, head, max_variants=MAX_LOADED_VARIANTS, alone=fusion.plain)
+                if there and found and found[0].head != head:  # behind another head it can be had without a load
+                    continue
+                made = (self._load(identity, variant, span.end - span.start) for variant in found)
+                loads += filter(None, made)
+        except Exception:  # the scheduler must not die of what can be computed
+            logger.exception("chunk cache: nothing is loaded, the prompt is computed")
+        return loads
 
     def planned_without(self, loads: Iterable[Load]) -> None:
         """The request that asked for these is planned: those under way are late."""

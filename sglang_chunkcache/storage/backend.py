@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.config import ChunkCacheConfig, cache_folder, flag_name
 from sglang_chunkcache.storage.entry import Refusal, RefusedEntryError
 
 DEFAULT_SHARE = 0.25
@@ -134,8 +134,7 @@ def extra_config(config: ChunkCacheConfig) -> dict[str, Any]:
 def folder_of(config: ChunkCacheConfig, rank: int) -> Path:
     """Where one rank keeps its manifest, and `file` its entries. Raises ValueError as `extra_config`."""
     given = extra_config(config).get("directory")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(given or cache / "sglang_chunkcache" / f"storage-{config.storage_backend}") / f"rank{rank}"
+    return Path(given or cache_folder() / f"storage-{config.storage_backend}") / f"rank{rank}"
 
 
 def create_backend(config: ChunkCacheConfig, folder: Path, *, model_name: str) -> Backend:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -584,11 +585,10 @@ def test_a_failure_while_loading_is_asked_for_leaves_the_request_alone(
     disk.stop()
     scheduler = disk.server()
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(disk.tier, "ask", fail)
+    fail = mock.Mock(side_effect=RuntimeError("a bug"))
+    monkeypatch.setattr(disk.tier, "_load", fail)
     req: FakeReq = fused(A)
     scheduler.cache.arrived(req)
+    assert fail.called
     scheduler.serve(req, answer=[50])
     assert sources(req) == []
