@@ -174,11 +174,12 @@ class OutwardWatch:
         row = 0
         for req, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             spans = state(req).spans
-            if spans is not None and any(span.start < start + length and start < span.end for span in spans.spans):
+            chunks = () if spans is None or spans.is_audit else spans.spans  # an audit leaves no nodes
+            if any(span.start < start + length and start < span.end for span in chunks):
                 if state(req).outward is None or state(req).outward.heads != self._heads:
                     state(req).outward = OutwardRows(self._heads)
                 slots = self._pass.runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-                yield self._job(state(req).outward, spans.spans, start, row, length, slots[:start].long())
+                yield self._job(state(req).outward, chunks, start, row, length, slots[:start].long())
             row += length
 
     def _gaps(self, work: Iterable[tuple[Move, Sequence[int]]]) -> Iterator[_Job]:

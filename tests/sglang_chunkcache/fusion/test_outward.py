@@ -53,11 +53,11 @@ def make_watch(runner: Any, heads: tuple[Head, ...]) -> OutwardWatch:
     return OutwardWatch(cast("Any", SimpleNamespace(runner=runner, calibration=Calibration(heads=heads))))
 
 
-def make_req(row: int, chunks: Sequence[tuple[int, int]] | None) -> Any:
+def make_req(row: int, chunks: Sequence[tuple[int, int]] | None, *, is_audit: bool = False) -> Any:
     req: Any = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row))
     if chunks is not None:
         spans = tuple(Span(start, end, ChunkId(str(start))) for start, end in chunks)
-        state(req).spans = cast("Any", SimpleNamespace(spans=spans))
+        state(req).spans = cast("Any", SimpleNamespace(spans=spans, is_audit=is_audit))
     return req
 
 
@@ -180,6 +180,9 @@ def test_nodes_have_what_was_measured_of_them(runner: Any) -> None:
     extend(runner, make_watch(runner, ()), [(req, tokens, 22, NUM_TOKENS)])
     assert state(req).outward is None, "no heads, nothing to measure"
     watch = make_watch(runner, HEADS)
+    audit = make_req(req.kv.req_pool_idx, CHUNKS, is_audit=True)
+    extend(runner, watch, [(audit, tokens, 22, NUM_TOKENS)])
+    assert state(audit).outward is None, "its nodes are nowhere"
     extend(runner, watch, [(req, tokens, 22, NUM_TOKENS)])
     nodes: list[Any] = [SimpleNamespace(key=range(start, end)) for start, end in CHUNKS]
     for node, (start, _) in zip(nodes, CHUNKS, strict=True):
