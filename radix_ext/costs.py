@@ -32,6 +32,8 @@ class Phase(StrEnum):
     """Moves within the device."""
     HOST = "host"
     """Moves from host memory, a call a chunk."""
+    LOAD = "load"
+    """Exact chains from host memory, a call a request."""
 
 
 class Work(NamedTuple):
@@ -64,6 +66,7 @@ NOMINAL: Costs = {
     Phase.DEVIATION: Line(),
     Phase.DEVICE: Line(each=0.001),
     Phase.HOST: Line(each=0.002),
+    Phase.LOAD: Line(each=0.001),
 }
 """In units of a computed token, where nothing was measured: moving costs nearly nothing, from the host twice as much."""
 

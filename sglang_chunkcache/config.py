@@ -142,6 +142,11 @@ class ChunkCacheConfig:
     """Once for a model and its weights; kept under `XDG_CACHE_HOME`. `auto`: where the server's selector is `critical`."""
     focus_window: int = knob(3, "layers that must agree on the chunks that a question focuses on", low=1, high=1000)
     """w of Cache-Craft's algorithm 1, which gives no figure."""
+    host_mib: int | None = knob(
+        None, "host memory of each rank for exact chains that leave the device, in MiB; 0: none", low=0, kind=int
+    )
+    """Default: twice the device's pool, as HiCache's, and at most a quarter of the memory that is available. The start prints it.
+    SGLang keeps 10 GiB free besides."""
     store_mib: int = knob(1024, "host memory for chunk KV, in MiB", low=1, high=100_000_000)
     """A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
     store_chunks: int = knob(10_000, "chunks in the store, if all have all their variants", low=1, high=100_000_000)
@@ -264,6 +269,11 @@ class ChunkCacheConfig:
 
         if self.index is not None and self.retrieve_k > self.max_chunks:
             raise ValueError(f"{flag_name('retrieve_k')} must be at most {flag_name('max_chunks')} ({self.max_chunks})")
+
+    @property
+    def needs_forward(self) -> bool:
+        """Whether something is done around forwards."""
+        return self.reuse == "fused" or self.host_mib != 0
 
     def to_env(self) -> dict[str, str]:
         """The environment that hands this configuration to SGLang's processes; draws the secret."""

@@ -1,8 +1,9 @@
 """Our patches of SGLang: target, and why no registry does the job.
 
 - AFTER `Scheduler.get_internal_state`: the only way from the HTTP process to a scheduler's state, and no registry adds to it.
-- AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` only: promised slots must be filled on the forward
-  stream, after earlier forwards, which may still write KV that is moved, and before the batch's own extend.
+- AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` or a host pool only: promised slots must be filled on the
+  forward stream, after earlier forwards, which may still write KV that is moved, and before the batch's own extend. What goes to
+  host memory is copied there, too.
 - AFTER `Scheduler._add_request_to_queue`, with a storage only: what a request needs is loaded while it waits, and SGLang asks a
   cache for a waiting request under some queue policies only.
 - AFTER `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`, with a storage only: where the client asks for no flush,
@@ -24,6 +25,7 @@ from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.state import NOTHING, STATE_KEY, Asked
 
 if TYPE_CHECKING:
+    from sglang_chunkcache.config import ChunkCacheConfig
     from sglang_chunkcache.front.guard import Guard
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 
@@ -35,26 +37,28 @@ AFTER_UPDATE = f"{UPDATER}.flush_cache_after_weight_update"
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 
 
-def register_hooks(*, reuse: str, has_storage: bool = False, guard: Guard | None = None) -> None:
+def register_hooks(settings: ChunkCacheConfig | None, *, guard: Guard | None = None) -> None:
     """Register every hook; SGLang applies them when all plugins are loaded. `guard`: of the main process."""
     HookRegistry.register(GET_INTERNAL_STATE, _add_stats, HookType.AFTER)
-    if reuse == "fused":
+    if settings is None:
+        return
+    if settings.needs_forward:
         HookRegistry.register(FORWARD, _fill_first, HookType.AROUND)
-    if has_storage:
+    if settings.storage_backend is not None:
         HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
         HookRegistry.register(AFTER_UPDATE, _tell_update, HookType.AFTER)
     if guard is not None:
         HookRegistry.register(GENERATE_REQUEST, _guarded(guard), HookType.AROUND)
 
 
-def missing_hooks(*, reuse: str, has_storage: bool = False, guard: str = "off") -> list[str]:
-    """Targets that SGLang failed to patch: it logs such a failure and continues without the hook. `guard`: the main process's."""
+def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
+    """Targets that SGLang failed to patch: it logs such a failure and continues without the hook."""
     targets = [GET_INTERNAL_STATE]
-    if reuse == "fused":
+    if settings.needs_forward:
         targets.append(FORWARD)
-    if has_storage:
+    if settings.storage_backend is not None:
         targets += [ADD_TO_QUEUE, AFTER_UPDATE]
-    if guard == "on":
+    if is_main and settings.guard == "on":
         targets.append(GENERATE_REQUEST)
     return [target for target in targets if target not in HookRegistry._patched]
 
@@ -74,13 +78,10 @@ def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     cache = _ours(None if batch is None else batch.tree_cache)
-    if cache is None or cache.promiser is None:
+    if cache is None:
         return forward(worker, batch, *args, **kwargs)
-    cache.promiser.before(batch)
-    with cache.promiser.watch(batch):
-        result = forward(worker, batch, *args, **kwargs)
-    cache.promiser.after(first_tokens_wait=batch.forward_mode.is_extend())
-    return result
+    with cache.around_forward(batch):
+        return forward(worker, batch, *args, **kwargs)
 
 
 def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:

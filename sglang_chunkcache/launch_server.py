@@ -229,8 +229,7 @@ def _check_hooks(fail: Callable[[str], NoReturn]) -> None:
 
     settings = config.from_env()
     assert settings is not None
-    has_storage = settings.storage_backend is not None
-    if missing := missing_hooks(reuse=settings.reuse, has_storage=has_storage, guard=settings.guard):
+    if missing := missing_hooks(settings, is_main=True):
         fail(f"SGLang did not apply our hooks {missing}; the log above has the cause")
 
 

@@ -40,11 +40,7 @@ def register() -> None:
         from sglang_chunkcache.front.app import install
 
         guard = install(settings)
-    register_hooks(
-        reuse=settings.reuse if settings else "exact",
-        has_storage=settings is not None and settings.storage_backend is not None,
-        guard=guard,
-    )
+    register_hooks(settings, guard=guard)
 
 
 def create_cpu_attention(runner: Any) -> Any:
@@ -63,22 +59,28 @@ def create_cache(ctx: Any) -> Any:
     """
     from sglang_chunkcache.hooks import missing_hooks
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+    from sglang_chunkcache.scheduler.host_chains import HostChains
+    from sglang_chunkcache.scheduler.host_pool import create_host_pool
+    from sglang_chunkcache.scheduler.pricing import Pricing
 
     settings = config.from_env()
     if settings is None:
         raise RuntimeError(
             f"--radix-cache-backend {BACKEND} needs `python -m sglang_chunkcache.launch_server`, which sets it"
         )
-    if missing := missing_hooks(reuse=settings.reuse, has_storage=settings.storage_backend is not None):
+    if missing := missing_hooks(settings, is_main=False):
         raise RuntimeError(f"SGLang did not apply our hooks {missing}; the log above has the cause")
     allocator = type(ctx.params.token_to_kv_pool_allocator).__name__
     if "SWA" in allocator or "Hybrid" in type(ctx.params.req_to_token_pool).__name__:
         raise ValueError(f"sliding-window and hybrid models are not supported (KV allocator {allocator})")
     cache = ChunkRadixCache(ctx.params, settings)
+    pricing = Pricing(ctx.tp_worker.model_runner)
     if settings.reuse == "fused":
         from sglang_chunkcache.fusion.build import create_fuser
 
-        cache.promiser = create_fuser(cache, ctx, settings)
+        cache.promiser = create_fuser(cache, ctx, settings, pricing)
+    if (pool := create_host_pool(ctx, settings)) is not None:
+        cache.host = HostChains(cache, pool, pricing, window=settings.window_requests)
     return cache
 
 

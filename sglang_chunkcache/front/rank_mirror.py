@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any
 
 from radix_ext import Chunk, ChunkPrefixTree, Tier
-from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Evicted
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Evicted, Moved
 from sglang_chunkcache.wire.state import RankState
 
 
@@ -68,6 +68,9 @@ class RankMirror:
     def _apply_one(self, event: Event) -> None:
         if isinstance(event, Evicted):
             self._tree.evict(event.chain, rank=self._rank)
+            return
+        if isinstance(event, Moved):
+            self._tree.move(event.chain, rank=self._rank, tier=event.tier)
             return
         chunks, promoted_len = [Chunk(event.chunk, event.num_tokens)], int(event.promoted)
         if event.parent is None:

@@ -20,18 +20,18 @@ from sglang_chunkcache.fusion.fingerprint import fingerprint
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
-from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.entry import Layout
 from sglang_chunkcache.storage.opening import open_storage
 
 logger = logging.getLogger(__name__)
 
 
-def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> Fuser:
+def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pricing: Pricing) -> Fuser:
     """Fused reuse, checked on the model it will serve. `ctx` is SGLang's TreeCacheBuildContext.
 
     Raises:
@@ -59,7 +59,6 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig) -> 
         question_window=config.question_window,
         num_layers=runner.token_to_kv_pool.layer_num,
     )
-    pricing = Pricing(runner)
     if config.move == "pays":
         started = time.perf_counter()
         longest = measure_costs(

@@ -30,13 +30,13 @@ from sglang_chunkcache.fusion.measure import (
     question_evidence,
 )
 from sglang_chunkcache.fusion.outward import attended
-from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
 from sglang_chunkcache.fusion.selectors import critical
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical
 from sglang_chunkcache.fusion.trial_rows import Row, logits_of
+from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.wire.state import CalibrationPrompt
 
 MAX_ANSWER = 12

@@ -46,12 +46,12 @@ from sglang_chunkcache.fusion.measure import (
 )
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.outward import OutwardWatch
-from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
+from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.wire.report import Fallback
 
 logger = logging.getLogger(__name__)

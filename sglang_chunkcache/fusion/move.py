@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from radix_ext import Span
     from sglang_chunkcache.fusion.own_slots import OwnSlots
-    from sglang_chunkcache.fusion.pricing import Watch
+    from sglang_chunkcache.scheduler.pricing import Watch
     from sglang_chunkcache.wire.spans import RequestSpans
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from radix_ext.moved_plan import ReusePlan
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.pricing import Watch
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.pricing import Watch
 from sglang_chunkcache.wire.report import Fallback, Source
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import ChunkId, FusionRequest, IntegrityError, text_before
-from radix_ext.costs import Phase, Work, extend_work
 from radix_ext.invest import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_critical
 from radix_ext.sources import ChunkSources, DeviceCopy
@@ -258,9 +257,7 @@ class Fuser:
         if not batch.forward_mode.is_extend():
             yield
             return
-        works = [extend_work(start, start + n) for start, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-        tokens, pairs = sum(work.tokens for work in works), sum(work.pairs for work in works)
-        with self.outward.watch(batch), self.pricing.watch(Phase.EXTEND, Work(1, tokens, pairs)) as extend:
+        with self.outward.watch(batch), self.pricing.watch_extend(batch) as extend:
             yield
         for req in batch.reqs:
             if state(req).promise is not None:

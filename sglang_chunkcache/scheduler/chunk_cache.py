@@ -10,6 +10,8 @@ Requests that opted into moved KV (`--reuse fused`) are promised more than is ca
 their admission plans, `init_load_back` allocates and inserts empty nodes under fused keys, which are filled before the batch
 runs. A moved chunk that keeps its source's position holds the source's slots (shared_cache.py).
 
+Exact chains that leave the device may stay in host memory (host_chains.py). The `match_prefix` of an admission brings them back.
+
 Invariants in addition to SGLang's own:
 - A node of ours is one segment of its key: a chunk, or tokens between chunks.
 - No inserted key ends inside a chunk. Otherwise two chunks that begin alike would give one slot two owners.
@@ -26,10 +28,12 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 from sglang.srt.mem_cache.base_prefix_cache import (
     InitLoadBackParams,
     InsertParams,
@@ -40,23 +44,24 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from radix_ext import ChainId, ChunkId, IntegrityError, extend_chain, fused_chunk, root_chain, text_before
+from radix_ext import ChainId, ChunkId, IntegrityError, Tier, extend_chain, fused_chunk, root_chain, text_before
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
+from sglang_chunkcache.scheduler.host_chains import HostChains, HostNode
 from sglang_chunkcache.scheduler.node import facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
-from sglang_chunkcache.wire.events import Evicted, Inserted
+from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 from sglang_chunkcache.wire.message import encode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Explanation, Fallback
 from sglang_chunkcache.wire.spans import RequestSpans, checked, unpack
 from sglang_chunkcache.wire.state import NOTHING, Asked, Cleared, ExplainRequest, RankState
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 logger = logging.getLogger(__name__)
@@ -84,6 +89,7 @@ class ChunkRadixCache(SharingRadixCache):
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.match_seconds = self.insert_seconds = 0.0
         self.promiser: Promiser | None = None
+        self.host: HostChains | None = None
         self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
         self._clock = 0
         self._clear_counts()
@@ -116,6 +122,8 @@ class ChunkRadixCache(SharingRadixCache):
         result = super().match_prefix(params)
         if spans is not None and isinstance(params.key, ChunkKey):
             state(params.req).fused = None
+            if is_admission and self.host is not None:
+                result = self._with_host(params.req, params.key, spans, result)
             if is_admission and spans.fusion is not None and self.promiser is not None:
                 result = self.promiser.match(params.req, params.key, spans, result)
         if params.req is None or not state(params.req).is_asked_only:
@@ -131,6 +139,21 @@ class ChunkRadixCache(SharingRadixCache):
         """
         assert self.promiser is not None, "only a promiser promises"
         return self.promiser.commit(params.req, params.best_match_node)
+
+    @contextmanager
+    def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
+        """Around a batch's forward, on its stream: what it was promised is filled first, what is worth keeping is copied last.
+        Called by our hook."""
+        first_tokens_wait = batch.forward_mode.is_extend()
+        watching = self.promiser or self.host
+        if self.promiser is not None:
+            self.promiser.before(batch)
+        with watching.watch(batch) if watching is not None else nullcontext():
+            yield
+        if self.promiser is not None:
+            self.promiser.after(first_tokens_wait=first_tokens_wait)
+        if self.host is not None:
+            self.host.after(first_tokens_wait=first_tokens_wait)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
@@ -163,6 +186,8 @@ class ChunkRadixCache(SharingRadixCache):
         self.log.restart()
         self._clear_counts()
         self.copies.clear()
+        if self.host is not None:
+            self.host.reset()
         if self.promiser is not None:
             self.promiser.reset()
 
@@ -215,6 +240,21 @@ class ChunkRadixCache(SharingRadixCache):
         if self._is_copy(node):
             self.copies.add(node)
 
+    def back_on_device(self, node: TreeNode, host: HostNode) -> None:
+        """The node has a place in the global tree, and is in host memory."""
+        known = facts(node)
+        known.host, known.chain, known.hits, host.node = host, host.chain, host.hits, node
+        assert host.chain is not None
+        known.promoted = host.promoted
+        self._num_promoted += known.promoted
+        self._num_chunk_tokens += len(node.key)
+        self.log.append(Moved(host.chain, Tier.DEVICE))
+
+    def off_host(self, chain: ChainId) -> None:
+        """The chain has left host memory, and is not on the device."""
+        self._count(chain, -1)
+        self.log.append(Evicted(chain))
+
     def rank_state(self, dp_rank: int, asked: Asked = NOTHING, *, num_waiting: int = 0) -> RankState:
         """What the front asks of this rank. The counts are those after the store was cleared. `num_waiting`: requests whose
         prefill has not begun or not ended."""
@@ -256,6 +296,7 @@ class ChunkRadixCache(SharingRadixCache):
             "evictable": self.evictable_size(),
             "protected": self.protected_size(),
             "fallbacks": dict(self.fallbacks),
+            **({"host": self.host.stats()} if self.host is not None else {}),
             **(self.promiser.stats() if self.promiser is not None else {}),
         }
 
@@ -272,7 +313,7 @@ class ChunkRadixCache(SharingRadixCache):
         key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
         exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
         planned = self.promiser.explain(req) if self.promiser is not None else None
-        return planned or Explanation(exact, 0, exact)
+        return structs.replace(planned or Explanation(exact, 0, exact), loaded=state(req).loaded)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
@@ -283,15 +324,22 @@ class ChunkRadixCache(SharingRadixCache):
                 violations.append(f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots")
             if isinstance(node.key, ChunkKey) and len(list(node.key.segments())) != 1:
                 violations.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
-            if (chain := facts(node).chain) is not None:
+            known = facts(node)
+            if (chain := known.chain) is not None:
                 chunks, digest, tokens = chunks + 1, digest ^ chain, tokens + len(node.key)
-                promoted += facts(node).promoted
+                promoted += known.promoted
                 if facts(node.parent).chunk is not None and facts(node.parent).chain is None:
                     violations.append(f"node {node.id} has a place in the global tree but the chunk above has none")
+            if known.host is not None and known.host.node is not node:
+                violations.append(f"node {node.id} and its copy in host memory do not know each other")
             if self.copies.holds(node) != self._is_copy(node):
                 violations.append(f"node {node.id}: findable as a source is {self.copies.holds(node)}")
         if len(self.copies) != sum(self._is_copy(node) for node in self._nodes()):
             violations.append(f"{len(self.copies)} sources are booked, the tree has another number")
+        if self.host is not None:
+            violations += self.host.violations()
+            for chain in self.host.chains_not_on_device:
+                chunks, digest = chunks + 1, digest ^ chain
         counted = (chunks, digest, tokens, promoted)
         booked = (self._num_chunk_nodes, self._digest, self._num_chunk_tokens, self._num_promoted)
         if counted != booked:
@@ -348,11 +396,18 @@ class ChunkRadixCache(SharingRadixCache):
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
         self.copies.drop(node)
-        if (chain := facts(node).chain) is not None:
-            self._count(chain, -len(node.key))
-            self._num_promoted -= facts(node).promoted
-            self.num_evicted_chunks += 1
-            self.log.append(Evicted(chain))
+        known = facts(node)
+        if known.chain is None:
+            return
+        self._num_chunk_tokens -= len(node.key)
+        self._num_promoted -= known.promoted
+        self.num_evicted_chunks += 1
+        if known.host is not None and self.host is not None:
+            self.host.off_device(node, known.host)
+            self.log.append(Moved(known.chain, Tier.HOST))
+        else:
+            self._count(known.chain, -1)
+            self.log.append(Evicted(known.chain))
 
     # Private, in order of use
 
@@ -368,6 +423,17 @@ class ChunkRadixCache(SharingRadixCache):
             except ValueError as error:
                 self._fall_back(Fallback.BAD_SPANS, error)
         return known.spans
+
+    def _with_host(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
+        """The match with what host memory has behind it."""
+        assert self.host is not None
+        known, start = state(req), len(result.device_indices)
+        if known.is_asked_only:
+            known.loaded = self.host.num_loadable(key, spans, start)
+            return result
+        result = self.host.load(key, spans, result, req.priority or 0)
+        known.loaded += len(result.device_indices) - start
+        return result
 
     def _is_audit(self, req: Req) -> bool:
         spans = self._spans_of(req)
@@ -389,20 +455,26 @@ class ChunkRadixCache(SharingRadixCache):
         """
         mine = itertools.takewhile(lambda node: node.key.fused is None or not node.key.fused.serves_one, path)
         parent, area = None, [node for node in mine if facts(node).chunk is not None][: spans.area_len]
+        copies = self.host.of(area) if self.host is not None else []
         for index, node in enumerate(area):
             known, fused = facts(node), node.key.fused
             promoted = fused is None and index < spans.promoted_len
             assert known.chunk is not None
-            if known.chain is None:
+            if known.chain is None and index < len(copies):
+                self.back_on_device(node, copies[index])
+            elif known.chain is None:
                 chunk = known.chunk if fused is None else fused_chunk(fused.recipe, known.chunk)
                 known.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, chunk)
-                self._count(known.chain, len(node.key))
+                self._count(known.chain, 1)
+                self._num_chunk_tokens += len(node.key)
                 self.num_inserted_chunks += 1
                 self.log.append(Inserted(chunk, len(node.key), parent, spans.namespace, promoted))
             elif counts_hits and fused is None:
                 known.hits += 1
             self._num_promoted += promoted - known.promoted
             known.promoted, parent = promoted, known.chain
+        if self.host is not None:
+            self.host.offer(area)
 
     def _credit(self, node: TreeNode) -> None:
         """The node was used as a source just now. No hit: counted as such, sources push exact chains out (eval/LOG.md)."""
@@ -424,7 +496,7 @@ class ChunkRadixCache(SharingRadixCache):
             return
         known.is_reported = True
         report = self.promiser.report(req) if self.promiser is not None and spans.fusion is not None else None
-        answer = encode(Answer(self.log.unread(spans.ack), report))
+        answer = encode(Answer(self.log.unread(spans.ack), report, known.loaded))
         req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [answer]}
 
     def _fall_back(self, reason: Fallback, error: Exception) -> None:
@@ -434,10 +506,10 @@ class ChunkRadixCache(SharingRadixCache):
             )
         self.fallbacks[reason] += 1
 
-    def _count(self, chain: ChainId, num_tokens: int) -> None:
+    def _count(self, chain: ChainId, change: int) -> None:
+        """The global tree has one chain more, or less."""
         self._digest ^= chain
-        self._num_chunk_nodes += 1 if num_tokens > 0 else -1
-        self._num_chunk_tokens += num_tokens
+        self._num_chunk_nodes += change
 
     def _clear_counts(self) -> None:
         self._digest = self._num_chunk_nodes = self._num_chunk_tokens = self._num_promoted = 0

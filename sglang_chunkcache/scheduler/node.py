@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
+    from sglang_chunkcache.scheduler.host_chains import HostNode
     from sglang_chunkcache.scheduler.shared_slots import Holding
 
 
@@ -46,6 +47,8 @@ class ChunkFacts(CopyFacts):
     promoted: bool = False
     hits: int = 0
     """Requests that found it cached exactly."""
+    host: HostNode | None = None
+    """Its copy in host memory."""
     used: int = 0
     """Number of the request that used it last."""
 
@@ -65,6 +68,8 @@ class RequestState:
     """Explained, not served: it uses nothing."""
     is_kept: bool = False
     is_reported: bool = False
+    loaded: int = 0
+    """Tokens that came from host memory for it; of one that is only asked for: would come."""
     outward: Any = None
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
     promise: Any = None

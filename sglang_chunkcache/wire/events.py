@@ -8,7 +8,7 @@ A flush or a restart draws a new epoch. scheduler/event_log.py keeps the events,
 
 from __future__ import annotations
 
-from radix_ext import ChainId, ChunkId
+from radix_ext import ChainId, ChunkId, Tier
 from sglang_chunkcache.wire.message import Record
 
 
@@ -32,13 +32,20 @@ class Inserted(Record, frozen=True, array_like=True, tag="+"):
     promoted: bool
 
 
+class Moved(Record, frozen=True, array_like=True, tag="~"):
+    """A chunk node's KV is in this tier from now on: it left the device and is in host memory, or came back."""
+
+    chain: ChainId
+    tier: Tier
+
+
 class Evicted(Record, frozen=True, array_like=True, tag="-"):
-    """A chunk node has left the rank's tree."""
+    """The rank has a chunk node in no tier any more."""
 
     chain: ChainId
 
 
-Event = Inserted | Evicted
+Event = Inserted | Moved | Evicted
 
 
 class Batch(Record, frozen=True):

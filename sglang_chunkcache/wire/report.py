@@ -218,6 +218,8 @@ class Explanation(Record, frozen=True):
     fallbacks: tuple[Fallback, ...] = ()
     estimated_ms: dict[str, float] = {}  # noqa: RUF012 (msgspec copies it)
     selector: str | None = None
+    loaded: int = 0
+    """Tokens behind `exact` that would come from host memory, byte for byte. The plan of moves counts them as not there."""
 
 
 class Answer(Record, frozen=True):
@@ -226,3 +228,5 @@ class Answer(Record, frozen=True):
     events: Batch
     report: Report | None = None
     """None: exact reuse only."""
+    loaded: int = 0
+    """Exact tokens that came from host memory for this request."""

@@ -29,12 +29,12 @@ from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Capture, Captured
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.outward import OutwardWatch
-from sglang_chunkcache.fusion.pricing import Pricing, Watch
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
+from sglang_chunkcache.scheduler.pricing import Pricing, Watch
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler
 
@@ -198,8 +198,9 @@ class FusedScheduler(Scheduler):
         is_chunked: bool = True,
         store_bytes: int = 10_000,
         storage: Callable[[VariantIndex], StorageTier] | None = None,
+        host_slots: int = 0,
     ) -> None:
-        super().__init__(capacity, config, prefill_budget=prefill_budget, is_chunked=is_chunked)
+        super().__init__(capacity, config, prefill_budget=prefill_budget, is_chunked=is_chunked, host_slots=host_slots)
         self.contents = Contents(self.allocator.contents)
         self.fusion_pass = FakePass(self.contents, self.rows, config, super().tree_slots)
         self.store = VariantIndex(

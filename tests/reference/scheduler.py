@@ -36,10 +36,12 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from radix_ext import ChunkId, Span, chunk_id
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.wire.events import Acknowledgement
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
 from sglang_chunkcache.wire.spans import RequestSpans, pack
+from tests.reference.memory_host import FixedCosts, MemoryHost
 
 SECRET = "s3cret"
 MAX_CONTEXT = 128
@@ -146,12 +148,14 @@ class Scheduler:
         prefill_budget: int | None = None,
         is_chunked: bool = True,
         rows: Any = None,
+        host_slots: int = 0,
     ) -> None:
         """`config` None: SGLang's own RadixCache.
 
         Args:
             rows: SGLang's `ReqToTokenPool`. None: one of its own.
             prefill_budget: tokens that one batch extends by, None for any number.
+            host_slots: of a pool in host memory; 0: none.
             is_chunked: whether prompts are cut to the budget; else a batch's first may exceed it.
         """
         self.capacity, self.force_miss = capacity, force_miss
@@ -161,6 +165,9 @@ class Scheduler:
         self.rows = rows or ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
         params = CacheInitParams(False, self.rows, self.allocator, 1)
         self.cache: Any = RadixCache(params) if config is None else ChunkRadixCache(params, config)
+        if host_slots and config is not None:
+            pool = MemoryHost(lambda: self.allocator.contents, host_slots)
+            self.cache.host = HostChains(self.cache, pool, FixedCosts(), window=config.window_requests)
 
     def queue(self, req: FakeReq) -> None:
         """As `SchedulePolicy` finds a waiting request's place."""
@@ -228,6 +235,8 @@ class Scheduler:
                 self.rows.write(row, req.prefix_indices.to(torch.int32))
             self._allocate(req, end)
         self._compute([(req, req.filled, end) for req, end in batch])
+        if getattr(self.cache, "host", None) is not None:
+            self.cache.host.after(first_tokens_wait=False)
         for req, end in batch:
             req.filled = req.kv.kv_committed_len = end
 

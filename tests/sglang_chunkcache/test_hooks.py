@@ -54,14 +54,14 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs that it could not apply one, and goes on."""
     every = {hooks.GET_INTERNAL_STATE, hooks.FORWARD, hooks.GENERATE_REQUEST}
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    assert set(hooks.missing_hooks(reuse="fused", guard="on")) == every
-    assert hooks.missing_hooks(reuse="exact") == [hooks.GET_INTERNAL_STATE]
-    assert set(hooks.missing_hooks(reuse="fused", has_storage=True, guard="on")) - every == {
-        hooks.ADD_TO_QUEUE,
-        hooks.AFTER_UPDATE,
-    }
+    fused, exact = ChunkCacheConfig(reuse="fused", host_mib=0), ChunkCacheConfig(host_mib=0)
+    assert set(hooks.missing_hooks(fused, is_main=True)) == every
+    assert set(hooks.missing_hooks(ChunkCacheConfig(), is_main=True)) == every
+    assert hooks.missing_hooks(exact, is_main=False) == [hooks.GET_INTERNAL_STATE]
+    stored = hooks.missing_hooks(ChunkCacheConfig(reuse="fused", storage_backend="file"), is_main=True)
+    assert set(stored) - every == {hooks.ADD_TO_QUEUE, hooks.AFTER_UPDATE}
     monkeypatch.setattr(HookRegistry, "_patched", every)
-    assert hooks.missing_hooks(reuse="fused", guard="on") == []
+    assert hooks.missing_hooks(fused, is_main=True) == []
 
 
 def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatc
 
 def test_start_without_the_guard_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a flag has switched it off."""
-    monkeypatch.setattr(HookRegistry, "_patched", {hooks.GET_INTERNAL_STATE})
+    monkeypatch.setattr(HookRegistry, "_patched", {hooks.GET_INTERNAL_STATE, hooks.FORWARD})
     said: list[str] = []
     for guard in ("off", "on"):
         settings = ChunkCacheConfig(guard=guard)

@@ -77,7 +77,7 @@ def test_registry_has_ours_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", dict(attention_registry.ATTENTION_BACKENDS))
     monkeypatch.setattr(registry, "register_radix_cache_backend", lambda *args: None)
-    monkeypatch.setattr(hooks, "register_hooks", lambda **kwargs: None)
+    monkeypatch.setattr(hooks, "register_hooks", lambda *args, **kwargs: None)
     plugin.register()
     monkeypatch.setattr(cpu_backend, "UnpaddedAttention", lambda runner: runner)
     runner = SimpleNamespace()

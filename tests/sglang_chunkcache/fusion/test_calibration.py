@@ -27,8 +27,8 @@ from sglang_chunkcache.fusion import calibration
 from sglang_chunkcache.fusion.calibration import Calibration, Step
 from sglang_chunkcache.fusion.calibration_places import Means
 from sglang_chunkcache.fusion.calibration_trial import Calibrator, calibrate
-from sglang_chunkcache.fusion.pricing import Pricing
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.wire.state import CalibrationPrompt
 from tests import models
 

@@ -108,6 +108,7 @@ class FuserMachine(RuleBasedStateMachine):
         is_chunked=st.sampled_from([True, True, False]),
         store=st.sampled_from([(1000, 1), (100, 2), (1000, 3)]),
         exclusive_slots=st.sampled_from(["on", "on", "on", "off"]),
+        host_slots=st.sampled_from([0, 20, 200]),
     )
     def start(
         self,
@@ -120,6 +121,7 @@ class FuserMachine(RuleBasedStateMachine):
         is_chunked: bool,
         store: tuple[int, int],
         exclusive_slots: str,
+        host_slots: int,
     ) -> None:
         knobs = config(
             reuse="fused",
@@ -137,6 +139,7 @@ class FuserMachine(RuleBasedStateMachine):
             prefill_budget=prefill_budget,
             is_chunked=is_chunked,
             store_bytes=store[0],
+            host_slots=host_slots,
         )
         self.live: list[Live] = []
 

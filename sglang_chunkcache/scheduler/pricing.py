@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from radix_ext.costs import CostModel, Costs, Line, Phase, Work, spread
+from radix_ext.costs import NOMINAL, CostModel, Costs, Line, Phase, Work, extend_work, spread
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 REFRESH = 8
 """Prefills between two fits: a fit takes a third of a millisecond."""
@@ -44,6 +47,8 @@ class Pricing:
     def __init__(self, runner: Any) -> None:
         self.model = CostModel()
         self.costs: Costs | None = None
+        self.agreed: Costs = NOMINAL
+        """As at the last refresh, whether plans go by them or not."""
         self._group, self._is_cuda = runner.tp_group, torch.device(runner.device).type == "cuda"
         self._running: deque[Watch] = deque()
         self._num_prefills = 0
@@ -51,7 +56,7 @@ class Pricing:
 
     def start(self) -> None:
         """Plan by what was measured."""
-        self.costs = self._agreed()
+        self.costs = self._agree()
 
     @contextmanager
     def watch(self, phase: Phase | None, work: Work) -> Iterator[Watch]:
@@ -74,6 +79,11 @@ class Pricing:
             watch.events[1].record()
         self._running.append(watch)
 
+    def watch_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Watch]:
+        """`watch` of a batch's prefill."""
+        works = [extend_work(start, start + n) for start, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+        return self.watch(Phase.EXTEND, Work(1, sum(work.tokens for work in works), sum(work.pairs for work in works)))
+
     def poll(self) -> None:
         """Learn from what is done. Waits for nothing."""
         while self._running:
@@ -91,8 +101,9 @@ class Pricing:
         """A prefill is over. All ranks call it for the same ones."""
         self.poll()
         self._num_prefills += 1
-        if self.costs is not None and self._num_prefills % REFRESH == 0:
-            self.costs = self._agreed()
+        if self._num_prefills % REFRESH == 0:
+            self._agree()
+            self.costs = self.agreed if self.costs is not None else None
 
     def compare(self, estimate: float, actual: float) -> None:
         """What a plan was estimated to take, and took, in seconds."""
@@ -105,9 +116,10 @@ class Pricing:
             return {}
         return {**self.model.stats(), "plan": {"observed": len(self._plan_errors), **spread(self._plan_errors)}}
 
-    def _agreed(self) -> Costs:
-        costs = self.model.fit()
-        if self._group.world_size == 1:
-            return costs
-        lines = self._group.broadcast_object({phase.value: tuple(line) for phase, line in costs.items()}, src=0)
-        return {Phase(name): Line(*line) for name, line in lines.items()}
+    def _agree(self) -> Costs:
+        self.agreed = self.model.fit()
+        if self._group.world_size > 1:
+            told = {phase.value: tuple(line) for phase, line in self.agreed.items()}
+            lines = self._group.broadcast_object(told, src=0)
+            self.agreed = {Phase(name): Line(*line) for name, line in lines.items()}
+        return self.agreed

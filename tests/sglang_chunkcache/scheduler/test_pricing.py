@@ -10,8 +10,8 @@ import torch
 
 from radix_ext.costs import Line, Phase, Work
 from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
-from sglang_chunkcache.fusion.pricing import REFRESH, Pricing
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.scheduler.pricing import REFRESH, Pricing
 from tests import models
 
 
@@ -93,14 +93,16 @@ def test_all_ranks_plan_by_the_figures_of_rank_0() -> None:
     assert Line(*group.sent[0]["host"]).seconds(Work(1, 5)) == pytest.approx(7.0)
 
 
-def test_nothing_is_agreed_where_moves_need_not_pay() -> None:
-    """`--chunkcache-move always` has no costs, and asks no other rank."""
-    group = Group(2)
+def test_plans_have_no_costs_where_moves_need_not_pay() -> None:
+    """`--chunkcache-move always`. What loads go by is agreed all the same."""
+    line = (0.5, 0.25, 0.125)
+    group = Group(2, {phase.value: line for phase in Phase})
     pricing = make_pricing(group)
     for _ in range(REFRESH):
         pricing.refresh()
     assert pricing.costs is None
-    assert not group.sent
+    assert len(group.sent) == 1
+    assert pricing.agreed[Phase.LOAD] == Line(*line)
 
 
 def test_every_phase_is_measured_and_all_is_given_back() -> None:
@@ -116,5 +118,7 @@ def test_every_phase_is_measured_and_all_is_given_back() -> None:
     assert longest >= MIN_TOKENS
     assert pricing.costs is not None
     for phase, line in pricing.costs.items():
+        if phase is Phase.LOAD:  # observed in service alone
+            continue
         assert 0 < line.seconds(Work(1, 64, 64 * 64)) <= line.seconds(Work(1, 1024, 1024 * 1024)), phase
     models.assert_given_back(runner)

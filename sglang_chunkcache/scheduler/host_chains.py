@@ -1,0 +1,387 @@
+"""Exact chunk chains in host memory (CRAFT 4.1, 4.2): what has left the device is loaded, not computed. The same tokens after the
+same tokens at the same position are a byte copy, so contract 1 stays as it is.
+
+    root ── head tokens ── C1 ── C2         what is worth it is saved after a forward, C1 before C2
+                            └─── C3         a chain leaves from its end, the least reused one first
+
+Where a request's prefix on the device ends and goes on here, the rest is copied at its admission, as nodes of the tree like any
+others. SGLang sees a longer prefix: no promise, no wait, no lock. The two trees know each other by `ChunkFacts.host` and
+`HostNode.node`. Decisions follow from requests, counts and costs that the ranks agree on, never from clocks.
+
+Invariants:
+- A node's parent is here.
+- `place` names all tokens up to the node's end, with extra_key and cache_salt, by hashes of the tokens themselves.
+- A node with a chain is known to the front as long as it is here or on the device.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
+from sglang.srt.mem_cache.radix_cache import TreeNode
+from torch import Tensor
+
+from radix_ext import ChainId, ChunkId, reused_priority
+from radix_ext.costs import Costs, Phase, Work, extend_work
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.wire.spans import RequestSpans
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+
+PLACE_BYTES = 16
+"""Nobody finds two of one name."""
+MAX_SAVED_TOKENS = 512
+"""After one forward: the answers under way wait for them."""
+MAX_WAITING = 1024
+"""Nodes that wait to be saved. More are not taken: they come again with their next hit."""
+TRIED_EVERY = 32
+"""Of the loads that do not pay, one in so many is made all the same: what never runs is never observed."""
+
+
+class Slots(Protocol):
+    """What `HostPool` does."""
+
+    num_slots: int
+    token_bytes: int
+
+    @property
+    def num_free(self) -> int: ...
+    def alloc(self, num_tokens: int) -> Tensor | None: ...
+    def free(self, slots: Tensor) -> None: ...
+    def clear(self) -> None: ...
+    def on_forward_stream(self) -> AbstractContextManager[None]: ...
+    def save(self, device_slots: Tensor, slots: Tensor) -> None: ...
+    def load(self, slots: Tensor, device_slots: Tensor) -> None: ...
+
+
+class Clock(Protocol):
+    """What `Pricing` does."""
+
+    @property
+    def agreed(self) -> Costs: ...
+    def watch(self, phase: Phase | None, work: Work) -> AbstractContextManager[Any]: ...
+    def watch_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Any]: ...
+    def refresh(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class HostNode:
+    """One chunk after one particular chain, or the tokens before the first chunk."""
+
+    place: bytes
+    parent: HostNode | None
+    slots: Tensor
+    """[num_tokens] int64, CPU: of the host pool."""
+    chain: ChainId | None = None
+    """None: no chunk."""
+    node: TreeNode | None = None
+    """The chunk's on the device, where it is."""
+    promoted: bool = False
+    hits: int = 0
+    used: int = 0
+    """As `ChunkFacts`, when the chunk left the device."""
+    num_below: int = 0
+
+
+@dataclass
+class HostCounts:
+    """Since the start."""
+
+    saved_tokens: int = 0
+    loaded_tokens: int = 0
+    evicted_tokens: int = 0
+    loads: int = 0
+    unpaid: int = 0
+    """Loads that were estimated to take longer than computing, and not made, but for one in `TRIED_EVERY`."""
+    no_room: int = 0
+    """Loads that were cut short, or not made, because the device had no room."""
+    missed: int = 0
+    """Nodes that left the device before they were saved, or did not fit."""
+
+
+class HostChains:
+    """Of one rank's `cache`.
+
+    Args:
+        window: requests, as of the access table.
+    """
+
+    def __init__(self, cache: ChunkRadixCache, pool: Slots, pricing: Clock, *, window: int) -> None:
+        self.cache, self.pool, self.pricing, self._window = cache, pool, pricing, window
+        self.counts = HostCounts()
+        self._nodes: dict[bytes, HostNode] = {}
+        self._leaves: list[tuple[tuple[int, int], int, HostNode]] = []
+        """A heap of leaves, and of entries that are outdated."""
+        self._numbers = itertools.count()
+        self._waiting: deque[TreeNode] = deque()
+        self._was_put_off = False
+
+    # A request's life
+
+    def load(self, key: ChunkKey, spans: RequestSpans, result: MatchResult, priority: int) -> MatchResult:
+        """Extend an exact match, at a request's admission, by what is here and not on the device. The new nodes are in the tree,
+        unlocked, and their KV is there before the next forward."""
+        cache, allocator = self.cache, self.cache.token_to_kv_pool_allocator
+        start, last = len(result.device_indices), result.last_device_node
+        found = list(self._after(key, spans.area_len, start))
+        if not found or not self._pays(start, start + _num_tokens(found)):
+            return result
+        num_asked = len(found)
+        cache.inc_lock_ref(last)
+        try:
+            room = allocator.available_size() + cache.evictable_size()
+            while _num_tokens(found) > room:
+                found.pop()
+            self.counts.no_room += len(found) < num_asked
+            num_tokens = _num_tokens(found)
+            if (missing := num_tokens - allocator.available_size()) > 0:
+                cache.evict(EvictParams(num_tokens=missing))
+            device_slots = allocator.alloc(num_tokens) if found else None
+        finally:
+            cache.dec_lock_ref(last)
+        if device_slots is None:
+            return result
+        with self.pool.on_forward_stream(), self.pricing.watch(Phase.LOAD, Work(1, num_tokens)):
+            self.pool.load(torch.cat([slots for _, slots in found]), device_slots)
+        row = torch.cat([result.device_indices, device_slots])
+        _, path = cache.insert_segments(key[: len(row)], row, spans.namespace, priority, True)
+        hosts = [host for host, _ in found if host.chain is not None]
+        for host, node in zip(hosts, path[len(path) - len(hosts) :], strict=True):
+            cache.back_on_device(node, host)
+        self.counts.loads += 1
+        self.counts.loaded_tokens += num_tokens
+        return result._replace(
+            device_indices=row, last_device_node=path[-1], last_host_node=path[-1], best_match_node=path[-1]
+        )
+
+    def num_loadable(self, key: ChunkKey, spans: RequestSpans, start: int) -> int:
+        """Tokens that `load` would find behind `start`."""
+        return _num_tokens(list(self._after(key, spans.area_len, start)))
+
+    def of(self, chunks: Sequence[TreeNode]) -> list[HostNode]:
+        """The copies of a prompt's nodes, from its first chunk on, as far as they are here."""
+        found: list[HostNode] = []
+        host = self._nodes.get(self._head(chunks[0])[0]) if self._nodes and chunks else None
+        for node in chunks:
+            host = self._nodes.get(_below(host.place, facts(node).chunk)) if host and node.key.fused is None else None
+            if host is None:
+                break
+            found.append(host)
+        return found
+
+    def offer(self, chunks: Sequence[TreeNode]) -> None:
+        """A request has used these nodes, from its first chunk on: note those that are worth keeping."""
+        for node in chunks:
+            known = facts(node)
+            if not (known.promoted or known.hits) or node.key.fused is not None:
+                return
+            if known.host is None and len(self._waiting) < MAX_WAITING:
+                self._waiting.append(node)
+
+    @contextmanager
+    def watch(self, batch: ScheduleBatch) -> Iterator[None]:
+        """Learn what the batch's extend takes, where nobody else does."""
+        with self.pricing.watch_extend(batch):
+            yield
+        if batch.forward_mode.is_extend():
+            self.pricing.refresh()
+
+    def after(self, *, first_tokens_wait: bool) -> None:
+        """Save some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
+        self._was_put_off = first_tokens_wait and not self._was_put_off
+        num_saved = 0
+        while not self._was_put_off and self._waiting and num_saved < MAX_SAVED_TOKENS:
+            num_saved += self._save(self._waiting.popleft())
+
+    def off_device(self, node: TreeNode, host: HostNode) -> None:
+        """The node leaves the device, and is here."""
+        known = facts(node)
+        host.node, host.promoted, host.hits, host.used = None, known.promoted, known.hits, known.used
+
+    def reset(self) -> None:
+        """Empty, as the tree is."""
+        self.pool.clear()
+        for each in (self._nodes, self._leaves, self._waiting):
+            each.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """For `/chunkcache/stats`; tokens, unless they say bytes."""
+        costs = self.pricing.agreed
+        num_held = self.pool.num_slots - self.pool.num_free
+        return {
+            "chunks": sum(host.chain is not None for host in self._nodes.values()),
+            "tokens": num_held,
+            "bytes": num_held * self.pool.token_bytes,
+            "max_bytes": self.pool.num_slots * self.pool.token_bytes,
+            **asdict(self.counts),
+            "waiting": len(self._waiting),
+            "ms_per_1000_tokens": {
+                phase.value: round(1e3 * costs[phase].seconds(Work(1, 1000)), 3) for phase in (Phase.LOAD, Phase.EXTEND)
+            },
+        }
+
+    def violations(self) -> Iterator[str]:
+        """What is wrong, for tests and idle moments. Walks all nodes."""
+        below = Counter(host.parent.place for host in self._nodes.values() if host.parent is not None)
+        num_held = 0
+        for place, host in self._nodes.items():
+            num_held += len(host.slots)
+            if host.place != place or (
+                host.parent is not None and self._nodes.get(host.parent.place) is not host.parent
+            ):
+                yield f"host node {place.hex()} has another place, or no parent"
+            if host.num_below != below[place]:
+                yield f"host node {place.hex()} has {below[place]} below but {host.num_below} were booked"
+            if host.node is not None and facts(host.node).host is not host:
+                yield f"host node {place.hex()} and its node on the device do not know each other"
+        if num_held != self.pool.num_slots - self.pool.num_free:
+            yield f"{num_held} slots are held on the host, {self.pool.num_slots - self.pool.num_free} are given out"
+
+    @property
+    def chains_not_on_device(self) -> list[ChainId]:
+        """Chains that are here alone."""
+        return [host.chain for host in self._nodes.values() if host.chain is not None and host.node is None]
+
+    # Private, in order of use
+
+    def _after(self, key: ChunkKey, area_len: int, start: int) -> Iterator[tuple[HostNode, Tensor]]:
+        """(node, its slots from `start` on) of what is here of the key's first chunk area and before it, without a gap."""
+        area = key.spans[:area_len]
+        if not self._nodes or not area or start >= area[-1].end:
+            return
+        head_len = area[0].start
+        if start > head_len and all(span.start != start for span in area):
+            return
+        host = self._nodes.get(_root(key.token_ids[:head_len], key.extra_key, key.cache_salt))
+        if host is not None and start < head_len:
+            yield host, host.slots[start:]
+        for span in area:
+            host = None if host is None else self._nodes.get(_below(host.place, span.chunk))
+            if host is None:
+                return
+            if span.start >= start:
+                yield host, host.slots
+
+    def _pays(self, start: int, end: int) -> bool:
+        """Whether a load is estimated to take no longer than computing. What was never observed is tried."""
+        load, extend = self.pricing.agreed[Phase.LOAD], self.pricing.agreed[Phase.EXTEND]
+        work = extend_work(start, end)._replace(calls=0)  # there is an extend either way
+        if not any(load) or not any(extend) or load.seconds(Work(1, end - start)) <= extend.seconds(work):
+            return True
+        self.counts.unpaid += 1
+        return self.counts.unpaid % TRIED_EVERY == 0
+
+    def _save(self, node: TreeNode) -> int:
+        """How many tokens were copied."""
+        known = facts(node)
+        if known.host is not None:
+            return 0
+        before = self.counts.saved_tokens
+        parent = self._parent(node) if node.parent.children.get(node.key.child_key()) is node else None
+        if parent is not None:
+            known.host = self._add(_below(parent.place, known.chunk), parent, node.value)
+        if known.host is None:
+            self.counts.missed += 1
+        else:
+            known.host.chain, known.host.node = known.chain, node
+        return self.counts.saved_tokens - before
+
+    def _parent(self, node: TreeNode) -> HostNode | None:
+        """What is here of all before the node; the tokens before a first chunk are saved if need be."""
+        if facts(node.parent).chunk is not None:
+            return facts(node.parent).host
+        place, above = self._head(node)
+        values = [torch.empty((0,), dtype=torch.int64, device=self.cache.device), *(each.value for each in above)]
+        return self._nodes.get(place) or self._add(place, None, torch.cat(values))
+
+    def _head(self, node: TreeNode) -> tuple[bytes, list[TreeNode]]:
+        """(place, nodes on the device) of the tokens before a first chunk."""
+        above: list[TreeNode] = []
+        key, node = node.key, node.parent
+        while node is not self.cache.root_node:
+            above.insert(0, node)
+            node = node.parent
+        token_ids = array("q", itertools.chain.from_iterable(each.key.token_ids for each in above))
+        return _root(token_ids, key.extra_key, key.cache_salt), above
+
+    def _add(self, place: bytes, parent: HostNode | None, device_slots: Tensor) -> HostNode | None:
+        """A new node with a copy of the slots' KV. None: it does not fit."""
+        num_tokens = len(device_slots)
+        if parent is not None:
+            parent.num_below += 1  # it does not leave for its child
+        while self.pool.num_free < num_tokens and self._evict_one():
+            pass
+        slots = self.pool.alloc(num_tokens)
+        if slots is None:
+            if parent is not None:
+                self._lost_child(parent)
+            return None
+        self.pool.save(device_slots, slots)
+        host = self._nodes[place] = HostNode(place, parent, slots)
+        self.counts.saved_tokens += num_tokens
+        self._push(host)
+        return host
+
+    def _evict_one(self) -> bool:
+        """The leaf of lowest priority leaves. False: there is none."""
+        while self._leaves:
+            stored, _, host = heapq.heappop(self._leaves)
+            if self._nodes.get(host.place) is not host or host.num_below:
+                continue
+            if self._priority(host) > stored:  # it was used since
+                self._push(host)
+                continue
+            del self._nodes[host.place]
+            self.pool.free(host.slots)
+            self.counts.evicted_tokens += len(host.slots)
+            if host.parent is not None:
+                self._lost_child(host.parent)
+            if host.node is not None:
+                facts(host.node).host = None
+            elif host.chain is not None:
+                self.cache.off_host(host.chain)
+            return True
+        return False
+
+    def _lost_child(self, host: HostNode) -> None:
+        host.num_below -= 1
+        if not host.num_below:
+            self._push(host)
+
+    def _push(self, host: HostNode) -> None:
+        heapq.heappush(self._leaves, (self._priority(host), next(self._numbers), host))
+
+    def _priority(self, host: HostNode) -> tuple[int, int]:
+        known = host if host.node is None else facts(host.node)
+        return reused_priority(hits=known.hits, last_access=known.used, window=self._window)
+
+
+def _num_tokens(found: Sequence[tuple[HostNode, Tensor]]) -> int:
+    return sum(len(slots) for _, slots in found)
+
+
+def _root(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> bytes:
+    """The place of the tokens before a first chunk. They may be none."""
+    tenant = "".join("-" if each is None else f"{len(each)}:{each}" for each in (extra_key, cache_salt))
+    data = tenant.encode("utf-8", "surrogatepass") + b"\0" + token_ids.tobytes()
+    return blake2b(data, digest_size=PLACE_BYTES, person=b"head").digest()
+
+
+def _below(place: bytes, chunk: ChunkId | None) -> bytes:
+    """The place of a chunk that follows `place`."""
+    assert chunk is not None
+    return blake2b(place + chunk.encode(), digest_size=PLACE_BYTES, person=b"chunk").digest()

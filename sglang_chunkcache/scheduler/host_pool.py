@@ -1,0 +1,154 @@
+"""Exact KV in host memory: HiCache's host pool without HiCache. All copies keep the order of the forward stream.
+
+A slot that is copied from, or to, was given out before and may be given out again at once: what reads or writes it later does so
+on the same stream. So a copy needs no lock and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes, ranks_per_host
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from torch import Tensor
+
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SHARE = 0.25
+"""Of the host memory that is available, for all ranks together."""
+DEFAULT_RATIO = 2.0
+"""Of the device pool's size: HiCache's default."""
+
+
+class HostPool:
+    """Slots of `token_bytes` each. On CUDA the memory is pinned and SGLang's kernels copy, else torch does.
+
+    Args:
+        device_pool: SGLang's, one that `refusal` takes.
+
+    Raises:
+        ValueError: so much host memory is not there.
+    """
+
+    def __init__(self, device_pool: Any, num_bytes: int) -> None:
+        self._device_pool, self._is_cuda = device_pool, torch.device(device_pool.device).type == "cuda"
+        self._pool = MHATokenToKVPoolHost(
+            device_pool,
+            0.0,
+            num_bytes / 1e9,
+            1,
+            "layer_first",
+            pin_memory=self._is_cuda,
+            pool_label="chunk cache",
+        )
+        self.token_bytes: int = self._pool.size_per_token
+        self.num_slots: int = self._pool.size
+        self._stream: Any = None
+        """The forward stream, known once something was saved: before that there is nothing to load."""
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return int(self._pool.available_size())
+
+    def alloc(self, num_tokens: int) -> Tensor | None:
+        """[num_tokens] int64, CPU. None: so many are not free."""
+        slots: Tensor | None = self._pool.alloc(num_tokens)
+        return slots
+
+    def free(self, slots: Tensor) -> None:
+        """They hold nothing any more."""
+        self._pool.free(slots)
+
+    def clear(self) -> None:
+        """All of them."""
+        self._pool.clear()
+
+    def save(self, device_slots: Tensor, slots: Tensor) -> None:
+        """Copy KV from the device, [num_tokens] int64 each. On the forward stream, with a forward just queued."""
+        pool = self._pool
+        if self._is_cuda:
+            self._stream = torch.cuda.current_stream()
+            slots = slots.to(device_slots.device, non_blocking=True)
+            pool.backup_from_device_all_layer(self._device_pool, slots, device_slots, "kernel")
+            return
+        for layer in range(pool.layer_num):
+            pool.k_buffer[layer, slots] = self._device_pool.k_buffer[layer][device_slots]
+            pool.v_buffer[layer, slots] = self._device_pool.v_buffer[layer][device_slots]
+
+    @contextmanager
+    def on_forward_stream(self) -> Iterator[None]:
+        """What is queued here comes after the forward that is queued last, and before the next one."""
+        if not self._is_cuda:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def load(self, slots: Tensor, device_slots: Tensor) -> None:
+        """Copy KV to the device, [num_tokens] int64 each, inside `on_forward_stream`."""
+        pool = self._pool
+        if self._is_cuda:
+            device_slots.record_stream(self._stream)  # made on another one
+            slots = slots.to(device_slots.device, non_blocking=True)
+            for layer in range(pool.layer_num):
+                pool.load_to_device_per_layer(self._device_pool, slots, device_slots, layer, "kernel")
+            return
+        for layer in range(pool.layer_num):
+            self._device_pool.k_buffer[layer][device_slots] = pool.k_buffer[layer, slots]
+            self._device_pool.v_buffer[layer][device_slots] = pool.v_buffer[layer, slots]
+
+
+def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
+    """The pool of one rank. None: not wanted, or by default not possible, which is logged. `ctx` is SGLang's
+    TreeCacheBuildContext.
+
+    Raises:
+        ValueError: as much as was asked for cannot be had; names the flag.
+    """
+    if config.host_mib == 0:
+        return None
+    device_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    try:
+        if reason := refusal(device_pool):
+            raise ValueError(reason)
+        num_bytes = config.host_mib << 20 if config.host_mib else default_bytes(device_pool, ctx.server_args.dp_size)
+        pool = HostPool(device_pool, num_bytes)
+    except ValueError as error:
+        if config.host_mib:
+            raise ValueError(f"{flag_name('host_mib')} {config.host_mib}: {error}") from None
+        logger.warning("chunk cache: no exact chains in host memory: %s", error)
+        return None
+    size = pool.num_slots * pool.token_bytes / (1 << 20)
+    logger.info("chunk cache: exact chains in host memory: %.0f MiB, %d tokens", size, pool.num_slots)
+    return pool
+
+
+def refusal(device_pool: Any) -> str | None:
+    """Why KV of this pool is not kept in host memory. None: it can be."""
+    if type(device_pool) is not MHATokenToKVPool:
+        return f"KV in a {type(device_pool).__name__} is not supported"
+    if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:
+        return "keys and values of different sizes, or layers that are shared out, are not supported"
+    return None
+
+
+def default_bytes(device_pool: Any, num_ranks: int) -> int:
+    """What one of so many DP ranks takes unless told otherwise.
+
+    Raises:
+        ValueError: there is none to spare.
+    """
+    available = min(DEFAULT_SHARE * available_host_memory_bytes() / ranks_per_host(), host_memory_budget_bytes())
+    if available <= 0:
+        raise ValueError(f"too little memory is available, {flag_name('host_mib')} sets how much to take all the same")
+    return int(min(DEFAULT_RATIO * sum(device_pool.get_kv_size_bytes()), available / num_ranks))

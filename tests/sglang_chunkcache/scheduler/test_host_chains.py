@@ -1,0 +1,342 @@
+"""Exact chains in host memory: case by case, then random traffic against contents and a naive search."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radix_ext import ChainId, ChunkPrefixTree, IntegrityError, Tier, chunk_id
+from radix_ext.costs import Line, Phase
+from sglang_chunkcache.front.rank_mirror import RankMirror
+from sglang_chunkcache.scheduler import host_chains
+from sglang_chunkcache.scheduler.node import facts, state
+from sglang_chunkcache.wire.spans import checked
+from sglang_chunkcache.wire.state import ExplainRequest
+from tests.examples import examples
+from tests.reference.chains import chain_of
+from tests.reference.memory_host import FixedCosts
+from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
+
+HEAD, A, B, C = (90, 91), (1, 2, 3, 4), (1, 2, 5), (7, 8)
+CAPACITY = 40
+
+
+class HostScheduler(Scheduler):
+    """Each slot holds all tokens up to its own, with the tenant's: what its KV depends on."""
+
+    def __init__(self, capacity: int = CAPACITY, host_slots: int = 1000, **knobs: Any) -> None:
+        super().__init__(capacity, config(**knobs), host_slots=host_slots)
+        self.tree = ChunkPrefixTree(max_nodes=10_000)
+        self.mirror = RankMirror(self.tree, 0)
+
+    def add(self, req: FakeReq, num_tokens: int) -> int | None:
+        matched = super().add(req, num_tokens)
+        held = [self.allocator.contents.get(slot) for slot in req.prefix_indices.tolist()]
+        assert held == [content(req, n) for n in range(1, len(held) + 1)]
+        return matched
+
+    def check(self, reqs: Sequence[FakeReq] = ()) -> None:
+        super().check(reqs)
+        self.mirror.apply(self.cache.log.unread(self.mirror.acknowledgement))
+        rank = self.cache.rank_state(0)
+        assert self.tree.digest(0) == (rank.chunk_nodes, rank.digest)
+        self.tree.check_integrity()
+        chains = (facts(node).chain for _, node in walk(self.cache))
+        on_device = {chain for chain in chains if chain is not None}
+        for chain in on_device | self.on_host():
+            node = self.tree.find(chain)
+            assert node is not None
+            assert node.tier(0) == (Tier.DEVICE if chain in on_device else Tier.HOST)
+
+    def on_host(self) -> set[ChainId]:
+        return {host.chain for host in self.cache.host._nodes.values() if host.chain is not None}
+
+    def idle(self) -> None:
+        """Forwards of others, until nothing waits to be saved."""
+        while self.cache.host.stats()["waiting"]:
+            self.cache.host.after(first_tokens_wait=False)
+
+    def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
+        for req, start, end in batch:
+            for position, slot in enumerate(self.slots(req, start, end), start):
+                self.allocator.contents[slot] = content(req, position + 1)
+
+
+def content(req: FakeReq, end: int) -> tuple[Any, ...]:
+    return (req.extra_key, req.cache_salt, tuple(req.all_ids[:end]))
+
+
+def rag(
+    *chunks: tuple[int, ...], head: tuple[int, ...] = HEAD, tail: tuple[int, ...] = (30,), **params: Any
+) -> FakeReq:
+    keys = {key: params.pop(key) for key in ("extra_key", "cache_salt") if key in params}
+    ids, spans = list(head), []
+    for chunk in chunks:
+        spans.append((len(ids), len(ids) + len(chunk)))
+        ids += chunk
+    return FakeReq([*ids, *tail], marked(spans, namespace=f"{head}{keys}", **params), **keys)
+
+
+def chain(*chunks: tuple[int, ...], head: tuple[int, ...] = HEAD) -> ChainId:
+    return chain_of(f"{head}{{}}", [chunk_id(chunk) for chunk in chunks])
+
+
+def known(scheduler: HostScheduler, *chunks: tuple[int, ...]) -> None:
+    """Their chain was found cached once, and nothing waits."""
+    scheduler.serve(rag(*chunks))
+    scheduler.serve(rag(*chunks))
+    scheduler.idle()
+
+
+def test_second_hit_is_saved_and_loaded() -> None:
+    scheduler = HostScheduler()
+    scheduler.serve(rag(A, B))
+    scheduler.idle()
+    assert not scheduler.on_host()
+    scheduler.serve(rag(A, C))
+    scheduler.idle()
+    assert scheduler.on_host() == {chain(A)}
+    scheduler.evict(CAPACITY)
+    scheduler.check()
+    req = rag(A, B)
+    assert scheduler.serve(req) == len(HEAD + A)
+    assert state(req).loaded == len(HEAD + A)
+    scheduler.check()
+
+
+def test_promoted_chunk_is_saved_at_once() -> None:
+    scheduler = HostScheduler()
+    scheduler.serve(rag(A, B, C, promoted_len=2))
+    scheduler.idle()
+    assert scheduler.on_host() == {chain(A), chain(A, B)}
+
+
+def test_load_goes_on_behind_the_device() -> None:
+    """Only what is missing is copied, in the head too: another prompt has its first token on the device."""
+    scheduler = HostScheduler()
+    known(scheduler, A, B)
+    scheduler.evict(len(HEAD + A + B) - len(HEAD + A) + 2)  # questions, then B
+    known_tokens = scheduler.match(rag(A, C))
+    assert known_tokens == len(HEAD + A)
+    req = rag(A, B)
+    assert scheduler.serve(req) == len(HEAD + A + B)
+    assert state(req).loaded == len(B)
+    scheduler.evict(CAPACITY)
+    scheduler.serve(rag(C, head=(90, 92)))
+    req = rag(A)
+    assert scheduler.serve(req) == len(HEAD + A)
+    assert state(req).loaded == len(HEAD + A) - 1
+    scheduler.check()
+
+
+@pytest.mark.parametrize("other", [{"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str)
+def test_others_find_nothing(other: dict[str, Any]) -> None:
+    scheduler = HostScheduler()
+    known(scheduler, A, B)
+    scheduler.evict(CAPACITY)
+    assert scheduler.serve(rag(A, B, **other)) == 0
+    scheduler.check()
+
+
+def test_no_head_is_a_head() -> None:
+    scheduler = HostScheduler()
+    for _ in range(2):
+        scheduler.serve(rag(A, B, head=()))
+    scheduler.idle()
+    scheduler.evict(CAPACITY)
+    assert scheduler.serve(rag(A, B, head=())) == len(A + B)
+    scheduler.check()
+
+
+def test_plain_request_finds_nothing() -> None:
+    scheduler = HostScheduler()
+    known(scheduler, A, B)
+    scheduler.evict(CAPACITY)
+    assert scheduler.serve(FakeReq([*HEAD, *A, *B, 30])) == 0
+
+
+def test_least_reused_leaf_leaves_the_host() -> None:
+    """Chains of one head: the one that was hit least, from its end."""
+    scheduler = HostScheduler(host_slots=len(HEAD + A + B + C))
+    known(scheduler, A, B)
+    for _ in range(3):
+        scheduler.serve(rag(A))
+    known(scheduler, C)
+    assert scheduler.on_host() == {chain(A), chain(A, B), chain(C)}
+    known(scheduler, (50, 51, 52))
+    assert scheduler.on_host() == {chain(A), chain(C), chain((50, 51, 52))}
+    scheduler.check()
+    known(scheduler, tuple(range(60, 75)))  # does not fit at all
+    assert scheduler.cache.host.stats()["missed"] == 1
+    scheduler.check()
+
+
+def test_chain_that_left_everything_is_told() -> None:
+    scheduler = HostScheduler(host_slots=len(HEAD + A))
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    scheduler.check()
+    assert scheduler.tree.find(chain(A)) is not None
+    known(scheduler, C)
+    scheduler.check()
+    assert scheduler.tree.find(chain(A)) is None
+
+
+def test_computed_again_is_linked_again() -> None:
+    """Where the device had no room for the load, the copy and the new node are one chain."""
+    scheduler = HostScheduler()
+    known(scheduler, A, B)
+    scheduler.evict(CAPACITY)
+    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(each=1.0), Phase.EXTEND: Line(each=0.5)}
+    assert scheduler.serve(rag(A, B)) == 0
+    assert scheduler.cache.host.stats()["unpaid"] == 1
+    scheduler.check()
+    scheduler.evict(CAPACITY)
+    scheduler.check()
+    assert scheduler.tree.find(chain(A, B)) is not None
+
+
+def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_chains, "TRIED_EVERY", 3)
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(fixed=9.0), Phase.EXTEND: Line(fixed=9.0, each=1.0)}
+    found = []
+    for _ in range(3):
+        scheduler.evict(CAPACITY)
+        found.append(scheduler.serve(rag(A)))
+    assert found == [0, 0, len(HEAD + A)]
+
+
+def test_load_takes_no_more_than_the_device_can_spare() -> None:
+    scheduler = HostScheduler(capacity=20)
+    known(scheduler, A, B, C)
+    scheduler.evict(20)
+    other = rag((50, 51, 52, 53, 54, 55, 56, 57), tail=(30, 31))
+    assert scheduler.admit(other, 100) == len(HEAD)  # 8 slots are left
+    assert scheduler.match(rag(A, B, C)) == len(HEAD + A + B)
+    assert scheduler.cache.host.stats()["no_room"] == 1
+    scheduler.check([other])
+
+
+def test_explain_loads_nothing() -> None:
+    scheduler = HostScheduler()
+    known(scheduler, A, B)
+    scheduler.evict(CAPACITY)
+    req = rag(A, B)
+    spans = checked(scheduler.cache._spans_of(req), req.origin_input_ids)
+    told = scheduler.cache.explain(ExplainRequest(list(req.origin_input_ids), spans, None, None))
+    assert (told.exact, told.loaded) == (0, len(HEAD + A + B))
+    assert scheduler.cache.host.stats()["loads"] == 0
+
+
+def test_flush_empties_the_host() -> None:
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    scheduler.cache.reset()
+    scheduler.allocator.clear()
+    assert scheduler.cache.host.stats()["tokens"] == 0
+    scheduler.check()
+    assert scheduler.serve(rag(A)) == 0
+
+
+def test_what_left_before_it_was_saved_is_missed() -> None:
+    scheduler = HostScheduler()
+    scheduler.serve(rag(A))
+    scheduler.serve(rag(A))
+    scheduler.cache.host._waiting.clear()
+    scheduler.cache.host.offer([node for _, node in walk(scheduler.cache) if facts(node).chunk])
+    scheduler.evict(CAPACITY)
+    scheduler.idle()
+    assert scheduler.cache.host.stats()["missed"] == 1
+    assert not scheduler.on_host()
+
+
+def test_a_prefill_is_not_kept_waiting_twice() -> None:
+    """Saving is put off while first tokens wait, but for every second prefill."""
+    scheduler = HostScheduler()
+    host = scheduler.cache.host
+    scheduler.serve(rag(A, promoted_len=0))
+    known_nodes = [node for _, node in walk(scheduler.cache) if facts(node).chunk]
+    facts(known_nodes[0]).hits = 1
+    host.offer(known_nodes)
+    host.after(first_tokens_wait=True)
+    assert host.stats()["waiting"] == 1
+    host.after(first_tokens_wait=True)
+    assert host.stats()["waiting"] == 0
+
+
+def test_integrity_names_what_is_wrong() -> None:
+    scheduler = HostScheduler()
+    known(scheduler, A, B)
+    (host,) = (host for host in scheduler.cache.host._nodes.values() if host.chain == chain(A))
+    host.num_below += 1
+    host.node = None
+    with pytest.raises(IntegrityError, match="were booked") as raised:
+        scheduler.cache.check_integrity()
+    assert "do not know each other" in str(raised.value)
+
+
+@settings(max_examples=examples(60))
+@given(seed=st.integers(0, 2**32), capacity=st.integers(24, 60), host_slots=st.sampled_from([12, 30, 1000]))
+def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_slots: int) -> None:
+    """Requests interleave, some are aborted. A match has its own tokens for contents. It is as long as what device and host hold,
+    unless the device has no room."""
+    rng = random.Random(seed)
+    scheduler = HostScheduler(capacity, host_slots, window_requests=rng.choice([1, 5]))
+    live: list[FakeReq] = []
+    for _ in range(60):
+        chunks = rng.sample([A, B, C, (1, 2, 6), (9,)], rng.randint(1, 3))
+        heads, salts = [(), HEAD, (90, 92), (94,)], [None, None, "s"]
+        req = rag(*chunks, head=rng.choice(heads), cache_salt=rng.choice(salts), promoted_len=rng.choice([0, 0, 1]))
+        step = rng.random()
+        if (step < 0.2 and live) or len(live) == 8:
+            gone = live.pop(rng.randrange(len(live)))
+            scheduler.release(gone, is_insert=scheduler.is_prefilled(gone))
+        elif step < 0.4:
+            scheduler.evict(rng.randint(1, capacity))
+        else:
+            expected = longest(scheduler, req)
+            refused = scheduler.cache.host.counts.no_room
+            matched = scheduler.admit(req, rng.choice([3, 100]))
+            if matched is not None:
+                assert matched == expected or scheduler.cache.host.counts.no_room > refused
+                live.append(req)
+        scheduler.check(live)
+    for req in live:
+        scheduler.release(req, is_insert=False)
+    scheduler.evict(capacity)
+    scheduler.check()
+    assert scheduler.allocator.available_size() == capacity
+
+
+def longest(scheduler: HostScheduler, req: FakeReq) -> int:
+    """How many of the request's tokens the device holds, and behind them, whole, its head and chunks that are on the host."""
+    on_device = {scheduler.allocator.contents.get(slot) for slot in scheduler.tree_slots()}
+    on_host = set(scheduler.cache.host.pool.contents.values())
+    spans, limit = scheduler.cache._spans_of(req).spans, len(req.all_ids) - 1
+    whole = [spans[0].start, *(span.end for span in spans)]
+    ends = [*range(whole[0]), *whole, *range(whole[-1] + 1, limit + 1)]
+    length = 0
+    while (end := min((end for end in ends if length < end <= limit), default=0)) and content(req, end) in on_device:
+        length = end
+    while (end := min((end for end in whole if length < end <= limit), default=0)) and content(req, end) in on_host:
+        length = end
+    return length
+
+
+def test_costs_that_are_not_known_are_tried() -> None:
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    scheduler.cache.host.pricing = FixedCosts({Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)})
+    assert scheduler.serve(rag(A)) == len(HEAD + A)
+    assert [phase for phase, _ in scheduler.cache.host.pricing.watched] == [Phase.LOAD]

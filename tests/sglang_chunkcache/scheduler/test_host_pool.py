@@ -1,0 +1,99 @@
+"""SGLang's host pool under ours, on a real KV pool."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.scheduler import host_pool
+from sglang_chunkcache.scheduler.host_pool import HostPool, create_host_pool
+from tests import models
+
+
+def context(pool: Any) -> Any:
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
+    return SimpleNamespace(params=params, server_args=SimpleNamespace(dp_size=1))
+
+
+@pytest.fixture
+def device() -> Any:
+    """Other tests use it, too."""
+    pool = models.runner("llama").token_to_kv_pool
+    assert type(pool) is MHATokenToKVPool
+    return pool
+
+
+def test_what_was_saved_is_loaded_bit_for_bit(device: Any) -> None:
+    """To other slots, from slots in no order, beside what others have there."""
+    pool = HostPool(device, 1 << 20)
+    buffers = [*device.k_buffer, *device.v_buffer]
+    for buffer in buffers:
+        buffer.normal_()
+    sources, targets = torch.tensor([7, 3, 9, 4]), torch.tensor([20, 22, 21, 30])
+    wanted = [buffer[sources].clone() for buffer in buffers]
+    others = [buffer[31:40].clone() for buffer in buffers]
+    slots = pool.alloc(4)
+    assert slots is not None
+    pool.save(sources, slots)
+    for buffer in buffers:
+        buffer[:31].zero_()
+    with pool.on_forward_stream():
+        pool.load(slots, targets)
+    for buffer, want, other in zip(buffers, wanted, others, strict=True):
+        assert torch.equal(buffer[targets], want)
+        assert torch.equal(buffer[31:40], other)
+        assert not buffer[23:30].any()
+
+
+def test_slots_are_counted(device: Any) -> None:
+    pool = HostPool(device, 1 << 20)
+    assert pool.num_free == pool.num_slots >= (1 << 20) // pool.token_bytes
+    keys, values = device.get_kv_size_bytes()
+    assert pool.token_bytes == (keys + values) // len(device.k_buffer[0])
+    slots = pool.alloc(pool.num_slots - 1)
+    assert slots is not None
+    assert pool.alloc(2) is None
+    pool.free(slots)
+    assert pool.num_free == pool.num_slots
+    assert pool.alloc(3) is not None
+    pool.clear()
+    assert pool.num_free == pool.num_slots
+
+
+def test_default_is_twice_the_device_and_never_all_there_is(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(device.get_kv_size_bytes())
+    budget = 10 * size
+    monkeypatch.setattr(host_pool, "host_memory_budget_bytes", lambda: budget)
+    monkeypatch.setattr(host_pool, "available_host_memory_bytes", lambda: 1000 * size)
+    assert host_pool.default_bytes(device, 1) == 2 * size
+    assert host_pool.default_bytes(device, 20) == size // 2
+    monkeypatch.setattr(host_pool, "available_host_memory_bytes", lambda: 4 * size)
+    assert host_pool.default_bytes(device, 1) == size
+    budget = -1
+    assert create_host_pool(context(device), ChunkCacheConfig()) is None
+
+
+def test_without_host_memory_there_is_none(device: Any) -> None:
+    assert create_host_pool(context(device), ChunkCacheConfig(host_mib=0)) is None
+    pool = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
+    assert pool is not None
+    assert 0 <= pool.num_slots * pool.token_bytes - (1 << 20) <= 2 * pool.token_bytes
+
+
+@pytest.mark.parametrize("mib", [1, 1 << 40])
+def test_what_cannot_be_had_is_refused_if_asked_for(device: Any, mib: int) -> None:
+    pool = device if mib > 1 else SimpleNamespace()
+    with pytest.raises(ValueError, match=re.escape(f"--chunkcache-host-mib {mib}: ")):
+        create_host_pool(context(pool), ChunkCacheConfig(host_mib=mib))
+    if mib == 1:
+        assert create_host_pool(context(pool), ChunkCacheConfig()) is None
