@@ -89,7 +89,7 @@ def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -
     if not stock and (refused := refusals(server_args)):
         fail(f"not supported together with the chunk cache: {', '.join(refused)}")
     if (server_args.device or "cuda") == "cpu":
-        _bind_cpu_ranks(server_args.dp_size)
+        _bind_cpu_ranks(server_args.dp_size * server_args.tp_size * server_args.pp_size)
     return server_args
 
 
@@ -233,12 +233,12 @@ def _check_hooks(fail: Callable[[str], NoReturn]) -> None:
         fail(f"SGLang did not apply our hooks {missing}; the log above has the cause")
 
 
-def _bind_cpu_ranks(dp_size: int) -> None:
-    """Give every DP rank cores of its own: on one NUMA node SGLang fails at the start without it."""
+def _bind_cpu_ranks(num_ranks: int) -> None:
+    """Give every rank cores of its own: on one NUMA node SGLang fails at the start without it."""
     cores = sorted(os.sched_getaffinity(0))
-    if dp_size > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
-        share = max(1, len(cores) // dp_size)
-        groups = [cores[i * share % len(cores) :][:share] for i in range(dp_size)]
+    if num_ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
+        share = max(1, len(cores) // num_ranks)
+        groups = [cores[i * share % len(cores) :][:share] for i in range(num_ranks)]
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
 
 

@@ -20,6 +20,8 @@ PROGRESS: dict[str, tuple[str, ...]] = {
     "sglang.srt.utils.numa_utils": ("init_threads_binding",),
     "sglang.srt.model_executor.model_runner": ("Load weight begin", "Load weight end"),
     "sglang.srt.mem_cache.memory_pool": ("KV Cache is allocated",),
+    "sglang.srt.mem_cache.host_memory": ("HiCache memory headroom",),
+    "sglang.srt.mem_cache.pool_host.base": ("Allocating chunk cache hierarchical", "HiCache chunk cache host pool"),
     "sglang.srt.mem_cache.kv_cache_configurator": ("Memory pool end",),
     "sglang.srt.model_executor.model_runner_components.cuda_graph_setup": ("Disable prefill CUDA graph because",),
     "sglang.srt.managers.scheduler": ("max_total_num_tokens=",),

@@ -109,24 +109,29 @@ class HostPool:
 
 
 def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
-    """The pool of one rank. None: not wanted, or by default not possible, which is logged. `ctx` is SGLang's
-    TreeCacheBuildContext.
+    """The pool of one rank, of one size on all ranks of a tensor-parallel group. `ctx` is SGLang's TreeCacheBuildContext.
+
+    None: not wanted, or by default not possible, which is logged.
 
     Raises:
         ValueError: as much as was asked for cannot be had; names the flag.
     """
     if config.host_mib == 0:
         return None
-    device_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    device_pool, group = ctx.params.token_to_kv_pool_allocator.get_kvcache(), ctx.tp_worker.model_runner.tp_group
+    pool, problem = None, refusal(device_pool)
     try:
-        if reason := refusal(device_pool):
-            raise ValueError(reason)
-        num_bytes = config.host_mib << 20 if config.host_mib else default_bytes(device_pool, ctx.server_args.dp_size)
-        pool = HostPool(device_pool, num_bytes)
+        if problem is None:
+            default = 0 if config.host_mib else default_bytes(device_pool, ctx.server_args.dp_size)
+            pool = HostPool(device_pool, (config.host_mib or 0) << 20 or int(group.broadcast_object(default)))
     except ValueError as error:
+        problem = str(error)
+    if group.world_size > 1:
+        problem = next(filter(None, group.all_gather_object(problem)), None)
+    if problem is not None or pool is None:
         if config.host_mib:
-            raise ValueError(f"{flag_name('host_mib')} {config.host_mib}: {error}") from None
-        logger.warning("chunk cache: no exact chains in host memory: %s", error)
+            raise ValueError(f"{flag_name('host_mib')} {config.host_mib}: {problem}")
+        logger.warning("chunk cache: no exact chains in host memory: %s", problem)
         return None
     size = pool.num_slots * pool.token_bytes / (1 << 20)
     logger.info("chunk cache: exact chains in host memory: %.0f MiB, %d tokens", size, pool.num_slots)
@@ -143,12 +148,6 @@ def refusal(device_pool: Any) -> str | None:
 
 
 def default_bytes(device_pool: Any, num_ranks: int) -> int:
-    """What one of so many DP ranks takes unless told otherwise.
-
-    Raises:
-        ValueError: there is none to spare.
-    """
+    """What one of so many DP ranks takes unless told otherwise: at least 1, which none can have where none is to spare."""
     available = min(DEFAULT_SHARE * available_host_memory_bytes() / ranks_per_host(), host_memory_budget_bytes())
-    if available <= 0:
-        raise ValueError(f"too little memory is available, {flag_name('host_mib')} sets how much to take all the same")
-    return int(min(DEFAULT_RATIO * sum(device_pool.get_kv_size_bytes()), available / num_ranks))
+    return max(1, int(min(DEFAULT_RATIO * sum(device_pool.get_kv_size_bytes()), available / num_ranks)))

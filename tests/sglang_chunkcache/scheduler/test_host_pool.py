@@ -22,7 +22,9 @@ from tests import models
 def context(pool: Any) -> Any:
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
-    return SimpleNamespace(params=params, server_args=SimpleNamespace(dp_size=1))
+    group = SimpleNamespace(world_size=1, broadcast_object=lambda told: told)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(tp_group=group))
+    return SimpleNamespace(params=params, server_args=SimpleNamespace(dp_size=1), tp_worker=worker)
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ def test_default_is_twice_the_device_and_never_all_there_is(device: Any, monkeyp
     assert host_pool.default_bytes(device, 20) == size // 2
     monkeypatch.setattr(host_pool, "available_host_memory_bytes", lambda: 4 * size)
     assert host_pool.default_bytes(device, 1) == size
-    budget = -1
+    monkeypatch.setattr("sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes", lambda asked: -1)
     assert create_host_pool(context(device), ChunkCacheConfig()) is None
 
 
@@ -88,6 +90,23 @@ def test_without_host_memory_there_is_none(device: Any) -> None:
     pool = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
     assert pool is not None
     assert 0 <= pool.num_slots * pool.token_bytes - (1 << 20) <= 2 * pool.token_bytes
+
+
+@pytest.mark.parametrize("other", [None, "it has none"])
+def test_ranks_agree_on_size_and_refusal(device: Any, other: str | None) -> None:
+    """Rank 0's default; where one rank cannot, none does."""
+    ctx = context(device)
+    ctx.tp_worker.model_runner.tp_group = SimpleNamespace(
+        world_size=2, broadcast_object=lambda mine: 4096, all_gather_object=lambda mine: [mine, other]
+    )
+    pool = create_host_pool(ctx, ChunkCacheConfig())
+    if other is None:
+        assert pool is not None
+        assert pool.num_slots == 4096 // pool.token_bytes + 1
+        return
+    assert pool is None
+    with pytest.raises(ValueError, match=other):
+        create_host_pool(ctx, ChunkCacheConfig(host_mib=1))
 
 
 @pytest.mark.parametrize("mib", [1, 1 << 40])
