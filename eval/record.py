@@ -70,7 +70,7 @@ def _output(command: Sequence[str]) -> str:
 def _without_folder(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_folder(item) for item in value]
-    is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "./", "../", "~")))
+    is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "./", "../", "~", "@")))
     return Path(value).name if is_path else value
 
 

@@ -22,7 +22,7 @@ from eval.metrics import is_time
 from eval.run import Sample, read_record, read_samples
 
 KINDS = ("replay", "serve", "quality", "recall", "bench")
-POLICIES = ("order", "tail", "eviction", "admission", "dedup")
+POLICIES = ("order", "tail", "eviction", "admission", "dedup", "host_admission")
 UNITS = {
     "saved_share": ("hits", "dropped", "lost", "chunks"),
     "token_saved_share": ("token_hits", "dropped_tokens", "lost_tokens", "tokens"),

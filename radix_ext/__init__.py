@@ -46,6 +46,7 @@ from radix_ext.eviction import (
 )
 from radix_ext.fusion_request import FusionRequest
 from radix_ext.invest import Growth
+from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, worth_offloading
 from radix_ext.order import (
     ORDER_POLICIES,
     TAIL_POLICIES,
@@ -63,6 +64,7 @@ from radix_ext.replay import (
     DEDUP_POLICIES,
     AdmissionPolicy,
     DedupPolicy,
+    HostStats,
     Replay,
     ReplayResult,
     ReplaySettings,
@@ -76,6 +78,7 @@ __all__ = [
     "ADMISSION_POLICIES",
     "DEDUP_POLICIES",
     "EVICTION_POLICIES",
+    "HOST_ADMISSIONS",
     "ORDER_POLICIES",
     "SHOWN_POLICIES",
     "TAIL_POLICIES",
@@ -96,6 +99,8 @@ __all__ = [
     "FusionRequest",
     "Growth",
     "HeldStats",
+    "HostAdmission",
+    "HostStats",
     "IntegrityError",
     "KvAware",
     "LimitError",
@@ -136,4 +141,5 @@ __all__ = [
     "running_hashes",
     "shown",
     "text_before",
+    "worth_offloading",
 ]

@@ -49,6 +49,7 @@ class EvictionQueue:
 
     Args:
         serves_one: as for `reused_priority`.
+        is_leaf: whether the queue's tier has the node and none of its children; a tree of one tier needs none.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class EvictionQueue:
         *,
         window: int,
         serves_one: Callable[[ChainNode], bool] = lambda node: False,
+        is_leaf: Callable[[ChainNode], bool] = lambda node: node.children is None,
     ) -> None:
-        self._serves_one = serves_one
+        self._serves_one, self._is_leaf = serves_one, is_leaf
         check_choice("eviction", policy, EVICTION_POLICIES)
         self._tree = tree
         self._policy = policy
@@ -69,7 +71,7 @@ class EvictionQueue:
 
     def push(self, node: ChainNode) -> None:
         """A node was used or marked, or lost its last child. Inner nodes are ignored: only leaves are evicted."""
-        if node.children is None:
+        if self._is_leaf(node):
             heappush(self._heap, self._entry(node))
         if len(self._heap) > self._max_len:
             self._max_len = 4 * len(self._tree) + 64
@@ -96,4 +98,4 @@ class EvictionQueue:
     def _current(self, entry: _Entry) -> ChainNode | None:
         """The leaf this entry was made for, None if the leaf has changed since."""
         node = self._tree.find(entry[2])
-        return node if node is not None and node.children is None and self._entry(node) == entry else None
+        return node if node is not None and self._is_leaf(node) and self._entry(node) == entry else None

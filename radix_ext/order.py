@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from radix_ext.access_table import AccessTable
-from radix_ext.chain_node import ChainNode, held_mask, planned_mask
+from radix_ext.chain_node import ChainNode, Tier, held_mask, planned_mask
 from radix_ext.chunk import Chunk, ChunkId, fused_chunk
 from radix_ext.errors import ChunkError, check_at_least, check_choice
 from radix_ext.invest import Growth
@@ -36,6 +36,7 @@ ORDER_POLICIES: tuple[OrderPolicy, ...] = get_args(OrderPolicy)
 TAIL_POLICIES: tuple[TailPolicy, ...] = get_args(TailPolicy)
 
 _EXACT_WORTH = 1 << 32  # of a token, when a fused one counts 1
+_WORTH_PARTS = 1 << 10  # worths are integers, so that equally long chains stay equal
 _LEVEL_SHARE = 4  # a level may spend a quarter of the visits left, so that deep levels get some too
 
 
@@ -70,13 +71,15 @@ def order_chunks(
     max_visits: int,
     recipe: str | None = None,
     growth: Growth | None = None,
+    host_worth: float = 1.0,
 ) -> Ordering:
     """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither tree nor table.
 
     `tail` matters for `tree` only. Of equally long chains (exact tokens, then all tokens, then chunks) the one that prefers the
     retriever's first wins. `table` must not yet have observed this request, or all of its chunks would count as seen.
     `recipe` has made the fused chains that the request may follow; None: exact chains alone. `growth` matters for the tail `seen`
-    behind an exact chain; None: an exact request.
+    behind an exact chain; None: an exact request. A token that `rank` has in host memory counts as `host_worth` tokens on the
+    device: 1 - time to load / time to compute it.
 
     Raises:
         PolicyError: unknown policy or tail.
@@ -91,7 +94,15 @@ def order_chunks(
     fused = {} if recipe is None else {fused_chunk(recipe, chunk.id): chunk.id for chunk in chunks}
     path: Sequence[ChainNode]
     if policy == "tree":
-        path = longest_chain(tree, namespace, tuple(by_id), rank=rank, max_visits=max_visits, fused_ids=tuple(fused))
+        path = longest_chain(
+            tree,
+            namespace,
+            tuple(by_id),
+            rank=rank,
+            max_visits=max_visits,
+            fused_ids=tuple(fused),
+            host_worth=host_worth,
+        )
         ordered = [by_id.pop(fused.get(node.chunk_id, node.chunk_id)) for node in path]
         is_exact = not path or path[-1].chunk_id not in fused
         ordered += _tail(tail, list(by_id.values()), table, growth if is_exact else None)
@@ -114,6 +125,7 @@ def order_per_rank(
     max_visits: int,
     recipe: str | None = None,
     growth: Growth | None = None,
+    host_worth: float = 1.0,
 ) -> dict[int, Ordering]:
     """The ordering each rank would get: a router compares their `cached_tokens`, the chosen one is ready for use."""
     return {
@@ -128,6 +140,7 @@ def order_per_rank(
             max_visits=max_visits,
             recipe=recipe,
             growth=growth,
+            host_worth=host_worth,
         )
         for rank in ranks
     }
@@ -141,9 +154,10 @@ def longest_chain(
     rank: int | None,
     max_visits: int,
     fused_ids: Sequence[ChunkId] = (),
+    host_worth: float = 1.0,
 ) -> tuple[ChainNode, ...]:
     """The chain of held or planned nodes, made only of `ids` (in retriever order), with most exact tokens, then most tokens, then
-    most chunks.
+    most chunks. A token that `rank` has in host memory counts as `host_worth`; of any rank (None) all count alike.
 
     Looks into at most max(max_visits, len(ids)) nodes; exact unless a level had to be narrowed for that. `fused_ids` are the
     names of the same chunks where the request's recipe has fused them; an exact request has none.
@@ -161,6 +175,8 @@ def longest_chain(
     bits = [1 << position for position in range(len(ids))] * 2
     # An exact token is worth more than all fused ones.
     worths = [_EXACT_WORTH if fused_ids else 1] * len(ids) + [1] * len(fused_ids)
+    in_host = None if rank is None else Tier.HOST << 2 * rank
+    host_parts = round(host_worth * _WORTH_PARTS)
     best, best_worth, best_len = root, 0, 0
     # One level of the search: (node, bit set of the chunks used on the way, worth of their tokens), in retriever order.
     level = [(root, 0, 0)]
@@ -176,7 +192,8 @@ def longest_chain(
             for position, child in _children_among(node, rank_of, names):
                 if used & bits[position] or not (child.tiers & held or child.plans & planned):
                     continue
-                child_worth = worth + child.num_tokens * worths[position]
+                parts = host_parts if child.tiers & held == in_host else _WORTH_PARTS
+                child_worth = worth + child.num_tokens * worths[position] * parts
                 if child.children is not None:
                     below.append((child, used | bits[position], child_worth))
                 if child_worth > best_worth or (child_worth == best_worth and depth > best_len):

@@ -248,6 +248,11 @@ class ChunkPrefixTree:
         """Tokens of the nodes that a rank holds, summed over ranks and tiers. O(ranks)."""
         return sum(num_tokens for _, num_tokens in self._held.values())
 
+    def held(self, rank: int, tier: Tier) -> tuple[int, int]:
+        """(nodes, tokens) that this rank holds in this tier. O(1)."""
+        num_nodes, num_tokens = self._held.get((rank, tier), (0, 0))
+        return num_nodes, num_tokens
+
     def digest(self, rank: int) -> tuple[int, int]:
         """(number of nodes this rank holds, exclusive or of their chain ids): equal digests, equal trees. O(1)."""
         num_nodes = sum(nodes for (held_by, _), (nodes, _) in self._held.items() if held_by == rank)

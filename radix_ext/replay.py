@@ -4,6 +4,9 @@ One rank serves the requests one after the other: order, count the hits, count t
 the ones the server runs, so a hit rate found here is what the same traffic finds cached, counting whole chunks and no
 questions. A later turn of a conversation follows its history in the prompt: nothing is reordered before the history and no
 chunk of the turn is a prefix hit, but what the conversation has shown can be dropped.
+
+With a host tier, what leaves the device stays there if host memory has a copy, and is loaded by the next request whose chain goes
+on with it. Copies and loads take no time here.
 """
 
 import sys
@@ -16,8 +19,9 @@ from typing import Literal, NamedTuple, get_args
 from radix_ext.access_table import AccessTable
 from radix_ext.chain_node import ChainNode, Tier
 from radix_ext.chunk import Chunk, ChunkId
-from radix_ext.errors import check_at_least, check_choice
+from radix_ext.errors import IntegrityError, LimitError, check_at_least, check_choice
 from radix_ext.eviction import EVICTION_POLICIES, EvictionPolicy, EvictionQueue
+from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, HostChains
 from radix_ext.order import OrderPolicy, TailPolicy, order_chunks
 from radix_ext.prefix_tree import ChunkPrefixTree
 
@@ -36,6 +40,8 @@ _MAX_TIMES = 16_384
 class ReplaySettings:
     """One replay. `capacity` in nodes and `capacity_tokens` in tokens, None for unlimited; the others as in their modules.
 
+    `host` is host memory's room, in the unit of the device's; 0: there is no such tier. `host_worth` is for the order.
+
     Raises:
         LimitError, PolicyError: a value out of range, an unknown policy.
     """
@@ -50,6 +56,9 @@ class ReplaySettings:
     window: int
     threshold: int
     max_visits: int
+    host: int = 0
+    host_admission: HostAdmission = "either"
+    host_worth: float = 1.0
 
     def __post_init__(self) -> None:
         check_choice("eviction", self.eviction, EVICTION_POLICIES)
@@ -57,12 +66,17 @@ class ReplaySettings:
         check_choice("dedup", self.dedup, DEDUP_POLICIES)
         check_at_least("capacity", 1 if self.capacity is None else self.capacity, 1)
         check_at_least("capacity_tokens", 1 if self.capacity_tokens is None else self.capacity_tokens, 1)
+        check_at_least("host", self.host, 0)
+        check_choice("host_admission", self.host_admission, HOST_ADMISSIONS)
+        if self.host and self.capacity is None and self.capacity_tokens is None:
+            raise LimitError("host needs a limited capacity: nothing leaves an unlimited device")
 
 
 class RequestCount(NamedTuple):
     """Of one request's chunks (tokens): found cached as a prefix; dropped, since the conversation has shown them.
 
-    `num_lost` are chunks of the conversation's history that are no longer cached, and so computed once again.
+    `num_lost` are chunks of the conversation's history that are no longer cached, and so computed once again. Of the hits,
+    `num_host_hits` were loaded from host memory.
     """
 
     num_chunks: int
@@ -73,6 +87,8 @@ class RequestCount(NamedTuple):
     num_token_hits: int
     num_dropped_tokens: int
     num_lost_tokens: int
+    num_host_hits: int = 0
+    num_host_token_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +104,7 @@ class ReplayResult:
     @property
     def total(self) -> RequestCount:
         """Sums over all requests."""
-        return RequestCount(*map(sum, zip(*self.requests, strict=True))) if self.requests else RequestCount(*[0] * 8)
+        return RequestCount(*map(sum, zip(RequestCount(*[0] * 8), *self.requests, strict=True)))
 
     @property
     def chunk_hit_rate(self) -> float:
@@ -101,6 +117,17 @@ class ReplayResult:
         """Tokens found cached / tokens; only tells something if the trace has lengths."""
         total = self.total
         return total.num_token_hits / total.num_tokens if total.num_tokens else 0.0
+
+
+class HostStats(NamedTuple):
+    """What a replay's host memory did: chunks (tokens) copied to it and loaded from it, chunks that left it, tokens it has."""
+
+    offloaded: int
+    offloaded_tokens: int
+    loaded: int
+    loaded_tokens: int
+    evicted: int
+    num_tokens: int
 
 
 class _History(NamedTuple):
@@ -140,12 +167,22 @@ class Replay:
     """
 
     def __init__(self, settings: ReplaySettings) -> None:
-        self.num_evicted = self.peak_nodes = 0
+        self.num_evicted = self.peak_nodes = self._num_loaded = self._loaded_tokens = 0
         self._settings = settings
         self._is_limited = settings.capacity is not None or settings.capacity_tokens is not None
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
-        self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window)
+        self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window, is_leaf=self._is_device_leaf)
+        self._host: HostChains | None = None
+        if settings.host:
+            self._host = HostChains(
+                self._tree,
+                settings.eviction,
+                settings.host_admission,
+                capacity=settings.host if settings.capacity is not None else None,
+                capacity_tokens=settings.host if settings.capacity is None else None,
+                window=settings.window,
+            )
         self._histories: dict[str, _History] = {}
         self._order_us: list[float] = []
         self._num_orders, self._times_stride = 0, 1
@@ -167,16 +204,55 @@ class Replay:
         if conversation is not None and not is_last_turn:
             self._histories[conversation] = history
         self._table.observe([chunk.id for chunk in request])
+        if self._host is not None:
+            num_loaded, loaded_tokens = self._load(chain)
+            if is_first:
+                count = count._replace(num_host_hits=num_loaded, num_host_token_hits=loaded_tokens)
         leaf = self._insert(chain, counts_hits=is_first)
+        if self._host is not None and leaf is not None:
+            self._offload(self._host, leaf)
         if self._is_limited:
             self._make_room(leaf)
-        self.peak_nodes = max(self.peak_nodes, len(self._tree))
+        self.peak_nodes = max(self.peak_nodes, self._tree.held(_RANK, Tier.DEVICE)[0])
         return count
 
     def order_us(self, q: float) -> float:
         """The q-quantile of the times of order decisions, in microseconds; 0 without any."""
         times = sorted(self._order_us)
         return times[int(len(times) * q)] if times else 0.0
+
+    @property
+    def host_stats(self) -> HostStats | None:
+        """Of the whole replay so far; None without a host tier."""
+        if (host := self._host) is None:
+            return None
+        copied = host.num_offloaded, host.num_offloaded_tokens
+        return HostStats(*copied, self._num_loaded, self._loaded_tokens, host.num_evicted, host.num_tokens)
+
+    def check_integrity(self) -> None:
+        """Check tree and host tier against each other; O(nodes), for tests.
+
+        Raises:
+            IntegrityError: with all violations.
+        """
+        self._tree.check_integrity()
+        violations = [*self._host.violations()] if self._host is not None else []
+        pending = [*root.child_nodes()] if (root := self._tree.root(_NAMESPACE)) is not None else []
+        for node in pending:  # grows meanwhile
+            pending += node.child_nodes()
+            on_device, parent = node.tier(_RANK) is Tier.DEVICE, node.parent
+            if not on_device and (self._host is None or node not in self._host):
+                violations.append(f"node {node.chain:x} is held in a tier that does not have it")
+            if on_device and parent is not None and parent.parent is not None and parent.tier(_RANK) is not Tier.DEVICE:
+                violations.append(f"node {node.chain:x} is on the device but its parent is not")
+        if self._host is not None and len(self._host) != sum(node in self._host for node in pending):
+            violations.append("host memory has nodes that left the tree")
+        if self._is_over():
+            violations.append("the device holds more than its capacity")
+        if violations:
+            raise IntegrityError(violations)
+
+    # Private, in order of use
 
     def _first_turn(self, request: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], RequestCount]:
         """Order the chunks and count those held; returns the prompt's chain."""
@@ -191,6 +267,7 @@ class Replay:
             request,
             rank=_RANK,
             max_visits=settings.max_visits,
+            host_worth=settings.host_worth,
         )
         self._note_time((perf_counter() - start) * 1e6)
         held_len, held_tokens = ordering.held_len, ordering.held_tokens
@@ -216,6 +293,19 @@ class Replay:
         count = RequestCount(len(request), 0, num_dropped, len(lost), num_tokens, 0, dropped_tokens, _tokens(lost))
         return _History((*history.chunks, *fresh), history.num_first), count
 
+    def _load(self, chain: Iterable[Chunk]) -> tuple[int, int]:
+        """What of the chain only host memory has is on the device, too, from now on. Returns (chunks, tokens)."""
+        loaded = [node for node in self._held(chain) if node.tier(_RANK) is Tier.HOST]
+        for node in loaded:
+            self._tree.move(node.chain, rank=_RANK, tier=Tier.DEVICE)
+        if loaded:
+            self._queue.push(
+                loaded[-1]
+            )  # the end of the device's chain, if the prompt is cached up to a promoted run only
+        num_tokens = sum(node.num_tokens for node in loaded)
+        self._num_loaded, self._loaded_tokens = self._num_loaded + len(loaded), self._loaded_tokens + num_tokens
+        return len(loaded), num_tokens
+
     def _insert(self, chain: Sequence[Chunk], *, counts_hits: bool) -> ChainNode | None:
         """Cache the chain, or its promoted run. A later turn counts no hits on its own history, as in the server."""
         promoted_len = self._table.promoted_run((chunk.id for chunk in chain), self._settings.threshold)
@@ -228,14 +318,24 @@ class Replay:
         rest, rest_promoted_len = chain[len(held) :], max(0, promoted_len - len(held))
         return self._tree.extend(held[-1].chain, rest, rank=_RANK, tier=Tier.DEVICE, promoted_len=rest_promoted_len)
 
+    def _offload(self, host: HostChains, leaf: ChainNode) -> None:
+        """Copy what is worth it of the chain that ends in `leaf`."""
+        for gone in host.offload(leaf.path()):
+            if gone.tier(_RANK) is Tier.HOST:
+                self._tree.evict(gone.chain, rank=_RANK)
+
     def _make_room(self, leaf: ChainNode | None) -> None:
-        """Evict until the cache has its size, after the insertion of a chain that ends in `leaf`."""
+        """Evict from the device until it has its size, after the insertion of a chain that ends in `leaf`."""
         if leaf is not None:
             self._queue.push(leaf)
         tree, queue = self._tree, self._queue
         while self._is_over() and (victim := queue.pop()) is not None:
             parent = victim.parent
-            self.num_evicted += tree.evict(victim.chain, rank=_RANK)
+            self.num_evicted += 1
+            if self._host is not None and victim in self._host:
+                tree.move(victim.chain, rank=_RANK, tier=Tier.HOST)
+            else:
+                tree.evict(victim.chain, rank=_RANK)
             if parent is not None and parent.parent is not None:
                 queue.push(parent)
 
@@ -243,10 +343,15 @@ class Replay:
         return self._tree.match(_NAMESPACE, (chunk.id for chunk in chain))
 
     def _is_over(self) -> bool:
-        nodes, tokens = self._settings.capacity, self._settings.capacity_tokens
-        if nodes is not None and len(self._tree) > nodes:
-            return True
-        return tokens is not None and self._tree.num_held_tokens > tokens
+        max_nodes, max_tokens = self._settings.capacity, self._settings.capacity_tokens
+        num_nodes, num_tokens = self._tree.held(_RANK, Tier.DEVICE)
+        return (max_nodes is not None and num_nodes > max_nodes) or (max_tokens is not None and num_tokens > max_tokens)
+
+    def _is_device_leaf(self, node: ChainNode) -> bool:
+        if self._host is None:
+            return node.children is None
+        below = (child.tier(_RANK) for child in node.child_nodes())
+        return node.tier(_RANK) is Tier.DEVICE and Tier.DEVICE not in below
 
 
 def _tokens(chunks: Iterable[Chunk]) -> int:

@@ -21,6 +21,8 @@ OVERLAP_WINDOW = 20_000
 """Longest trace whose overlap is computed exactly: about a second, and at most 250 MB where no chunk is retrieved twice."""
 CHUNK_COUNTS = ("chunks", "hits", "dropped", "lost")
 TOKEN_COUNTS = ("tokens", "token_hits", "dropped_tokens", "lost_tokens")
+HOST_COUNTS = {"chunks": "host_hits", "tokens": "host_token_hits"}
+"""Of the hits, those loaded from host memory."""
 
 
 def measure(cell: TraceCell | ReplayCell, trace: Iterable[TraceRequest], bar: Bar) -> Sample:
@@ -108,7 +110,7 @@ class ReplayCell:
         *,
         warm_up: int,
         replay: Any = None,
-        counts: Sequence[str] = (*CHUNK_COUNTS, *TOKEN_COUNTS),
+        counts: Sequence[str] = (*CHUNK_COUNTS, *TOKEN_COUNTS, *HOST_COUNTS.values()),
     ) -> None:
         self._cell, self._facts = cell, facts
         self._replay = Replay(cell.settings) if replay is None else replay
@@ -128,12 +130,18 @@ class ReplayCell:
 
     @property
     def sample(self) -> Sample:
-        """Per bin the counts of `radix_ext.RequestCount`; those of tokens are None unless all lengths are known."""
-        replay = self._replay
+        """Per bin the counts of `radix_ext.RequestCount`; those of tokens are None unless all lengths are known.
+
+        `host` has what was copied and loaded in the whole trace; without a host tier neither it nor its hits are there.
+        """
+        replay, bins = self._replay, self._bins.sample
+        stats = replay.host_stats
+        names = bins.keys() if stats else bins.keys() - HOST_COUNTS.values()
+        unknown = () if self._facts.has_lengths else (*TOKEN_COUNTS, HOST_COUNTS["tokens"])
         return {
             "cell": self._cell.label,
-            **self._bins.sample,
-            **({} if self._facts.has_lengths else dict.fromkeys(TOKEN_COUNTS)),
+            **{name: None if name in unknown else bins[name] for name in bins if name in names},
+            **({"host": stats._asdict()} if stats else {}),
             "num_evicted": replay.num_evicted,
             "peak_nodes": replay.peak_nodes,
             "order_us_p50": round(replay.order_us(0.5), 2),

@@ -35,6 +35,7 @@ from radix_ext import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
     EVICTION_POLICIES,
+    HOST_ADMISSIONS,
     ORDER_POLICIES,
     TAIL_POLICIES,
     CallerError,
@@ -119,7 +120,12 @@ def _add_axes(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--admission", nargs="+", choices=ADMISSION_POLICIES, help="default: all")
     text = "whether a conversation drops chunks already shown; default: off for the retriever's order, else shown"
     group.add_argument("--dedup", nargs="+", choices=DEDUP_POLICIES, help=text)
+    text = "which chunks are copied to host memory: found cached before, promoted, either of them, all; default: either"
+    group.add_argument("--host-admission", nargs="+", choices=HOST_ADMISSIONS, help=text)
+    text = "of a token in host memory, when an order is chosen: 1 - time to load / time to compute; default: 0.9"
+    group.add_argument("--host-worth", nargs="+", type=float, metavar="SHARE", help=text)
     for name, minimum, text in (
+        ("host", 0, "room in host memory, in the unit of the capacity, 0 for none; default: 0"),
         ("capacity", 0, "chunks (nodes) in the cache, 0 for no limit"),
         ("capacity-tokens", 0, "tokens of chunks in the cache, 0 for no limit; alone it sets the comparison's sizes"),
         ("window", 1, "requests counted; default: 1000"),
@@ -206,6 +212,13 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> list[Cell]:
         raise CommandError("--capacity-tokens needs a trace with lengths on every request, or --components")
     if tokens and axes["capacity"]:
         raise CommandError("give --capacity or --capacity-tokens, not both")
+    if any(axes["host"] or ()):
+        if not any(tokens or axes["capacity"] or ()):
+            raise CommandError("--host needs --capacity or --capacity-tokens: nothing leaves an unlimited cache")
+        if options.reuse == "fused":
+            raise CommandError("--host is not replayed with --reuse fused")
+    if wrong := [worth for worth in axes["host_worth"] or () if not 0 <= worth <= 1]:
+        raise CommandError(f"--host-worth must be from 0 to 1 but got {wrong[0]:g}")
     has_conversations = bool(facts.num_turns)
     if any(values for name, values in axes.items() if name != "capacity_tokens"):
         return grid(axes, has_conversations=has_conversations)

@@ -8,7 +8,15 @@ from itertools import product
 from typing import Any
 
 from eval.replay.trace import TraceFacts
-from radix_ext import AdmissionPolicy, DedupPolicy, EvictionPolicy, OrderPolicy, ReplaySettings, TailPolicy
+from radix_ext import (
+    AdmissionPolicy,
+    DedupPolicy,
+    EvictionPolicy,
+    HostAdmission,
+    OrderPolicy,
+    ReplaySettings,
+    TailPolicy,
+)
 
 Entry = Mapping[str, Any]
 """A sample, or an entry of the results, with a `cell`."""
@@ -21,7 +29,7 @@ class Cell:
     """One replay's settings, named like the options, with their defaults.
 
     None: the setting does not apply; for `k`: all chunks of a request; for a `dedup` that is not given: off for the
-    retriever's order, as in stock SGLang, else shown.
+    retriever's order, as in stock SGLang, else shown. `host` is in the unit of the capacity; 0: no tier in host memory.
     """
 
     order: OrderPolicy = "tree"
@@ -34,6 +42,9 @@ class Cell:
     window: int | None = 1000
     threshold: int | None = 2
     k: int | None = None
+    host: int = 0
+    host_admission: HostAdmission | None = "either"
+    host_worth: float | None = 0.9
 
     @property
     def label(self) -> dict[str, Any]:
@@ -63,6 +74,9 @@ class Cell:
             window=self.window or 1,
             threshold=self.threshold or 1,
             max_visits=MAX_VISITS,
+            host=self.host,
+            host_admission=self.host_admission or "either",
+            host_worth=1.0 if self.host_worth is None else self.host_worth,
         )
 
 
@@ -127,9 +141,15 @@ def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None
     )
 
 
+def without_host(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
+    """For a cell with a host tier the one without that is otherwise the same, if it was replayed."""
+    names = [name for name in cell if name != "threshold" and not name.startswith("host")]  # the rule alone may count
+    return next(iter(_like({**cell, "host": 0}, cells, cell["order"], *names, "host")), None) if cell["host"] else None
+
+
 def craft_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
     """For `tree` the replay in CRAFT's order with the same capacity, k and deduplication, if it is the only one."""
-    same = _like(cell, cells, "frequency", "capacity", "capacity_tokens", "k", "dedup")
+    same = _like(cell, cells, "frequency", "capacity", "capacity_tokens", "k", "dedup", "host", "host_admission")
     return same[0] if cell["order"] == "tree" and len(same) == 1 else None
 
 
@@ -140,14 +160,15 @@ def _like(cell: Mapping[str, Any], cells: Sequence[Entry], order: str, *names: s
 
 def is_stock(cell: Mapping[str, Any]) -> bool:
     """Whether the cell is stock SGLang's policy, with or without deduplication by the application."""
-    stock = {"order": ("retriever",), "eviction": (None, "lru"), "admission": ("all",)}
+    stock = {"order": ("retriever",), "eviction": (None, "lru"), "admission": ("all",), "host": (0,)}
     return all(cell[name] in values for name, values in stock.items())
 
 
 def policy_name(cell: Mapping[str, Any]) -> str:
-    """The order, and the deduplication if it is not the order's default: "tree", "retriever shown"."""
+    """The order, the deduplication if it is not the order's default, and a host tier: "tree", "retriever shown", "tree host"."""
     default = _default_dedup(cell["order"])
-    return str(cell["order"]) if cell["dedup"] in (None, default) else f"{cell['order']} {cell['dedup']}"
+    dedup = () if cell["dedup"] in (None, default) else (cell["dedup"],)
+    return " ".join((cell["order"], *dedup, *(["host"] if cell["host"] else [])))
 
 
 def _distinct(cells: Sequence[Cell], *, has_conversations: bool) -> list[Cell]:
@@ -157,8 +178,10 @@ def _distinct(cells: Sequence[Cell], *, has_conversations: bool) -> list[Cell]:
 def _canonical(cell: Cell, has_conversations: bool) -> Cell:
     """The cell with settings that have no effect set to None."""
     tail = cell.tail if cell.order == "tree" else None
-    eviction = cell.eviction if cell.capacity or cell.capacity_tokens else None
-    by_marks = cell.admission == "promoted" or eviction == "promoted"
+    is_limited = bool(cell.capacity or cell.capacity_tokens)
+    eviction, host = (cell.eviction, cell.host) if is_limited else (None, 0)
+    host_admission = cell.host_admission if host else None
+    by_marks = "promoted" in (cell.admission, eviction) or host_admission in ("promoted", "either")
     by_counts = by_marks or eviction == "reused" or cell.order == "frequency" or tail in ("seen", "frequency")
     dedup = cell.dedup or _default_dedup(cell.order)
     return replace(
@@ -168,6 +191,9 @@ def _canonical(cell: Cell, has_conversations: bool) -> Cell:
         dedup=dedup if has_conversations else None,
         window=cell.window if by_counts else None,
         threshold=cell.threshold if by_marks else None,
+        host=host,
+        host_admission=host_admission,
+        host_worth=cell.host_worth if host and cell.order == "tree" else None,
     )
 
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from eval.replay.bootstrap import moving_block_share
-from eval.replay.cells import CHUNK_COUNTS, TOKEN_COUNTS
+from eval.replay.cells import CHUNK_COUNTS, HOST_COUNTS, TOKEN_COUNTS
 from eval.replay.fused_cell import fused_entry, fused_table
-from eval.replay.grid import baseline_of, craft_of, policy_name
+from eval.replay.grid import baseline_of, craft_of, policy_name, without_host
 from eval.replay.verdict import capacity_name, verdict
 
 Sample = Mapping[str, Any]
@@ -25,6 +25,10 @@ COUNTS = {"chunks": CHUNK_COUNTS[1:], "tokens": TOKEN_COUNTS[1:]}
 """Found cached, left out as shown before, computed again in histories."""
 Share = Callable[..., dict[str, float]]
 """(sample, counts, unit) -> the counts' share of the unit with its interval."""
+_HOST_NOTE = (
+    "From host: of all, part of those found. Offloaded, loaded: tokens copied to host memory and back (chunks, if the trace has "
+    "no lengths), left host: chunks; warm-up too."
+)
 
 
 def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
@@ -36,7 +40,7 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     """
     share = partial(_share, spec["block"])
     cells = [sample for sample in samples if "cell" in sample]
-    pairs = [(find(one["cell"], cells), one) for find in (baseline_of, craft_of) for one in cells]
+    pairs = [(find(one["cell"], cells), one) for find in (baseline_of, craft_of, without_host) for one in cells]
     overlap = [_overlap(sample, share) for sample in samples if "overlap" in sample]
     results: dict[str, Any] = {
         "cells": [_cell(sample, share) for sample in cells],
@@ -55,6 +59,7 @@ def _table(results: Mapping[str, Any]) -> dict[str, Any]:
     """One row per cell: the settings that differ between cells, then the shares in percent."""
     cells = results["cells"]
     differs = [name for name in cells[0]["cell"] if len({cell["cell"][name] for cell in cells} - {None}) > 1]
+    has_host = any("host" in one for one in cells)
     rows = []
     for one in cells:
         cell = one["cell"]
@@ -64,10 +69,18 @@ def _table(results: Mapping[str, Any]) -> dict[str, Any]:
             if share := one[f"{unit}_hit_rate"]:
                 row[f"{unit}s found"] = f"{share['value']:.1%}"
                 row["95%" if unit == "chunk" else "95% "] = f"{100 * share['low']:.1f}-{100 * share['high']:.1f}"
+                if has_host:
+                    row[f"{unit}s from host"] = (
+                        f"{one['tiers'][f'{unit}s']['host']['value']:.1%}" if "host" in one else "-"
+                    )
+        for name in ("offloaded_tokens", "loaded_tokens", "evicted") if has_host else ():
+            column = "left host" if name == "evicted" else name.removesuffix("_tokens")
+            row[column] = f"{one['host'][name]:,}" if "host" in one else "-"
         for part in ("conversation_scoped", "history_lost") if "reduction" in one else ():
             row[part.replace("_", " ")] = f"{one['reduction']['chunks'][part]['value']:.1%}"
         rows.append(row)
-    notes = [_overlap_note(overlap) for overlap in results["overlap_by_k"] if overlap["estimated_from"]]
+    notes = [_HOST_NOTE] if has_host else []
+    notes += [_overlap_note(overlap) for overlap in results["overlap_by_k"] if overlap["estimated_from"]]
     return {"title": "Shares found cached", "rows": rows, "note": " ".join(notes)}
 
 
@@ -96,8 +109,18 @@ def _cell(sample: Sample, share: Share) -> dict[str, Any]:
             unit: {name: share(sample, sample[counts], unit) for name, counts in zip(names, COUNTS[unit], strict=True)}
             for unit in saved
         }
+    if "host" in sample:
+        figures["tiers"] = {unit: _tiers(sample, unit, share) for unit in saved}
+        figures["host"] = sample["host"]
     kept = ("num_requests", "num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")
     return figures | {"num_chunks": sum(sample["chunks"])} | {name: sample[name] for name in kept}
+
+
+def _tiers(sample: Sample, unit: str, share: Share) -> dict[str, Any]:
+    """Shares of the unit found in each tier."""
+    hits, host = sample[COUNTS[unit][0]], sample[HOST_COUNTS[unit]]
+    device = [all_of - of_host for all_of, of_host in zip(hits, host, strict=True)]
+    return {"device": share(sample, device, unit), "host": share(sample, host, unit)}
 
 
 def _contrasts(baseline: Sample, other: Sample, share: Share) -> Iterator[dict[str, Any]]:

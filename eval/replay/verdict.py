@@ -33,7 +33,7 @@ _LIMITS = (
 )
 _TREND = "The shares change along the trace (the cache starts empty): --warm-up N leaves the first N out."
 
-_POLICIES = ("tail", "eviction", "admission", "dedup", "window", "threshold", "k")
+_POLICIES = ("tail", "eviction", "admission", "dedup", "window", "threshold", "k", "host", "host_admission")
 _WHAT = {"tokens": "chunk tokens", "chunks": "chunks"}
 
 Results = Mapping[str, Any]
@@ -69,6 +69,8 @@ class _Verdict:
         self._unit = "tokens" if any("tokens" in cell["saved"] for cell in self._cells) else "chunks"
         metric = "token_saved_share" if self._unit == "tokens" else "saved_share"
         contrasts = [one for one in results["contrasts"] if one["metric"] == metric]
+        self._of_host = [one for one in contrasts if one["b"] == f"{one['a']} host"]
+        contrasts = [one for one in contrasts if one not in self._of_host]
         self._to_craft = [one for one in contrasts if one["a"].split()[0] == "frequency"]
         self._ours = [one for one in contrasts if one["cell"]["order"] == "tree" and one not in self._to_craft]
         self._dropping = [one for one in contrasts if one["cell"]["order"] == "retriever"]
@@ -76,11 +78,12 @@ class _Verdict:
 
     def sentences(self) -> list[str]:
         if not self._ours:
-            return []
+            return [*map(self._hosted, self._of_host)]
         judged = [one for one in self._ours if self._stock(one["cell"])["cell"]["dedup"] == one["cell"]["dedup"]]
         return [
             *map(self._dropped, self._dropping),
             *map(self._found, self._ours),
+            *map(self._hosted, self._of_host),
             *map(self._at_most, self._overlaps),
             *([_CONVERSATIONS] if "reduction" in self._cells[0] else []),
             *([_TREND] if self._ours[0]["n"] >= SHORT_TRACE and any(map(_has_trend, self._cells)) else []),
@@ -107,6 +110,15 @@ class _Verdict:
             f"{self._start(cell)}: {_name(stock['cell'])} {verb} {self._value(stock)} of {_WHAT[self._unit]}{also}, "
             f"ours {self._value(ours)}; difference {_points(contrast)}{to_craft}. "
             f"Second half alone: {halves[0]} and {halves[1]}."
+        )
+
+    def _hosted(self, contrast: Results) -> str:
+        cell = contrast["cell"]
+        where = f"{cell['order']} with {capacity_name(cell)}, host {cell['host']:,}, {cell['host_admission']}"
+        found = self._of(cell)["tiers"][self._unit]
+        return (
+            f"{where[0].upper()}{where[1:]}: {found['device']['value']:.1%} of {_WHAT[self._unit]} found on the device, "
+            f"{found['host']['value']:.1%} in host memory; to the device alone {_points(contrast)}."
         )
 
     def _at_most(self, overlap: Results) -> str:
@@ -142,7 +154,7 @@ class _Verdict:
 
     def _where(self, cell: Results) -> str:
         """The capacity, and the policies in which the replays differ."""
-        policies = [f"{name} {cell[name]}" for name in self._varied if cell[name] is not None]
+        policies = [f"{name.replace('_', ' ')} {cell[name]}" for name in self._varied if cell[name] is not None]
         return ", ".join([capacity_name(cell), *policies])
 
     def _start(self, cell: Results) -> str:

@@ -84,6 +84,8 @@ CRAFT = (
     *("--chunkcache-routing", "round_robin"),
 )
 """CRAFT sections 4 and 5. Values equal to our defaults are listed too, since the paper's do not change with ours."""
+HOST_MIB = "--chunkcache-host-mib"
+"""Exact chains in host memory; of two the later counts."""
 NO_PASS_LIMIT = ("--chunkcache-max-pass-tokens", "10000000")
 """More tokens than any context: KV deviation is measured over the whole moved region, which the default budget would cut."""
 CACHEBLEND: dict[str, Any] = {"selector": "deviation", "ratio": 0.15}
@@ -107,6 +109,12 @@ ARMS = {
         Arm("craft", "CRAFT to the letter: frequency order, promoted admission and eviction", CRAFT),
         Arm("ours", "our defaults, longest prefix first", LPM),
         Arm("ours-fcfs", "our defaults, first come first served", FCFS),
+        Arm("ours-device", "ours with no exact chain in host memory", (*LPM, HOST_MIB, "0")),
+        Arm(
+            "ours-host",
+            "ours with 1024 MiB of exact chains in host memory, or with --host-mib",
+            (*LPM, HOST_MIB, "1024"),
+        ),
         _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
         _fused("fused-scored", "the same with everything scored", "--chunkcache-scoring", "on"),
         _fused("fused-unstored", "the same with nothing stored", "--chunkcache-store-threshold", "1000000"),

@@ -4,6 +4,7 @@
     python -m eval serve --task mtrag --data DIR --model-path M --load poisson --rates 1 2 4 -- --mem-fraction-static 0.4
     python -m eval serve --arms a=http://host:8000 ours=http://host:30000,rag  servers that already run
     python -m eval serve --windows 10 100 1000 --task ragpulse --data DIR      one setting varied
+    python -m eval serve --restart --arms fused --warm-up 300 --requests 400   what a filled storage gives after a restart
 
 One server per arm, all with the same model and flags. The requests are cut into blocks, and each block is sent to every arm, one
 arm at a time, in rotating order; each arm keeps the cache that its own traffic filled. Cells of a sweep are measured one after
@@ -39,10 +40,11 @@ from eval.outcome import text
 from eval.random_model import SHAPES
 from eval.record import model_sha256
 from eval.run import Run, new_folder
-from eval.serve.arms import Arm, add_arm_options, parse_arms
+from eval.serve.arms import HOST_MIB, Arm, add_arm_options, parse_arms
 from eval.serve.latency import summarize
 from eval.serve.options import DEFAULT_PARAMS, model_flags, split_flags
 from eval.serve.plan import SERVER, Cell, Plan
+from eval.serve.restart import measure_restart
 from eval.serve.runner import load_facts, measure
 from eval.serve.server_pool import key_of
 from eval.serve.workload import Load, arrivals, fresh, interleave
@@ -55,7 +57,7 @@ AT_ONCE = 8
 """Conversations that take turns in an open loop; in a closed one as many as clients."""
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("warm_up", "block", "bystanders"), (0, inf)),
-    **dict.fromkeys(("max_new_tokens", "threads", "max_total_tokens", "servers"), (1, inf)),
+    **dict.fromkeys(("max_new_tokens", "threads", "max_total_tokens", "servers", "host_mib"), (1, inf)),
     **dict.fromkeys(("clients", "ks"), (1, 10_000)),
     **dict.fromkeys(("rate", "speed"), (1e-6, 1e9)),
     "windows": (1, 10**9),
@@ -76,6 +78,8 @@ def main(argv: Sequence[str]) -> int:
     facts = load_facts(folder)
     plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
     made = cells(args, requests)
+    if args.restart and (len(made) > 1 or any(request.conversation for request in everything)):
+        raise CommandError("--restart measures one cell, of requests without conversations")
     for cell, arm in itertools.product(made, arms):  # before a folder is created or a server is started
         arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
         key_of(arm, cell)
@@ -87,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     if starts:
         model = model_flags(args, everything, args.server_flags)
     with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken, model as flags:
-        measure(taken, replace(plan, server_flags=flags), made)
+        (measure_restart if args.restart else measure)(taken, replace(plan, server_flags=flags), made)
     results = taken.results()
     print(text(results["tables"], floatfmt=".3f"))
     print(*results["verdict"], f"record: {folder}", json.dumps(results), sep="\n")
@@ -110,13 +114,26 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
         if args.load != kind and getattr(args, name) is not None:
             raise CommandError(f"--{name} needs --load {kind}")
     arms = parse_arms(args.arms)
+    if args.host_mib and "ours-host" not in args.arms:
+        raise CommandError("--host-mib is for the arm ours-host, which is not among --arms")
+    if args.host_mib:
+        arms = [
+            replace(arm, flags=(*arm.flags, HOST_MIB, str(args.host_mib))) if arm.name == "ours-host" else arm
+            for arm in arms
+        ]
     if args.servers > 1 and (running := [arm.name for arm in arms if arm.url is not None]):
         raise CommandError(f"--servers {args.servers} starts servers, but {', '.join(running)} runs already")
     if (args.windows or args.thresholds) and not any(arm.is_ours for arm in arms):
         raise CommandError("--windows and --thresholds need an arm that starts a server with our cache among --arms")
+    if args.restart and (len(arms) != 1 or not arms[0].is_ours):
+        raise CommandError(
+            "--restart measures one arm that starts a server with our cache: --arms ours, or --arms fused"
+        )
+    if args.restart and not args.warm_up:
+        raise CommandError("--restart needs --warm-up N: the requests that fill the storage")
     if args.ratios and not any(arm.is_fused for arm in arms):
         raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
-    names = [arm.name for arm in arms]
+    names = [f"{arms[0].name}-cold"] if args.restart else [arm.name for arm in arms]
     args.against = args.against or ("stock-lpm" if "stock-lpm" in names else names[0])
     if args.against not in names:
         raise CommandError(f"--against {args.against} is not one of the arms: {', '.join(names)}")
@@ -192,6 +209,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
     add("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; random: 40000)")
+    add("--host-mib", type=int, metavar="N", help="exact chains in host memory, of the arm ours-host (default: 1024)")
+    text = "measure ARM after a restart on the storage that the warm-up requests have filled, against an empty one"
+    add("--restart", action="store_true", help=text)
     add("--flush", action="store_true", help="also empty the caches of NAME=URL servers before every cell")
     add = parser.add_argument_group("the run").add_argument
     add("--out", type=Path, metavar="DIR", help="a new folder, or that of a run to continue (default: runs/<date>)")

@@ -151,6 +151,8 @@ class Lane:
         if (cache := answer.chunkcache) is not None:
             kept = ("chunks_hit", "chunks_planned", "predicted_exact", "turns_reused", "fallbacks")
             sample["chunkcache"] = {name: cache.get(name) for name in kept}
+            if "loaded" in cache:  # tokens of `fates["exact"]` that came from host memory
+                sample["chunkcache"]["loaded"] = cache["loaded"]
             sample["chunkcache"]["num_dropped"] = len(cache.get("dropped") or ())
             reuse = cache.get("reuse") or {}
             sample["chunkcache"]["fused_hit"] = reuse.get("fused_hit") or 0

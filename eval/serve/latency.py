@@ -166,6 +166,7 @@ def _row(group: Sequence[Sample]) -> Row:
     moved = sum(moved_tokens(s["fates"], (s.get("chunkcache") or {}).get("fused_hit")) for s in asked)
     pairs = [(cached_tokens(s["fates"], s["cached_tokens"]), s["prompt_tokens"]) for s in asked]
     known = [(cached, tokens) for cached, tokens in pairs if cached is not None and tokens]
+    loaded = [cache["loaded"] for cache in told if "loaded" in cache]
     gaps = [gap for sample in group for gap in sample.get("gaps_s", ())]
     others = {"p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "max_s": max(gaps)} if gaps else {}
     fated = [sample["fates"] for sample in asked if sample["fates"]]
@@ -178,6 +179,7 @@ def _row(group: Sequence[Sample]) -> Row:
         "metrics": {name: figures for name in METRICS if (figures := _figures(name, group))},
         "fates": fates,
         "cached_share": sum(cached for cached, _ in known) / sum(tokens for _, tokens in known) if known else None,
+        "loaded_share": sum(loaded) / sum(tokens for _, tokens in known) if loaded and known else None,
         "recomputed_share": fates["recomputed"] / moved if fates and moved else None,
         "planned_missed": sum(max(0, p - hit) for p, hit in hits) / sum(p for p, _ in hits) if hits else None,
         "fallbacks": dict(Counter(reason for cache in told for reason in cache.get("fallbacks") or ())),
@@ -209,6 +211,7 @@ def _figures_of(row: Row) -> Row:
         "req/s": rates["requests_per_s"],
         "out tok/s": rates["output_tokens_per_s"],
         "cached": row["cached_share"],
+        "loaded": row["loaded_share"] or None,
         "recomputed of moved": row["recomputed_share"],
         "missed": row["planned_missed"],
         "found": metrics["hit_share"].get("mean"),

@@ -54,6 +54,9 @@ class Plan:
     seed: int = 0
     flush: bool = False
     """Also flush running servers before every cell; servers that are started always begin a cell with an empty cache."""
+    keeps_start: bool = False
+    """Servers that are started begin with what they have loaded at their start (restart.py)."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why), `resumed_at` (dates),
-    `overhead` (cell and arm -> seconds of our cache and of all times to first token)."""
+    `overhead` (cell and arm -> seconds of our cache and of all times to first token), `tiers` (cell and arm -> what each
+    rank says of host memory and storage)."""

@@ -143,6 +143,8 @@ def _take(
                     _take_block(run, servers, loop, lane, own[number], number)
                     bar.update(len(own[number]))
         for lane, started in zip(lanes, before, strict=True):
+            if tiers := servers.tiers(lane.server, lane.url):
+                plan.facts.setdefault("tiers", {})[lane.name] = tiers
             if lane.reorderer:
                 plan.facts.setdefault("adapters", {})[lane.name] = lane.reorderer.counts
             if started and (ended := servers.seconds(lane.server, lane.url)):

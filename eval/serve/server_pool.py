@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -112,9 +113,9 @@ class ServerPool:
         return self._served[key]
 
     def flush(self, key: Key, url: str) -> None:
-        """Flush the server's cache; a running server's only with `plan.flush`. Records a cache that is not empty."""
+        """Flush the server's cache, of a running server only with `plan.flush`. Records a cache that is not empty."""
         facts = self.facts[str(key)]
-        if key not in self._running and not self._plan.flush:
+        if self._plan.keeps_start if key in self._running else not self._plan.flush:
             facts["flushed"] = False
             return
         try:
@@ -133,6 +134,17 @@ class ServerPool:
         ranks = [rank for rank in stats.get("ranks", []) if "match_seconds" in rank]
         tree = [rank["match_seconds"] + rank["insert_seconds"] for rank in ranks]
         return (sum(tree), 1e-6 * (stats.get("order_us_mean") or 0.0)) if tree else None
+
+    def tiers(self, key: Key, url: str) -> list[dict[str, Any]]:
+        """What each rank of ours says of its tiers below the device, once nothing waits to be written to the storage."""
+        deadline = time.monotonic() + FLUSH_S
+        while True:
+            ranks = _ask(url + "/chunkcache/stats").get("ranks", []) if self.facts[str(key)]["chunk_cache"] else []
+            told = [{"host": rank.get("host"), "storage": (rank.get("store") or {}).get("storage")} for rank in ranks]
+            found = [{tier: stats for tier, stats in rank.items() if stats} for rank in told]
+            if time.monotonic() > deadline or not any(rank.get("storage", {}).get("queue") for rank in found):
+                return [rank for rank in found if rank]
+            time.sleep(0.2)
 
     def check(self, key: Key, url: str) -> None:
         """Call after failed requests. Raises CommandError if the server is gone, or does not answer."""

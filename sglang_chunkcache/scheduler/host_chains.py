@@ -33,6 +33,7 @@ from torch import Tensor
 
 from radix_ext import ChainId, ChunkId, reused_priority
 from radix_ext.costs import Costs, Phase, Work, extend_work
+from radix_ext.offloading import worth_offloading
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -187,7 +188,8 @@ class HostChains:
         """A request has used these nodes, from its first chunk on: note those that are worth keeping."""
         for node in chunks:
             known = facts(node)
-            if not (known.promoted or known.hits) or node.key.fused is not None:
+            is_worth_it = worth_offloading("either", hits=known.hits, promoted=known.promoted)
+            if node.key.fused is not None or not is_worth_it:
                 return
             if known.host is None and len(self._waiting) < MAX_WAITING:
                 self._waiting.append(node)

@@ -26,6 +26,10 @@ class FakeEndpoint:
     delay_s: float = 0.0
     serial: bool = False
     chunk_cache: bool = False
+    has_tiers: bool = False
+    """Below the device: two tokens of each prompt are loaded from the host."""
+    num_waiting: int = 0
+    """Writes to the storage, of which one is done whenever somebody asks for the stats."""
     can_flush: bool = True
     is_sglang: bool = True
     """Has SGLang's own routes."""
@@ -109,6 +113,7 @@ class FakeEndpoint:
         cached = None if self.is_cold else {"cached_tokens": prompt // 2}  # as SGLang, which leaves a zero out
         fates = {"exact": prompt - 3, "relocated": 0, "recomputed": 1, "computed": 2}
         ours = {"fates": fates, "order": ["b", "a"], "chunks_hit": 1, "dropped": ["a"], "fallbacks": []}
+        ours |= {"loaded": 2} if self.has_tiers else {}
         await event({}, **({"chunkcache": ours} if body["path"].startswith("/rag") else {}))
         usage = {"prompt_tokens": prompt, "completion_tokens": 3, "prompt_tokens_details": cached}
         await event(None, usage=usage)
@@ -158,9 +163,14 @@ class FakeEndpoint:
             app.router.add_post("/flush_cache", self._flush)
         if self.chunk_cache:
             app.router.add_post("/rag/v1/chat/completions", self.chat)
-            app.router.add_get("/chunkcache/stats", _says({"ranks": [{"gate": {"passed": True}}]}))
+            app.router.add_get("/chunkcache/stats", self._stats)
             app.router.add_post("/chunkcache/forget", self._forget)
         return app
+
+    async def _stats(self, _: web.Request) -> web.Response:
+        self.num_waiting = max(0, self.num_waiting - 1)
+        tiers = {"host": {"tokens": 7}, "store": {"num_chunks": 1, "storage": {"queue": self.num_waiting}}}
+        return web.json_response({"ranks": [{"gate": {"passed": True}, **(tiers if self.has_tiers else {})}]})
 
     async def _forget(self, _: web.Request) -> web.Response:
         self.num_forgotten += 1

@@ -23,6 +23,7 @@ from eval.serve.arms import (
     request_body,
     skip_reason,
 )
+from eval.serve.command import parse
 from radix_ext import ChunkId, Span
 from radix_ext.moved_plan import Limits, make_plan
 from sglang_chunkcache import config
@@ -75,6 +76,13 @@ def test_ours_is_our_defaults() -> None:
     """The configuration of a user who sets only SGLang's policy."""
     for name in ("ours", "ours-fcfs"):
         assert parse_launcher(list(ARMS[name].flags))[0] == config.ChunkCacheConfig()
+
+
+def test_arms_with_and_without_host_memory_differ_in_nothing_else() -> None:
+    """Whatever the default becomes: none, a GiB, or what is asked for."""
+    _, arms = parse(["--arms", "ours-device", "ours-host", "--host-mib", "77"])
+    settings = [parse_launcher(list(arm.flags))[0] for arm in (*arms, ARMS["ours-host"])]
+    assert settings == [config.ChunkCacheConfig(host_mib=mib) for mib in (0, 77, 1024)]
 
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS.values() if arm.route == "rag"], ids=lambda arm: arm.name)

@@ -396,6 +396,53 @@ def test_turn_behind_an_empty_one_is_no_first_turn(tmp_path: Path, capsys: pytes
     assert [row[name] for name in ("chunks", "hits", "dropped", "lost")] == [[1, 1], [0, 0], [0, 0], [0, 0]]
 
 
+# --- host memory ---
+
+
+def test_host_tier_beside_the_device_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shares by tier add up to what is found; copies and loads are told; one cell without host, whatever the rules."""
+    records = [{**record, "lengths": [10] * 5} for record in popular_sets(200)]
+    trace = write_trace(tmp_path / "trace.jsonl", records)
+    options = ["--order", "retriever", "tree", "--capacity-tokens", "60", "--host", "0", "5000"]
+    lines, results = compare(capsys, trace, *options, "--host-admission", "reused", "all")
+    assert [(cell["cell"]["order"], cell["cell"]["host_admission"]) for cell in results["cells"]] == [
+        (order, rule) for order in ("retriever", "tree") for rule in (None, "reused", "all")
+    ]
+    *_, alone, _, tiered = results["cells"]
+    assert "tiers" not in alone
+    for unit, rate in (("chunks", "chunk_hit_rate"), ("tokens", "token_hit_rate")):
+        parts = tiered["tiers"][unit]
+        assert parts["device"]["value"] + parts["host"]["value"] == pytest.approx(tiered[rate]["value"])
+        assert parts["host"]["value"] > 0
+    assert tiered["host"]["loaded_tokens"] == 10 * tiered["host"]["loaded"] == round(1e4 * parts["host"]["value"])
+    assert tiered["host"]["offloaded_tokens"] == tiered["host"]["num_tokens"] > 60
+    (found,) = [
+        c
+        for c in results["contrasts"]
+        if (c["b"], c["cell"]) == ("tree host", tiered["cell"]) and c["a"] == "tree" and c["metric"] == "saved_share"
+    ]
+    assert found["value"] == pytest.approx(tiered["chunk_hit_rate"]["value"] - alone["chunk_hit_rate"]["value"])
+    assert any(line.startswith("Tree with capacity for 60 tokens, host 5,000, all: ") for line in lines)
+    assert any(line.startswith("Verdict: WORTH IT with capacity for 60 tokens, host 0; with ") for line in lines)
+    assert [row["loaded"] for row in results["tables"][0]["rows"]][::3] == ["-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "5"], "--host needs --capacity or --capacity-tokens"),
+        (["--capacity", "5", "--host", "5", "--reuse", "fused"], "--host is not replayed with --reuse fused"),
+        (["--capacity", "5", "--host", "5", "--host-worth", "1.5"], "--host-worth must be from 0 to 1 but got 1.5"),
+    ],
+)
+def test_impossible_host_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    """Before anything is replayed."""
+    assert main(["replay", "--trace", str(write_trace(tmp_path / "trace.jsonl", TRACE)), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 # --- grids and folders ---
 
 

@@ -16,6 +16,7 @@ import pytest
 from eval.errors import CommandError
 from eval.run import Run, read_samples
 from eval.serve.arms import ARMS, Arm
+from eval.serve.latency import cell_rows
 from eval.serve.plan import SERVER, Cell, Plan
 from eval.serve.runner import load_facts, measure, side_by_side, turned
 from eval.serve.workload import Load
@@ -89,6 +90,17 @@ def test_samples_hold_times_counts_and_fates(endpoints: Endpoints, tmp_path: Pat
     }
     assert stock["fates"] is None
     assert stock["metrics"]["prefill_tokens"] == stock["prompt_tokens"] - stock["cached_tokens"]
+
+
+def test_tiers_are_told_once_the_storage_has_written_all(tmp_path: Path) -> None:
+    """What was loaded with each request; what the tiers have at the end, or the next start would find less."""
+    with serving(FakeEndpoint(chunk_cache=True, has_tiers=True, num_waiting=5)) as endpoint:
+        plan = Plan([replace(ARMS["ours"], url=endpoint.url)])
+        run = take(tmp_path / "r", plan, [Cell({}, singles(1))])
+    assert plan.facts["tiers"] == {"ours": [{"host": {"tokens": 7}, "storage": {"queue": 0}}]}
+    assert run.samples[0]["chunkcache"]["loaded"] == 2
+    (row,) = cell_rows(run.samples)
+    assert row["loaded_share"] == 2 / run.samples[0]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(("reports", "cached"), [(True, 0), (False, None)])

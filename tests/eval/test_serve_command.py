@@ -162,6 +162,12 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
         (["--against", "nobody"], "not one of the arms"),
         (["--servers", "2"], "--servers 2 starts servers, but a runs already"),
         (["--servers", "0"], "--servers: 0 is not between 1 and"),
+        (["--host-mib", "5"], "--host-mib is for the arm ours-host"),
+        (["--restart"], "--restart measures one arm that starts a server with our cache"),
+        (["--restart", "--arms", "ours", "fused"], "--restart measures one arm"),
+        (["--restart", "--arms", "ours", "--warm-up", "0"], "--restart needs --warm-up N"),
+        (["--restart", "--arms", "ours", "--clients", "1", "2"], "--restart measures one cell"),
+        (["--restart", "--arms", "ours", "--against", "stock-lpm"], "not one of the arms: ours-cold"),
     ],
 )
 def test_nonsense_is_one_clear_line(tmp_path: Path, wrong: list[str], told: str) -> None:

@@ -74,6 +74,17 @@ def test_servers_are_started_once_and_all_stopped(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["ours.log", "stock-lpm.log"]
 
 
+def test_restarted_server_keeps_what_it_has_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flush would throw it away; this launcher does not know one, and would be noted."""
+    for keeps_start in (True, False):
+        plan = Plan([OURS], keeps_start=keeps_start)
+        with ServerPool(plan, tmp_path / "logs") as pool:
+            key = key_of(OURS, Cell({}, ()))
+            pool.flush(key, pool.open(key, OURS))
+        assert ("its cache is not empty" in capsys.readouterr().err) != keeps_start
+        assert plan.facts["servers"]["ours"]["flushed"] is False
+
+
 def test_cells_flags_make_another_server_of_ours_and_none_of_stock() -> None:
     cell = Cell({"window": 5}, (), flags=("--chunkcache-window-requests", "5"))
     assert key_of(OURS, cell) == Key("ours", cell.flags)

@@ -57,12 +57,22 @@ def order(
     rank: int | None = 0,
     max_visits: int = 1000,
     recipe: str | None = None,
+    host_worth: float = 1.0,
 ) -> Ordering:
     table = AccessTable(window=100)
     for name in seen:
         table.observe([ChunkId(name)])
     return order_chunks(
-        policy, tail, tree, table, "", make_chunks(names), rank=rank, max_visits=max_visits, recipe=recipe
+        policy,
+        tail,
+        tree,
+        table,
+        "",
+        make_chunks(names),
+        rank=rank,
+        max_visits=max_visits,
+        recipe=recipe,
+        host_worth=host_worth,
     )
 
 
@@ -201,6 +211,29 @@ def test_unbounded_search_equals_brute_force(
         "frequency": sorted(rest, key=lambda name: -seen.count(name)),
     }
     assert names_of(ordering)[best_len:] == "".join(expected[tail])
+
+
+@given(on_device=chains, on_host=chains, parts=st.integers(0, 4))
+def test_search_that_weighs_loads_equals_brute_force(on_device: list[str], on_host: list[str], parts: int) -> None:
+    """A token in host memory counts for a part of one on the device; what both have is on the device."""
+    tree = make_tree()
+    for tier, chains in ((Tier.HOST, on_host), (Tier.DEVICE, on_device)):
+        for chain in chains:
+            tree.insert("", make_chunks(chain), rank=0, tier=tier, promoted_len=0)
+    worth = {
+        chain[:end]: LENGTHS[chain[end - 1]] * tier_parts
+        for tier_parts, chains in ((parts, on_host), (4, on_device))
+        for chain in chains
+        for end in range(1, len(chain) + 1)
+    }
+
+    def goodness(permuted: str) -> tuple[int, int]:
+        names = [permuted[:end] for end in range(1, 6)]
+        run = names[: next((end for end, name in enumerate(names) if name not in worth), 5)]
+        return sum(worth[name] for name in run), len(run)
+
+    best = max(map("".join, permutations("abcde")), key=goodness)
+    assert names_of(order("abcde", tree, host_worth=parts / 4)) == best
 
 
 def test_fused_request_continues_the_fused_chains_of_its_recipe() -> None:

@@ -5,16 +5,20 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from radix_ext import (
     EVICTION_POLICIES,
+    HOST_ADMISSIONS,
     AdmissionPolicy,
     Chunk,
     ChunkId,
     DedupPolicy,
     EvictionPolicy,
+    HostAdmission,
+    IntegrityError,
     LimitError,
     OrderPolicy,
     PolicyError,
@@ -24,7 +28,7 @@ from radix_ext import (
     TailPolicy,
     replay_trace,
 )
-from tests.reference.naive_replay import naive_hits
+from tests.reference.naive_replay import NaiveCounts, naive_hits
 
 
 def make_trace(num_requests: int, *, seed: int = 0) -> list[list[str]]:
@@ -38,8 +42,7 @@ def as_chunks(trace: list[list[str]], num_tokens: int = 1) -> list[list[Chunk]]:
     return [[Chunk(ChunkId(name), num_tokens) for name in request] for request in trace]
 
 
-def run(
-    trace: list[list[Chunk]],
+def settings_of(
     *,
     order: OrderPolicy = "tree",
     tail: TailPolicy = "seen",
@@ -50,9 +53,11 @@ def run(
     capacity_tokens: int | None = None,
     window: int = 1000,
     threshold: int = 2,
-    conversations: list[str | None] | None = None,
-) -> ReplayResult:
-    settings = ReplaySettings(
+    host: int = 0,
+    host_admission: HostAdmission = "either",
+    host_worth: float = 1.0,
+) -> ReplaySettings:
+    return ReplaySettings(
         order=order,
         tail=tail,
         eviction=eviction,
@@ -63,8 +68,14 @@ def run(
         window=window,
         threshold=threshold,
         max_visits=1000,
+        host=host,
+        host_admission=host_admission,
+        host_worth=host_worth,
     )
-    return replay_trace(trace, settings, conversations=conversations)
+
+
+def run(trace: list[list[Chunk]], *, conversations: list[str | None] | None = None, **settings: Any) -> ReplayResult:
+    return replay_trace(trace, settings_of(**settings), conversations=conversations)
 
 
 @pytest.mark.parametrize("capacity", [None, 3, 25])
@@ -80,8 +91,75 @@ def test_replay_equals_the_naive_simulator(
     trace = make_trace(150)
     result = run(as_chunks(trace), order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3)
     expected = naive_hits(trace, order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3)
-    assert result.total.num_hits == expected
-    assert 0 < expected < result.total.num_chunks
+    assert result.total.num_hits == expected.device_hits
+    assert 0 < expected.device_hits < result.total.num_chunks
+
+
+def test_host_that_holds_everything_finds_what_an_unlimited_device_finds() -> None:
+    """Chunk by chunk, whatever the device's room."""
+    trace = as_chunks(make_trace(150))
+    roomy = run(trace)
+    tiered = run(trace, capacity=3, host=10_000, host_admission="all").requests
+    assert [count[:-2] for count in tiered] == [count[:-2] for count in roomy.requests]
+    assert sum(count.num_host_hits for count in tiered) > 0 == roomy.total.num_host_hits
+
+
+def test_history_is_loaded_from_the_host() -> None:
+    """Two strangers push the first turn out, not out of host memory: nothing is computed again, and it is no hit of the turn."""
+    trace = as_chunks([["a", "b"], ["o"], ["p"], ["c"]], num_tokens=5)
+    replay = Replay(settings_of(capacity=2, host=100, host_admission="all"))
+    counts = [replay.step(*turn) for turn in zip(trace, ["x", None, None, "x"], strict=True)]
+    assert [(count.num_hits, count.num_host_hits, count.num_lost) for count in counts] == [(0, 0, 0)] * 4
+    assert replay.host_stats == (5, 25, 2, 10, 0, 25)
+    replay.check_integrity()
+
+
+@pytest.mark.parametrize("host_admission", HOST_ADMISSIONS)
+def test_tiers_are_whole_whatever_is_cached(host_admission: HostAdmission) -> None:
+    """Promoted runs only, conversations, deduplication: what was loaded beyond a run leaves the device again."""
+    tiers: dict[str, Any] = {"host": 9, "host_admission": host_admission, "capacity": 4}
+    replay = Replay(settings_of(**tiers, admission="promoted", eviction="reused", window=6))
+    names = [None, "x", None, "y", "x", None]
+    for number, request in enumerate(as_chunks(make_trace(300))):
+        replay.step(request, names[number % 6], is_last_turn=number % 5 == 0)
+        replay.check_integrity()
+    assert replay.host_stats is not None
+    assert replay.host_stats.loaded > 0
+
+
+def test_integrity_check_finds_a_copy_that_is_not_there() -> None:
+    """What a tier is said to hold, and does not, would be loaded from nowhere."""
+    replay = Replay(settings_of(capacity=1, host=100, host_admission="all"))
+    replay.step(as_chunks([["a", "b"]])[0])
+    assert replay._host is not None
+    replay._host._nodes.clear()
+    with pytest.raises(IntegrityError, match="held in a tier that does not have it"):
+        replay.check_integrity()
+
+
+@pytest.mark.parametrize("host_admission", HOST_ADMISSIONS)
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+@pytest.mark.parametrize(("order", "host", "host_worth"), [("retriever", 12, 1), ("tree", 13, 0.5), ("tree", 18, 0.9)])
+def test_host_tier_equals_the_naive_simulator(
+    order: OrderPolicy, host: int, host_worth: float, eviction: EvictionPolicy, host_admission: HostAdmission
+) -> None:
+    """Same hits in each tier, copies, loads and evictions; tree and tiers are whole each time. Interests change twice."""
+    trace = [[era + name for name in request] for era in "xyz" for request in make_trace(60, seed=host)]
+    lengths = {name: 1 + int(name[1:]) % 4 for request in trace for name in request}
+    parts: dict[str, Any] = {"order": order, "tail": "seen", "eviction": eviction, "window": 12, "threshold": 3}
+    tiers: dict[str, Any] = {"host": host, "host_admission": host_admission, "host_worth": host_worth}
+    replay, counts = Replay(settings_of(**parts, **tiers, capacity_tokens=7)), []
+    for request in trace:
+        counts.append(replay.step([Chunk(ChunkId(name), lengths[name]) for name in request]))
+        replay.check_integrity()
+    total = ReplayResult(tuple(counts), 0, 0, 0, 0).total
+    expected = naive_hits(trace, capacity=7, lengths=lengths, **parts, **tiers)
+    stats = replay.host_stats
+    assert stats is not None
+    num_device_hits = total.num_hits - total.num_host_hits
+    assert NaiveCounts(num_device_hits, total.num_host_hits, stats.offloaded, stats.evicted) == expected
+    assert (stats.loaded, stats.loaded_tokens) == (total.num_host_hits, total.num_host_token_hits)
+    assert min(expected.device_hits, expected.host_hits, expected.host_evicted) > 0
 
 
 def test_result_accounts_for_everything() -> None:
@@ -193,13 +271,19 @@ def test_times_of_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 def test_impossible_settings_are_refused() -> None:
     """Before anything is replayed."""
     with pytest.raises(PolicyError, match="eviction must be one of lru, promoted, reused"):
-        run([], eviction="fifo")  # type: ignore[arg-type]
+        run([], eviction="fifo")
     with pytest.raises(PolicyError, match="dedup must be one of shown, off"):
-        run([], dedup="paper")  # type: ignore[arg-type]
+        run([], dedup="paper")
     with pytest.raises(LimitError, match="capacity must be at least 1 but got 0"):
         run([], capacity=0)
     with pytest.raises(LimitError, match="capacity_tokens must be at least 1 but got 0"):
         run([], capacity_tokens=0)
+    with pytest.raises(PolicyError, match="host_admission must be one of reused, promoted, either, all"):
+        run([], host_admission="hot")
+    with pytest.raises(LimitError, match="host must be at least 0 but got -1"):
+        run([], capacity=1, host=-1)
+    with pytest.raises(LimitError, match="host needs a limited capacity"):
+        run([], host=1)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,24 @@
-"""A cache simulator with nothing clever in it: a dict of paths, searched and sorted afresh every time."""
+"""A cache simulator with nothing clever in it: a dict of paths and two sets of them, searched and sorted afresh every time."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import permutations
 from math import ceil, log2
 
 Path = tuple[str, ...]
 Cache = dict[Path, tuple[bool, int, int]]
 """Path -> promoted, last access, hits."""
+
+
+@dataclass
+class NaiveCounts:
+    """Chunks found in each tier; chunks copied to the host, loaded from it, and evicted from it."""
+
+    device_hits: int = 0
+    host_hits: int = 0
+    offloaded: int = 0
+    host_evicted: int = 0
 
 
 def naive_hits(
@@ -19,24 +30,78 @@ def naive_hits(
     capacity: int | None,
     window: int,
     threshold: int,
-) -> int:
-    """Chunk hits of a trace; every chunk has one token. Requests must be short, since all their orders are tried."""
+    lengths: Mapping[str, int] | None = None,
+    host: int = 0,
+    host_admission: str = "either",
+    host_worth: float = 1.0,
+) -> NaiveCounts:
+    """Chunk hits of a trace; capacities in tokens, of which a chunk has one without `lengths`.
+
+    Requests must be short, since all their orders are tried.
+    """
     cached: Cache = {}
-    hits = 0
+    on_device, on_host = set[Path](), set[Path]()
+    counted = NaiveCounts()
+
+    def size(paths: Iterable[Path]) -> int:
+        return sum(lengths[path[-1]] if lengths else 1 for path in paths)
+
+    def worth(order: Path) -> tuple[float, int]:
+        held = [order[:end] for end in range(1, _depth(order, cached) + 1)]
+        return sum(size([path]) * (1 if path in on_device else host_worth) for path in held), len(held)
+
+    def first_to_leave(paths: set[Path], spared: Path) -> Path | None:
+        leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
+        others = [path for path in leaves if path != spared[: len(path)]]
+        return min(others, key=lambda path: _priority(cached[path], eviction, window), default=None)
+
     for now, request in enumerate(requests):
         counts = Counter(chunk for recent in requests[max(0, now - window) : now] for chunk in recent)
-        ordered = _ordered(request, cached, counts, order, tail)
-        hits += _depth(ordered, cached)
+        by_count = tuple(sorted(request, key=lambda chunk: -counts[chunk]))
+        ordered = tuple(request) if order == "retriever" else by_count
+        if order == "tree":
+            best = max(permutations(request), key=worth)  # the first of the best
+            chain = best[: _depth(best, cached)]
+            seen = sorted(request, key=lambda chunk: counts[chunk] == 0)
+            tails = {"seen": seen, "rank": request, "frequency": by_count}
+            ordered = chain + tuple(chunk for chunk in tails[tail] if chunk not in chain)
+        found = [ordered[:end] for end in range(1, _depth(ordered, cached) + 1)]
+        counted.device_hits += len(on_device & {*found})
+        counted.host_hits += len({*found} - on_device)
         counts = Counter(chunk for recent in requests[max(0, now + 1 - window) : now + 1] for chunk in recent)
-        promoted = True
+        promoted, is_worth_it = True, host > 0
         for end in range(1, len(ordered) + 1):
-            promoted = promoted and counts[ordered[end - 1]] >= threshold
-            times_hit = cached[ordered[:end]][2] + 1 if ordered[:end] in cached else 0
-            cached[ordered[:end]] = promoted, now, times_hit
-        while capacity is not None and len(cached) > capacity:
-            leaves = [path for path in cached if not any(other[:-1] == path for other in cached)]
-            del cached[min(leaves, key=lambda path: _priority(cached[path], eviction, window))]
-    return hits
+            path = ordered[:end]
+            promoted = promoted and counts[path[-1]] >= threshold
+            hits = cached[path][2] + 1 if path in cached else 0
+            cached[path] = promoted, now, hits
+            on_device.add(path)
+        for end in range(1, len(ordered) + 1):
+            path = ordered[:end]
+            if path in on_host:
+                continue
+            promoted, _, hits = cached[path]
+            rules = {"reused": hits > 0, "promoted": promoted, "either": hits > 0 or promoted, "all": True}
+            is_worth_it = is_worth_it and rules[host_admission]
+            while is_worth_it and size([*on_host, path]) > host:
+                victim = first_to_leave(on_host, spared=ordered)
+                if victim is None:
+                    is_worth_it = False
+                else:
+                    on_host.remove(victim)
+                    counted.host_evicted += 1
+                    if victim not in on_device:
+                        del cached[victim]
+            if is_worth_it:
+                on_host.add(path)
+                counted.offloaded += 1
+        while capacity is not None and size(on_device) > capacity:
+            victim = first_to_leave(on_device, spared=())
+            assert victim is not None
+            on_device.remove(victim)
+            if victim not in on_host:
+                del cached[victim]
+    return counted
 
 
 def _priority(entry: tuple[bool, int, int], eviction: str, window: int) -> tuple[float, int]:
@@ -44,17 +109,6 @@ def _priority(entry: tuple[bool, int, int], eviction: str, window: int) -> tuple
     if eviction == "reused":
         return last_access + window * ceil(log2(1 + times_hit)), last_access
     return eviction == "promoted" and promoted, last_access
-
-
-def _ordered(request: Sequence[str], cached: Cache, counts: Counter[str], order: str, tail: str) -> Path:
-    by_count = tuple(sorted(request, key=lambda chunk: -counts[chunk]))
-    if order != "tree":
-        return tuple(request) if order == "retriever" else by_count
-    best = max(permutations(request), key=lambda path: _depth(path, cached))  # the first of the deepest
-    chain = best[: _depth(best, cached)]
-    seen = [*(chunk for chunk in request if counts[chunk]), *(chunk for chunk in request if not counts[chunk])]
-    tails = {"seen": seen, "rank": request, "frequency": by_count}
-    return chain + tuple(chunk for chunk in tails[tail] if chunk not in chain)
 
 
 def _depth(path: Path, cached: Cache) -> int:
