@@ -50,8 +50,8 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
-from sglang_chunkcache.scheduler.host_chains import HostChains, HostNode
-from sglang_chunkcache.scheduler.node import facts, identity_of, state
+from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
 from sglang_chunkcache.wire.events import Evicted, Inserted, Moved

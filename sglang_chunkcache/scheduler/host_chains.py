@@ -35,13 +35,11 @@ from radix_ext import ChainId, ChunkId, reused_priority
 from radix_ext.costs import Costs, Phase, Work, extend_work
 from radix_ext.offloading import worth_offloading
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.node import HostNode, facts
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 
 PLACE_BYTES = 16
 """Nobody finds two of one name."""
@@ -51,6 +49,24 @@ MAX_WAITING = 1024
 """Nodes that wait to be saved. More are not taken: they come again with their next hit."""
 TRIED_EVERY = 32
 """Of the loads that do not pay, one in so many is made all the same: what never runs is never observed."""
+
+
+class Tree(Protocol):
+    """What `ChunkRadixCache` does."""
+
+    device: Any
+    root_node: TreeNode
+    token_to_kv_pool_allocator: Any
+
+    def inc_lock_ref(self, node: TreeNode) -> Any: ...
+    def dec_lock_ref(self, node: TreeNode) -> Any: ...
+    def evictable_size(self) -> int: ...
+    def evict(self, params: EvictParams) -> Any: ...
+    def insert_segments(
+        self, key: ChunkKey, values: Tensor, head: str, priority: int | None, chunked: bool
+    ) -> tuple[int, list[TreeNode]]: ...
+    def back_on_device(self, node: TreeNode, host: HostNode) -> None: ...
+    def off_host(self, chain: ChainId) -> None: ...
 
 
 class Slots(Protocol):
@@ -79,25 +95,6 @@ class Clock(Protocol):
     def refresh(self) -> None: ...
 
 
-@dataclass(eq=False, slots=True)
-class HostNode:
-    """One chunk after one particular chain, or the tokens before the first chunk."""
-
-    place: bytes
-    parent: HostNode | None
-    slots: Tensor
-    """[num_tokens] int64, CPU: of the host pool."""
-    chain: ChainId | None = None
-    """None: no chunk."""
-    node: TreeNode | None = None
-    """The chunk's on the device, where it is."""
-    promoted: bool = False
-    hits: int = 0
-    used: int = 0
-    """As `ChunkFacts`, when the chunk left the device."""
-    num_below: int = 0
-
-
 @dataclass
 class HostCounts:
     """Since the start."""
@@ -121,7 +118,7 @@ class HostChains:
         window: requests, as of the access table.
     """
 
-    def __init__(self, cache: ChunkRadixCache, pool: Slots, pricing: Clock, *, window: int) -> None:
+    def __init__(self, cache: Tree, pool: Slots, pricing: Clock, *, window: int) -> None:
         self.cache, self.pool, self.pricing, self._window = cache, pool, pricing, window
         self.counts = HostCounts()
         self._nodes: dict[bytes, HostNode] = {}

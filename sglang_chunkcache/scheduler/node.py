@@ -15,9 +15,9 @@ from sglang_chunkcache.wire.spans import RequestSpans
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import TreeNode
+    from torch import Tensor
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
-    from sglang_chunkcache.scheduler.host_chains import HostNode
     from sglang_chunkcache.scheduler.shared_slots import Holding
 
 
@@ -27,6 +27,25 @@ class ChunkIdentity(NamedTuple):
     chunk: ChunkId
     extra_key: str | None
     cache_salt: str | None
+
+
+@dataclass(eq=False, slots=True)
+class HostNode:
+    """One chunk after one particular chain, or the tokens before the first chunk."""
+
+    place: bytes
+    parent: HostNode | None
+    slots: Tensor
+    """[num_tokens] int64, CPU: of the host pool."""
+    chain: ChainId | None = None
+    """None: no chunk."""
+    node: TreeNode | None = None
+    """The chunk's on the device, where it is."""
+    promoted: bool = False
+    hits: int = 0
+    used: int = 0
+    """As `ChunkFacts`, when the chunk left the device."""
+    num_below: int = 0
 
 
 @dataclass(slots=True)
