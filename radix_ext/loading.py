@@ -1,11 +1,17 @@
-"""Which variants of a chunk are loaded from a slower tier for a request: those that its plan will choose among."""
+"""What is loaded from a slower tier for a request: the variants that its plan will choose among, where that pays."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable
+from itertools import combinations
+from statistics import median
 
 from radix_ext.chunk import ChunkId
 from radix_ext.variants import Variant
+
+MEMORY = 8
+"""Loads that count: the median of them has followed after five whose time is another one."""
 
 
 def worth_loading(
@@ -34,3 +40,31 @@ def worth_loading(
         return variant.preprocessed, seen, -len(variant.prefix), variant.last_used
 
     return sorted(found, key=merit, reverse=True)[:max_variants]
+
+
+class LoadTimes:
+    """What loads take, by what the last ones took: a fixed part and seconds a byte.
+
+    The line through medians (Theil and Sen), which no single load that was held up can bend. Pure: it reads no clock.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=MEMORY)
+        self._fixed = self._each = 0.0
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """A load of `num_bytes`, more than 0, took so long."""
+        self._seen.append((num_bytes, seconds))
+        pairs = [
+            (right[1] - left[1]) / (right[0] - left[0])
+            for left, right in combinations(self._seen, 2)
+            if left[0] != right[0]
+        ]
+        # Of one size nobody can tell the parts apart: all to the bytes.
+        slope = median(pairs) if pairs else median(taken / size for size, taken in self._seen)
+        self._each = max(0.0, slope)
+        self._fixed = max(0.0, median(taken - self._each * size for size, taken in self._seen))
+
+    def seconds(self, num_bytes: int) -> float | None:
+        """An estimate. None: nothing was loaded yet."""
+        return self._fixed + self._each * num_bytes if self._seen else None

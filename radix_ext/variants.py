@@ -42,8 +42,11 @@ chunks: 0 captures four times as often for two more points of the tokens, 1 no l
 _Place: TypeAlias = tuple[str, Prefix]
 """Head and prefix."""
 
+MAX_SCALE = 2.0**256
+"""A power of two multiplies an f_r exactly. This one is far from the largest float, and 256 windows away."""
+
 _Entry: TypeAlias = tuple[bool, bool, float, int, int]
-"""Is reserved, is not on the device, f_r, last used, serial."""
+"""Is reserved, is not on the device, f_r in a unit that halves with each window, last used, serial."""
 
 
 @dataclass(eq=False)
@@ -123,6 +126,8 @@ class VariantIndex:
         self._chunks: dict[Identity, dict[_Place, Variant]] = {}
         self._held: dict[int, tuple[Identity, Variant, int]] = {}  # serial -> ..., bytes when it came
         self._on_device: set[Identity] = set()
+        self._scale = 1.0
+        """By which f_r is multiplied in `_order`."""
         self._order: list[_Entry] = []
         """Heap. An entry may be outdated: where its variant has risen since, it is corrected when it surfaces. Where it has
         fallen, a second one has been pushed. Serials, not variants: an outdated entry keeps no KV in memory."""
@@ -157,7 +162,9 @@ class VariantIndex:
         if self._num_asked % self._asked.window == 0:
             for _, variant, _ in self._held.values():
                 variant.reuse /= 2
-            self._sort()
+            self._scale *= 2  # all have fallen alike, and the order stays
+            if self._scale > MAX_SCALE:
+                self._sort()
 
     def wants(
         self,
@@ -385,13 +392,14 @@ class VariantIndex:
 
     def _entry(self, variant: Variant) -> _Entry:
         is_free = self._held[variant.serial][0] not in self._on_device
-        return variant.is_reserved, is_free, variant.reuse, variant.last_used, variant.serial
+        return variant.is_reserved, is_free, self._scale * variant.reuse, variant.last_used, variant.serial
 
     def _bound_order(self) -> None:
         if len(self._order) > 2 * len(self._held) + 16:  # mostly outdated entries
             self._sort()
 
     def _sort(self) -> None:
+        self._scale = 1.0
         self._order = [self._entry(variant) for _, variant, _ in self._held.values()]
         heapify(self._order)
 

@@ -9,6 +9,10 @@ from importlib import import_module
 BENCHES = {
     "tree": ("eval.bench.tree", "time and memory of an order decision"),
     "reuse": ("eval.bench.reuse", "time to first token against recompute ratio: from which on does moving KV not pay?"),
+    "storage": (
+        "eval.bench.storage",
+        "time to first token with a storage that is healthy, slowed, hanging or refusing",
+    ),
     "relocate": ("eval.bench.relocate", "rate of moving KV against the device's copy rate"),
     "attention": ("eval.bench.attention.command", "attention of scattered tokens against dense and masked ones; GPU"),
     "ann": ("eval.bench.ann", "recall and speed of approximate indexes against exact search"),

@@ -26,6 +26,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.entry import Layout
+from sglang_chunkcache.storage.metrics import StorageMetrics
 from sglang_chunkcache.storage.opening import open_storage
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ def _create_storage(store: VariantIndex, runner: Any, args: Any, config: ChunkCa
         layout=layout,
         model_of=partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout=layout),
         rows=opened.rows,
+        show=StorageMetrics("network" if opened.loader.is_shared else "disk").show if args.enable_metrics else None,
     )
 
 

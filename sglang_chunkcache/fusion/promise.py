@@ -111,7 +111,7 @@ class Fuser:
     def arrived(self, req: Req, spans: RequestSpans) -> None:
         """Ask the storage for what the request's chunks have there and nowhere else."""
         if self.storage is not None and spans.fusion is not None and state(req).loads is None:
-            state(req).loads = self.storage.ask(req, spans, spans.fusion, self.sources)
+            state(req).loads = self.storage.ask(req, spans, spans.fusion, self.sources, self.pricing.costs)
 
     def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """Extend an exact match by fused nodes of the request's recipe and by what can be moved. Takes nothing."""
@@ -290,6 +290,8 @@ class Fuser:
             if move and move.plan.estimate and filling is not None:
                 self.pricing.compare(move.plan.estimate.planned, filling + sum(seconds))
         fallbacks = (*reasons_of(outcome.plan), *outcome.declined, *(move.fallbacks if move else ()))
+        if (asked := state(req).loads) is not None and asked.is_unpaid:
+            fallbacks = (*fallbacks, Fallback.STORAGE_SLOW)
         if move and outcome.is_uncalibrated:
             fallbacks = (*fallbacks, Fallback.UNCALIBRATED)
         self.fallbacks.update(fallbacks)
@@ -313,14 +315,18 @@ class Fuser:
         """The plan of a request that was only matched."""
         if state(req).promise is None:
             return None
-        outcome = outcome_of(req)
+        outcome, spans = outcome_of(req), state(req).spans
         plan, cached = outcome.plan, outcome.exact + outcome.fused_hit
+        assert spans is not None
+        assert spans.fusion is not None
+        costs = self.pricing.costs
+        is_unpaid = self.storage is not None and self.storage.is_unpaid(req, spans, spans.fusion, self.sources, costs)
         return Explanation(
             outcome.exact,
             outcome.fused_hit,
             plan.end if plan.pieces else cached,
             sources_of(plan),
-            reasons_of(plan),
+            (*reasons_of(plan), *([Fallback.STORAGE_SLOW] if is_unpaid else [])),
             in_ms(plan),
             selector_of(req, plan),
         )

@@ -2,22 +2,25 @@
 
     store   ──► variant has come ──► write ──► is confirmed ──► index              by f_r others leave the index for it
     request ──► its chunks that neither device nor store has ──► load ──► store    what comes too late serves the next request
+                  └─► what is in no index either ──► look up ──► index             what other servers on the storage have written
 
-The index knows every entry of the manifest and none of its KV. The thread beside the scheduler (storage/loader.py) does all that
-takes time. Nothing here waits or raises.
+The index knows every entry of the manifest and what was found of others', and none of their KV. Who has written an entry deletes
+it for its budget, others only forget it. What is estimated to take longer to load than to compute is not loaded, except now and
+then. The thread beside the scheduler (storage/loader.py) does all that takes time. Nothing here waits or raises.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.cfo import Prefix
-from radix_ext.loading import worth_loading
+from radix_ext.costs import Costs, Phase, extend_work
+from radix_ext.loading import LoadTimes, worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variants import Identity, Variant, VariantIndex
@@ -25,8 +28,8 @@ from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import ChunkIdentity
 from sglang_chunkcache.storage.entry import Entry, Layout, Masses
-from sglang_chunkcache.storage.key import Names, Place
-from sglang_chunkcache.storage.loader import FAILED, PAUSED, Load, Loader, Write
+from sglang_chunkcache.storage.key import Names, Place, StoredChunk
+from sglang_chunkcache.storage.loader import FAILED, PAUSED, Load, Loader, Lookup, Write
 from sglang_chunkcache.storage.manifest import Row, Use
 
 if TYPE_CHECKING:
@@ -42,12 +45,16 @@ START_S = 10.0
 """What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
 
 
-class StoredChunk(NamedTuple):
-    """A `ChunkIdentity` as a file may have it, of one model and its weights."""
-
-    model: str
-    tenant: str
-    chunk: ChunkId
+RETRIED_EVERY = 32
+"""Of the loads that are estimated not to pay one in so many is made: what is never loaded is never observed."""
+LOOKED_UP_S = 10.0
+"""How long what was looked up counts as known: a miss costs one question."""
+MAX_LOOKED_UP = 10_000
+"""Chunks of which that is remembered, about three megabytes."""
+SHOWN_S = 1.0
+"""Between two figures for Prometheus, which reads them less often."""
+MAX_OVERHEAD_BYTES = 1 << 20
+"""What an entry may have beside twice its KV, if another server tells of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +62,39 @@ class Stored:
     """In place of an entry's KV and of what was measured of it."""
 
     row: Row
+    is_own: bool
+    """Whether this server has written it."""
 
     @property
     def nbytes(self) -> int:
-        return self.row.num_bytes
+        """What others have written is in their budgets."""
+        return self.row.num_bytes if self.is_own else 0
+
+
+@dataclass(eq=False)
+class Asked:
+    """What was asked of the storage for one request."""
+
+    loads: list[Load] = field(default_factory=list)
+    is_planned: bool = False
+    """What comes from now on is late."""
+    is_unpaid: bool = False
+    """Something was not loaded, since computing it is faster."""
+
+
+class _Wish(NamedTuple):
+    """A chunk of a request that neither device nor store has behind this head."""
+
+    identity: ChunkIdentity
+    head: str
+    before: Sequence[ChunkId]
+    """The chunks before it."""
+    num_tokens: int
+    is_plain: bool
+    is_elsewhere: bool
+    """Behind another head it can be had without a load."""
+    computed_s: float | None
+    """What computing it takes. None: it is moved whatever that takes."""
 
 
 class _Purpose(NamedTuple):
@@ -67,6 +103,14 @@ class _Purpose(NamedTuple):
     identity: ChunkIdentity
     variant: Variant
     """The index's."""
+    era: int
+
+
+class _Question(NamedTuple):
+    """Of a lookup."""
+
+    wishes: Sequence[_Wish]
+    asked: Asked
     era: int
 
 
@@ -93,6 +137,8 @@ class StorageTier:
         window: as theirs.
         model_of: the name of model and weights, given the weights' fingerprint.
         rows: what the manifest has, the most used first.
+        show: told what `stats` says, with it and every `SHOWN_S` while there are requests. None: nobody is.
+        clock: seconds.
     """
 
     def __init__(
@@ -106,6 +152,8 @@ class StorageTier:
         layout: Layout,
         model_of: Callable[[int], str],
         rows: Iterable[Row] = (),
+        show: Callable[[Mapping[str, Any]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index, self.loader = index, loader
         self._store, self._names, self._window = store, names, window
@@ -115,16 +163,20 @@ class StorageTier:
         """The last one, and its name."""
         self._under_way: set[str] = set()
         """Names that are being loaded or written."""
+        self._looked_up: dict[StoredChunk, float] = {}
+        """When that is asked again. The oldest first."""
+        self._times, self._clock = LoadTimes(), clock
+        self._show, self._shown_at = show, 0.0
         self._used: dict[str, Use] = {}
         """Not told to the thread yet."""
         self._num_asked = self._era = self._num_cleared = 0
         self.is_off = True
         """Nothing is written or loaded."""
-        self.num_late = 0
+        self.num_late = self.num_unpaid = self.num_found = 0
+        self._pays = True
+        """The last load that was thought of."""
         store.watch = self._store_changed
-        left = [
-            row.name for row in rows if not index.restore(_chunk_of(row.place), _stored(row, row.reuse, row.num_uses))
-        ]
+        left = [row for row in rows if not index.restore(row.place.stored_chunk, _stored(row, row.reuse, row.num_uses))]
         index.watch = self._index_changed
         if left:  # the limit is lower than it was
             loader.delete(left)
@@ -180,34 +232,33 @@ class StorageTier:
 
     # A request's life
 
-    def ask(self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources) -> list[Load]:
+    def ask(
+        self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
+    ) -> Asked:
         """Load what the storage has of the request's chunks, where neither device nor store has any behind the same head."""
-        loads: list[Load] = []
+        asked = Asked()
         try:
             self.poll()
-            heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
-            for index, (span, head) in enumerate(zip(spans.spans, heads, strict=True)):
-                if index in fusion.fresh or self.is_off or self.loader.is_paused:
-                    continue
-                identity = ChunkIdentity(span.chunk, req.extra_key, req.cache_salt)
-                there = sources.candidates(identity, head, alone=fusion.plain)
-                if fusion.plain:
-                    there = [each for each in there if not (each.prefix or each.preprocessed)]
-                if any(each.head == head for each in there):
-                    continue
-                variants, before = self.index.find(self._chunk(identity)), [each.chunk for each in spans.spans[:index]]
-                found = worth_loading(variants, before, head, max_variants=MAX_LOADED_VARIANTS, alone=fusion.plain)
-                if there and found and found[0].head != head:  # behind another head it can be had without a load
-                    continue
-                made = (self._load(identity, variant, span.end - span.start) for variant in found)
-                loads += filter(None, made)
+            if not (self.is_off or self.loader.is_paused):
+                wishes = list(self._wishes(req, spans, fusion, sources, costs))
+                self._look_up([wish for wish in wishes if not self._load_for(wish, asked)], asked)
         except Exception:  # the scheduler must not die of what can be computed
             logger.exception("chunk cache: nothing is loaded, the prompt is computed")
-        return loads
+        return asked
 
-    def planned_without(self, loads: Iterable[Load]) -> None:
-        """The request that asked for these is planned: those under way are late."""
-        for load in loads:
+    def is_unpaid(
+        self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
+    ) -> bool:
+        """Whether `ask` would leave something that it knows of. Asks nobody."""
+        wishes = () if self.is_off else self._wishes(req, spans, fusion, sources, costs)
+        return any(not self._is_faster(wish, variant.blob.row) for wish in wishes for variant in self._found(wish))
+
+    def planned_without(self, asked: Asked | None) -> None:
+        """The request that has asked for this is planned: what is under way for it is late."""
+        if asked is None:
+            return
+        asked.is_planned = True
+        for load in asked.loads:
             if not load.is_done and not load.is_late:
                 load.is_late = True
                 self.num_late += 1
@@ -217,11 +268,8 @@ class StorageTier:
         self.index.ask((self._chunk(identity), head, prefix) for identity, head, prefix in chunks)
         self._num_asked += 1
         if self._num_asked % self._window == 0:
-            self._used.clear()
+            self._tell_uses()  # as they were before the index has halved them
             self.loader.halve()
-            for variant in self.index.variants():
-                if variant.num_uses != variant.blob.row.num_uses:
-                    self._note(variant)
 
     def count_uses(self, plan: ReusePlan, extra_key: str | None, cache_salt: str | None) -> None:
         """As `ChunkSources.count_uses`: a source's twin in the storage is used with it. One that is not there is written."""
@@ -244,27 +292,49 @@ class StorageTier:
         for job in self.loader.poll():
             if isinstance(job, Load):
                 self._loaded(job)
+            elif isinstance(job, Lookup):
+                self._found_of_others(job)
             else:
                 self._written(job)
         if self._used and self.loader.is_idle:
             self._tell_uses()
+        if self._show is not None and self._clock() >= self._shown_at:
+            self._show_figures()
 
     # Operators
 
     def clear(self) -> None:
-        """Forget every entry, of whatever model, those under way included."""
+        """Delete every entry that this server knows, of whatever model, those under way and those of others included. What
+        others have written and this one never asked for stays."""
         self._era += 1
         self._num_cleared += 1
-        names = [variant.blob.row.name for variant in self.index.variants()]
+        rows = [variant.blob.row for variant in self.index.variants()]
         self.index.watch = lambda identity, variant, is_here: None
         self.index.clear()
         self.index.watch = self._index_changed
         self._used.clear()
-        self.loader.delete(names)
+        self._looked_up.clear()
+        self.loader.delete(rows)
 
     def stats(self) -> dict[str, Any]:
         """Of the storage: what it holds, counts since the start, and what waits."""
         self.poll()
+        self._show_figures()
+        return self._figures()
+
+    # Private, in order of use
+
+    def _show_figures(self) -> None:
+        if self._show is None:
+            return
+        self._shown_at = self._clock() + SHOWN_S
+        try:
+            self._show(self._figures())
+        except Exception:
+            self._show = None
+            logger.exception("chunk cache: the storage's figures are shown no more")
+
+    def _figures(self) -> dict[str, Any]:
         held = self.index.stats()
         return {
             "num_entries": held.num_variants,
@@ -272,11 +342,13 @@ class StorageTier:
             "max_bytes": self.index.max_bytes,
             "num_evicted": held.num_evicted,
             "late": self.num_late,
+            "unpaid": self.num_unpaid,
+            "pays": self._pays,
+            "load_ms_per_mib": None if (taken := self._times.seconds(1 << 20)) is None else 1000 * taken,
             "off": self.is_off,
+            **({"found": self.num_found} if self.loader.is_shared else {}),
             **self.loader.stats(),
         }
-
-    # Private, in order of use
 
     def _store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         if is_here:
@@ -286,7 +358,104 @@ class StorageTier:
     def _index_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         if not is_here:
             self._used.pop(variant.blob.row.name, None)
-            self.loader.delete([variant.blob.row.name])
+            if variant.blob.is_own:
+                self.loader.delete([variant.blob.row])
+
+    def _wishes(
+        self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
+    ) -> Iterator[_Wish]:
+        heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
+        before = [span.chunk for span in spans.spans]
+        line = None if costs is None or fusion.always or fusion.plain else costs[Phase.EXTEND]
+        for index, (span, head) in enumerate(zip(spans.spans, heads, strict=True)):
+            if index in fusion.fresh:
+                continue
+            identity = ChunkIdentity(span.chunk, req.extra_key, req.cache_salt)
+            there = sources.candidates(identity, head, alone=fusion.plain)
+            if fusion.plain:
+                there = [each for each in there if not (each.prefix or each.preprocessed)]
+            if any(each.head == head for each in there):
+                continue
+            # Its tokens in a prefill that runs in any case.
+            computed_s = None if line is None else line.seconds(extend_work(span.start, span.end)._replace(calls=0))
+            yield _Wish(identity, head, before[:index], span.end - span.start, fusion.plain, bool(there), computed_s)
+
+    def _found(self, wish: _Wish) -> list[Variant]:
+        """What the index has for it, best first."""
+        found = worth_loading(
+            self.index.find(self._chunk(wish.identity)),
+            wish.before,
+            wish.head,
+            max_variants=MAX_LOADED_VARIANTS,
+            alone=wish.is_plain,
+        )
+        return [] if wish.is_elsewhere and found and found[0].head != wish.head else found
+
+    def _load_for(self, wish: _Wish, asked: Asked) -> bool:
+        """Load what the index has, where that pays. Whether it has anything behind this head."""
+        found = self._found(wish)
+        for variant in found:
+            if not self._is_faster(wish, variant.blob.row):
+                asked.is_unpaid = True
+                self._pays = False
+                self.num_unpaid += 1
+                if self.num_unpaid % RETRIED_EVERY:
+                    continue
+            else:
+                self._pays = True
+            if load := self._load(wish.identity, variant, wish.num_tokens):
+                asked.loads.append(load)
+        return bool(found) and found[0].head == wish.head
+
+    def _is_faster(self, wish: _Wish, row: Row) -> bool:
+        """Whether loading it is estimated to take no longer than computing it. What was never tried is taken to be."""
+        expected = self._times.seconds(row.num_bytes)
+        return wish.computed_s is None or expected is None or expected <= wish.computed_s
+
+    def _look_up(self, wishes: Iterable[_Wish], asked: Asked) -> None:
+        """Ask what others have of these chunks, unless that is known or being asked."""
+        now, unknown = self._clock(), dict[StoredChunk, _Wish]()
+        for wish in wishes if self.loader.is_shared else ():
+            chunk = self._chunk(wish.identity)
+            if now >= self._looked_up.get(chunk, now):
+                unknown[chunk] = wish
+        if unknown and self.loader.look_up(Lookup(list(unknown), _Question(list(unknown.values()), asked, self._era))):
+            for chunk in unknown:
+                self._looked_up.pop(chunk, None)
+                self._looked_up[chunk] = now + LOOKED_UP_S
+            while len(self._looked_up) > MAX_LOOKED_UP:
+                del self._looked_up[next(iter(self._looked_up))]
+
+    def _found_of_others(self, job: Lookup) -> None:
+        """Know it from now on, and load it."""
+        question: _Question = job.tag
+        if question.era != self._era:
+            for chunk in job.chunks:
+                self._looked_up.pop(chunk, None)
+            return
+        for chunk, wish in zip(job.chunks, question.wishes, strict=True):
+            if chunk not in job.found:  # the storage has failed
+                self._looked_up.pop(chunk, None)
+            for row in job.found.get(chunk, ()):
+                self._take_over(row, wish.num_tokens)
+            num_before = len(question.asked.loads)
+            self._load_for(wish, question.asked)
+            if question.asked.is_planned:
+                for load in question.asked.loads[num_before:]:
+                    load.is_late = True
+                    self.num_late += 1
+
+    def _take_over(self, row: Row, num_tokens: int) -> None:
+        """Another server tells of this entry: the index has it, if it has nothing as good there. Nothing leaves for it."""
+        room = 2 * num_tokens * self._layout.token_bytes + MAX_OVERHEAD_BYTES
+        if row.num_tokens != num_tokens or row.num_bytes > room or self.loader.is_refused(row.name):
+            return
+        old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
+        if old is not None and not _known_of(self._in_these_heads(row)).replaces(self._known(old)):
+            return
+        if old is not None:
+            self.index.drop(old)
+        self.num_found += self.index.restore(row.place.stored_chunk, _stored(row, 0.0, 0, is_own=False))
 
     def _write(self, identity: ChunkIdentity, variant: Variant) -> None:
         """Unless the storage has as much of it, or something better in its place."""
@@ -318,21 +487,26 @@ class StorageTier:
         if not job.is_confirmed:
             return
         if job.tag != self._num_cleared:
-            self.loader.delete([row.name])
+            self._delete_own(job)
             return
-        chunk = _chunk_of(row.place)
-        old = self.index.get(chunk, row.place.head, row.place.prefix)
-        if old is not None and not _known_of(row).replaces(self._known(old)):
-            if old.blob.row.name != row.name:
-                self.loader.delete([row.name])
+        old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
+        if old is not None and old.blob.row.name == row.name:
+            if old.blob.is_own or not job.is_own:
+                return
+        elif old is not None and not _known_of(row).replaces(self._known(old)):
+            self._delete_own(job)
             return
-        stored = _stored(row, old.reuse if old else 0.0, old.num_uses if old else 0)
+        stored = _stored(row, old.reuse if old else 0.0, old.num_uses if old else 0, is_own=job.is_own)
         if old is not None:
             self.index.drop(old)
-        if self.index.put(chunk, stored):
+        if self.index.put(row.place.stored_chunk, stored):
             self._note(stored)
         else:
-            self.loader.delete([row.name])
+            self._delete_own(job)
+
+    def _delete_own(self, job: Write) -> None:
+        if job.is_own:
+            self.loader.delete([job.row])
 
     def _load(self, identity: ChunkIdentity, variant: Variant, num_tokens: int) -> Load | None:
         """None: it is under way, or the store would not have it, or too much is."""
@@ -359,13 +533,17 @@ class StorageTier:
         if job.entry is None:
             if job.problem not in (FAILED, PAUSED):
                 self.index.drop(purpose.variant)
+                if not purpose.variant.blob.is_own:  # nobody can use it
+                    self.loader.delete([purpose.variant.blob.row])
             return
+        self._times.observe(job.num_bytes, job.seconds)
         if purpose.era == self._era:
             self._store.put(purpose.identity, _variant(job.entry, purpose.variant, self._heads))
 
     def _note(self, variant: Variant) -> None:
         name = variant.blob.row.name
-        self._used[name] = Use(name, variant.reuse, variant.num_uses)
+        if variant.blob.is_own:  # others have no row
+            self._used[name] = Use(name, variant.reuse, variant.num_uses)
 
     def _tell_uses(self) -> None:
         self.loader.use(list(self._used.values()))
@@ -377,23 +555,21 @@ class StorageTier:
         return StoredChunk(self._model, self._tenant[1], identity.chunk)
 
     def _known(self, stored: Variant) -> _Known:
-        row: Row = stored.blob.row
-        return _known_of(row if row.heads in ((), self._heads) else row._replace(scored=0, has_outward=False))
+        return _known_of(self._in_these_heads(stored.blob.row))
+
+    def _in_these_heads(self, row: Row) -> Row:
+        return row if row.heads in ((), self._heads) else row._replace(scored=0, has_outward=False)
 
 
 def _known_of(row: Row) -> _Known:
     return _Known(row.place.preprocessed, row.scored, row.has_outward)
 
 
-def _chunk_of(place: Place) -> StoredChunk:
-    return StoredChunk(place.model, place.tenant, place.chunk)
-
-
-def _stored(row: Row, reuse: float, num_uses: int) -> Variant:
+def _stored(row: Row, reuse: float, num_uses: int, *, is_own: bool = True) -> Variant:
     place = row.place
     return Variant(
         place.prefix,
-        Stored(row),
+        Stored(row, is_own),
         preprocessed=place.preprocessed,
         head=place.head,
         reuse=reuse,

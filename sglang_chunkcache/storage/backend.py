@@ -32,7 +32,9 @@ _LEFT_OVER = re.compile(r"cc1-[0-9a-f]{40}.*\.bin|\.[0-9a-f]{32}\.tmp")
 
 
 class Backend:
-    """One of HiCache's, `storage`."""
+    """One of HiCache's, `storage`. Others may use it too."""
+
+    is_shared = True
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -63,10 +65,17 @@ class Backend:
         if not self._storage.set(name, data) or not self._storage.exists(name):
             raise OSError(f"the backend did not keep {name}")
 
-    def delete(self, name: str) -> None:
-        """As far as the backend can: HiCache's interface cannot, so a class may have `delete(key)`."""
-        if callable(delete := getattr(self._storage, "delete", None)):
-            delete(name)
+    def exists(self, name: str) -> bool:
+        """Whether there is anything under the name. Raises whatever the backend raises."""
+        return bool(self._storage.exists(name))
+
+    def delete(self, name: str) -> bool:
+        """Nothing is under the name any more. False: HiCache's interface cannot, and its class has no `delete(key)`."""
+        delete = getattr(self._storage, "delete", None)
+        if not callable(delete):
+            return False
+        delete(name)
+        return True
 
     def sizes(self) -> dict[str, int] | None:
         """Name -> bytes of all that is there, after what was left over has been removed. None: it cannot be listed."""
@@ -79,7 +88,9 @@ class Backend:
 
 
 class FileBackend(Backend):
-    """HiCache's `file` in a folder of our own."""
+    """HiCache's `file` in a folder of our own, which one process has."""
+
+    is_shared = False
 
     def __init__(self, storage: Any) -> None:
         super().__init__(storage)
@@ -94,8 +105,9 @@ class FileBackend(Backend):
             raise RefusedEntryError(Refusal.TRUNCATED, f"{size} of {num_bytes} bytes")
         return super().get(name, num_bytes)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str) -> bool:
         self._path(name).unlink(missing_ok=True)
+        return True
 
     def sizes(self) -> dict[str, int] | None:
         suffix, found = self._path("").name, dict[str, int]()

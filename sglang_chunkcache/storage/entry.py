@@ -4,19 +4,19 @@
     8      4        8          8             32       | 4           JSON   | as the header says, without gaps
 
 The checksum covers all other bytes, keyed by the secret if there is one: with a secret only who knows it can make an entry. It
-knows no chunk, no store and no backend.
+knows no chunk, no store and no backend. `pointer.py` frames its bytes likewise, with a magic of its own.
 NOTE: bytes are copied by numpy, on one core and without the interpreter's lock: torch would take all cores from a forward.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -28,6 +28,7 @@ VERSION = 1
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+T = TypeVar("T")
 _FIXED = struct.Struct("<8sIQ8s32s")
 _CHECKSUM = slice(_FIXED.size - 32, _FIXED.size)
 _HEADER_LEN = struct.Struct("<I")
@@ -140,18 +141,7 @@ def write(entry: Entry, name: str, *, secret: bytes) -> Tensor:
             entry.heads,
         )
     )
-    tensors = [_bytes_of(each) for each in entry.tensors()]
-    start = _FIXED.size + _HEADER_LEN.size + len(header)
-    data = torch.empty(start + sum(map(len, tensors)), dtype=torch.uint8)
-    view = _view(data)
-    _FIXED.pack_into(view, 0, MAGIC, VERSION, len(data), _tag(secret), bytes(32))
-    _HEADER_LEN.pack_into(view, _FIXED.size, len(header))
-    view[start - len(header) : start] = header
-    for tensor in tensors:
-        data.numpy()[start : start + len(tensor)] = tensor.numpy()
-        start += len(tensor)
-    view[_CHECKSUM] = _checksum(view, secret)
-    return data
+    return framed(MAGIC, header, [_bytes_of(each).numpy() for each in entry.tensors()], secret=secret)
 
 
 def read(
@@ -171,7 +161,7 @@ def read(
     Raises:
         RefusedEntryError: it is not this entry, whole and as it was written.
     """
-    header, start = _header(_view(data), secret)
+    header, start = header_of(data, MAGIC, _Header, secret=secret)
     if header.name != name:
         raise RefusedEntryError(Refusal.OTHER_ENTRY, f"these are the bytes of {header.name}")
     if (header.layout, header.num_tokens) != (layout, num_tokens):
@@ -203,16 +193,33 @@ def read(
     return Entry(keys, values, header.masses, context, received, outward, header.heads)
 
 
-# Private, in order of use
+def framed(magic: bytes, header: bytes, parts: Sequence[Any], *, secret: bytes) -> Tensor:
+    """[num_bytes] uint8, CPU: what `header_of` checks. `parts`: arrays or buffers of bytes, which follow the header."""
+    start = _FIXED.size + _HEADER_LEN.size + len(header)
+    data = torch.empty(start + sum(map(len, parts)), dtype=torch.uint8)
+    view = _view(data)
+    _FIXED.pack_into(view, 0, magic, VERSION, len(data), _tag(secret), bytes(32))
+    _HEADER_LEN.pack_into(view, _FIXED.size, len(header))
+    view[start - len(header) : start] = header
+    for part in parts:
+        data.numpy()[start : start + len(part)] = part
+        start += len(part)
+    view[_CHECKSUM] = _checksum(view, secret)
+    return data
 
 
-def _header(view: memoryview, secret: bytes) -> tuple[_Header, int]:
-    """(the header, where the tensors begin), of bytes that are whole."""
+def header_of(data: Tensor, magic: bytes, kind: type[T], *, secret: bytes) -> tuple[T, int]:
+    """(the header, where the parts begin), of bytes that are whole.
+
+    Raises:
+        RefusedEntryError: they are not, or their header is none of this kind.
+    """
+    view = _view(data)
     if len(view) < _FIXED.size + _HEADER_LEN.size:
         raise RefusedEntryError(Refusal.TRUNCATED, f"{len(view)} bytes are no entry")
-    magic, version, num_bytes, tag, checksum = _FIXED.unpack_from(view)
-    if (magic, version) != (MAGIC, VERSION):
-        raise RefusedEntryError(Refusal.FORMAT, f"it begins with {magic!r}, version {version}")
+    found, version, num_bytes, tag, checksum = _FIXED.unpack_from(view)
+    if (found, version) != (magic, VERSION):
+        raise RefusedEntryError(Refusal.FORMAT, f"it begins with {found!r}, version {version}")
     if num_bytes != len(view):
         raise RefusedEntryError(Refusal.TRUNCATED, f"{len(view)} of {num_bytes} bytes")
     if tag != _tag(secret):
@@ -222,9 +229,12 @@ def _header(view: memoryview, secret: bytes) -> tuple[_Header, int]:
     (header_len,) = _HEADER_LEN.unpack_from(view, _FIXED.size)
     start = _FIXED.size + _HEADER_LEN.size + header_len
     try:
-        return msgspec.json.decode(view[start - header_len : start], type=_Header), start
+        return msgspec.json.decode(view[start - header_len : start], type=kind), start
     except ValueError as error:  # whoever wrote it knows the secret, or there is none
         raise RefusedEntryError(Refusal.FORMAT, str(error)) from None
+
+
+# Private, in order of use
 
 
 def _view(data: Tensor) -> memoryview:

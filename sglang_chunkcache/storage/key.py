@@ -3,6 +3,7 @@
     model     config with its RoPE overrides, weights, layout of KV            tenant    extra_key and cache_salt
     place     model, tenant, chunk, head, chunks before it, preprocessed or not
     name      place, what was measured of it, in which heads
+    pointer   model, tenant, chunk, a number: where others look for names (pointer.py)
 
 All of it is hashed, with the secret if there is one. So a tenant's salt stands in no name and in no file, and cannot be guessed
 from them without the secret.
@@ -26,6 +27,14 @@ NOT_OF_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 """Keys of a config that say where a model is from, not what it computes."""
 
 
+class StoredChunk(NamedTuple):
+    """A chunk of one tenant as a storage may have it, of one model and its weights."""
+
+    model: str
+    tenant: str
+    chunk: ChunkId
+
+
 class Place(NamedTuple):
     """What one variant's KV depends on."""
 
@@ -38,6 +47,10 @@ class Place(NamedTuple):
     prefix: tuple[ChunkId, ...]
     """The chunks before it, in order."""
     preprocessed: bool
+
+    @property
+    def stored_chunk(self) -> StoredChunk:
+        return StoredChunk(*self[:3])
 
 
 class Names:
@@ -61,6 +74,10 @@ class Names:
         """A file's name, too. Entries with more measured are other entries: a backend overwrites none."""
         measured = f"{int(scored)} {has_outward} {sorted(heads) if scored or has_outward else ()}"
         return "cc1-" + self._hash("entry", *place[:4], str(place.preprocessed), measured, *place.prefix)
+
+    def pointer(self, chunk: StoredChunk, number: int) -> str:
+        """Whoever knows the chunk, and the secret if there is one, knows it."""
+        return f"ccp1-{self._hash('pointer', *chunk)}-{number}"
 
     def _hash(self, *parts: str) -> str:
         """No two lists of parts are hashed alike."""

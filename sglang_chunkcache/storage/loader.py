@@ -1,6 +1,6 @@
 """The thread that reads and writes a rank's storage, beside its scheduler: loads before writes, one after the other.
 
-    scheduler   load, write, ...  ──► bounded queues ──► thread: backend, checks, manifest ──► poll ──► scheduler
+    scheduler   look_up, load, write, ...  ──► bounded queues ──► thread: backend, checks, manifest ──► poll ──► scheduler
 
 The scheduler gives and polls, and never waits. Whatever the backend raises is counted here. After `PAUSE_AFTER` failures
 in a row the storage pauses: jobs fail at once, and after `PAUSE_S` the next one tries again. A backend that hangs stops the
@@ -15,7 +15,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from sglang_chunkcache.storage.backend import Backend
 from sglang_chunkcache.storage.entry import Entry, Layout, RefusedEntryError, read, write
+from sglang_chunkcache.storage.key import StoredChunk
 from sglang_chunkcache.storage.manifest import Manifest, Row, Use
+from sglang_chunkcache.storage.pointer import MAX_POINTERS, POINTER_BYTES, Pointers
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,10 @@ PAUSE_AFTER = 4
 """Failures in a row."""
 PAUSE_S = 30.0
 """A backend that restarts takes about as long."""
+MAX_REFUSED = 10_000
+"""Names of refused bytes that could not be deleted: about a megabyte. The oldest is asked for again."""
+DELETED_AT_ONCE = 64
+"""Entries: a load that has come meanwhile waits for no more."""
 CLOSE_S = 5.0
 """What the end waits for: SGLang kills a scheduler that takes 15 seconds to end."""
 
@@ -60,6 +67,12 @@ class Load:
     entry: Entry | None = None
     problem: str = ""
     """Why there is none."""
+    seconds: float = 0.0
+    """What it took, where there is one."""
+
+    @property
+    def size(self) -> int:
+        return self.num_bytes
 
 
 @dataclass(eq=False)
@@ -71,10 +84,30 @@ class Write:
     entry: Entry
     tag: Any = None
     is_confirmed: bool = False
+    is_own: bool = True
+    """False: another server has written it, and `row` is what that one tells."""
     problem: str = ""
 
+    @property
+    def size(self) -> int:
+        return sum(each.nbytes for each in self.entry.tensors())
 
-Job = Load | Write
+
+@dataclass(eq=False)
+class Lookup:
+    """What other servers on the storage have of some chunks."""
+
+    chunks: Sequence[StoredChunk]
+    tag: Any = None
+    found: dict[StoredChunk, list[Row]] = field(default_factory=dict)
+    """Of the chunks that were asked for."""
+
+    @property
+    def size(self) -> int:
+        return len(self.chunks) * MAX_POINTERS * POINTER_BYTES
+
+
+Job = Load | Write | Lookup
 
 
 class Loader:
@@ -82,6 +115,7 @@ class Loader:
 
     Args:
         secret: as `key.secret_of` gives it.
+        pointers: None: nobody else has the storage.
         empty: makes the tensors of loaded keys and values; torch.empty's arguments.
         clock: seconds.
     """
@@ -92,50 +126,47 @@ class Loader:
         manifest: Manifest,
         *,
         secret: bytes,
+        pointers: Pointers | None = None,
         empty: Callable[..., Tensor] = torch.empty,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._pointers = pointers
         self._backend, self._manifest, self._secret, self._empty, self._clock = backend, manifest, secret, empty, clock
-        self._loads: deque[Load] = deque()
+        self._loads: deque[Load | Lookup] = deque()
         self._others: deque[Write | Callable[[], None]] = deque()
         """Writes, and changes of what is kept, in their order."""
         self._done: deque[Job] = deque()
-        self._waiting = {Load: [0, 0], Write: [0, 0]}  # number, bytes; the scheduler thread's alone
+        self._waiting = {Load: [0, 0], Write: [0, 0], Lookup: [0, 0]}  # number, bytes; the scheduler thread's alone
         self._wake: SimpleQueue[bool] = SimpleQueue()
+        self._refused: dict[str, str] = {}  # name -> why
         self._in_a_row = 0
         self._paused_until: float | None = None
         self._is_open = True
         self.problems: Counter[str] = Counter()
         """Loads and writes that came to nothing, by reason. Written by the thread."""
-        self.num_loaded = self.num_written = self.num_full = self.num_pauses = 0
+        self.num_loaded = self.num_written = self.num_full = self.num_pauses = self.num_unshared = 0
         self._thread = threading.Thread(target=self._run, name="chunkcache-storage", daemon=True)
         self._thread.start()
 
     def load(self, job: Load) -> bool:
         """Read it, before all that is to be written. False: too much waits."""
-        if not self._takes(job, job.num_bytes):
-            return False
-        self._loads.append(job)
-        self._wake.put(True)
-        return True
+        return self._ask(job)
+
+    def look_up(self, job: Lookup) -> bool:
+        """Find what others have written, where there are others. False: there are none, or too much waits."""
+        return self.is_shared and self._ask(job)
 
     def write(self, job: Write) -> bool:
         """Keep it, unless the entry is there. False: too much waits."""
-        if not self._takes(job, _num_bytes(job.entry)):
+        if not self._takes(job):
             return False
         self._do(job)
         return True
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Of entries that are not wanted any more the rows, then the bytes."""
-
-        def delete() -> None:
-            self._manifest.drop(names)
-            for name in names:
-                with self._attempt():
-                    self._backend.delete(name)
-
-        self._do(delete)
+    def delete(self, rows: Sequence[Row]) -> None:
+        """Of entries that are not wanted any more the rows, then what points to them, then the bytes."""
+        for start in range(0, len(rows), DELETED_AT_ONCE):
+            self._do(partial(self._delete, rows[start : start + DELETED_AT_ONCE]))
 
     def use(self, uses: Sequence[Use]) -> None:
         """Note what was used."""
@@ -149,9 +180,8 @@ class Loader:
         """What is done since the last time, in the order in which it was done."""
         while self._done:
             job = self._done.popleft()
-            num_bytes = job.num_bytes if isinstance(job, Load) else _num_bytes(job.entry)
             waiting = self._waiting[type(job)]
-            waiting[0], waiting[1] = waiting[0] - 1, waiting[1] - num_bytes
+            waiting[0], waiting[1] = waiting[0] - 1, waiting[1] - job.size
             if isinstance(job, Load):
                 job.is_done = True
             yield job
@@ -161,6 +191,15 @@ class Loader:
         done = threading.Event()
         self._do(done.set)
         return done.wait(seconds)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other servers may use the storage."""
+        return self._pointers is not None
+
+    def is_refused(self, name: str) -> bool:
+        """Whether there are bytes under this name that nobody can use or delete."""
+        return name in self._refused
 
     @property
     def is_paused(self) -> bool:
@@ -186,6 +225,7 @@ class Loader:
             "written": self.num_written,
             "problems": dict(self.problems),
             "full": self.num_full,
+            **({"unshared": self.num_unshared} if self.is_shared else {}),
             "queue": len(self._loads) + len(self._others),
             "pauses": self.num_pauses,
             "paused": self.is_paused,
@@ -203,12 +243,19 @@ class Loader:
 
     # Private: the scheduler's
 
-    def _takes(self, job: Job, num_bytes: int) -> bool:
+    def _ask(self, job: Load | Lookup) -> bool:
+        if not self._takes(job):
+            return False
+        self._loads.append(job)
+        self._wake.put(True)
+        return True
+
+    def _takes(self, job: Job) -> bool:
         waiting = self._waiting[type(job)]
         if self._is_open and (
-            not waiting[0] or (waiting[0] < MAX_WAITING and waiting[1] + num_bytes <= MAX_WAITING_BYTES)
+            not waiting[0] or (waiting[0] < MAX_WAITING and waiting[1] + job.size <= MAX_WAITING_BYTES)
         ):
-            waiting[0], waiting[1] = waiting[0] + 1, waiting[1] + num_bytes
+            waiting[0], waiting[1] = waiting[0] + 1, waiting[1] + job.size
             return True
         self.num_full += 1
         return False
@@ -221,24 +268,41 @@ class Loader:
 
     def _run(self) -> None:
         while self._wake.get():  # once a job, so all are done before the end
-            if self._loads:
-                self._load(self._loads.popleft())
-                continue
-            job = self._others.popleft()
-            if isinstance(job, Write):
-                self._write(job)
-                continue
-            try:
-                job()
-            except Exception as error:
-                self._tell(FAILED, "the storage failed: %r", error)
+            self._do_next()
         for part in (self._backend, self._manifest):
             try:
                 part.close()
             except Exception:
                 logger.exception("chunk cache: the storage did not close")
 
+    def _do_next(self) -> None:
+        job = self._loads.popleft() if self._loads else self._others.popleft()
+        if isinstance(job, Load):
+            self._load(job)
+        elif isinstance(job, Lookup):
+            self._look_up(job)
+        elif isinstance(job, Write):
+            self._write(job)
+        else:
+            try:
+                job()
+            except Exception as error:
+                self._tell(FAILED, "the storage failed: %r", error)
+
+    def _look_up(self, job: Lookup) -> None:
+        assert self._pointers is not None
+        try:
+            for chunk in job.chunks:
+                with self._attempt():
+                    job.found[chunk] = self._pointers.find(chunk)
+        except _PausedError:
+            self._tell(PAUSED, "what others have written was not asked for, the storage pauses")
+        except Exception as error:
+            self._tell(FAILED, "what others have written is not known: %r", error)
+        self._done.append(job)
+
     def _load(self, job: Load) -> None:
+        began = self._clock()
         try:
             with self._attempt():
                 data = self._backend.get(job.name, job.num_bytes)
@@ -254,7 +318,11 @@ class Loader:
                     empty=self._empty,
                 )
                 self.num_loaded += 1
+                job.seconds = self._clock() - began
         except RefusedEntryError as error:
+            self._refused[job.name] = error.reason.value
+            if len(self._refused) > MAX_REFUSED:
+                del self._refused[next(iter(self._refused))]
             job.problem = self._tell(error.reason.value, "%s is not used: %s", job.name, error)
         except _PausedError:
             job.problem = self._tell(PAUSED, "%s was not read, the storage pauses", job.name)
@@ -263,19 +331,45 @@ class Loader:
         self._done.append(job)
 
     def _write(self, job: Write) -> None:
+        if job.row.name in self._refused:  # what is there stays
+            job.problem = self._refused[job.row.name]
+            self._done.append(job)
+            return
         try:
-            data = write(job.entry, job.row.name, secret=self._secret)
             with self._attempt():
-                self._backend.set(job.row.name, data)
-                job.row = job.row._replace(num_bytes=len(data))
-                self._manifest.put(job.row)
-            job.is_confirmed = True
-            self.num_written += 1
+                others = self._of_another(job.row)
+                if others is not None:
+                    job.row, job.is_own = others, False
+                else:
+                    data = write(job.entry, job.row.name, secret=self._secret)
+                    self._backend.set(job.row.name, data)
+                    job.row = job.row._replace(num_bytes=len(data))
+                    self._manifest.put(job.row)
+                    self.num_written += 1
+                job.is_confirmed = True
+                if self._pointers is not None and job.is_own:
+                    self.num_unshared += not self._pointers.add(job.row)
         except _PausedError:
             job.problem = self._tell(PAUSED, "%s was not written, the storage pauses", job.row.name)
         except Exception as error:
             job.problem = self._tell(FAILED, "%s was not written: %r", job.row.name, error)
         self._done.append(job)
+
+    def _of_another(self, row: Row) -> Row | None:
+        """The very entry, where another server has written it."""
+        if self._pointers is None:
+            return None
+        found = [each for each in self._pointers.find(row.place.stored_chunk) if each.name == row.name]
+        return found[0] if found and self._backend.exists(row.name) else None
+
+    def _delete(self, rows: Sequence[Row]) -> None:
+        self._manifest.drop([row.name for row in rows])
+        for row in rows:
+            with self._attempt():
+                if self._pointers is not None:
+                    self._pointers.remove(row)
+                if self._backend.delete(row.name):
+                    self._refused.pop(row.name, None)
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -317,7 +411,3 @@ class Loader:
 
 class _PausedError(Exception):
     """Nobody was asked."""
-
-
-def _num_bytes(entry: Entry) -> int:
-    return sum(each.nbytes for each in entry.tensors())

@@ -14,6 +14,7 @@ from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of
 from sglang_chunkcache.storage.key import Names, secret_of
 from sglang_chunkcache.storage.loader import GONE, Loader
 from sglang_chunkcache.storage.manifest import Manifest, Row
+from sglang_chunkcache.storage.pointer import Pointers
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,9 @@ def open_storage(
     except BaseException:
         manifest.close()
         raise
-    loader = Loader(backend, manifest, secret=secret, empty=empty)
+    names = Names(secret)
+    pointers = Pointers(backend, names, secret=secret) if backend.is_shared else None
+    loader = Loader(backend, manifest, secret=secret, pointers=pointers, empty=empty)
     if num_gone:
         loader.problems[GONE] += num_gone
     logger.info(
@@ -60,7 +63,7 @@ def open_storage(
         max_bytes / (1 << 20),
         f", {num_gone} were gone" if num_gone else "",
     )
-    return Opened(loader, Names(secret), rows, max_bytes)
+    return Opened(loader, names, rows, max_bytes)
 
 
 def confirmed(manifest: Manifest, backend: Backend) -> tuple[list[Row], int]:

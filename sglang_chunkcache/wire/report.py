@@ -113,6 +113,13 @@ class Fallback(StrEnum):
         "Expected now and then when many requests come at once; raise that flag (0 means one prefill budget, "
         "`--chunked-prefill-size`) or lower the ratio.",
     )
+    STORAGE_SLOW = (
+        "storage_slow",
+        "Loading a chunk from the storage was estimated to take longer than computing it, by the loads before, so it was not "
+        "loaded.",
+        "Expected for short chunks and small models; `store.storage.load_ms_per_mib` in `/chunkcache/stats` has the rate, and "
+        "`--chunkcache-move always` loads all the same.",
+    )
     NOT_FILLED = (
         "not_filled",
         "The request follows KV that its batch fills for another one, and what it would have moved after that is computed.",

@@ -215,6 +215,20 @@ def test_f_r_halves_with_each_window() -> None:
     store.check_integrity()
 
 
+def test_order_outlasts_many_windows() -> None:
+    """Also those after which f_r is scaled anew: the one used least lately leaves."""
+    store = make_store(tokens=3, window=1)
+    made = {name: make_variant() for name in "abc"}
+    for name, variant in made.items():
+        store.put(chunk(name), variant)
+    for number in range(700):
+        store.use(made["abc"[number % 3]], 1.0)
+        ask(store, "d")
+        store.check_integrity()
+    store.put(chunk("d"), make_variant())
+    assert store.find(chunk("abc"[700 % 3])) == ()
+
+
 def test_a_use_counts_at_most_twenty() -> None:
     """CFO may be one token's: the chunk's length says nothing about the worth of a use."""
     store, variant = make_store(), make_variant()

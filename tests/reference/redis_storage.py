@@ -23,7 +23,8 @@ class RedisStorage(HiCacheStorage):  # type: ignore[misc]
         return None if found is None else torch.frombuffer(bytearray(found), dtype=torch.uint8)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        return bool(self._call(b"SET", key.encode(), value.numpy().tobytes()) == b"OK")
+        self._call(b"SET", key.encode(), value.numpy().tobytes(), b"NX")  # as HiCache's: nothing is overwritten
+        return True
 
     def exists(self, key: str) -> bool:
         return bool(self._call(b"EXISTS", key.encode()) == 1)

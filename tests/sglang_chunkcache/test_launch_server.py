@@ -253,6 +253,7 @@ FUSED = ["--reuse", "fused", STORAGE]
     ("flags", "message"),
     [
         ([*FUSED, "hf3fs"], "backend hf3fs is not supported, only file and dynamic"),
+        ([*FUSED, "nixl"], "backend nixl is not supported, only file and dynamic"),
         ([STORAGE, "file"], "backend needs --reuse fused"),
         ([*FUSED, "dynamic"], "backend dynamic needs --chunkcache-storage-mib"),
         (["--chunkcache-storage-mib", "5"], "backend is missing"),

@@ -78,7 +78,7 @@ def work(folder: Path, first: int, told: int) -> None:
         if len(kept) > rng.randrange(1, MAX_KEPT):
             gone = rng.choice(sorted(kept))
             os.write(told, b"d %d\n" % gone)
-            opened.loader.delete([kept.pop(gone).name])
+            opened.loader.delete([kept.pop(gone)])
         elif rng.random() < 0.3 and kept:
             row = kept[rng.choice(sorted(kept))]
             opened.loader.load(Load(row.name, row.num_bytes, row.num_tokens, LAYOUT))

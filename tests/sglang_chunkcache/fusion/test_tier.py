@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from sglang_chunkcache.storage.entry import Layout
 from sglang_chunkcache.storage.key import Names
 from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Manifest
+from sglang_chunkcache.storage.pointer import Pointers
 from sglang_chunkcache.wire.state import Asked
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.memory_storage import MemoryStorage
@@ -53,12 +54,17 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self.folder, self.storage = folder, MemoryStorage()
         self.tiers: list[StorageTier] = []
+        self.now = 0.0
+        """The tiers' clock."""
+        self.shown: list[Mapping[str, Any]] = []
+        """Figures for Prometheus."""
 
-    def server(self, *, storage_bytes: int = 100_000, **knobs: Any) -> FusedScheduler:
-        """A server that has just started: `stop` the one before."""
+    def server(self, *, storage_bytes: int = 100_000, beside: str = "", **knobs: Any) -> FusedScheduler:
+        """A server that has just started: `stop` the one before. `beside`: its name, if it shares the storage with others."""
 
         def create(store: VariantIndex) -> StorageTier:
-            manifest = Manifest(self.folder)
+            manifest, backend, names = Manifest(self.folder / beside), Backend(self.storage), Names(b"")
+            pointers = Pointers(backend, names, secret=b"") if beside else None
             rows = manifest.rows()
             index = VariantIndex(
                 max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=knobs.get("window_requests", WINDOW)
@@ -67,12 +73,14 @@ class Disk:
                 StorageTier(
                     store,
                     index,
-                    Loader(Backend(self.storage), manifest, secret=b""),
-                    Names(b""),
+                    Loader(backend, manifest, secret=b"", pointers=pointers, clock=lambda: self.now),
+                    names,
                     window=knobs.get("window_requests", WINDOW),
                     layout=LAYOUT,
                     model_of=str,
                     rows=rows,
+                    show=self.shown.append,
+                    clock=lambda: self.now,
                 )
             )
             return self.tiers[-1]
@@ -83,12 +91,13 @@ class Disk:
     def tier(self) -> StorageTier:
         return self.tiers[-1]
 
-    def settle(self) -> dict[str, Any]:
-        """The thread has nothing left to do; what it counts."""
+    def settle(self, tier: StorageTier | None = None) -> dict[str, Any]:
+        """The thread has nothing left to do; what it counts. None: the last server's."""
+        tier = tier or self.tier
         for _ in range(3):  # what is polled may ask for more
-            assert self.tier.loader.drain(10)
-            self.tier.poll()
-        return self.tier.stats()
+            assert tier.loader.drain(10)
+            tier.poll()
+        return tier.stats()
 
     def stop(self) -> None:
         self.settle()
@@ -592,3 +601,25 @@ def test_a_failure_while_loading_is_asked_for_leaves_the_request_alone(
     assert fail.called
     scheduler.serve(req, answer=[50])
     assert sources(req) == []
+
+
+def test_figures_are_shown_now_and_then_and_when_they_are_asked_for(disk: Disk) -> None:
+    """A forward must not write them each time."""
+    disk.server()
+    for seconds, expected in ((0.0, 1), (0.5 * module.SHOWN_S, 0), (module.SHOWN_S, 1)):
+        disk.now += seconds
+        disk.shown.clear()
+        disk.tier.poll()
+        disk.tier.poll()
+        assert len(disk.shown) == expected
+    disk.shown.clear()
+    assert disk.tier.stats() == disk.shown[0]
+
+
+def test_figures_that_cannot_be_shown_are_shown_no_more(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """The scheduler must not die of them."""
+    disk.server()
+    disk.tier._show = fail = mock.Mock(side_effect=OSError("no room"))
+    for _ in range(2):
+        disk.tier.stats()
+    assert fail.call_count == caplog.text.count("shown no more") == 1

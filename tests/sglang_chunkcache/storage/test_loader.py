@@ -16,8 +16,10 @@ pytest.importorskip("sglang")
 from sglang_chunkcache.storage import loader as module  # noqa: E402
 from sglang_chunkcache.storage.backend import Backend  # noqa: E402
 from sglang_chunkcache.storage.entry import Layout  # noqa: E402
+from sglang_chunkcache.storage.key import Names  # noqa: E402
 from sglang_chunkcache.storage.loader import MAX_WAITING, PAUSE_AFTER, PAUSE_S, Load, Loader, Write  # noqa: E402
 from sglang_chunkcache.storage.manifest import Manifest, Use  # noqa: E402
+from sglang_chunkcache.storage.pointer import Pointers  # noqa: E402
 from tests.reference.memory_storage import MemoryStorage  # noqa: E402
 from tests.sglang_chunkcache.storage.test_entry import LAYOUT, NUM_TOKENS, make_entry, same_bits  # noqa: E402
 from tests.sglang_chunkcache.storage.test_manifest import make_row  # noqa: E402
@@ -190,11 +192,11 @@ def test_deleted_entry_loses_its_row_first(rig: Rig) -> None:
     rig.write("a")
     rig.write("b")
     rig.done()
-    rig.loader.delete(["a"])
+    rig.loader.delete([make_row("a")])
     rig.done()
     assert (rig.names(), list(rig.storage.held)) == (["b"], ["b"])
     rig.storage.fails = True
-    rig.loader.delete(["b"])
+    rig.loader.delete([make_row("b")])
     rig.done()
     assert (rig.names(), list(rig.storage.held)) == ([], ["b"])
 
@@ -231,3 +233,56 @@ def test_end_does_not_wait_for_a_storage_that_hangs(rig: Rig, caplog: pytest.Log
     rig.loader.close(0.2)
     assert time.monotonic() - started < 2
     assert "does not answer" in caplog.text
+
+
+def test_bytes_that_are_refused_and_stay_are_not_written_over(rig: Rig) -> None:
+    """Nobody reports success for what the storage kept of somebody else. Once they are deleted, they can be written again."""
+    rig.write()
+    rig.done()
+    rig.storage.held["n"][-1] ^= 1
+    rig.load()
+    rig.done()
+    assert rig.loader.is_refused("n")
+    job = rig.write()
+    rig.done()
+    assert (job.is_confirmed, job.problem, rig.loader.problems) == (False, "damaged", {"damaged": 1})
+    rig.loader.delete([make_row("n")])
+    rig.done()
+    assert not rig.loader.is_refused("n")
+    job = rig.write()
+    rig.done()
+    assert job.is_confirmed
+
+
+def test_load_waits_for_a_few_deletions_only(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage of thousands is cleared while requests come."""
+    monkeypatch.setattr(module, "DELETED_AT_ONCE", 2)
+    rig.storage.gate.clear()
+    rig.loader.delete([make_row(f"n{i}") for i in range(9)])
+    while not rig.storage.calls:  # the thread is at the first
+        time.sleep(0.001)
+    rig.load("n")
+    rig.storage.gate.set()
+    rig.done()
+    assert rig.storage.calls.index(("get", "n")) == 2
+
+
+class NoPointers(MemoryStorage):
+    """Keeps entries alone."""
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        if key.startswith("ccp1-"):
+            raise ConnectionError("no pointers")
+        return super().set(key, value)
+
+
+def test_entry_without_a_pointer_is_its_writers_all_the_same(tmp_path: Path) -> None:
+    """It has a row, so it is in the budget."""
+    backend, manifest = Backend(NoPointers()), Manifest(tmp_path)
+    loader = Loader(backend, manifest, secret=b"", pointers=Pointers(backend, Names(b""), secret=b""))
+    job = Write(make_row("n", num_bytes=0, num_tokens=NUM_TOKENS), make_entry())
+    loader.write(job)
+    assert loader.drain(10)
+    assert (job.is_confirmed, job.is_own, [row.name for row in manifest.rows()]) == (True, True, ["n"])
+    assert loader.problems == {"failed": 1}
+    loader.close()

@@ -17,12 +17,12 @@ pytest.importorskip("sglang")
 
 from eval.server import free_port
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.storage.loader import PAUSE_AFTER, Load, Write
+from sglang_chunkcache.storage.loader import PAUSE_AFTER, Load, Lookup, Write
 from sglang_chunkcache.storage.opening import Opened, open_storage
 from tests.sglang_chunkcache.storage.test_entry import LAYOUT, NUM_TOKENS, make_entry, same_bits
 from tests.sglang_chunkcache.storage.test_manifest import make_row
 
-pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+needs_redis = pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
 
 CLASS = {"backend_name": "redis", "module_path": "tests.reference.redis_storage", "class_name": "RedisStorage"}
 
@@ -83,12 +83,43 @@ def test_entry_comes_back_after_a_restart(redis: Redis, tmp_path: Path) -> None:
     second.loader.drain(10)
     assert load.entry is not None
     assert same_bits(load.entry.keys, written.entry.keys)
-    second.loader.delete([row.name])
+    second.loader.delete([row])
     gone = Load(row.name, row.num_bytes, row.num_tokens, LAYOUT)
     second.loader.drain(10)
     second.loader.load(gone)
     second.loader.close()
     assert gone.problem == "gone"
+
+
+def check_that_second_loads_what_first_writes(first: Opened, second: Opened) -> None:
+    """Two servers with folders of their own: the second finds the entry by its chunk, and loads it bit for bit. Both end."""
+    entry, row = make_entry(), make_row(num_bytes=0, num_tokens=NUM_TOKENS)
+    row = row._replace(name=first.names.entry(row.place, row.scored, row.has_outward, row.heads))
+    first.loader.write(Write(row, entry))
+    assert first.loader.drain(20)
+    assert first.loader.stats()["unshared"] == 0
+    chunk = row.place.stored_chunk
+    lookup = Lookup([chunk, chunk._replace(tenant="another")])
+    assert second.loader.look_up(lookup)
+    assert second.loader.drain(20)
+    (found,) = lookup.found[chunk]
+    assert (found.name, found.place, found.num_tokens) == (row.name, row.place, NUM_TOKENS)
+    assert lookup.found[lookup.chunks[1]] == []
+    load, again = Load(found.name, found.num_bytes, found.num_tokens, LAYOUT), Write(row, entry)
+    second.loader.load(load)
+    second.loader.write(again)
+    assert second.loader.drain(20)
+    assert load.entry is not None
+    assert same_bits(load.entry.keys, entry.keys)
+    assert (again.is_confirmed, again.is_own, again.row.num_bytes) == (True, False, found.num_bytes)
+    for each in (second, first):
+        each.loader.close()
+        assert each.loader.problems == {}
+
+
+def test_two_servers_share_one_redis(redis: Redis, tmp_path: Path) -> None:
+    """What one has written the other finds, loads, and does not write again."""
+    check_that_second_loads_what_first_writes(opened(redis, tmp_path / "first"), opened(redis, tmp_path / "second"))
 
 
 def test_redis_that_is_lost_and_back(redis: Redis, tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+"""How servers on one storage find each other's entries: a few small values a chunk, under names that follow from the chunk.
+
+    ccp1-<model, tenant, chunk>-0 ──► head, chunks before it, what was measured, sizes ──► an entry's name
+    ccp1-<model, tenant, chunk>-1 ──► ...                                       no gaps, at most `MAX_POINTERS`
+
+An entry's own name cannot be guessed: it holds what precedes the chunk. A pointer is framed and checked as an entry is, and says
+nothing that the entry's reader does not check again. Places are filled without locks: who finds its place taken takes the next
+one, who empties one moves the last pointer there, and two who do so at once may lose one. That costs speed, nothing else.
+The loader's thread uses it, and no other one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import torch
+from torch import Tensor
+
+from radix_ext import ChunkId
+from sglang_chunkcache.storage.backend import Backend
+from sglang_chunkcache.storage.entry import Refusal, RefusedEntryError, framed, header_of
+from sglang_chunkcache.storage.key import Names, Place, StoredChunk
+from sglang_chunkcache.storage.manifest import Row
+
+MAX_POINTERS = 8
+"""Of one chunk. Further entries are found by their writer alone."""
+POINTER_BYTES = 4096
+"""Of each: HiCache's `get` must know a size. It holds the names of a hundred chunks before this one."""
+
+_MAGIC = b"chunkpt\n"
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    of: str
+    """The chunk's first pointer."""
+    head: str
+    prefix: tuple[str, ...]
+    preprocessed: bool
+    num_tokens: _Positive
+    num_bytes: _Positive
+    scored: int
+    has_outward: bool
+    heads: tuple[tuple[int, int], ...]
+
+
+class Pointers:
+    """Of one backend. Its methods raise what the backend raises."""
+
+    def __init__(self, backend: Backend, names: Names, *, secret: bytes) -> None:
+        self._backend, self._names, self._secret = backend, names, secret
+
+    def find(self, chunk: StoredChunk) -> list[Row]:
+        """The entries that are pointed to, the oldest first. Whether they are there is not asked."""
+        return [row for row in self._all(chunk) if row is not None]
+
+    def add(self, row: Row) -> bool:
+        """Point to this entry. False: there is no place, or too much precedes the chunk."""
+        chunk, data = row.place.stored_chunk, self._bytes(row)
+        if data is None:
+            return False
+        for _ in range(MAX_POINTERS + 1):
+            there = self._all(chunk)
+            if any(each is not None and each.name == row.name for each in there):
+                return True
+            number = len(there)
+            if None in there and self._backend.delete(self._names.pointer(chunk, there.index(None))):
+                number = there.index(None)
+            if number == MAX_POINTERS:
+                break
+            self._backend.set(self._names.pointer(chunk, number), data)  # and look: another server may have been faster
+        return False
+
+    def remove(self, row: Row) -> None:
+        """Point to this entry no more, nor to what cannot be read. No effect where the backend cannot delete."""
+        chunk = row.place.stored_chunk
+        there = self._all(chunk)
+        for number in reversed(range(len(there))):
+            found = there[number]
+            if found is not None and found.name != row.name:
+                continue
+            if not self._backend.delete(self._names.pointer(chunk, number)):
+                return
+            last = there.pop()
+            if number < len(there):  # what is behind has been looked at, so it stays
+                assert last is not None
+                data = self._bytes(last)
+                assert data is not None
+                self._backend.set(self._names.pointer(chunk, number), data)
+                self._backend.delete(self._names.pointer(chunk, len(there)))
+                there[number] = last
+
+    # Private, in order of use
+
+    def _all(self, chunk: StoredChunk) -> list[Row | None]:
+        """By place, up to the first free one. None: what is there is no pointer of this chunk."""
+        found: list[Row | None] = []
+        for number in range(MAX_POINTERS):
+            try:
+                data = self._backend.get(self._names.pointer(chunk, number), POINTER_BYTES)
+                if data is None:
+                    break
+                found.append(self._row(data, chunk))
+            except RefusedEntryError:
+                found.append(None)
+        return found
+
+    def _row(self, data: Tensor, chunk: StoredChunk) -> Row:
+        told, _ = header_of(data, _MAGIC, _Pointer, secret=self._secret)
+        if told.of != self._names.pointer(chunk, 0):
+            raise RefusedEntryError(Refusal.OTHER_ENTRY, f"these are the bytes of {told.of}")
+        place = Place(*chunk, told.head, tuple(map(ChunkId, told.prefix)), told.preprocessed)
+        name = self._names.entry(place, told.scored, told.has_outward, told.heads)
+        return Row(name, place, told.num_tokens, told.num_bytes, told.scored, told.has_outward, told.heads)
+
+    def _bytes(self, row: Row) -> Tensor | None:
+        """None: it does not fit."""
+        place = row.place
+        header = msgspec.json.encode(
+            _Pointer(
+                self._names.pointer(place.stored_chunk, 0),
+                place.head,
+                place.prefix,
+                place.preprocessed,
+                row.num_tokens,
+                row.num_bytes,
+                int(row.scored),
+                row.has_outward,
+                row.heads,
+            )
+        )
+        room = POINTER_BYTES - len(framed(_MAGIC, header, (), secret=self._secret))
+        if room < 0:
+            return None
+        return framed(_MAGIC, header, [torch.zeros(room, dtype=torch.uint8).numpy()], secret=self._secret)

@@ -1,0 +1,64 @@
+"""What loads are estimated to take, against the line they were drawn from and against all pairs by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radix_ext.loading import MEMORY, LoadTimes
+
+SIZES = st.lists(st.integers(1, 1 << 30), min_size=MEMORY, max_size=MEMORY, unique=True)
+
+
+def times_of(seen: list[tuple[int, float]]) -> LoadTimes:
+    made = LoadTimes()
+    for num_bytes, seconds in seen:
+        made.observe(num_bytes, seconds)
+    return made
+
+
+def naive(seen: list[tuple[int, float]], num_bytes: int) -> float:
+    """By sorting: the middle of all pairs' slopes, then of what is left."""
+
+    def middle(values: list[float]) -> float:
+        ordered, half = sorted(values), len(values) // 2
+        return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+    seen = seen[-MEMORY:]
+    slopes = [(b - a) / (y - x) for i, (x, a) in enumerate(seen) for y, b in seen[i + 1 :] if x != y]
+    each = max(0.0, middle(slopes or [taken / size for size, taken in seen]))
+    return max(0.0, middle([taken - each * size for size, taken in seen])) + each * num_bytes
+
+
+def test_nothing_is_known_before_a_load() -> None:
+    """Then it is tried."""
+    assert LoadTimes().seconds(100) is None
+
+
+def test_one_size_tells_a_rate() -> None:
+    """Half of it takes half as long."""
+    times = times_of([(100, 2.0), (100, 2.2), (100, 1.9)])
+    assert times.seconds(50) == pytest.approx(1.0)
+
+
+@given(SIZES, st.floats(0, 10), st.floats(0, 1e-3), st.sets(st.integers(0, MEMORY - 1), max_size=2), st.floats(1, 1e4))
+def test_line_is_found_through_loads_that_were_held_up(
+    sizes: list[int], fixed: float, each: float, held_up: set[int], by: float
+) -> None:
+    """Two of eight say nothing of the others."""
+    seen = [(size, fixed + each * size + (by if i in held_up else 0.0)) for i, size in enumerate(sizes)]
+    found = times_of(seen).seconds(1 << 20)
+    assert found == pytest.approx(fixed + each * (1 << 20), rel=1e-6, abs=1e-6 * (1 + by))
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(1e-3, 1e3)), min_size=1, max_size=20), st.integers(1, 1000))
+def test_estimate_equals_the_naive_one(seen: list[tuple[int, float]], num_bytes: int) -> None:
+    """Of the last loads, whatever they were."""
+    assert times_of(seen).seconds(num_bytes) == pytest.approx(naive(seen, num_bytes), rel=1e-9, abs=1e-9)
+
+
+def test_storage_that_has_become_slow_is_known_after_five_loads() -> None:
+    """And one that has become fast."""
+    times = times_of([(100, 1.0)] * MEMORY + [(100, 50.0)] * (MEMORY // 2 + 1))
+    assert times.seconds(100) == pytest.approx(50.0)

@@ -1,0 +1,38 @@
+"""What Prometheus is told of the storage: the stats' figures, and counters that never fall."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+TOLD = """
+from prometheus_client import generate_latest
+from sglang_chunkcache.storage.metrics import StorageMetrics
+
+stats = {"num_bytes": 500, "num_entries": 3, "load_ms_per_mib": None, "loaded": 2, "written": 3, "late": 1, "unpaid": 0}
+metrics = StorageMetrics("network")
+metrics.show({**stats, "problems": {}})
+metrics.show({**stats, "num_bytes": 400, "loaded": 5, "load_ms_per_mib": 1.5, "problems": {"gone": 2}})
+print(generate_latest().decode())
+"""
+
+
+def test_figures_are_those_of_the_stats() -> None:
+    """By tier. In a process of its own, since a registry takes each name once."""
+    ran = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True, check=True)
+    found = dict(line.rsplit(" ", 1) for line in ran.stdout.splitlines() if line.startswith("chunkcache:storage_"))
+    told = {name: float(value) for name, value in found.items() if "_created" not in name}
+    assert told == {
+        'chunkcache:storage_bytes{tier="network"}': 400,
+        'chunkcache:storage_entries{tier="network"}': 3,
+        'chunkcache:storage_load_ms_per_mib{tier="network"}': 1.5,
+        'chunkcache:storage_loads_total{tier="network"}': 5,
+        'chunkcache:storage_writes_total{tier="network"}': 3,
+        'chunkcache:storage_late_total{tier="network"}': 1,
+        'chunkcache:storage_unpaid_total{tier="network"}': 0,
+        'chunkcache:storage_problems_total{reason="gone",tier="network"}': 2,
+    }
