@@ -20,7 +20,7 @@ the exact chain ends, as a rank matches them:
                                                 a fused one for D, C, B, A          A B, then D C: exact chunks come first
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from radix_ext.access_table import AccessTable
@@ -125,9 +125,12 @@ def order_per_rank(
     max_visits: int,
     recipe: str | None = None,
     growth: Growth | None = None,
-    host_worth: float = 1.0,
+    host_worths: Mapping[int, float] | None = None,
 ) -> dict[int, Ordering]:
-    """The ordering each rank would get: a router compares their `cached_tokens`, the chosen one is ready for use."""
+    """The ordering each rank would get: a router compares their `cached_tokens`, the chosen one is ready for use.
+
+    `host_worths` by rank, 1 where it has none.
+    """
     return {
         rank: order_chunks(
             policy,
@@ -140,7 +143,7 @@ def order_per_rank(
             max_visits=max_visits,
             recipe=recipe,
             growth=growth,
-            host_worth=host_worth,
+            host_worth=(host_worths or {}).get(rank, 1.0),
         )
         for rank in ranks
     }

@@ -143,7 +143,10 @@ class ChunkCacheConfig:
     focus_window: int = knob(3, "layers that must agree on the chunks that a question focuses on", low=1, high=1000)
     """w of Cache-Craft's algorithm 1, which gives no figure."""
     host_mib: int | None = knob(
-        None, "host memory of each rank for exact chains that leave the device, in MiB; 0: none", low=0, kind=int
+        None,
+        "host memory of each rank for exact chains that leave the device, in MiB; 0: none; not given: from the machine",
+        low=0,
+        kind=int,
     )
     """Default: twice the device's pool, as HiCache's, and at most a quarter of the memory that is available. The start prints it.
     SGLang keeps 10 GiB free besides."""

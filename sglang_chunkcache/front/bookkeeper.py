@@ -266,7 +266,9 @@ class Bookkeeper:
             except ValueError as error:
                 logger.warning("chunk cache: the answer of rank %s cannot be read: %s", rag.served_by, error)
             else:
-                self.mirrors[rag.served_by or 0].apply(rag.decoded.events)
+                mirror = self.mirrors[rag.served_by or 0]
+                mirror.apply(rag.decoded.events)
+                mirror.host_worth = rag.decoded.host_worth
         return rag.decoded
 
     def _book_answer(self, rag: RagRequest, answer: Answer | None, meta: dict[str, Any], *, was_heard: bool) -> None:

@@ -103,6 +103,7 @@ class Planner:
             max_visits=self._config.max_search_visits,
             recipe=_shared_recipe(draft),
             growth=growth,
+            host_worths={mirror.rank: mirror.host_worth for mirror in self._books.mirrors},
         )
         if rank is None:
             cached = {rank: ordering.cached_tokens for rank, ordering in orderings.items()}

@@ -18,7 +18,9 @@ class RankMirror:
     """One rank's part of the tree."""
 
     def __init__(self, tree: ChunkPrefixTree, rank: int) -> None:
-        self._tree, self._rank = tree, rank
+        self._tree, self.rank = tree, rank
+        self.host_worth = 1.0
+        """Of a token in host memory, if one on the device is worth 1: the rank tells it."""
         self._epoch, self._seq = 0, 0
         self._past: deque[int] = deque(maxlen=64)
         self.num_restarts = self.num_gaps = 0
@@ -35,7 +37,7 @@ class RankMirror:
         if batch.epoch != self._epoch:
             self.restart(batch.epoch)
         if batch.start > self._seq:
-            self._tree.drop_rank(self._rank)
+            self._tree.drop_rank(self.rank)
             self._seq = batch.start
             self.num_gaps += 1
         for event in batch.events[self._seq - batch.start :]:
@@ -47,7 +49,7 @@ class RankMirror:
         if epoch in self._past:
             return
         self._past.append(self._epoch)
-        self._tree.drop_rank(self._rank)
+        self._tree.drop_rank(self.rank)
         self.num_restarts += bool(self._epoch)
         self._epoch, self._seq = epoch, 0
 
@@ -55,7 +57,7 @@ class RankMirror:
         """How far the mirror is from what the rank says of itself. A new epoch restarts it."""
         if self._epoch and self._epoch != state.epoch:
             self.restart(state.epoch)
-        nodes, digest = self._tree.digest(self._rank)
+        nodes, digest = self._tree.digest(self.rank)
         behind = state.seq - self._seq
         return {
             "chunk_nodes": nodes,
@@ -67,13 +69,13 @@ class RankMirror:
 
     def _apply_one(self, event: Event) -> None:
         if isinstance(event, Evicted):
-            self._tree.evict(event.chain, rank=self._rank)
+            self._tree.evict(event.chain, rank=self.rank)
             return
         if isinstance(event, Moved):
-            self._tree.move(event.chain, rank=self._rank, tier=event.tier)
+            self._tree.move(event.chain, rank=self.rank, tier=event.tier)
             return
         chunks, promoted_len = [Chunk(event.chunk, event.num_tokens)], int(event.promoted)
         if event.parent is None:
-            self._tree.insert(event.namespace, chunks, rank=self._rank, tier=Tier.DEVICE, promoted_len=promoted_len)
+            self._tree.insert(event.namespace, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len)
         else:
-            self._tree.extend(event.parent, chunks, rank=self._rank, tier=Tier.DEVICE, promoted_len=promoted_len)
+            self._tree.extend(event.parent, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len)

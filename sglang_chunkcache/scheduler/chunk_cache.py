@@ -496,7 +496,7 @@ class ChunkRadixCache(SharingRadixCache):
             return
         known.is_reported = True
         report = self.promiser.report(req) if self.promiser is not None and spans.fusion is not None else None
-        answer = encode(Answer(self.log.unread(spans.ack), report, known.loaded))
+        answer = encode(Answer(self.log.unread(spans.ack), report, known.loaded, self.host.worth if self.host else 1.0))
         req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [answer]}
 
     def _fall_back(self, reason: Fallback, error: Exception) -> None:

@@ -217,6 +217,12 @@ class HostChains:
         for each in (self._nodes, self._leaves, self._waiting):
             each.clear()
 
+    @property
+    def worth(self) -> float:
+        """Of a token here, if one on the device is worth 1: what a load saves of computing it."""
+        load, extend = (self.pricing.agreed[phase].seconds(Work(0, 1000)) for phase in (Phase.LOAD, Phase.EXTEND))
+        return max(0.0, 1 - load / extend) if extend > 0 else 1.0
+
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`; tokens, unless they say bytes."""
         costs = self.pricing.agreed

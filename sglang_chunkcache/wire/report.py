@@ -237,3 +237,5 @@ class Answer(Record, frozen=True):
     """None: exact reuse only."""
     loaded: int = 0
     """Exact tokens that came from host memory for this request."""
+    host_worth: float = 1.0
+    """What a token in host memory saves of computing it."""

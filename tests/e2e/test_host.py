@@ -1,4 +1,4 @@
-"""Exact chains that left the device and came back from host memory: their answers are those of before, to the bit."""
+"""Exact chains that left the device and came back from host memory: their answers are those of before."""
 
 from __future__ import annotations
 

@@ -154,6 +154,19 @@ def test_order_per_rank_serves_a_router() -> None:
     )
     assert {rank: ordering.cached_tokens for rank, ordering in per_rank.items()} == {0: 9, 1: 8, 2: 0}
     assert [names_of(per_rank[rank]) for rank in range(3)] == ["cab", "bac", "abc"]
+    tree.insert("", make_chunks("a"), rank=0, tier=Tier.DEVICE, promoted_len=0)
+    slow = order_per_rank(
+        "tree",
+        "rank",
+        tree,
+        AccessTable(10),
+        "",
+        make_chunks("abc"),
+        ranks=range(3),
+        max_visits=50,
+        host_worths={0: 0.4},
+    )
+    assert [names_of(slow[rank]) for rank in range(3)] == ["abc", "bac", "abc"]  # 4 tokens against .4 of 9
 
 
 def test_namespaces_do_not_see_each_other() -> None:

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from radix_ext import ChainId, ChunkId, ChunkPrefixTree
+from radix_ext import ChainId, ChunkId, ChunkPrefixTree, Tier
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.event_log import EventLog
-from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted, Moved
 from sglang_chunkcache.wire.state import RankState
 from tests.reference.chains import chain_of
 
@@ -44,6 +44,18 @@ def test_apply_follows_inserts_and_evictions() -> None:
     assert held(tree, "a", "c")
     assert not held(tree, "a", "b")
     assert tree.digest(0) == (2, chain("a") ^ chain("a", "c"))
+
+
+def test_apply_follows_a_chain_to_the_host_and_back() -> None:
+    log, (tree, mirror) = EventLog(100), make_mirror()
+    tiers = []
+    for event in (inserted("a"), Moved(chain("a"), Tier.HOST), Moved(chain("a"), Tier.DEVICE)):
+        log.append(event)
+        read(log, mirror)
+        node = tree.find(chain("a"))
+        assert node is not None
+        tiers.append(node.tier(0))
+    assert tiers == [Tier.DEVICE, Tier.HOST, Tier.DEVICE]
 
 
 def test_apply_takes_over_the_mark() -> None:

@@ -23,7 +23,7 @@ from sglang_chunkcache.wire.state import ExplainRequest
 from tests.examples import examples
 from tests.reference.chains import chain_of
 from tests.reference.memory_host import FixedCosts
-from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
+from tests.reference.scheduler import FakeReq, Scheduler, answer_of, config, marked, walk
 
 HEAD, A, B, C = (90, 91), (1, 2, 3, 4), (1, 2, 5), (7, 8)
 CAPACITY = 40
@@ -214,6 +214,19 @@ def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.Monkey
         scheduler.evict(CAPACITY)
         found.append(scheduler.serve(rag(A)))
     assert found == [0, 0, len(HEAD + A)]
+
+
+def test_worth_is_what_a_load_saves() -> None:
+    """It travels with each answer, so that the front weighs by it."""
+    scheduler = HostScheduler()
+    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(fixed=9.0, each=0.25), Phase.EXTEND: Line(each=1.0)}
+    req = rag(A)
+    scheduler.serve(req, answer=[1])
+    assert answer_of(req).host_worth == pytest.approx(0.75)
+    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(each=2.0), Phase.EXTEND: Line(each=1.0)}
+    assert scheduler.cache.host.worth == 0
+    scheduler.cache.host.pricing.agreed = dict.fromkeys(Phase, Line())
+    assert scheduler.cache.host.worth == 1
 
 
 def test_load_takes_no_more_than_the_device_can_spare() -> None:
