@@ -194,6 +194,8 @@ class ChunkRadixCache(SharingRadixCache):
     def release_host_resources(self) -> None:
         """The scheduler ends as it was asked to. SGLang does not wait long for it."""
         super().release_host_resources()
+        if self.host is not None:
+            self.host.pool.close()
         if self.promiser is not None:
             self.promiser.close()
 

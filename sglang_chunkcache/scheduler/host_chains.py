@@ -83,6 +83,7 @@ class Slots(Protocol):
     def on_forward_stream(self) -> AbstractContextManager[None]: ...
     def save(self, device_slots: Tensor, slots: Tensor) -> None: ...
     def load(self, slots: Tensor, device_slots: Tensor) -> None: ...
+    def close(self) -> None: ...
 
 
 class Clock(Protocol):
@@ -298,7 +299,8 @@ class HostChains:
         before = self.counts.saved_tokens
         parent = self._parent(node) if node.parent.children.get(node.key.child_key()) is node else None
         if parent is not None:
-            known.host = self._add(_below(parent.place, known.chunk), parent, node.value)
+            place = _below(parent.place, known.chunk)
+            known.host = self._nodes.get(place) or self._add(place, parent, node.value)
         if known.host is None:
             self.counts.missed += 1
         else:

@@ -72,6 +72,10 @@ class HostPool:
         """All of them."""
         self._pool.clear()
 
+    def close(self) -> None:
+        """The process ends: memory that is still pinned then may hold that up for tens of seconds."""
+        self._pool.destroy()
+
     def save(self, device_slots: Tensor, slots: Tensor) -> None:
         """Copy KV from the device, [num_tokens] int64 each. On the forward stream, with a forward just queued."""
         pool = self._pool

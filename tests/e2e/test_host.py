@@ -23,9 +23,9 @@ def host_of(server: Server) -> dict[str, Any]:
 
 
 def crowd_out(server: Server, salt: str) -> None:
-    """Prompts of others that are hit more often, twice the pool's size."""
+    """Prompts of others that are hit more often: more than the pool holds, and less than the host does, which is twice as large."""
     tokens, number = 0, 0
-    while tokens < 4800:
+    while tokens < 2700:
         passages = World(500 + number, 20).passages[:8]
         for _ in range(3):
             reply = ask(server, passages, QUESTION, cache_salt=f"{salt}{number}", max_tokens=1)

@@ -41,6 +41,9 @@ class MemoryHost:
         for slot in slots.tolist():
             del self.contents[slot]
 
+    def close(self) -> None:
+        self.clear()
+
     @contextmanager
     def on_forward_stream(self) -> Iterator[None]:
         yield
