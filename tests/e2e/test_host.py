@@ -23,7 +23,7 @@ def host_of(server: Server) -> dict[str, Any]:
 
 
 def crowd_out(server: Server, salt: str) -> None:
-    """Prompts of others that are hit more often: more than the pool holds, and less than the host does, which is twice as large."""
+    """Prompts of others that are hit more often: more than the pool holds, less than the host, which is twice as large."""
     tokens, number = 0, 0
     while tokens < 2700:
         passages = World(500 + number, 20).passages[:8]
