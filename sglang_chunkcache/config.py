@@ -149,7 +149,7 @@ class ChunkCacheConfig:
         kind=int,
     )
     """Default: twice the device's pool, as HiCache's, and at most a quarter of the memory that is available. The start prints it.
-    SGLang keeps 10 GiB free besides."""
+    SGLang keeps 10 GiB free besides. Without a GPU a larger KV pool does the same without copies."""
     store_mib: int = knob(1024, "host memory for chunk KV, in MiB", low=1, high=100_000_000)
     """A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
     store_chunks: int = knob(10_000, "chunks in the store, if all have all their variants", low=1, high=100_000_000)

@@ -195,10 +195,12 @@ class HostChains:
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
         """Learn what the batch's extend takes, where nobody else does."""
+        if not batch.forward_mode.is_extend():  # a decoding batch still has the lengths of its prefill
+            yield
+            return
         with self.pricing.watch_extend(batch):
             yield
-        if batch.forward_mode.is_extend():
-            self.pricing.refresh()
+        self.pricing.refresh()
 
     def after(self, *, first_tokens_wait: bool) -> None:
         """Save some of what waits: after decoding, and after a prefill only if the forward before was one, too."""

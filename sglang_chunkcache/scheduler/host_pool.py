@@ -120,7 +120,7 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     Raises:
         ValueError: as much as was asked for cannot be had; names the flag.
     """
-    if config.host_mib == 0:
+    if config.host_mib == 0 or (config.host_mib is None and not has_own_memory(ctx.params.token_to_kv_pool_allocator)):
         return None
     device_pool, group = ctx.params.token_to_kv_pool_allocator.get_kvcache(), ctx.tp_worker.model_runner.tp_group
     pool, problem = None, refusal(device_pool)
@@ -140,6 +140,11 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     size = pool.num_slots * pool.token_bytes / (1 << 20)
     logger.info("chunk cache: exact chains in host memory: %.0f MiB, %d tokens", size, pool.num_slots)
     return pool
+
+
+def has_own_memory(allocator: Any) -> bool:
+    """Whether the device's memory is not the host's: else a larger KV pool does the same without copies."""
+    return torch.device(allocator.device).type != "cpu"
 
 
 def refusal(device_pool: Any) -> str | None:

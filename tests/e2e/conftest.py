@@ -30,8 +30,10 @@ TIGHT = [
     "32",
     "--max-running-requests",
     "8",
+    "--chunkcache-host-mib",
+    "10",
 ]
-"""A pool that evicts, and prefill pieces smaller than a chunk."""
+"""A pool that evicts, host memory of twice its size, and prefill pieces smaller than a chunk."""
 
 
 WORLD = World(11, 60)

@@ -69,7 +69,7 @@ class FixedCosts:
         return nullcontext(SimpleNamespace(seconds=1.0))
 
     def watch_extend(self, batch: Any) -> Any:
-        return nullcontext()
+        return self.watch(Phase.EXTEND, Work())
 
     def refresh(self) -> None:
         """Nothing to learn."""

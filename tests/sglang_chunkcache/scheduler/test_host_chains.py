@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("sglang")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext import ChainId, ChunkPrefixTree, IntegrityError, Tier, chunk_id
 from radix_ext.costs import Line, Phase
@@ -214,6 +216,15 @@ def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.Monkey
         scheduler.evict(CAPACITY)
         found.append(scheduler.serve(rag(A)))
     assert found == [0, 0, len(HEAD + A)]
+
+
+def test_decoding_says_nothing_of_prefill() -> None:
+    """A decoding batch still has the lengths of its prefill, and takes a hundredth of its time."""
+    host = HostScheduler().cache.host
+    for mode in (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED):
+        with host.watch(SimpleNamespace(forward_mode=mode, prefix_lens=[0], extend_lens=[100])):
+            pass
+    assert [phase for phase, _ in host.pricing.watched] == [Phase.EXTEND, Phase.EXTEND]
 
 
 def test_worth_is_what_a_load_saves() -> None:

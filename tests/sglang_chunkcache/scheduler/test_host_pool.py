@@ -20,7 +20,7 @@ from tests import models
 
 
 def context(pool: Any) -> Any:
-    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    allocator = SimpleNamespace(get_kvcache=lambda: pool, device="cuda")
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     group = SimpleNamespace(world_size=1, broadcast_object=lambda told: told)
     worker = SimpleNamespace(model_runner=SimpleNamespace(tp_group=group))
@@ -86,6 +86,11 @@ def test_default_is_twice_the_device_and_never_all_there_is(device: Any, monkeyp
 
 
 def test_without_host_memory_there_is_none(device: Any) -> None:
+    """Nor by default where the device's memory is the host's."""
+    ctx = context(device)
+    ctx.params.token_to_kv_pool_allocator.device = "cpu"
+    assert create_host_pool(ctx, ChunkCacheConfig()) is None
+    assert create_host_pool(ctx, ChunkCacheConfig(host_mib=1)) is not None
     assert create_host_pool(context(device), ChunkCacheConfig(host_mib=0)) is None
     pool = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
     assert pool is not None
