@@ -434,7 +434,7 @@ class ChunkRadixCache(SharingRadixCache):
             known.loaded = self.host.num_loadable(key, spans, start)
             return result
         result = self.host.load(key, spans, result, req.priority or 0)
-        known.loaded += len(result.device_indices) - start
+        known.loaded = max(known.loaded, len(result.device_indices) - start)
         return result
 
     def _is_audit(self, req: Req) -> bool:

@@ -63,8 +63,9 @@ class Tree(Protocol):
     def evictable_size(self) -> int: ...
     def evict(self, params: EvictParams) -> Any: ...
     def insert_segments(
-        self, key: ChunkKey, values: Tensor, head: str, priority: int | None, chunked: bool
+        self, key: ChunkKey, values: Tensor, head: str, priority: int | None, chunked: bool, *, are_filled: bool
     ) -> tuple[int, list[TreeNode]]: ...
+    def fill(self, node: TreeNode) -> None: ...
     def back_on_device(self, node: TreeNode, host: HostNode) -> None: ...
     def off_host(self, chain: ChainId) -> None: ...
 
@@ -157,7 +158,9 @@ class HostChains:
         with self.pool.on_forward_stream(), self.pricing.watch(Phase.LOAD, Work(1, num_tokens)):
             self.pool.load(torch.cat([slots for _, slots in found]), device_slots)
         row = torch.cat([result.device_indices, device_slots])
-        _, path = cache.insert_segments(key[: len(row)], row, spans.namespace, priority, True)
+        _, path = cache.insert_segments(key[: len(row)], row, spans.namespace, priority, True, are_filled=False)
+        for node in path[-len(found) :]:  # what is above may be promised to another request, and not filled yet
+            cache.fill(node)
         hosts = [host for host, _ in found if host.chain is not None]
         for host, node in zip(hosts, path[len(path) - len(hosts) :], strict=True):
             cache.back_on_device(node, host)
@@ -288,7 +291,11 @@ class HostChains:
         """Whether a load is estimated to take no longer than computing. What was never observed is tried."""
         load, extend = self.pricing.agreed[Phase.LOAD], self.pricing.agreed[Phase.EXTEND]
         work = extend_work(start, end)._replace(calls=0)  # there is an extend either way
-        if not any(load) or not any(extend) or load.seconds(Work(1, end - start)) <= extend.seconds(work):
+        if (
+            not any(load)
+            or not (extend.each or extend.attended)
+            or load.seconds(Work(1, end - start)) <= extend.seconds(work)
+        ):
             return True
         self.counts.unpaid += 1
         return self.counts.unpaid % TRIED_EVERY == 0
@@ -315,6 +322,9 @@ class HostChains:
             return facts(node.parent).host
         place, above = self._head(node)
         values = [torch.empty((0,), dtype=torch.int64, device=self.cache.device), *(each.value for each in above)]
+        for value in values:
+            if value.is_cuda:  # made on another stream, and may leave the tree before this one has read it
+                value.record_stream(torch.cuda.current_stream())
         return self._nodes.get(place) or self._add(place, None, torch.cat(values))
 
     def _head(self, node: TreeNode) -> tuple[bytes, list[TreeNode]]:
@@ -329,7 +339,12 @@ class HostChains:
 
     def _add(self, place: bytes, parent: HostNode | None, device_slots: Tensor) -> HostNode | None:
         """A new node with a copy of the slots' KV. None: it does not fit."""
-        num_tokens = len(device_slots)
+        num_tokens = num_needed = len(device_slots)
+        above = parent
+        while above is not None:
+            num_needed, above = num_needed + len(above.slots), above.parent
+        if num_needed > self.pool.num_slots:
+            return None
         if parent is not None:
             parent.num_below += 1  # it does not leave for its child
         while self.pool.num_free < num_tokens and self._evict_one():

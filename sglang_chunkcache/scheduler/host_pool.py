@@ -81,6 +81,7 @@ class HostPool:
         pool = self._pool
         if self._is_cuda:
             self._stream = torch.cuda.current_stream()
+            device_slots.record_stream(self._stream)  # made on another one
             slots = slots.to(device_slots.device, non_blocking=True)
             pool.backup_from_device_all_layer(self._device_pool, slots, device_slots, "kernel")
             return
@@ -123,16 +124,18 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     if config.host_mib == 0 or (config.host_mib is None and not has_own_memory(ctx.params.token_to_kv_pool_allocator)):
         return None
     device_pool, group = ctx.params.token_to_kv_pool_allocator.get_kvcache(), ctx.tp_worker.model_runner.tp_group
-    pool, problem = None, refusal(device_pool)
+    pool, problem = None, refusal(device_pool, ctx.server_args)
     try:
         if problem is None:
             default = 0 if config.host_mib else default_bytes(device_pool, ctx.server_args.dp_size)
             pool = HostPool(device_pool, (config.host_mib or 0) << 20 or int(group.broadcast_object(default)))
-    except ValueError as error:
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error)
     if group.world_size > 1:
         problem = next(filter(None, group.all_gather_object(problem)), None)
     if problem is not None or pool is None:
+        if pool is not None:
+            pool.close()
         if config.host_mib:
             raise ValueError(f"{flag_name('host_mib')} {config.host_mib}: {problem}")
         logger.warning("chunk cache: no exact chains in host memory: %s", problem)
@@ -147,8 +150,10 @@ def has_own_memory(allocator: Any) -> bool:
     return torch.device(allocator.device).type != "cpu"
 
 
-def refusal(device_pool: Any) -> str | None:
+def refusal(device_pool: Any, args: Any) -> str | None:
     """Why KV of this pool is not kept in host memory. None: it can be."""
+    if args.enable_dp_attention or args.enable_pdmux or args.pp_size > 1:
+        return "--enable-dp-attention, --enable-pdmux and --pp-size are not supported"
     if type(device_pool) is not MHATokenToKVPool:
         return f"KV in a {type(device_pool).__name__} is not supported"
     if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:

@@ -251,6 +251,22 @@ def test_load_takes_no_more_than_the_device_can_spare() -> None:
     scheduler.check([other])
 
 
+def test_chunk_that_does_not_fit_pushes_nothing_out() -> None:
+    scheduler = HostScheduler(host_slots=len(HEAD + A))
+    known(scheduler, A)
+    known(scheduler, tuple(range(60, 65)))
+    assert scheduler.on_host() == {chain(A)}
+
+
+def test_prefills_of_one_length_do_not_stop_loads() -> None:
+    """All their time may be a fixed part, of which nothing is known by the token."""
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(each=1.0), Phase.EXTEND: Line(fixed=9.0)}
+    assert scheduler.serve(rag(A)) == len(HEAD + A)
+
+
 def test_explain_loads_nothing() -> None:
     scheduler = HostScheduler()
     known(scheduler, A, B)

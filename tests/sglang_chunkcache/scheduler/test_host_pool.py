@@ -24,7 +24,11 @@ def context(pool: Any) -> Any:
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     group = SimpleNamespace(world_size=1, broadcast_object=lambda told: told)
     worker = SimpleNamespace(model_runner=SimpleNamespace(tp_group=group))
-    return SimpleNamespace(params=params, server_args=SimpleNamespace(dp_size=1), tp_worker=worker)
+    return SimpleNamespace(
+        params=params,
+        server_args=SimpleNamespace(dp_size=1, enable_dp_attention=False, enable_pdmux=False, pp_size=1),
+        tp_worker=worker,
+    )
 
 
 @pytest.fixture
