@@ -298,10 +298,8 @@ class Replay:
         loaded = [node for node in self._held(chain) if node.tier(_RANK) is Tier.HOST]
         for node in loaded:
             self._tree.move(node.chain, rank=_RANK, tier=Tier.DEVICE)
-        if loaded:
-            self._queue.push(
-                loaded[-1]
-            )  # the end of the device's chain, if the prompt is cached up to a promoted run only
+        if loaded:  # where the prompt is cached up to a promoted run only, the device's chain ends here
+            self._queue.push(loaded[-1])
         num_tokens = sum(node.num_tokens for node in loaded)
         self._num_loaded, self._loaded_tokens = self._num_loaded + len(loaded), self._loaded_tokens + num_tokens
         return len(loaded), num_tokens

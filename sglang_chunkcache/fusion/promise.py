@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import ChunkId, FusionRequest, IntegrityError, text_before
+from radix_ext.costs import TRIED_EVERY
 from radix_ext.invest import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_critical
 from radix_ext.sources import ChunkSources, DeviceCopy
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-TRIED_EVERY = 32
-"""Of the requests for which moving, or its selector, does not pay, one in so many moves: a hundredth or two of their time."""
 TRIED_UP_TO = 1.5
 """Unless it is estimated to take longer than this multiple of computing."""
 
@@ -438,8 +437,7 @@ class Fuser:
         )
 
     def _is_tried(self, plan: ReusePlan, fusion: FusionRequest) -> bool:
-        """Whether this plan's first choice, which is estimated not to pay, is carried out all the same. What never runs is never
-        observed, and a phase that was measured while the machine was busy would look dear for ever."""
+        """Whether this plan's first choice, which is estimated not to pay, is carried out all the same."""
         if plan.estimate is None or (plan.pieces and plan.fusion is fusion):
             return False
         if plan.estimate.planned > TRIED_UP_TO * plan.estimate.computed:

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.cfo import Prefix
-from radix_ext.costs import Costs, Phase, extend_work
+from radix_ext.costs import TRIED_EVERY, Costs, Phase, extend_work
 from radix_ext.loading import LoadTimes, worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.fusion.measure import Head
-from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.fusion.stored import Known, entry_of, known_of, stored_of, variant_of
 from sglang_chunkcache.scheduler.node import ChunkIdentity
-from sglang_chunkcache.storage.entry import Entry, Layout, Masses
+from sglang_chunkcache.storage.entry import Layout
 from sglang_chunkcache.storage.key import Names, Place, StoredChunk
 from sglang_chunkcache.storage.loader import FAILED, PAUSED, Load, Loader, Lookup, Write
 from sglang_chunkcache.storage.manifest import Row, Use
@@ -45,8 +45,6 @@ START_S = 10.0
 """What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
 
 
-RETRIED_EVERY = 32
-"""Of the loads that are estimated not to pay one in so many is made: what is never loaded is never observed."""
 LOOKED_UP_S = 10.0
 """How long what was looked up counts as known: a miss costs one question."""
 MAX_LOOKED_UP = 10_000
@@ -55,20 +53,6 @@ SHOWN_S = 1.0
 """Between two figures for Prometheus, which reads them less often."""
 MAX_OVERHEAD_BYTES = 1 << 20
 """What an entry may have beside twice its KV, if another server tells of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """In place of an entry's KV and of what was measured of it."""
-
-    row: Row
-    is_own: bool
-    """Whether this server has written it."""
-
-    @property
-    def nbytes(self) -> int:
-        """What others have written is in their budgets."""
-        return self.row.num_bytes if self.is_own else 0
 
 
 @dataclass(eq=False)
@@ -112,20 +96,6 @@ class _Question(NamedTuple):
     wishes: Sequence[_Wish]
     asked: Asked
     era: int
-
-
-class _Known(NamedTuple):
-    """What there is of one variant."""
-
-    preprocessed: bool
-    scored: int
-    has_outward: bool
-
-    def replaces(self, old: _Known) -> bool:
-        """As in a store, except that nothing that was measured is lost: a backend joins no entries."""
-        if self.preprocessed != old.preprocessed:
-            return self.preprocessed
-        return self != old and self.scored >= old.scored and self.has_outward >= old.has_outward
 
 
 class StorageTier:
@@ -176,7 +146,9 @@ class StorageTier:
         self._pays = True
         """The last load that was thought of."""
         store.watch = self._store_changed
-        left = [row for row in rows if not index.restore(row.place.stored_chunk, _stored(row, row.reuse, row.num_uses))]
+        left = [
+            row for row in rows if not index.restore(row.place.stored_chunk, stored_of(row, row.reuse, row.num_uses))
+        ]
         index.watch = self._index_changed
         if left:  # the limit is lower than it was
             loader.delete(left)
@@ -399,7 +371,7 @@ class StorageTier:
                 asked.is_unpaid = True
                 self._pays = False
                 self.num_unpaid += 1
-                if self.num_unpaid % RETRIED_EVERY:
+                if self.num_unpaid % TRIED_EVERY:
                     continue
             else:
                 self._pays = True
@@ -451,11 +423,11 @@ class StorageTier:
         if row.num_tokens != num_tokens or row.num_bytes > room or self.loader.is_refused(row.name):
             return
         old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
-        if old is not None and not _known_of(self._in_these_heads(row)).replaces(self._known(old)):
+        if old is not None and not known_of(self._in_these_heads(row)).replaces(self._known(old)):
             return
         if old is not None:
             self.index.drop(old)
-        self.num_found += self.index.restore(row.place.stored_chunk, _stored(row, 0.0, 0, is_own=False))
+        self.num_found += self.index.restore(row.place.stored_chunk, stored_of(row, 0.0, 0, is_own=False))
 
     def _write(self, identity: ChunkIdentity, variant: Variant) -> None:
         """Unless the storage has as much of it, or something better in its place."""
@@ -468,14 +440,14 @@ class StorageTier:
                 chunk, variant.head, variant.prefix, preprocessed=variant.preprocessed, nbytes=variant.nbytes
             )
         else:
-            known = _Known(variant.preprocessed, variant.scored, variant.outward is not None)
+            known = Known(variant.preprocessed, variant.scored, variant.outward is not None)
             is_wanted = known.replaces(self._known(old))
         place = Place(*chunk, variant.head, variant.prefix, variant.preprocessed)
         heads = self._heads if variant.scores is not None or variant.outward is not None else ()
         name = self._names.entry(place, variant.scored, variant.outward is not None, heads)
         if not is_wanted or name in self._under_way:
             return
-        entry = _entry(variant, heads)
+        entry = entry_of(variant, heads)
         row = Row(name, place, entry.num_tokens, 0, variant.scored, variant.outward is not None, heads)
         if self.loader.write(Write(row, entry, self._num_cleared)):
             self._under_way.add(name)
@@ -493,10 +465,10 @@ class StorageTier:
         if old is not None and old.blob.row.name == row.name:
             if old.blob.is_own or not job.is_own:
                 return
-        elif old is not None and not _known_of(row).replaces(self._known(old)):
+        elif old is not None and not known_of(row).replaces(self._known(old)):
             self._delete_own(job)
             return
-        stored = _stored(row, old.reuse if old else 0.0, old.num_uses if old else 0, is_own=job.is_own)
+        stored = stored_of(row, old.reuse if old else 0.0, old.num_uses if old else 0, is_own=job.is_own)
         if old is not None:
             self.index.drop(old)
         if self.index.put(row.place.stored_chunk, stored):
@@ -538,7 +510,7 @@ class StorageTier:
             return
         self._times.observe(job.num_bytes, job.seconds)
         if purpose.era == self._era:
-            self._store.put(purpose.identity, _variant(job.entry, purpose.variant, self._heads))
+            self._store.put(purpose.identity, variant_of(job.entry, purpose.variant, self._heads))
 
     def _note(self, variant: Variant) -> None:
         name = variant.blob.row.name
@@ -554,62 +526,8 @@ class StorageTier:
             self._tenant = identity[1:], self._names.tenant(*identity[1:])
         return StoredChunk(self._model, self._tenant[1], identity.chunk)
 
-    def _known(self, stored: Variant) -> _Known:
-        return _known_of(self._in_these_heads(stored.blob.row))
+    def _known(self, stored: Variant) -> Known:
+        return known_of(self._in_these_heads(stored.blob.row))
 
     def _in_these_heads(self, row: Row) -> Row:
         return row if row.heads in ((), self._heads) else row._replace(scored=0, has_outward=False)
-
-
-def _known_of(row: Row) -> _Known:
-    return _Known(row.place.preprocessed, row.scored, row.has_outward)
-
-
-def _stored(row: Row, reuse: float, num_uses: int, *, is_own: bool = True) -> Variant:
-    place = row.place
-    return Variant(
-        place.prefix,
-        Stored(row, is_own),
-        preprocessed=place.preprocessed,
-        head=place.head,
-        reuse=reuse,
-        num_uses=num_uses,
-    )
-
-
-def _entry(variant: Variant, heads: tuple[Head, ...]) -> Entry:
-    keys, values = variant.blob.read()
-    scores: ChunkScores | None = variant.scores  # type: ignore[assignment]
-    if scores is None:
-        return Entry(keys, values, outward=variant.outward, heads=heads)
-    masses = Masses(scores.inter, scores.prefix_lens, scores.intra, scores.head, scores.head_len)
-    return Entry(keys, values, masses, scores.context, scores.received, variant.outward, heads)
-
-
-def _variant(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Variant:
-    """As it was written, with its f_r, and with what was measured if that was in these heads."""
-    scores, outward = None, None
-    if entry.heads in ((), heads):
-        outward = entry.outward
-        of = entry.masses
-        if of is not None and len(of.inter) == len(of.prefix_lens) == len(stored.prefix):
-            assert entry.context is not None
-            scores = ChunkScores(
-                of.inter,
-                of.prefix_lens,
-                of.intra,
-                entry.context,
-                entry.received,
-                head=of.head,
-                head_len=of.head_len,
-            )
-    return Variant(
-        stored.prefix,
-        HostBlob(entry.keys, entry.values),
-        scores,
-        stored.preprocessed,
-        stored.head,
-        outward,
-        stored.reuse,
-        stored.num_uses,
-    )

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 from torch import Tensor
 
 from radix_ext import ChainId, ChunkId, reused_priority
-from radix_ext.costs import Costs, Phase, Work, extend_work
+from radix_ext.costs import TRIED_EVERY, Costs, Phase, Work, extend_work
 from radix_ext.offloading import worth_offloading
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import HostNode, facts
@@ -47,8 +47,6 @@ MAX_SAVED_TOKENS = 512
 """After one forward: the answers under way wait for them."""
 MAX_WAITING = 1024
 """Nodes that wait to be saved. More are not taken: they come again with their next hit."""
-TRIED_EVERY = 32
-"""Of the loads that do not pay, one in so many is made all the same: what never runs is never observed."""
 
 
 class Tree(Protocol):
@@ -234,7 +232,7 @@ class HostChains:
         costs = self.pricing.agreed
         num_held = self.pool.num_slots - self.pool.num_free
         return {
-            "chunks": sum(host.chain is not None for host in self._nodes.values()),
+            "nodes": len(self._nodes),
             "tokens": num_held,
             "bytes": num_held * self.pool.token_bytes,
             "max_bytes": self.pool.num_slots * self.pool.token_bytes,

@@ -106,7 +106,7 @@ def test_slow_storage_is_tried_now_and_then(
     disk: Disk, server: FusedScheduler, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     """And is used again when it has become fast."""
-    monkeypatch.setattr(module, "RETRIED_EVERY", every)
+    monkeypatch.setattr(module, "TRIED_EVERY", every)
     take(disk, 100.0)
     asked(disk, server, A)
     for number in range(1, 7):

@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from radix_ext.costs import Line, Phase
+from radix_ext.costs import TRIED_EVERY, Line, Phase
 from radix_ext.fusion_request import QUESTION as QUESTION_NAME
-from sglang_chunkcache.fusion.promise import TRIED_EVERY
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.fused_scheduler import FILLING_S, FusedScheduler
 from tests.reference.sources import make_request

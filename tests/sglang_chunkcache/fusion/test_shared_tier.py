@@ -11,6 +11,7 @@ pytest.importorskip("sglang")
 
 from radix_ext.cfo import Scored
 from sglang_chunkcache.fusion import tier as module
+from sglang_chunkcache.fusion.stored import entry_of
 from sglang_chunkcache.storage.loader import Write
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.sglang_chunkcache.fusion.test_promise import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, sources
@@ -302,7 +303,7 @@ def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
     (variant,) = pair.first.store.find(identity(A))
     pair.tiers[1]._take_over(stored.blob.row, len(A))
     assert pair.settle()[1]["num_bytes"] == 0
-    entry = module._entry(variant, ())
+    entry = entry_of(variant, ())
     for _ in range(2):
         pair.tiers[1]._written(Write(stored.blob.row, entry, tag=0, is_confirmed=True))
         counts = pair.settle()[1]

@@ -15,6 +15,7 @@ pytest.importorskip("sglang")
 from radix_ext import ChunkId, FusionRequest, chunk_id
 from radix_ext.cfo import Scored
 from radix_ext.variants import Variant, VariantIndex
+from sglang_chunkcache.fusion import stored
 from sglang_chunkcache.fusion import tier as module
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
@@ -256,7 +257,7 @@ def test_entry_is_replaced_by_what_loses_nothing(
     old: tuple[bool, int, bool], new: tuple[bool, int, bool], expected: bool
 ) -> None:
     """Or by what was computed ahead of requests."""
-    assert module._Known(*new).replaces(module._Known(*old)) is expected
+    assert stored.Known(*new).replaces(stored.Known(*old)) is expected
 
 
 def test_scores_of_other_heads_are_left_out(disk: Disk) -> None:
