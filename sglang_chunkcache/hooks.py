@@ -93,8 +93,8 @@ def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: A
 
 def _tell_update(result: Any, updater: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
     cache = _ours(None if updater.scheduler is None else updater.scheduler.tree_cache)
-    if cache is not None and cache.promiser is not None and not asked.flush_cache:
-        cache.promiser.doubt_weights()
+    if cache is not None and not asked.flush_cache:
+        cache.doubt_weights()
     return result
 
 

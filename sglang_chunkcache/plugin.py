@@ -62,6 +62,7 @@ def create_cache(ctx: Any) -> Any:
     from sglang_chunkcache.scheduler.host_chains import HostChains
     from sglang_chunkcache.scheduler.host_pool import create_host_pool
     from sglang_chunkcache.scheduler.pricing import Pricing
+    from sglang_chunkcache.storage.opening import create_storage
 
     settings = config.from_env()
     if settings is None:
@@ -75,6 +76,7 @@ def create_cache(ctx: Any) -> Any:
         raise ValueError(f"sliding-window and hybrid models are not supported (KV allocator {allocator})")
     cache = ChunkRadixCache(ctx.params, settings)
     pricing = Pricing(ctx.tp_worker.model_runner)
+    cache.storage = create_storage(ctx, settings)
     if settings.reuse == "fused":
         from sglang_chunkcache.fusion.build import create_fuser
 

@@ -64,7 +64,7 @@ def test_sglang_chunkcache_knows_no_eval_and_no_tests() -> None:
     ("folder", "forbidden"),
     [
         ("front", {"scheduler", "fusion", "storage", "attention"}),
-        ("scheduler", {"front", "fusion", "storage"}),
+        ("scheduler", {"front", "fusion"}),
         ("fusion", {"front"}),
         ("storage", {"front", "scheduler", "fusion", "attention"}),
         ("attention", {"front", "scheduler", "fusion", "storage"}),

@@ -77,7 +77,7 @@ class Bench:
 
     def storage(self) -> dict[str, Any] | None:
         """The counters of `on`."""
-        found: dict[str, Any] | None = get(self._urls["on"] + "/chunkcache/stats")["ranks"][0]["store"].get("storage")
+        found: dict[str, Any] | None = get(self._urls["on"] + "/chunkcache/stats")["ranks"][0].get("storage")
         return found
 
     def _send(self, arm: str, seed: str, num_chunks: int) -> Sample:

@@ -140,7 +140,7 @@ class ServerPool:
         deadline = time.monotonic() + FLUSH_S
         while True:
             ranks = _ask(url + "/chunkcache/stats").get("ranks", []) if self.facts[str(key)]["chunk_cache"] else []
-            told = [{"host": rank.get("host"), "storage": (rank.get("store") or {}).get("storage")} for rank in ranks]
+            told = [{"host": rank.get("host"), "storage": rank.get("storage")} for rank in ranks]
             found = [{tier: stats for tier, stats in rank.items() if stats} for rank in told]
             if time.monotonic() > deadline or not any(rank.get("storage", {}).get("queue") for rank in found):
                 return [rank for rank in found if rank]

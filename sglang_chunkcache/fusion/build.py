@@ -7,16 +7,11 @@ import time
 from functools import partial
 from typing import Any
 
-import torch
-from sglang.srt.runtime_context import get_parallel
-
 from radix_ext.moved_plan import Limits
-from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration_places import Means
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
-from sglang_chunkcache.fusion.fingerprint import fingerprint
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
@@ -25,9 +20,8 @@ from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.entry import Layout
-from sglang_chunkcache.storage.metrics import StorageMetrics
-from sglang_chunkcache.storage.opening import open_storage
+from sglang_chunkcache.storage.fingerprint import fingerprint
+from sglang_chunkcache.storage.opening import create_index
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +75,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             longest,
             {phase.value: tuple(f"{part:.2e}" for part in line) for phase, line in (pricing.costs or {}).items()},
         )
-    store = _index(config, config.store_mib << 20)
+    store = create_index(config, config.store_mib << 20)
     fuser = Fuser(
         cache,
         FusionPass(runner, table, config, (sparse, attention), pricing),
@@ -94,53 +88,14 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,
         ),
-        storage=_create_storage(store, runner, args, config) if config.storage_backend is not None else None,
+        tier=StorageTier(store, cache.storage) if cache.storage is not None else None,
     )
     fuser.gate = figures.as_dict()
-    if fuser.storage is not None:
+    if fuser.tier is not None:
         started = time.perf_counter()
-        num_loaded = fuser.storage.load_most_used()
+        num_loaded = fuser.tier.load_most_used()
         logger.info("chunk cache: %d chunks loaded in %.1f s", num_loaded, time.perf_counter() - started)
     return fuser
-
-
-def _create_storage(store: VariantIndex, runner: Any, args: Any, config: ChunkCacheConfig) -> StorageTier:
-    """Raises ValueError: a setting is wrong, or the folder is another server's."""
-    if args.enable_memory_saver:
-        raise ValueError(
-            "--chunkcache-storage-backend does not go with --enable-memory-saver: weights that may be away name nothing"
-        )
-    keys, values = runner.token_to_kv_pool.k_buffer, runner.token_to_kv_pool.v_buffer
-    _, num_heads, key_dim = keys[0].shape
-    dtype = str(keys[0].dtype).removeprefix("torch.")
-    layout = Layout(len(keys), num_heads, key_dim, values[0].shape[-1], dtype)
-    empty = partial(torch.empty, pin_memory=torch.device(runner.device).type == "cuda")
-    try:
-        opened = open_storage(
-            config, rank=get_parallel().dp_rank or 0, model_name=runner.model_config.model_path, empty=empty
-        )
-    except OSError as error:
-        raise ValueError(f"--chunkcache-storage-backend: {error}") from None
-    return StorageTier(
-        store,
-        _index(config, opened.max_bytes),
-        opened.loader,
-        opened.names,
-        window=config.window_requests,
-        layout=layout,
-        model_of=partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout=layout),
-        rows=opened.rows,
-        show=StorageMetrics("network" if opened.loader.is_shared else "disk").show if args.enable_metrics else None,
-    )
-
-
-def _index(config: ChunkCacheConfig, max_bytes: int) -> VariantIndex:
-    return VariantIndex(
-        max_bytes=max_bytes,
-        max_chunks=config.store_chunks,
-        max_variants=config.store_variants,
-        window=config.window_requests,
-    )
 
 
 def _judge(figures: GateFigures, attention: str, policy: str) -> None:

@@ -71,7 +71,7 @@ class Fuser:
     Args:
         extend_reserve: tokens that SGLang may take for the extends of one batch. They stay free or evictable.
         fingerprint: of the model's weights, as they are when it is called. None: unknown, each reset counts as a change.
-        storage: below the store, with weights that are known. None: what leaves the store is gone.
+        tier: below the store. None: what leaves the store is gone.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Fuser:
         extend_reserve: int,
         fingerprint: Callable[[], int | None],
         calibrator: Calibrator | None = None,
-        storage: StorageTier | None = None,
+        tier: StorageTier | None = None,
     ) -> None:
         self.cache, self.fusion_pass, self.store, self.limits = cache, fusion_pass, store, limits
         self.extend_reserve = extend_reserve
@@ -95,9 +95,9 @@ class Fuser:
         self.calibrator = calibrator
         if calibrator is not None:
             fusion_pass.calibration = calibrator.kept(self._weights)
-        self.storage = storage
-        if storage is not None:
-            storage.start(self._weights, fusion_pass.calibration.heads)
+        self.tier = tier
+        if tier is not None:
+            tier.storage.start(self._weights, fusion_pass.calibration.heads)
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
         self._pending: list[_Pending] = []
@@ -109,18 +109,18 @@ class Fuser:
 
     def arrived(self, req: Req, spans: RequestSpans) -> None:
         """Ask the storage for what the request's chunks have there and nowhere else."""
-        if self.storage is not None and spans.fusion is not None and state(req).loads is None:
-            state(req).loads = self.storage.ask(req, spans, spans.fusion, self.sources, self.pricing.costs)
+        if self.tier is not None and spans.fusion is not None and state(req).loads is None:
+            state(req).loads = self.tier.ask(req, spans, spans.fusion, self.sources, self.pricing.costs)
 
     def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """Extend an exact match by fused nodes of the request's recipe and by what can be moved. Takes nothing."""
         assert spans.fusion is not None
         fusion = self.fusion_pass.calibration.resolve(spans.fusion)
         started = time.perf_counter()
-        if self.storage is not None and not state(req).is_asked_only:
+        if self.tier is not None and not state(req).is_asked_only:
             self.arrived(req, spans)
-            self.storage.poll()
-            self.storage.planned_without(state(req).loads)
+            self.tier.storage.poll()
+            self.tier.planned_without(state(req).loads)
         node, found = result.last_device_node, [result.device_indices]
         if fusion.plain and len(found[0]):  # chunks of an exact chain were computed after others
             found, node = self.cache._match_prefix_helper(self.cache.root_node, key[: spans.spans[0].end])
@@ -199,8 +199,8 @@ class Fuser:
         state(req).fused = key.fused
         if not spans.is_preprocessing:  # else neighbours would outlive what they are moved for
             self.sources.count_uses(plan)
-            if self.storage is not None:
-                self.storage.count_uses(plan, req.extra_key, req.cache_salt)
+            if self.tier is not None:
+                self.tier.count_uses(plan, req.extra_key, req.cache_salt)
         return row[plan.start :], last
 
     def before(self, batch: ScheduleBatch) -> None:
@@ -241,8 +241,8 @@ class Fuser:
                 (identity, facts(node).head, facts(node).prefix) for node in chunks if (identity := identity_of(node))
             ]
             self.store.ask(asked)
-            if self.storage is not None:
-                self.storage.count_asked(asked)
+            if self.tier is not None:
+                self.tier.count_asked(asked)
         else:
             moved = {piece.span for piece in (move.plan.pieces if move else ()) if piece.source is not None}
             if not moved.issuperset(range(1, len(spans.spans) - 1)):
@@ -267,8 +267,8 @@ class Fuser:
         """Score and store some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
         if first_tokens_wait:
             self.pricing.refresh()
-        if self.storage is not None:
-            self.storage.poll()
+        if self.tier is not None:
+            self.tier.storage.poll()
         is_put_off = first_tokens_wait and not self._was_put_off
         self._was_put_off = is_put_off
         if is_put_off:
@@ -319,7 +319,7 @@ class Fuser:
         assert spans is not None
         assert spans.fusion is not None
         costs = self.pricing.costs
-        is_unpaid = self.storage is not None and self.storage.is_unpaid(req, spans, spans.fusion, self.sources, costs)
+        is_unpaid = self.tier is not None and self.tier.is_unpaid(req, spans, spans.fusion, self.sources, costs)
         return Explanation(
             outcome.exact,
             outcome.fused_hit,
@@ -350,8 +350,8 @@ class Fuser:
         self.captures.put_arrived()
         self.store.forget_scores()
         self.cache.copies.forget_scores()
-        if self.storage is not None:
-            self.storage.calibrated(self.fusion_pass.calibration.heads)
+        if self.tier is not None:
+            self.tier.storage.heads = self.fusion_pass.calibration.heads
 
     def reset(self) -> None:
         """The tree is gone: so are pending promises, waiting captures and the store, but for what was preprocessed with these
@@ -360,7 +360,7 @@ class Fuser:
         self._pending.clear()  # not closed: the locks went with the tree
         self.captures.clear()
         before, self._weights = self._weights, self._fingerprint()
-        is_sure = self._weights is not None and (self.storage is None or not self.storage.is_off)
+        is_sure = self._weights is not None and (self.tier is None or not self.tier.storage.is_off)
         self.store.clear(keep_preprocessed=self._weights == before and is_sure)
         if self._weights != before and self.calibrator is not None:
             self.fusion_pass.calibration = self.calibrator.kept(self._weights)
@@ -368,37 +368,21 @@ class Fuser:
                 logger.warning(
                     "chunk cache: no calibration is known for these weights, selection reads the papers' layers"
                 )
-        if self.storage is not None:
-            self.storage.start(self._weights, self.fusion_pass.calibration.heads)
-
-    def doubt_weights(self) -> None:
-        """KV of two weights is mixed, as the client wishes, but not for longer than the process lives."""
-        if self.storage is not None:
-            self.storage.stop()
+        if self.tier is not None:
+            self.tier.storage.start(self._weights, self.fusion_pass.calibration.heads)
 
     def clear_store(self) -> Cleared:
-        """Empty the store, preprocessed chunks and those that wait for it included, and the storage."""
+        """Empty the store, preprocessed chunks and those that wait for it included."""
         self.captures.clear()
         before = self.store.stats()
         self.store.clear()
-        if self.storage is not None:
-            self.storage.clear()
         return Cleared(before.num_chunks, before.num_variants, before.num_bytes)
-
-    def close(self) -> None:
-        """What waits for the storage is written, if that takes no longer than a few seconds."""
-        if self.storage is not None:
-            self.storage.close()
 
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`."""
         num_shared, token_bytes = self.cache.shared.num_shared, self.fusion_pass.token_bytes
         return {
-            "store": {
-                **self.store.stats()._asdict(),
-                **self.captures.stats(),
-                **({"storage": self.storage.stats()} if self.storage is not None else {}),
-            },
+            "store": {**self.store.stats()._asdict(), **self.captures.stats()},
             "sources": len(self.cache.copies),
             "shared": {
                 "tokens": num_shared,

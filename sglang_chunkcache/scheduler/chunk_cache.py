@@ -54,6 +54,7 @@ from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
+from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 from sglang_chunkcache.wire.message import encode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Explanation, Fallback
@@ -90,6 +91,7 @@ class ChunkRadixCache(SharingRadixCache):
         self.match_seconds = self.insert_seconds = 0.0
         self.promiser: Promiser | None = None
         self.host: HostChains | None = None
+        self.storage: Storage | None = None
         self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
         self._clock = 0
         self._clear_counts()
@@ -196,8 +198,8 @@ class ChunkRadixCache(SharingRadixCache):
         super().release_host_resources()
         if self.host is not None:
             self.host.pool.close()
-        if self.promiser is not None:
-            self.promiser.close()
+        if self.storage is not None:
+            self.storage.close()
 
     # What we add
 
@@ -257,12 +259,20 @@ class ChunkRadixCache(SharingRadixCache):
         self._count(chain, -1)
         self.log.append(Evicted(chain))
 
+    def doubt_weights(self) -> None:
+        """The weights have changed, and the tree was not emptied: KV of two weights is mixed, as the client wishes, but until a
+        reset none of it outlives the process. Called by our hook."""
+        if self.storage is not None:
+            self.storage.stop()
+
     def rank_state(self, dp_rank: int, asked: Asked = NOTHING, *, num_waiting: int = 0) -> RankState:
         """What the front asks of this rank. The counts are those after the store was cleared. `num_waiting`: requests whose
         prefill has not begun or not ended."""
         cleared = None
         if asked.clear_store:
             cleared = self.promiser.clear_store() if self.promiser is not None else Cleared(0, 0, 0)
+            if self.storage is not None:
+                self.storage.clear()
         refusal = None
         if asked.calibrate is not None and self.promiser is not None:
             try:
@@ -299,6 +309,7 @@ class ChunkRadixCache(SharingRadixCache):
             "protected": self.protected_size(),
             "fallbacks": dict(self.fallbacks),
             **({"host": self.host.stats()} if self.host is not None else {}),
+            **({"storage": self.storage.stats()} if self.storage is not None else {}),
             **(self.promiser.stats() if self.promiser is not None else {}),
         }
 

@@ -51,17 +51,11 @@ class Promiser(Protocol):
     def reset(self) -> None:
         """The tree is empty, and the weights may have changed."""
 
-    def doubt_weights(self) -> None:
-        """The weights have changed, and the tree was not emptied: until it is, nobody knows which KV is whose."""
-
     def calibrate(self, prompts: Sequence[CalibrationPrompt]) -> None:
         """Measure where the model keeps the evidence by which tokens are selected. Raises ValueError or RuntimeError: cannot."""
 
     def clear_store(self) -> Cleared:
         """Empty the store, the chunks that wait for it included."""
-
-    def close(self) -> None:
-        """The process ends; no call comes after it."""
 
     def stats(self) -> dict[str, Any]:
         """Counts for `/chunkcache/stats`."""

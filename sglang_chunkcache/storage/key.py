@@ -59,12 +59,12 @@ class Names:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def model(self, config: Mapping[str, object], weights: int, layout: Layout) -> str:
-        """`config` is the model's, with what was overridden. `weights`: their fingerprint."""
+    def model(self, config: Mapping[str, object], layout: Layout, weights: int, *how: str) -> str:
+        """`config` is the model's, with what was overridden. `weights`: their fingerprint. `how`: what else KV depends on."""
         told = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
         text = json.dumps(told, sort_keys=True, default=str)
         sizes = (layout.num_layers, layout.num_kv_heads, layout.key_dim, layout.value_dim, layout.dtype)
-        return self._hash("model", text, str(weights), *map(str, sizes), "unrotated")
+        return self._hash("model", text, str(weights), *map(str, sizes), *how)
 
     def tenant(self, extra_key: str | None, cache_salt: str | None) -> str:
         """None is kept apart from an empty one."""

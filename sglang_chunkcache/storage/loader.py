@@ -50,6 +50,10 @@ GONE, FAILED, PAUSED = "gone", "failed", "paused"
 """Why there is no entry, beside every `Refusal`: it is not there; the backend failed; it was not asked."""
 
 
+def _nothing(job: object) -> None:
+    """Nobody is told."""
+
+
 @dataclass(eq=False)
 class Load:
     """An entry that is asked for."""
@@ -58,8 +62,10 @@ class Load:
     num_bytes: int
     num_tokens: int
     layout: Layout
-    tag: Any = None
-    """The asker's own."""
+    into: Callable[[Entry], None] | None = None
+    """The thread gives it the entry, which is no entry where that fails."""
+    done: Callable[[Any], None] = _nothing
+    """For whoever polls."""
     is_done: bool = False
     """Polled."""
     is_late: bool = False
@@ -77,20 +83,19 @@ class Load:
 
 @dataclass(eq=False)
 class Write:
-    """An entry to be kept. Its tensors are not written to any more."""
+    """An entry to be kept."""
 
     row: Row
     """Without the number of bytes, which it gets with them."""
-    entry: Entry
-    tag: Any = None
+    entry: Callable[[], Entry]
+    """Called by the thread, once."""
+    size: int
+    """Its bytes, about."""
+    done: Callable[[Any], None] = _nothing
     is_confirmed: bool = False
     is_own: bool = True
     """False: another server has written it, and `row` is what that one tells."""
     problem: str = ""
-
-    @property
-    def size(self) -> int:
-        return sum(each.nbytes for each in self.entry.tensors())
 
 
 @dataclass(eq=False)
@@ -98,7 +103,7 @@ class Lookup:
     """What other servers on the storage have of some chunks."""
 
     chunks: Sequence[StoredChunk]
-    tag: Any = None
+    done: Callable[[Any], None] = _nothing
     found: dict[StoredChunk, list[Row]] = field(default_factory=dict)
     """Of the chunks that were asked for."""
 
@@ -317,6 +322,8 @@ class Loader:
                     secret=self._secret,
                     empty=self._empty,
                 )
+                if job.into is not None:
+                    job.into(job.entry)
                 self.num_loaded += 1
                 job.seconds = self._clock() - began
         except RefusedEntryError as error:
@@ -327,7 +334,7 @@ class Loader:
         except _PausedError:
             job.problem = self._tell(PAUSED, "%s was not read, the storage pauses", job.name)
         except Exception as error:
-            job.problem = self._tell(FAILED, "%s was not read: %r", job.name, error)
+            job.entry, job.problem = None, self._tell(FAILED, "%s was not read: %r", job.name, error)
         self._done.append(job)
 
     def _write(self, job: Write) -> None:
@@ -341,7 +348,7 @@ class Loader:
                 if others is not None:
                     job.row, job.is_own = others, False
                 else:
-                    data = write(job.entry, job.row.name, secret=self._secret)
+                    data = write(job.entry(), job.row.name, secret=self._secret)
                     self._backend.set(job.row.name, data)
                     job.row = job.row._replace(num_bytes=len(data))
                     self._manifest.put(job.row)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
+from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of, room_in
+from sglang_chunkcache.storage.entry import Layout
 from sglang_chunkcache.storage.key import Names, secret_of
 from sglang_chunkcache.storage.loader import GONE, Loader
 from sglang_chunkcache.storage.manifest import Manifest, Row
+from sglang_chunkcache.storage.metrics import StorageMetrics
 from sglang_chunkcache.storage.pointer import Pointers
+from sglang_chunkcache.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +34,54 @@ class Opened(NamedTuple):
     """What it holds, the most used first."""
     max_bytes: int
     """What it may hold."""
+
+
+def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
+    """The storage of one rank, off until its weights are known. `ctx` is SGLang's TreeCacheBuildContext. None: not wanted.
+
+    Raises:
+        ValueError: a setting is wrong or not supported, or the folder is another server's.
+    """
+    if config.storage_backend is None:
+        return None
+    runner, args = ctx.tp_worker.model_runner, ctx.server_args
+    if args.enable_memory_saver:
+        raise ValueError(
+            "--chunkcache-storage-backend does not go with --enable-memory-saver: weights that may be away name nothing"
+        )
+    if args.tp_size > 1:
+        raise ValueError("--chunkcache-storage-backend does not go with --tp-size: ranks would load at different times")
+    pool = runner.token_to_kv_pool
+    _, num_heads, key_dim = pool.k_buffer[0].shape
+    dtype = str(pool.k_buffer[0].dtype).removeprefix("torch.")
+    layout = Layout(len(pool.k_buffer), num_heads, key_dim, pool.v_buffer[0].shape[-1], dtype)
+    empty = partial(torch.empty, pin_memory=torch.device(runner.device).type == "cuda")
+    try:
+        opened = open_storage(
+            config, rank=get_parallel().dp_rank or 0, model_name=runner.model_config.model_path, empty=empty
+        )
+    except OSError as error:
+        raise ValueError(f"--chunkcache-storage-backend: {error}") from None
+    return Storage(
+        create_index(config, opened.max_bytes),
+        opened.loader,
+        opened.names,
+        window=config.window_requests,
+        layout=layout,
+        model_of=partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout),
+        rows=opened.rows,
+        show=StorageMetrics("network" if opened.loader.is_shared else "disk").show if args.enable_metrics else None,
+    )
+
+
+def create_index(config: ChunkCacheConfig, max_bytes: int) -> VariantIndex:
+    """Of a store or a storage."""
+    return VariantIndex(
+        max_bytes=max_bytes,
+        max_chunks=config.store_chunks,
+        max_variants=config.store_variants,
+        window=config.window_requests,
+    )
 
 
 def open_storage(

@@ -117,7 +117,7 @@ class Fallback(StrEnum):
         "storage_slow",
         "Loading a chunk from the storage was estimated to take longer than computing it, by the loads before, so it was not "
         "loaded.",
-        "Expected for short chunks and small models; `store.storage.load_ms_per_mib` in `/chunkcache/stats` has the rate, and "
+        "Expected for short chunks and small models; `storage.load_ms_per_mib` in `/chunkcache/stats` has the rate, and "
         "`--chunkcache-move always` loads all the same.",
     )
     NOT_FILLED = (

@@ -30,7 +30,7 @@ def chunk_of(passage: Passage) -> dict[str, str]:
 
 
 def storage_of(server: Server) -> dict[str, Any]:
-    found: dict[str, Any] = get(server.url + "/chunkcache/stats")["ranks"][0]["store"]["storage"]
+    found: dict[str, Any] = get(server.url + "/chunkcache/stats")["ranks"][0]["storage"]
     return found
 
 

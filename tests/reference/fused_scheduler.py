@@ -35,6 +35,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.pricing import Pricing, Watch
+from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler
 
@@ -197,7 +198,7 @@ class FusedScheduler(Scheduler):
         prefill_budget: int = 64,
         is_chunked: bool = True,
         store_bytes: int = 10_000,
-        storage: Callable[[VariantIndex], StorageTier] | None = None,
+        storage: Storage | None = None,
         host_slots: int = 0,
     ) -> None:
         super().__init__(capacity, config, prefill_budget=prefill_budget, is_chunked=is_chunked, host_slots=host_slots)
@@ -209,6 +210,7 @@ class FusedScheduler(Scheduler):
             max_variants=config.store_variants,
             window=config.window_requests,
         )
+        self.cache.storage = storage
         self.weights = 0
         """Their fingerprint."""
         self.fuser = Fuser(
@@ -218,7 +220,7 @@ class FusedScheduler(Scheduler):
             limits,
             extend_reserve=prefill_budget,
             fingerprint=lambda: self.weights,
-            storage=storage(self.store) if storage else None,
+            tier=StorageTier(self.store, storage) if storage is not None else None,
         )
         self.cache.promiser = self.fuser
         self.evicted_before_load_back = 0

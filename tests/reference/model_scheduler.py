@@ -11,10 +11,10 @@ from radix_ext.moved_plan import Limits
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import FusionPass
-from sglang_chunkcache.fusion.fingerprint import fingerprint
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.recompute import run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.storage.fingerprint import fingerprint
 from tests.reference.scheduler import FakeReq, Scheduler
 
 

@@ -1,4 +1,4 @@
-"""`fusion/fingerprint.py` word by word, in Python's integers."""
+"""`storage/fingerprint.py` word by word, in Python's integers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from sglang_chunkcache.fusion.fingerprint import PIECE_WORDS
+from sglang_chunkcache.storage.fingerprint import PIECE_WORDS
 
 _MASK = 2**64 - 1
 

@@ -67,8 +67,7 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGLang returns stays. An update that flushes tells by its reset; a server's other caches are left alone."""
     told: list[Any] = []
-    promiser = SimpleNamespace(doubt_weights=lambda: told.append("doubt"))
-    cache = SimpleNamespace(arrived=told.append, promiser=promiser)
+    cache = SimpleNamespace(arrived=told.append, doubt_weights=lambda: told.append("doubt"))
     monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
     scheduler = SimpleNamespace(tree_cache=cache)
     assert hooks._tell_arrival("result", scheduler, "req", is_retracted=True) == "result"

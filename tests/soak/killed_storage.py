@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def work(folder: Path, first: int, told: int) -> None:
             row = kept[rng.choice(sorted(kept))]
             opened.loader.load(Load(row.name, row.num_bytes, row.num_tokens, LAYOUT))
         else:
-            opened.loader.write(Write(row_of(number), entry_of(number)))
+            opened.loader.write(Write(row_of(number), partial(entry_of, number), size=1))
             number += 1
 
 

@@ -75,10 +75,10 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
 def test_storage_that_does_not_pay_says_so(disk: Disk, server: FusedScheduler) -> None:
     """In the answer, when it is explained, and in the stats: what a load of a mebibyte takes."""
     take(disk, 100.0)
-    assert disk.tier.stats()["load_ms_per_mib"] is None
+    assert disk.tier.storage.stats()["load_ms_per_mib"] is None
     asked(disk, server, A)
     size = next(len(data) for data in disk.storage.held.values())
-    assert disk.tier.stats()["load_ms_per_mib"] == pytest.approx(100_000 * (1 << 20) / size, rel=0.2)
+    assert disk.tier.storage.stats()["load_ms_per_mib"] == pytest.approx(100_000 * (1 << 20) / size, rel=0.2)
     req = asked(disk, server, A)
     server.serve(req, answer=[50])
     assert Fallback.STORAGE_SLOW in report(req).fallbacks
@@ -114,7 +114,7 @@ def test_slow_storage_is_tried_now_and_then(
         assert figures(disk) == {"loaded": 1 + number // every, "unpaid": number, "pays": False}
     take(disk, 0.1)
     num_asked = 0
-    while not disk.tier.stats()["pays"]:
+    while not disk.tier.storage.stats()["pays"]:
         asked(disk, server, A)
         num_asked += 1
     assert num_asked <= 8 * every, "the median of eight loads"

@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("sglang")
 
 from radix_ext.cfo import Scored
-from sglang_chunkcache.fusion import tier as module
-from sglang_chunkcache.fusion.stored import entry_of
+from sglang_chunkcache.fusion.tier import entry_of
+from sglang_chunkcache.storage import storage as module
 from sglang_chunkcache.storage.loader import Write
+from sglang_chunkcache.wire.state import Asked
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.sglang_chunkcache.fusion.test_promise import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, sources
 from tests.sglang_chunkcache.fusion.test_tier import Disk, disk, held, identity, store, wheres
@@ -82,7 +83,7 @@ def test_second_server_writes_nothing_that_is_there(pair: Pair) -> None:
     assert (first["written"], second["written"]) == (2, 0)
     assert (len(pair.entries()), len(pair.pointers())) == (2, 2)
     assert (second["num_entries"], second["num_bytes"]) == (2, 0)
-    known = [{v.blob.row.name: v.blob.row.num_bytes for v in tier.index.variants()} for tier in pair.tiers]
+    known = [{v.blob.row.name: v.blob.row.num_bytes for v in tier.storage.index.variants()} for tier in pair.tiers]
     assert known[0] == known[1]
 
 
@@ -122,7 +123,7 @@ def test_what_is_remembered_of_lookups_is_bounded(pair: Pair, monkeypatch: pytes
     monkeypatch.setattr(module, "MAX_LOOKED_UP", 2)
     for chunk in (A, B, C):
         pair.asked(pair.second, chunk)
-    assert [chunk.chunk for chunk in pair.tiers[1]._looked_up] == [identity(B).chunk, identity(C).chunk]
+    assert [chunk.chunk for chunk in pair.tiers[1].storage._looked_up] == [identity(B).chunk, identity(C).chunk]
 
 
 def test_failed_lookup_is_no_answer(pair: Pair) -> None:
@@ -180,7 +181,7 @@ def test_eviction_deletes_what_the_server_has_written(disk: Disk) -> None:
         store(second, chunk)
         disk.settle()
     assert disk.settle()["num_evicted"] >= 2
-    names = {v.blob.row.name for tier in disk.tiers for v in tier.index.variants()}
+    names = {v.blob.row.name for tier in disk.tiers for v in tier.storage.index.variants()}
     assert {name for name in disk.storage.held if name.startswith("cc1-")} == names
     assert len(disk.storage.held) == 2 * len(names)
     disk.tiers[0]._store.clear()
@@ -195,8 +196,8 @@ def test_entry_that_its_writer_deletes_is_gone_for_others(pair: Pair) -> None:
     pair.settle()
     pair.asked(pair.second, A)
     pair.second.store.clear()
-    (stored,) = pair.tiers[0].index.variants()
-    pair.tiers[0].index.drop(stored)
+    (stored,) = pair.tiers[0].storage.index.variants()
+    pair.tiers[0].storage.index.drop(stored)
     pair.settle()
     assert pair.disk.storage.held == {}
     req = fused(A)
@@ -257,11 +258,11 @@ def test_clear_deletes_what_the_server_knows(pair: Pair) -> None:
     store(pair.first, B)
     pair.settle()
     pair.asked(pair.second, A)
-    pair.second.fuser.clear_store()
+    pair.second.cache.rank_state(0, Asked(clear_store=True))
     assert pair.settle()[1]["num_entries"] == 0
     (name,) = pair.entries()
     assert name in {
-        v.blob.row.name for v in pair.tiers[0].index.variants() if v.blob.row.place.chunk == identity(B).chunk
+        v.blob.row.name for v in pair.tiers[0].storage.index.variants() if v.blob.row.place.chunk == identity(B).chunk
     }
     pair.asked(pair.second, A)
     assert held(pair.second, A) == []
@@ -275,7 +276,7 @@ def test_what_is_looked_up_during_a_clear_is_not_taken(pair: Pair) -> None:
     pair.settle()
     pair.disk.storage.become("hanging")
     pair.second.cache.arrived(fused(A))
-    pair.second.fuser.clear_store()
+    pair.second.cache.rank_state(0, Asked(clear_store=True))
     pair.disk.storage.become("healthy")
     counts = pair.settle()[1]
     assert (counts["found"], counts["loaded"], counts["num_entries"]) == (0, 0, 0)
@@ -299,13 +300,13 @@ def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
     """What the second has a row of must be in its budget, although it has learnt of the first one's meanwhile."""
     store(pair.first, A)
     pair.settle()
-    (stored,) = pair.tiers[0].index.variants()
+    (stored,) = pair.tiers[0].storage.index.variants()
     (variant,) = pair.first.store.find(identity(A))
-    pair.tiers[1]._take_over(stored.blob.row, len(A))
+    pair.tiers[1].storage._take_over(stored.blob.row, len(A))
     assert pair.settle()[1]["num_bytes"] == 0
     entry = entry_of(variant, ())
     for _ in range(2):
-        pair.tiers[1]._written(Write(stored.blob.row, entry, tag=0, is_confirmed=True))
+        pair.tiers[1].storage._written(0, print, Write(stored.blob.row, lambda: entry, 0, is_confirmed=True))
         counts = pair.settle()[1]
         assert (counts["num_entries"], counts["num_bytes"]) == (1, stored.blob.row.num_bytes)
     assert len(pair.disk.storage.held) == 2, "nothing is deleted"
@@ -315,12 +316,12 @@ def test_pointer_that_lies_about_sizes_is_not_followed(pair: Pair) -> None:
     """It must not make a server ask for memory that is not there."""
     store(pair.first, A)
     pair.settle()
-    (stored,) = pair.tiers[0].index.variants()
+    (stored,) = pair.tiers[0].storage.index.variants()
     row = stored.blob.row
     for wrong in (row._replace(num_bytes=1 << 60), row._replace(num_tokens=row.num_tokens + 1)):
-        pair.tiers[1]._take_over(wrong, row.num_tokens)
+        pair.tiers[1].storage._take_over(wrong, row.num_tokens)
         assert pair.settle()[1]["num_entries"] == 0
-    pair.tiers[1]._take_over(row, row.num_tokens)
+    pair.tiers[1].storage._take_over(row, row.num_tokens)
     assert pair.settle()[1]["num_entries"] == 1
 
 
@@ -352,7 +353,7 @@ def test_scheduler_never_waits(disk: Disk, state: str) -> None:
             scheduler.idle()
             scheduler.evict(10)
     assert disk.storage.calls, "the thread is at work"
-    pair.tiers[1].stats()
+    pair.tiers[1].storage.stats()
     assert threading.get_ident() not in disk.storage.threads
     disk.storage.become("healthy")
     pair.settle()

@@ -16,7 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 pytest.importorskip("sglang")
 
-from sglang_chunkcache.fusion.tier import LOOKED_UP_S, StorageTier
+from sglang_chunkcache.fusion.tier import StorageTier
+from sglang_chunkcache.storage.storage import LOOKED_UP_S
+from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.sglang_chunkcache.fusion.test_promise import A, B, C, D, fused, rag
@@ -76,8 +78,8 @@ class SharedLife(RuleBasedStateMachine):
     @rule(at=SERVERS)
     def clear(self, at: int) -> None:
         self._settle()
-        self.lost |= {v.blob.row.name for v in self.tiers[at].index.variants() if not v.blob.is_own}
-        self.servers[at].fuser.clear_store()
+        self.lost |= {v.blob.row.name for v in self.tiers[at].storage.index.variants() if not v.blob.is_own}
+        self.servers[at].cache.rank_state(0, Asked(clear_store=True))
         self._settle()
 
     @rule(which=st.integers(0, 30), is_damaged=st.booleans())
@@ -96,7 +98,7 @@ class SharedLife(RuleBasedStateMachine):
     @rule(at=SERVERS)
     def restart(self, at: int) -> None:
         self._settle()
-        self.tiers[at].close()
+        self.tiers[at].storage.close()
         self._start(at)
 
     @rule()
@@ -105,14 +107,14 @@ class SharedLife(RuleBasedStateMachine):
         held = self.disk.storage.held
         for server, tier in zip(self.servers, self.tiers, strict=True):
             server.check()
-            tier.index.check_integrity()
-            rows = {v.blob.row.name: v.blob.row.num_bytes for v in tier.index.variants() if v.blob.is_own}
-            assert {row.name: row.num_bytes for row in tier.loader._manifest.rows()} == rows
+            tier.storage.index.check_integrity()
+            rows = {v.blob.row.name: v.blob.row.num_bytes for v in tier.storage.index.variants() if v.blob.is_own}
+            assert {row.name: row.num_bytes for row in tier.storage.loader._manifest.rows()} == rows
             assert sum(rows.values()) <= STORAGE_BYTES
-            assert not tier._under_way
+            assert not tier.storage._under_way
             if self.has_all_pointers:  # else one writes again what another has written, and either may delete it
                 assert all(len(held[name]) == size for name, size in rows.items() if name not in self.lost)
-        owned = [v.blob.row.name for tier in self.tiers for v in tier.index.variants() if v.blob.is_own]
+        owned = [v.blob.row.name for tier in self.tiers for v in tier.storage.index.variants() if v.blob.is_own]
         if self.has_all_pointers and not self.lost:
             assert sorted(owned) == sorted(name for name in held if name.startswith("cc1-")), "each has one writer"
             assert len(held) == 2 * len(owned), "and one pointer"
@@ -120,7 +122,7 @@ class SharedLife(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.agree()
         for tier in self.tiers:
-            tier.close()
+            tier.storage.close()
         self.folder.cleanup()
 
 
@@ -140,5 +142,5 @@ def test_long_life(seed: int) -> None:
         else:
             life.move(at, chunks, salt, waits=True, forgets=rng.random() < 0.5)
         life.agree()
-    assert sum(tier.num_found for tier in life.tiers) > 0
+    assert sum(tier.storage.num_found for tier in life.tiers) > 0
     life.teardown()

@@ -15,7 +15,6 @@ pytest.importorskip("sglang")
 from radix_ext import ChunkId, FusionRequest, chunk_id
 from radix_ext.cfo import Scored
 from radix_ext.variants import Variant, VariantIndex
-from sglang_chunkcache.fusion import stored
 from sglang_chunkcache.fusion import tier as module
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
@@ -27,6 +26,7 @@ from sglang_chunkcache.storage.key import Names
 from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Manifest
 from sglang_chunkcache.storage.pointer import Pointers
+from sglang_chunkcache.storage.storage import SHOWN_S, Known, Storage
 from sglang_chunkcache.wire.state import Asked
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.memory_storage import MemoryStorage
@@ -63,30 +63,26 @@ class Disk:
     def server(self, *, storage_bytes: int = 100_000, beside: str = "", **knobs: Any) -> FusedScheduler:
         """A server that has just started: `stop` the one before. `beside`: its name, if it shares the storage with others."""
 
-        def create(store: VariantIndex) -> StorageTier:
-            manifest, backend, names = Manifest(self.folder / beside), Backend(self.storage), Names(b"")
-            pointers = Pointers(backend, names, secret=b"") if beside else None
-            rows = manifest.rows()
-            index = VariantIndex(
-                max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=knobs.get("window_requests", WINDOW)
-            )
-            self.tiers.append(
-                StorageTier(
-                    store,
-                    index,
-                    Loader(backend, manifest, secret=b"", pointers=pointers, clock=lambda: self.now),
-                    names,
-                    window=knobs.get("window_requests", WINDOW),
-                    layout=LAYOUT,
-                    model_of=str,
-                    rows=rows,
-                    show=self.shown.append,
-                    clock=lambda: self.now,
-                )
-            )
-            return self.tiers[-1]
-
-        return make_scheduler(storage=create, **knobs)
+        manifest, backend, names = Manifest(self.folder / beside), Backend(self.storage), Names(b"")
+        pointers = Pointers(backend, names, secret=b"") if beside else None
+        window = knobs.get("window_requests", WINDOW)
+        scheduler = make_scheduler(
+            storage=Storage(
+                VariantIndex(max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=window),
+                Loader(backend, manifest, secret=b"", pointers=pointers, clock=lambda: self.now),
+                names,
+                window=window,
+                layout=LAYOUT,
+                model_of=lambda *how: " ".join(map(str, how)),
+                rows=manifest.rows(),
+                show=self.shown.append,
+                clock=lambda: self.now,
+            ),
+            **knobs,
+        )
+        assert scheduler.fuser.tier is not None
+        self.tiers.append(scheduler.fuser.tier)
+        return scheduler
 
     @property
     def tier(self) -> StorageTier:
@@ -96,13 +92,13 @@ class Disk:
         """The thread has nothing left to do; what it counts. None: the last server's."""
         tier = tier or self.tier
         for _ in range(3):  # what is polled may ask for more
-            assert tier.loader.drain(10)
-            tier.poll()
-        return tier.stats()
+            assert tier.storage.loader.drain(10)
+            tier.storage.poll()
+        return tier.storage.stats()
 
     def stop(self) -> None:
         self.settle()
-        self.tier.close()
+        self.tier.storage.close()
 
 
 @pytest.fixture
@@ -111,7 +107,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     yield made
     made.storage.gate.set()
     for each in made.tiers:
-        each.loader.close()
+        each.storage.loader.close()
 
 
 def identity(tokens: list[int], extra_key: str | None = None, cache_salt: str | None = None) -> ChunkIdentity:
@@ -181,14 +177,14 @@ def test_what_comes_too_late_serves_the_next_request(disk: Disk) -> None:
     scheduler.cache.arrived(req)
     scheduler.serve(req, answer=[50])
     assert sources(req) == []
-    assert disk.tier.stats()["late"] == 1
+    assert disk.tier.storage.stats()["late"] == 1
     disk.storage.gate.set()
     disk.settle()
     scheduler.evict(100)
     again = fused(A)
     scheduler.serve(again, answer=[50])
     assert wheres(again) == ["host"]
-    assert disk.tier.stats()["late"] == 1
+    assert disk.tier.storage.stats()["late"] == 1
 
 
 def test_request_that_never_arrived_is_asked_for_at_its_admission(disk: Disk) -> None:
@@ -257,7 +253,7 @@ def test_entry_is_replaced_by_what_loses_nothing(
     old: tuple[bool, int, bool], new: tuple[bool, int, bool], expected: bool
 ) -> None:
     """Or by what was computed ahead of requests."""
-    assert stored.Known(*new).replaces(stored.Known(*old)) is expected
+    assert Known(*new).replaces(Known(*old)) is expected
 
 
 def test_scores_of_other_heads_are_left_out(disk: Disk) -> None:
@@ -267,7 +263,7 @@ def test_scores_of_other_heads_are_left_out(disk: Disk) -> None:
     disk.stop()
     scheduler = disk.server()
     scheduler.fusion_pass.calibration = Calibration(heads=((0, 1),))
-    disk.tier.calibrated(((0, 1),))
+    disk.tier.storage.heads = ((0, 1),)
     disk.tier.load_most_used()
     assert scheduler.store.find(identity(A))[0].scored is Scored.ALL, "measured without heads, it holds with any"
     scored = ChunkScores((), (), 1.0, torch.zeros(len(A)), torch.zeros(len(A)))
@@ -277,7 +273,7 @@ def test_scores_of_other_heads_are_left_out(disk: Disk) -> None:
     disk.stop()
     for heads, is_known in ((((0, 1),), True), (((1, 1),), False)):
         scheduler = disk.server()
-        disk.tier.start(0, heads)
+        disk.tier.storage.start(0, heads)
         disk.tier.load_most_used()
         (found,) = scheduler.store.find(identity(D))
         assert (found.scored is Scored.ALL, found.outward is not None) == (is_known, is_known)
@@ -359,7 +355,7 @@ def test_flush_leaves_the_storage_alone(disk: Disk) -> None:
     assert disk.settle()["num_entries"] == 0
     assert disk.storage.held == {}
     disk.stop()
-    assert disk.server().fuser.stats()["store"]["storage"]["num_entries"] == 0
+    assert disk.server().cache.stats()["storage"]["num_entries"] == 0
 
 
 def test_what_is_being_written_is_cleared_too(disk: Disk) -> None:
@@ -367,7 +363,7 @@ def test_what_is_being_written_is_cleared_too(disk: Disk) -> None:
     scheduler = disk.server()
     disk.storage.gate.clear()
     store(scheduler, A, B)
-    scheduler.fuser.clear_store()
+    scheduler.cache.rank_state(0, Asked(clear_store=True))
     disk.storage.gate.set()
     counts = disk.settle()
     assert (counts["written"], counts["num_entries"], disk.storage.held) == (2, 0, {})
@@ -380,7 +376,7 @@ def test_update_without_a_flush_stops_the_storage(disk: Disk) -> None:
     scheduler = disk.server()
     store(scheduler, A)
     disk.settle()
-    scheduler.fuser.doubt_weights()
+    scheduler.cache.doubt_weights()
     scheduler.weights = 1
     store(scheduler, B)
     scheduler.evict(100)
@@ -403,7 +399,7 @@ def test_damaged_entry_is_computed_and_written_anew(disk: Disk) -> None:
     scheduler = disk.server()
     store(scheduler, A, B)
     disk.settle()
-    (name,) = [v.blob.row.name for v in disk.tier.index.variants() if v.prefix]
+    (name,) = [v.blob.row.name for v in disk.tier.storage.index.variants() if v.prefix]
     good = disk.storage.held[name].clone()
     disk.storage.held[name][-1] ^= 1
     disk.stop()
@@ -445,7 +441,7 @@ def test_storage_that_fails_harms_no_request(disk: Disk) -> None:
     assert (counts["paused"], counts["num_entries"]) == (True, 0)
     assert counts["problems"] == {"failed": 4}, "while it pauses nothing is given to it"
     disk.storage.fails = False
-    disk.tier.loader._paused_until = 0.0  # it is over
+    disk.tier.storage.loader._paused_until = 0.0  # it is over
     scheduler.evict(100)
     req = fused(B)
     scheduler.serve(req, answer=[50])
@@ -468,14 +464,14 @@ def test_least_reused_leaves_for_what_comes(disk: Disk) -> None:
     counts = disk.settle()
     assert (counts["num_entries"], counts["num_evicted"]) == (2, 1)
     assert counts["num_bytes"] <= counts["max_bytes"]
-    kept = {v.blob.row.place.chunk for v in disk.tier.index.variants()}
+    kept = {v.blob.row.place.chunk for v in disk.tier.storage.index.variants()}
     assert kept == {chunk_id(A), chunk_id([5, 5, 5, 5])}
     assert len(disk.storage.held) == 2
     disk.stop()
     disk.server(storage_bytes=size + size // 2)  # a lower limit
     counts = disk.settle()
     assert counts["num_entries"] == len(disk.storage.held) == 1
-    assert {v.blob.row.place.chunk for v in disk.tier.index.variants()} == {chunk_id(A)}
+    assert {v.blob.row.place.chunk for v in disk.tier.storage.index.variants()} == {chunk_id(A)}
 
 
 def test_f_r_halves_on_the_storage_too(disk: Disk) -> None:
@@ -485,7 +481,7 @@ def test_f_r_halves_on_the_storage_too(disk: Disk) -> None:
     disk.settle()
     scheduler.serve(fused(B, A), answer=[50])
     disk.settle()
-    (stored,) = disk.tier.index.variants()
+    (stored,) = disk.tier.storage.index.variants()
     reuse = stored.reuse
     assert reuse > 0
     for _ in range(2):
@@ -501,7 +497,7 @@ def test_end_of_the_scheduler_keeps_what_waits(disk: Disk) -> None:
     scheduler = disk.server()
     store(scheduler, A, B)
     disk.settle()
-    disk.tier.loader.drain(10)
+    disk.tier.storage.loader.drain(10)
     scheduler.serve(fused(B, A), answer=[50])
     store(scheduler, C)
     scheduler.cache.release_host_resources()
@@ -533,7 +529,7 @@ def test_start_loads_what_was_used_most(disk: Disk) -> None:
     assert len(held(scheduler, A)) == 1
     disk.stop()
     scheduler = disk.server()
-    disk.tier.start(9, ())
+    disk.tier.storage.start(9, ())
     assert disk.tier.load_most_used() == 0
 
 
@@ -607,20 +603,20 @@ def test_a_failure_while_loading_is_asked_for_leaves_the_request_alone(
 def test_figures_are_shown_now_and_then_and_when_they_are_asked_for(disk: Disk) -> None:
     """A forward must not write them each time."""
     disk.server()
-    for seconds, expected in ((0.0, 1), (0.5 * module.SHOWN_S, 0), (module.SHOWN_S, 1)):
+    for seconds, expected in ((0.0, 1), (0.5 * SHOWN_S, 0), (SHOWN_S, 1)):
         disk.now += seconds
         disk.shown.clear()
-        disk.tier.poll()
-        disk.tier.poll()
+        disk.tier.storage.poll()
+        disk.tier.storage.poll()
         assert len(disk.shown) == expected
     disk.shown.clear()
-    assert disk.tier.stats() == disk.shown[0]
+    assert disk.tier.storage.stats() == disk.shown[0]
 
 
 def test_figures_that_cannot_be_shown_are_shown_no_more(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     """The scheduler must not die of them."""
     disk.server()
-    disk.tier._show = fail = mock.Mock(side_effect=OSError("no room"))
+    disk.tier.storage._show = fail = mock.Mock(side_effect=OSError("no room"))
     for _ in range(2):
-        disk.tier.stats()
+        disk.tier.storage.stats()
     assert fail.call_count == caplog.text.count("shown no more") == 1

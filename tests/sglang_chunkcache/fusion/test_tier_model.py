@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 pytest.importorskip("sglang")
 
+from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.reference.scheduler import FakeReq
 from tests.sglang_chunkcache.fusion.test_promise import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, rag
@@ -39,7 +40,7 @@ class StorageLife(RuleBasedStateMachine):
     def _start(self) -> None:
         self.server = self.disk.server(storage_bytes=STORAGE_BYTES, store_bytes=200, capacity=120)
         self.server.weights = self.server.fuser._weights = self.weights
-        self.disk.tier.start(self.weights, ())
+        self.disk.tier.storage.start(self.weights, ())
 
     @rule(chunks=CHUNKS, head=HEADS, salt=SALTS, scored=st.booleans())
     def store(self, chunks: list[list[int]], head: list[int], salt: str | None, scored: bool) -> None:
@@ -69,11 +70,11 @@ class StorageLife(RuleBasedStateMachine):
     @rule()
     def update_without_a_flush(self) -> None:
         self.weights = self.server.weights = 1 - self.weights
-        self.server.fuser.doubt_weights()
+        self.server.cache.doubt_weights()
 
     @rule()
     def clear(self) -> None:
-        self.server.fuser.clear_store()
+        self.server.cache.rank_state(0, Asked(clear_store=True))
 
     @rule(at=st.integers(1, 40), head=HEADS)
     def damage(self, at: int, head: list[int]) -> None:
@@ -90,7 +91,7 @@ class StorageLife(RuleBasedStateMachine):
     def fail(self, fails: bool) -> None:
         self.disk.settle()
         self.disk.storage.fails = fails
-        self.disk.tier.loader._paused_until = None
+        self.disk.tier.storage.loader._paused_until = None
 
     @rule()
     def restart(self) -> None:
@@ -102,19 +103,19 @@ class StorageLife(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.disk.settle()
         self.server.check()
-        index = self.disk.tier.index
+        index = self.disk.tier.storage.index
         index.check_integrity()
         rows = {variant.blob.row.name: variant.blob.row.num_bytes for variant in index.variants()}
-        assert {row.name: row.num_bytes for row in self.disk.tier.loader._manifest.rows()} == rows
+        assert {row.name: row.num_bytes for row in self.disk.tier.storage.loader._manifest.rows()} == rows
         assert rows.keys() <= self.disk.storage.held.keys()
         assert all(len(self.disk.storage.held[name]) == num_bytes for name, num_bytes in rows.items())
         assert sum(rows.values()) <= STORAGE_BYTES
-        assert not self.disk.tier._under_way
+        assert not self.disk.tier.storage._under_way
 
     def teardown(self) -> None:
         self.disk.storage.fails = False
         self.agrees()
-        self.disk.tier.close()
+        self.disk.tier.storage.close()
         self.folder.cleanup()
 
 

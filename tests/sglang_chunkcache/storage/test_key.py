@@ -58,20 +58,21 @@ HEADS: tuple[tuple[tuple[int, int], ...], ...] = (((0, 1),), ((1, 0),))
 @pytest.mark.parametrize(
     "other",
     [
-        ({**CONFIG, "rope_parameters": {"rope_theta": 1e5}}, 1, LAYOUT),
-        (CONFIG, 2, LAYOUT),
-        (CONFIG, 1, Layout(2, 1, 4, 4, "float16")),
-        (CONFIG, 1, Layout(2, 1, 4, 2, "bfloat16")),
+        ({**CONFIG, "rope_parameters": {"rope_theta": 1e5}}, LAYOUT, 1),
+        (CONFIG, LAYOUT, 2),
+        (CONFIG, LAYOUT, 1, "exact"),
+        (CONFIG, Layout(2, 1, 4, 4, "float16"), 1),
+        (CONFIG, Layout(2, 1, 4, 2, "bfloat16"), 1),
     ],
 )
-def test_each_part_of_a_model_makes_another_name(other: tuple[Mapping[str, object], int, Layout]) -> None:
-    """Config with its RoPE, weights, and how KV lies in the pool."""
-    assert NAMES.model(*other) != NAMES.model(CONFIG, 1, LAYOUT)
+def test_each_part_of_a_model_makes_another_name(other: tuple[Mapping[str, object], Layout, int]) -> None:
+    """Config with its RoPE, weights, how KV lies in the pool, and how it was computed."""
+    assert NAMES.model(*other) != NAMES.model(CONFIG, LAYOUT, 1)
 
 
 def test_model_is_the_same_wherever_it_lies() -> None:
     """A folder that was moved is the same model."""
-    assert NAMES.model({**CONFIG, "_name_or_path": "/b"}, 1, LAYOUT) == NAMES.model(CONFIG, 1, LAYOUT)
+    assert NAMES.model({**CONFIG, "_name_or_path": "/b"}, LAYOUT, 1) == NAMES.model(CONFIG, LAYOUT, 1)
 
 
 def test_tenants_are_told_apart() -> None:

@@ -17,9 +17,10 @@ pytest.importorskip("sglang")
 
 from eval.server import free_port
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.storage.loader import PAUSE_AFTER, Load, Lookup, Write
+from sglang_chunkcache.storage.loader import PAUSE_AFTER, Load, Lookup
 from sglang_chunkcache.storage.opening import Opened, open_storage
 from tests.sglang_chunkcache.storage.test_entry import LAYOUT, NUM_TOKENS, make_entry, same_bits
+from tests.sglang_chunkcache.storage.test_loader import keeping
 from tests.sglang_chunkcache.storage.test_manifest import make_row
 
 needs_redis = pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
@@ -71,7 +72,7 @@ def opened(redis: Redis, folder: Path) -> Opened:
 def test_entry_comes_back_after_a_restart(redis: Redis, tmp_path: Path) -> None:
     """The manifest is on this machine, the bytes are in Redis."""
     first = opened(redis, tmp_path)
-    written = Write(make_row(num_bytes=0, num_tokens=NUM_TOKENS), make_entry())
+    written = keeping(make_row(num_bytes=0, num_tokens=NUM_TOKENS), make_entry())
     first.loader.write(written)
     first.loader.close()
     assert list(first.loader.poll()) == [written]
@@ -82,7 +83,7 @@ def test_entry_comes_back_after_a_restart(redis: Redis, tmp_path: Path) -> None:
     second.loader.load(load)
     second.loader.drain(10)
     assert load.entry is not None
-    assert same_bits(load.entry.keys, written.entry.keys)
+    assert same_bits(load.entry.keys, written.entry().keys)
     second.loader.delete([row])
     gone = Load(row.name, row.num_bytes, row.num_tokens, LAYOUT)
     second.loader.drain(10)
@@ -95,7 +96,7 @@ def check_that_second_loads_what_first_writes(first: Opened, second: Opened) -> 
     """Two servers with folders of their own: the second finds the entry by its chunk, and loads it bit for bit. Both end."""
     entry, row = make_entry(), make_row(num_bytes=0, num_tokens=NUM_TOKENS)
     row = row._replace(name=first.names.entry(row.place, row.scored, row.has_outward, row.heads))
-    first.loader.write(Write(row, entry))
+    first.loader.write(keeping(row, entry))
     assert first.loader.drain(20)
     assert first.loader.stats()["unshared"] == 0
     chunk = row.place.stored_chunk
@@ -105,7 +106,7 @@ def check_that_second_loads_what_first_writes(first: Opened, second: Opened) -> 
     (found,) = lookup.found[chunk]
     assert (found.name, found.place, found.num_tokens) == (row.name, row.place, NUM_TOKENS)
     assert lookup.found[lookup.chunks[1]] == []
-    load, again = Load(found.name, found.num_bytes, found.num_tokens, LAYOUT), Write(row, entry)
+    load, again = Load(found.name, found.num_bytes, found.num_tokens, LAYOUT), keeping(row, entry)
     second.loader.load(load)
     second.loader.write(again)
     assert second.loader.drain(20)
@@ -125,17 +126,17 @@ def test_two_servers_share_one_redis(redis: Redis, tmp_path: Path) -> None:
 def test_redis_that_is_lost_and_back(redis: Redis, tmp_path: Path) -> None:
     """Failures are counted, the storage pauses, and goes on when it is tried again; what was in its memory is gone."""
     storage = opened(redis, tmp_path)
-    storage.loader.write(Write(make_row(num_bytes=0, num_tokens=NUM_TOKENS), make_entry()))
+    storage.loader.write(keeping(make_row(num_bytes=0, num_tokens=NUM_TOKENS), make_entry()))
     storage.loader.drain(10)
     redis.stop()
     for number in range(PAUSE_AFTER):
-        storage.loader.write(Write(make_row(f"n{number}", num_tokens=NUM_TOKENS), make_entry()))
+        storage.loader.write(keeping(make_row(f"n{number}", num_tokens=NUM_TOKENS), make_entry()))
     storage.loader.drain(10)
     assert storage.loader.is_paused
     assert storage.loader.problems == {"failed": PAUSE_AFTER}
     redis.start()
     storage.loader._paused_until = 0.0  # the pause is over
-    again = Write(make_row("again", num_tokens=NUM_TOKENS), make_entry())
+    again = keeping(make_row("again", num_tokens=NUM_TOKENS), make_entry())
     storage.loader.write(again)
     lost = Load("n", 463, NUM_TOKENS, LAYOUT)
     storage.loader.load(lost)

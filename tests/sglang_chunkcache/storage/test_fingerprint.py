@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor, nn
 
-from sglang_chunkcache.fusion import fingerprint as module
-from sglang_chunkcache.fusion.fingerprint import fingerprint
+from sglang_chunkcache.storage import fingerprint as module
+from sglang_chunkcache.storage.fingerprint import fingerprint
 from tests.reference import naive_fingerprint as naive
 
 

@@ -1,0 +1,407 @@
+"""A rank's storage on the scheduler's side: what it holds, what is under way, what leaves.
+
+    fusion/tier.py               chunk KV that is moved ──┐
+    scheduler/stored_chains.py   exact chains ────────────┴──► index, one budget in bytes ──► loader.py: the thread
+
+The index knows every entry of the manifest and what was found of others', and none of their KV. By f_r others leave it for what
+comes. Who has written an entry deletes it for its budget, others only forget it. Nothing here waits or raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from radix_ext import ChunkId
+from radix_ext.cfo import Prefix
+from radix_ext.loading import LoadTimes
+from radix_ext.variants import Identity, Variant, VariantIndex
+from sglang_chunkcache.storage.entry import Entry, Layout
+from sglang_chunkcache.storage.key import Names, StoredChunk
+from sglang_chunkcache.storage.loader import FAILED, PAUSED, Load, Loader, Lookup, Write
+from sglang_chunkcache.storage.manifest import Row, Use
+
+logger = logging.getLogger(__name__)
+
+LOOKED_UP_S = 10.0
+"""How long what was looked up counts as known: a miss costs one question."""
+MAX_LOOKED_UP = 10_000
+"""Chunks of which that is remembered, about three megabytes."""
+SHOWN_S = 1.0
+"""Between two figures for Prometheus, which reads them less often."""
+MAX_OVERHEAD_BYTES = 1 << 20
+"""What an entry may have beside twice its KV, if another server tells of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """In place of an entry's KV and of what was measured of it."""
+
+    row: Row
+    is_own: bool
+    """Whether this server has written it."""
+
+    @property
+    def nbytes(self) -> int:
+        """What others have written is in their budgets."""
+        return self.row.num_bytes if self.is_own else 0
+
+
+class Known(NamedTuple):
+    """What there is of one variant."""
+
+    preprocessed: bool
+    scored: int
+    has_outward: bool
+
+    def replaces(self, old: Known) -> bool:
+        """As in a store, except that nothing that was measured is lost: a backend joins no entries."""
+        if self.preprocessed != old.preprocessed:
+            return self.preprocessed
+        return self != old and self.scored >= old.scored and self.has_outward >= old.has_outward
+
+
+class Storage:
+    """Of one rank.
+
+    Args:
+        index: empty.
+        model_of: names model, weights (by their fingerprint) and what else KV depends on.
+        window: requests after which every f_r halves, as the index's.
+        rows: what the manifest has, the most used first.
+        show: told what `stats` says, with it and every `SHOWN_S` while there are requests. None: nobody is.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        index: VariantIndex,
+        loader: Loader,
+        names: Names,
+        *,
+        window: int,
+        layout: Layout,
+        model_of: Callable[..., str],
+        rows: Iterable[Row] = (),
+        show: Callable[[Mapping[str, Any]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index, self.loader, self.names, self.layout, self._window = index, loader, names, layout, window
+        self._model_of, self._weights, self._models = model_of, 0, dict[tuple[str, ...], str]()
+        self.heads: tuple[tuple[int, int], ...] = ()
+        """What was measured in others is not used."""
+        self.is_off = True
+        """Nobody knows the weights, so nothing can be named: nothing is written or loaded."""
+        self.pays = True
+        """The last load that was thought of."""
+        self.num_late = self.num_unpaid = self.num_found = 0
+        self._tenant: tuple[tuple[str | None, str | None], str] = (None, None), names.tenant(None, None)
+        """The last one, and its name."""
+        self._under_way: set[str] = set()
+        """Names that are being loaded or written."""
+        self._looked_up: dict[StoredChunk, float] = {}
+        """When that is asked again. The oldest first."""
+        self._times, self._clock = LoadTimes(), clock
+        self._show, self._shown_at = show, 0.0
+        self._used: dict[str, Use] = {}
+        """Not told to the thread yet."""
+        self._num_asked = self._era = self._num_cleared = 0
+        left = [
+            row for row in rows if not index.restore(row.place.stored_chunk, _variant(row, row.reuse, row.num_uses))
+        ]
+        index.watch = self._index_changed
+        if left:  # the limit is lower than it was
+            loader.delete(left)
+
+    # A rank's life
+
+    def start(self, weights: int | None, heads: tuple[tuple[int, int], ...] = ()) -> None:
+        """From now on with these weights (their fingerprint; None: unknown, as `stop`) and calibrated heads. What is under way
+        for others is not used."""
+        self.stop()
+        if weights is not None:
+            self._weights, self.heads, self.is_off = weights, heads, False
+            self._models.clear()
+
+    def stop(self) -> None:
+        """Until `start` nothing is written or loaded."""
+        self.is_off = True
+        self._era += 1
+
+    def fill(self, loads: Iterable[Callable[[], bool]], seconds: float) -> None:
+        """Do these loads, before there are requests, until one says False: the one method that waits, so long at most."""
+        deadline = time.monotonic() + seconds
+        for load in loads:
+            while self.loader.is_full and time.monotonic() < deadline:
+                self.loader.drain(0.05)
+                self.poll()
+            if time.monotonic() > deadline or self.loader.is_paused or not load():
+                break
+        self.loader.drain(max(0.0, deadline - time.monotonic()))
+        self.poll()
+
+    def close(self) -> None:
+        """The end: what waits is written, within `loader.CLOSE_S`."""
+        self._tell_uses()
+        self.loader.close()
+
+    # Entries
+
+    def chunk(self, how: tuple[str, ...], extra_key: str | None, cache_salt: str | None, chunk: ChunkId) -> StoredChunk:
+        """What a tenant's entries of a chunk are found by. `how`: what KV depends on beside model, weights and tokens."""
+        if (extra_key, cache_salt) != self._tenant[0]:  # a request's chunks have one
+            self._tenant = (extra_key, cache_salt), self.names.tenant(extra_key, cache_salt)
+        if how not in self._models:
+            self._models[how] = self._model_of(self._weights, *how)
+        return StoredChunk(self._models[how], self._tenant[1], chunk)
+
+    def has(self, row: Row) -> bool:
+        """Whether the storage has as much of it, or something better in its place, or would not take it."""
+        old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
+        if old is not None:
+            return not _known(row).replaces(self._known(old))
+        return not self.index.wants(
+            row.place.stored_chunk,
+            row.place.head,
+            row.place.prefix,
+            preprocessed=row.place.preprocessed,
+            nbytes=row.num_tokens * self.layout.token_bytes,
+        )
+
+    def write(self, row: Row, entry: Callable[[], Entry], done: Callable[[], None] = lambda: None) -> bool:
+        """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` then. False: nothing is written."""
+        if self.is_off or self.loader.is_paused or row.name in self._under_way or self.has(row):
+            return False
+        num_bytes = row.num_tokens * self.layout.token_bytes
+        if not self.loader.write(Write(row, entry, num_bytes, partial(self._written, self._num_cleared, done))):
+            return False
+        self._under_way.add(row.name)
+        return True
+
+    def load(
+        self,
+        variant: Variant,
+        num_tokens: int,
+        done: Callable[[Entry | None], None],
+        into: Callable[[Entry], None] | None = None,
+    ) -> Load | None:
+        """Load one of the index's. The thread calls `into` where there is an entry. `done` is told: None, there is none, or it
+        is of other weights by now. Returns None: it is under way, or too much is."""
+        row: Row = variant.blob.row
+        if row.name in self._under_way:
+            return None
+        job = Load(
+            row.name, row.num_bytes, num_tokens, self.layout, into, partial(self._loaded, self._era, variant, done)
+        )
+        if not self.loader.load(job):
+            return None
+        self._under_way.add(row.name)
+        return job
+
+    def look_up(self, chunks: Mapping[StoredChunk, int], then: Callable[[], None]) -> None:
+        """Ask what others have of these chunks of so many tokens, unless that is known or being asked. `then` is told when the
+        index knows it."""
+        if not self.loader.is_shared:
+            return
+        now = self._clock()
+        unknown = {chunk: number for chunk, number in chunks.items() if now >= self._looked_up.get(chunk, now)}
+        if not unknown or not self.loader.look_up(
+            Lookup(list(unknown), partial(self._found, self._era, unknown, then))
+        ):
+            return
+        for chunk in unknown:
+            self._looked_up.pop(chunk, None)
+            self._looked_up[chunk] = now + LOOKED_UP_S
+        while len(self._looked_up) > MAX_LOOKED_UP:
+            del self._looked_up[next(iter(self._looked_up))]
+
+    def seconds(self, num_bytes: int) -> float | None:
+        """What loading them is estimated to take. None: nothing was loaded yet."""
+        return self._times.seconds(num_bytes)
+
+    def left_out(self) -> int:
+        """A load is estimated to take longer than computing. Returns how many there were."""
+        self.pays = False
+        self.num_unpaid += 1
+        return self.num_unpaid
+
+    def late(self, loads: Iterable[Load]) -> None:
+        """Their request is planned: those that are under way serve the next one."""
+        for load in loads:
+            if not load.is_done and not load.is_late:
+                load.is_late = True
+                self.num_late += 1
+
+    def ask(self, chunks: Iterable[tuple[Identity, str, Prefix]]) -> None:
+        """Count one request, as `VariantIndex.ask`."""
+        self.index.ask(chunks)
+        self._num_asked += 1
+        if self._num_asked % self._window == 0:
+            self._tell_uses()  # as they were before the index has halved them
+            self.loader.halve()
+
+    def use(self, variant: Variant, cfo: float) -> None:
+        """As `VariantIndex.use`, kept in the manifest too."""
+        self.index.use(variant, cfo)
+        self._note(variant)
+
+    def poll(self) -> None:
+        """Take in what the thread has done."""
+        for job in self.loader.poll():
+            job.done(job)
+        if self._used and self.loader.is_idle:
+            self._tell_uses()
+        if self._show is not None and self._clock() >= self._shown_at:
+            self._show_figures()
+
+    # Operators
+
+    def clear(self) -> None:
+        """Delete every entry that this server knows, of whatever model, those under way and those of others included. What
+        others have written and this one never asked for stays."""
+        self._era += 1
+        self._num_cleared += 1
+        rows = [variant.blob.row for variant in self.index.variants()]
+        self.index.watch = lambda identity, variant, is_here: None
+        self.index.clear()
+        self.index.watch = self._index_changed
+        self._used.clear()
+        self._looked_up.clear()
+        self.loader.delete(rows)
+
+    def stats(self) -> dict[str, Any]:
+        """What it holds, counts since the start, and what waits."""
+        self.poll()
+        self._show_figures()
+        return self._figures()
+
+    # Private, in order of use
+
+    def _show_figures(self) -> None:
+        if self._show is None:
+            return
+        self._shown_at = self._clock() + SHOWN_S
+        try:
+            self._show(self._figures())
+        except Exception:
+            self._show = None
+            logger.exception("chunk cache: the storage's figures are shown no more")
+
+    def _figures(self) -> dict[str, Any]:
+        held = self.index.stats()
+        return {
+            "num_entries": held.num_variants,
+            "num_bytes": held.num_bytes,
+            "max_bytes": self.index.max_bytes,
+            "num_evicted": held.num_evicted,
+            "late": self.num_late,
+            "unpaid": self.num_unpaid,
+            "pays": self.pays,
+            "load_ms_per_mib": None if (taken := self._times.seconds(1 << 20)) is None else 1000 * taken,
+            "off": self.is_off,
+            **({"found": self.num_found} if self.loader.is_shared else {}),
+            **self.loader.stats(),
+        }
+
+    def _index_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
+        if not is_here:
+            self._used.pop(variant.blob.row.name, None)
+            if variant.blob.is_own:
+                self.loader.delete([variant.blob.row])
+
+    def _written(self, num_cleared: int, done: Callable[[], None], job: Write) -> None:
+        """The entry is there: the index has it, and another one leaves for it."""
+        row = job.row
+        self._under_way.discard(row.name)
+        done()
+        if not job.is_confirmed:
+            return
+        if num_cleared != self._num_cleared:
+            self._delete_own(job)
+            return
+        old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
+        if old is not None and old.blob.row.name == row.name:
+            if old.blob.is_own or not job.is_own:
+                return
+        elif old is not None and not _known(row).replaces(self._known(old)):
+            self._delete_own(job)
+            return
+        stored = _variant(row, old.reuse if old else 0.0, old.num_uses if old else 0, is_own=job.is_own)
+        if old is not None:
+            self.index.drop(old)
+        if self.index.put(row.place.stored_chunk, stored):
+            self._note(stored)
+        else:
+            self._delete_own(job)
+
+    def _delete_own(self, job: Write) -> None:
+        if job.is_own:
+            self.loader.delete([job.row])
+
+    def _loaded(self, era: int, variant: Variant, done: Callable[[Entry | None], None], job: Load) -> None:
+        """Unless it is no entry: then the storage has none."""
+        self._under_way.discard(job.name)
+        if job.entry is not None:
+            self._times.observe(job.num_bytes, job.seconds)
+        elif job.problem not in (FAILED, PAUSED):
+            self.index.drop(variant)
+            if not variant.blob.is_own:  # nobody can use it
+                self.loader.delete([variant.blob.row])
+        done(job.entry if era == self._era else None)
+
+    def _found(self, era: int, chunks: Mapping[StoredChunk, int], then: Callable[[], None], job: Lookup) -> None:
+        for chunk in job.chunks:
+            if era != self._era or chunk not in job.found:  # the storage has failed
+                self._looked_up.pop(chunk, None)
+        if era != self._era:
+            return
+        for chunk, rows in job.found.items():
+            for row in rows:
+                self._take_over(row, chunks[chunk])
+        then()
+
+    def _take_over(self, row: Row, num_tokens: int) -> None:
+        """Another server tells of this entry: the index has it, if it has nothing as good there. Nothing leaves for it."""
+        room = 2 * num_tokens * self.layout.token_bytes + MAX_OVERHEAD_BYTES
+        if row.num_tokens != num_tokens or row.num_bytes > room or self.loader.is_refused(row.name):
+            return
+        old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
+        if old is not None and not _known(self._in_these_heads(row)).replaces(self._known(old)):
+            return
+        if old is not None:
+            self.index.drop(old)
+        self.num_found += self.index.restore(row.place.stored_chunk, _variant(row, 0.0, 0, is_own=False))
+
+    def _note(self, variant: Variant) -> None:
+        if variant.blob.is_own:  # others have no row
+            self._used[variant.blob.row.name] = Use(variant.blob.row.name, variant.reuse, variant.num_uses)
+
+    def _tell_uses(self) -> None:
+        self.loader.use(list(self._used.values()))
+        self._used.clear()
+
+    def _known(self, stored: Variant) -> Known:
+        return _known(self._in_these_heads(stored.blob.row))
+
+    def _in_these_heads(self, row: Row) -> Row:
+        return row if row.heads in ((), self.heads) else row._replace(scored=0, has_outward=False)
+
+
+def _known(row: Row) -> Known:
+    return Known(row.place.preprocessed, row.scored, row.has_outward)
+
+
+def _variant(row: Row, reuse: float, num_uses: int, *, is_own: bool = True) -> Variant:
+    place = row.place
+    return Variant(
+        place.prefix,
+        Stored(row, is_own),
+        preprocessed=place.preprocessed,
+        head=place.head,
+        reuse=reuse,
+        num_uses=num_uses,
+    )
