@@ -64,7 +64,7 @@ class Tree(Protocol):
         self, key: ChunkKey, values: Tensor, head: str, priority: int | None, chunked: bool, *, are_filled: bool
     ) -> tuple[int, list[TreeNode]]: ...
     def fill(self, node: TreeNode) -> None: ...
-    def back_on_device(self, node: TreeNode, host: HostNode) -> None: ...
+    def back_on_device(self, node: TreeNode, host: HostNode, namespace: str) -> None: ...
     def off_host(self, chain: ChainId) -> None: ...
 
 
@@ -159,9 +159,11 @@ class HostChains:
         _, path = cache.insert_segments(key[: len(row)], row, spans.namespace, priority, True, are_filled=False)
         for node in path[-len(found) :]:  # what is above may be promised to another request, and not filled yet
             cache.fill(node)
-        hosts = [host for host, _ in found if host.chain is not None]
-        for host, node in zip(hosts, path[len(path) - len(hosts) :], strict=True):
-            cache.back_on_device(node, host)
+        chunks = [node for node in path if facts(node).chunk is not None]
+        for index, (host, node) in enumerate(zip(self.of(chunks), chunks, strict=True)):
+            if facts(node).chain is None:  # the new ones, and what is above and not filled yet
+                host.promoted = index < spans.promoted_len
+                cache.back_on_device(node, host, spans.namespace)
         self.counts.loads += 1
         self.counts.loaded_tokens += num_tokens
         return result._replace(

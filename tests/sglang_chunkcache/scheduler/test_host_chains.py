@@ -192,6 +192,22 @@ def test_chain_that_left_everything_is_told() -> None:
     assert scheduler.tree.find(chain(A)) is None
 
 
+def test_front_that_lost_events_hears_of_what_comes_back() -> None:
+    """A notice that names no parent would leave out, for as long as they are reused, the chains that are reused most."""
+    scheduler = HostScheduler()
+    known(scheduler, A, B)
+    scheduler.evict(CAPACITY)
+    scheduler.check()
+    scheduler.cache.log.unread(scheduler.mirror.acknowledgement)  # and what is acknowledged is forgotten
+    scheduler.tree = ChunkPrefixTree(max_nodes=10_000)
+    scheduler.mirror = RankMirror(scheduler.tree, 0)
+    scheduler.serve(rag(A, B, promoted_len=1))
+    scheduler.check()
+    nodes = [scheduler.tree.find(each) for each in (chain(A), chain(A, B))]
+    assert [node.promoted for node in nodes if node is not None] == [True, False]
+    assert scheduler.mirror.num_gaps == 1
+
+
 def test_computed_again_is_linked_again() -> None:
     """Where the device had no room for the load, the copy and the new node are one chain."""
     scheduler = HostScheduler()
@@ -298,6 +314,23 @@ def test_what_left_before_it_was_saved_is_missed() -> None:
     scheduler.idle()
     assert scheduler.cache.host.stats()["missed"] == 1
     assert not scheduler.on_host()
+
+
+def test_copies_are_looked_up_for_nodes_without_a_chain_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name is a hash: a request whose chunks are all known needs none."""
+    scheduler = HostScheduler()
+    asked: list[int] = []
+
+    def of(area: Sequence[Any]) -> list[Any]:
+        asked.append(len(area))
+        return []
+
+    monkeypatch.setattr(scheduler.cache.host, "of", of)
+    scheduler.serve(rag(A, B))
+    scheduler.serve(rag(A, B))
+    assert asked == [2]
+    scheduler.serve(rag(A, C))
+    assert asked == [2, 2]
 
 
 def test_a_prefill_is_not_kept_waiting_twice() -> None:
