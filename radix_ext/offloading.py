@@ -3,7 +3,7 @@
     on the device         A ── B ── C        the device has a chain down from its root, and so has the host
     in host memory        A ── B ── X        C is computed again once it has left, X is loaded behind B
 
-`worth_offloading` is the rule, for the live scheduler too. `HostChains` is a replay's host memory: the nodes it has, no KV.
+`worth_offloading` is the rule, for the live scheduler too. `HostTier` is a replay's host memory: the nodes it has, no KV.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def worth_offloading(admission: HostAdmission, *, hits: int, promoted: bool) -> 
             return True
 
 
-class HostChains:
+class HostTier:
     """The nodes of a tree that host memory has, whether or not the device has them too. Single-threaded.
 
     A node's parent is there before it and stays as long as it does. Room is made before a copy, by the device's rule of eviction.

@@ -21,7 +21,7 @@ from radix_ext.chain_node import ChainNode, Tier
 from radix_ext.chunk import Chunk, ChunkId
 from radix_ext.errors import IntegrityError, LimitError, check_at_least, check_choice
 from radix_ext.eviction import EVICTION_POLICIES, EvictionPolicy, EvictionQueue
-from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, HostChains
+from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, HostTier
 from radix_ext.order import OrderPolicy, TailPolicy, order_chunks
 from radix_ext.prefix_tree import ChunkPrefixTree
 
@@ -173,9 +173,9 @@ class Replay:
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
         self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window, is_leaf=self._is_device_leaf)
-        self._host: HostChains | None = None
+        self._host: HostTier | None = None
         if settings.host:
-            self._host = HostChains(
+            self._host = HostTier(
                 self._tree,
                 settings.eviction,
                 settings.host_admission,
@@ -316,7 +316,7 @@ class Replay:
         rest, rest_promoted_len = chain[len(held) :], max(0, promoted_len - len(held))
         return self._tree.extend(held[-1].chain, rest, rank=_RANK, tier=Tier.DEVICE, promoted_len=rest_promoted_len)
 
-    def _offload(self, host: HostChains, leaf: ChainNode) -> None:
+    def _offload(self, host: HostTier, leaf: ChainNode) -> None:
         """Copy what is worth it of the chain that ends in `leaf`."""
         for gone in host.offload(leaf.path()):
             if gone.tier(_RANK) is Tier.HOST:

@@ -82,7 +82,8 @@ def create_cache(ctx: Any) -> Any:
 
         cache.promiser = create_fuser(cache, ctx, settings, pricing)
     if (pool := create_host_pool(ctx, settings)) is not None:
-        cache.host = HostChains(cache, pool, pricing, window=settings.window_requests)
+        num_ranks = ctx.tp_worker.model_runner.tp_group.world_size
+        cache.host = HostChains(cache, pool, pricing, window=settings.window_requests, num_ranks=num_ranks)
     return cache
 
 

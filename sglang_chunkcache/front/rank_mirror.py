@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from radix_ext import Chunk, ChunkPrefixTree, Tier
+from radix_ext import Chunk, ChunkPrefixTree, Tier, extend_chain, root_chain
 from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Evicted, Moved
 from sglang_chunkcache.wire.state import RankState
 
@@ -73,6 +73,11 @@ class RankMirror:
             return
         if isinstance(event, Moved):
             self._tree.move(event.chain, rank=self.rank, tier=event.tier)
+            return
+        parent = root_chain(event.namespace) if event.parent is None else event.parent
+        node = self._tree.find(extend_chain(parent, event.chunk))
+        if node is not None and node.is_held(self.rank):  # it comes back from host memory
+            self._tree.move(node.chain, rank=self.rank, tier=Tier.DEVICE)
             return
         chunks, promoted_len = [Chunk(event.chunk, event.num_tokens)], int(event.promoted)
         if event.parent is None:

@@ -244,15 +244,15 @@ class ChunkRadixCache(SharingRadixCache):
         if self._is_copy(node):
             self.copies.add(node)
 
-    def back_on_device(self, node: TreeNode, host: HostNode) -> None:
+    def back_on_device(self, node: TreeNode, host: HostNode, namespace: str) -> None:
         """The node has a place in the global tree, and is in host memory."""
-        known = facts(node)
+        known, parent = facts(node), facts(node.parent).chain
         known.host, known.chain, known.hits, host.node = host, host.chain, host.hits, node
-        assert host.chain is not None
+        assert known.chunk is not None
         known.promoted = host.promoted
         self._num_promoted += known.promoted
         self._num_chunk_tokens += len(node.key)
-        self.log.append(Moved(host.chain, Tier.DEVICE))
+        self.log.append(Inserted(known.chunk, len(node.key), parent, namespace, known.promoted))
 
     def off_host(self, chain: ChainId) -> None:
         """The chain has left host memory, and is not on the device."""
@@ -468,13 +468,15 @@ class ChunkRadixCache(SharingRadixCache):
         """
         mine = itertools.takewhile(lambda node: node.key.fused is None or not node.key.fused.serves_one, path)
         parent, area = None, [node for node in mine if facts(node).chunk is not None][: spans.area_len]
-        copies = self.host.of(area) if self.host is not None else []
+        is_new = any(facts(node).chain is None for node in area)
+        copies = self.host.of(area) if self.host is not None and is_new else []
         for index, node in enumerate(area):
             known, fused = facts(node), node.key.fused
             promoted = fused is None and index < spans.promoted_len
             assert known.chunk is not None
             if known.chain is None and index < len(copies):
-                self.back_on_device(node, copies[index])
+                copies[index].promoted = promoted
+                self.back_on_device(node, copies[index], spans.namespace)
             elif known.chain is None:
                 chunk = known.chunk if fused is None else fused_chunk(fused.recipe, known.chunk)
                 known.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, chunk)

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -40,6 +41,8 @@ from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+logger = logging.getLogger(__name__)
 
 PLACE_BYTES = 16
 """Nobody finds two of one name."""
@@ -64,7 +67,7 @@ class Tree(Protocol):
         self, key: ChunkKey, values: Tensor, head: str, priority: int | None, chunked: bool, *, are_filled: bool
     ) -> tuple[int, list[TreeNode]]: ...
     def fill(self, node: TreeNode) -> None: ...
-    def back_on_device(self, node: TreeNode, host: HostNode) -> None: ...
+    def back_on_device(self, node: TreeNode, host: HostNode, namespace: str) -> None: ...
     def off_host(self, chain: ChainId) -> None: ...
 
 
@@ -108,7 +111,9 @@ class HostCounts:
     no_room: int = 0
     """Loads that were cut short, or not made, because the device had no room."""
     missed: int = 0
-    """Nodes that left the device before they were saved, or did not fit."""
+    """Nodes that left the device before they were saved, or did not fit, or whose copy failed."""
+    failed: int = 0
+    """Copies that raised, in either direction."""
 
 
 class HostChains:
@@ -116,16 +121,17 @@ class HostChains:
 
     Args:
         window: requests, as of the access table.
+        num_ranks: of a tensor-parallel group. More than one: a copy that fails is raised, since the others' may not have.
     """
 
-    def __init__(self, cache: Tree, pool: Slots, pricing: Clock, *, window: int) -> None:
-        self.cache, self.pool, self.pricing, self._window = cache, pool, pricing, window
+    def __init__(self, cache: Tree, pool: Slots, pricing: Clock, *, window: int, num_ranks: int = 1) -> None:
+        self.cache, self.pool, self.pricing, self._window, self._num_ranks = cache, pool, pricing, window, num_ranks
         self.counts = HostCounts()
         self._nodes: dict[bytes, HostNode] = {}
         self._leaves: list[tuple[tuple[int, int], int, HostNode]] = []
         """A heap of leaves, and of entries that are outdated."""
         self._numbers = itertools.count()
-        self._waiting: deque[TreeNode] = deque()
+        self._waiting: OrderedDict[TreeNode, None] = OrderedDict()
         self._was_put_off = False
 
     # A request's life
@@ -153,15 +159,22 @@ class HostChains:
             cache.dec_lock_ref(last)
         if device_slots is None:
             return result
-        with self.pool.on_forward_stream(), self.pricing.watch(Phase.LOAD, Work(1, num_tokens)):
-            self.pool.load(torch.cat([slots for _, slots in found]), device_slots)
+        try:
+            with self.pool.on_forward_stream(), self.pricing.watch(Phase.LOAD, Work(1, num_tokens)):
+                self.pool.load(torch.cat([slots for _, slots in found]), device_slots)
+        except Exception as error:
+            allocator.free(device_slots)
+            self._copy_failed(error)
+            return result
         row = torch.cat([result.device_indices, device_slots])
         _, path = cache.insert_segments(key[: len(row)], row, spans.namespace, priority, True, are_filled=False)
         for node in path[-len(found) :]:  # what is above may be promised to another request, and not filled yet
             cache.fill(node)
-        hosts = [host for host, _ in found if host.chain is not None]
-        for host, node in zip(hosts, path[len(path) - len(hosts) :], strict=True):
-            cache.back_on_device(node, host)
+        chunks = [node for node in path if facts(node).chunk is not None]
+        for index, (host, node) in enumerate(zip(self.of(chunks), chunks, strict=True)):
+            if facts(node).chain is None:  # the new ones, and what is above and not filled yet
+                host.promoted = index < spans.promoted_len
+                cache.back_on_device(node, host, spans.namespace)
         self.counts.loads += 1
         self.counts.loaded_tokens += num_tokens
         return result._replace(
@@ -191,7 +204,7 @@ class HostChains:
             if node.key.fused is not None or not is_worth_it:
                 return
             if known.host is None and len(self._waiting) < MAX_WAITING:
-                self._waiting.append(node)
+                self._waiting[node] = None
 
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
@@ -208,7 +221,7 @@ class HostChains:
         self._was_put_off = first_tokens_wait and not self._was_put_off
         num_saved = 0
         while not self._was_put_off and self._waiting and num_saved < MAX_SAVED_TOKENS:
-            num_saved += self._save(self._waiting.popleft())
+            num_saved += self._save(self._waiting.popitem(last=False)[0])
 
     def off_device(self, node: TreeNode, host: HostNode) -> None:
         """The node leaves the device, and is here."""
@@ -336,7 +349,7 @@ class HostChains:
         return _root(token_ids, key.extra_key, key.cache_salt), above
 
     def _add(self, place: bytes, parent: HostNode | None, device_slots: Tensor) -> HostNode | None:
-        """A new node with a copy of the slots' KV. None: it does not fit."""
+        """A new node with a copy of the slots' KV. None: it does not fit, or the copy failed."""
         num_tokens = num_needed = len(device_slots)
         above = parent
         while above is not None:
@@ -348,15 +361,34 @@ class HostChains:
         while self.pool.num_free < num_tokens and self._evict_one():
             pass
         slots = self.pool.alloc(num_tokens)
-        if slots is None:
+        if slots is None or not self._copy(device_slots, slots):
             if parent is not None:
                 self._lost_child(parent)
             return None
-        self.pool.save(device_slots, slots)
         host = self._nodes[place] = HostNode(place, parent, slots)
         self.counts.saved_tokens += num_tokens
         self._push(host)
         return host
+
+    def _copy(self, device_slots: Tensor, slots: Tensor) -> bool:
+        """False: it failed, and the slots on the host are free again."""
+        try:
+            self.pool.save(device_slots, slots)
+        except Exception as error:
+            self.pool.free(slots)
+            self._copy_failed(error)
+            return False
+        return True
+
+    def _copy_failed(self, error: Exception) -> None:
+        if self._num_ranks > 1:
+            raise error
+        if not self.counts.failed:
+            logger.warning(
+                "chunk cache: a copy from or to host memory failed, what it was for is computed (further ones are counted)",
+                exc_info=error,
+            )
+        self.counts.failed += 1
 
     def _evict_one(self) -> bool:
         """The leaf of lowest priority leaves. False: there is none."""

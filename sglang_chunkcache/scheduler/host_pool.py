@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes, ranks_
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from torch import Tensor
 
+from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class HostPool:
         if self._is_cuda:
             self._stream = torch.cuda.current_stream()
             device_slots.record_stream(self._stream)  # made on another one
-            slots = slots.to(device_slots.device, non_blocking=True)
+            slots = upload(slots, device_slots.device)
             pool.backup_from_device_all_layer(self._device_pool, slots, device_slots, "kernel")
             return
         for layer in range(pool.layer_num):
@@ -104,7 +105,7 @@ class HostPool:
         pool = self._pool
         if self._is_cuda:
             device_slots.record_stream(self._stream)  # made on another one
-            slots = slots.to(device_slots.device, non_blocking=True)
+            slots = upload(slots, device_slots.device)
             for layer in range(pool.layer_num):
                 pool.load_to_device_per_layer(self._device_pool, slots, device_slots, layer, "kernel")
             return

@@ -20,7 +20,8 @@ class Acknowledgement(Record, frozen=True):
 
 
 class Inserted(Record, frozen=True, array_like=True, tag="+"):
-    """A chunk node is in the rank's tree, after `parent` or, if that is None, first in its namespace.
+    """A chunk node is in the rank's tree, new or back from host memory. It follows `parent` or, if that is None, is first in its
+    namespace.
 
     Where its KV is approximate, `chunk` is `fused_chunk` of its recipe; no question is part of that.
     """
@@ -33,7 +34,7 @@ class Inserted(Record, frozen=True, array_like=True, tag="+"):
 
 
 class Moved(Record, frozen=True, array_like=True, tag="~"):
-    """A chunk node's KV is in this tier from now on: it left the device and is in host memory, or came back."""
+    """A chunk node's KV has left the device and is in this tier from now on."""
 
     chain: ChainId
     tier: Tier

@@ -3,7 +3,7 @@
 import pytest
 
 from radix_ext import Chunk, ChunkId, ChunkPrefixTree, HostAdmission, PolicyError, Tier, worth_offloading
-from radix_ext.offloading import HostChains
+from radix_ext.offloading import HostTier
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ class Served:
 
     def __init__(self, admission: HostAdmission, capacity: int) -> None:
         self.tree = ChunkPrefixTree(max_nodes=100)
-        self.host = HostChains(self.tree, "reused", admission, capacity=capacity, capacity_tokens=None, window=10)
+        self.host = HostTier(self.tree, "reused", admission, capacity=capacity, capacity_tokens=None, window=10)
 
     def __call__(self, names: str) -> str:
         """Serve a request; returns what left host memory for it."""

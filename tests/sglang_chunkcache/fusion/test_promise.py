@@ -14,6 +14,7 @@ pytest.importorskip("sglang")
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
 from radix_ext import FusionRequest, IntegrityError, chunk_id, fused_chunk
+from radix_ext.costs import Line, Phase
 from radix_ext.fusion_request import QUESTION as QUESTION_NAME
 from radix_ext.moved_plan import Limits, make_plan
 from sglang_chunkcache.fusion import promise
@@ -28,7 +29,7 @@ from tests.reference.fused_scheduler import KV, FusedScheduler
 from tests.reference.scheduler import NOTHING_READ, SECRET, FakeReq, answer_of, config, marked, walk
 
 HEAD, A, B, C, D, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [6, 6, 6, 6], [30, 31, 32]
-OTHER_HEAD = [95, 96, 97]
+OTHER_HEAD, E = [95, 96, 97], [60, 61, 62, 63, 64, 65, 66, 67]
 
 
 def asks(selector: str = "none", ratio: float = 0.0, recipe: str = "r", *, fresh: Sequence[int] = ()) -> FusionRequest:
@@ -460,6 +461,45 @@ def test_request_behind_an_empty_head_computes_its_chunks(head: list[int]) -> No
     finish(scheduler, one, two)
     assert (report(two).exact, report(two).relocated, report(two).fallbacks) == (found, 0, (Fallback.NOT_FILLED,))
     assert scheduler.serve(rag(B, head=head)) == 3 + len(B) + 2
+    scheduler.check()
+
+
+def with_host(*chunks: list[int], head: list[int], load: float) -> FusedScheduler:
+    """These chunks are in host memory alone, and A after HEAD on the device. A load is worth it for more than `load` tokens."""
+    scheduler = FusedScheduler(80, config(reuse="fused"), prefill_budget=40, host_slots=200)
+    for _ in range(2):
+        scheduler.serve(rag(*chunks, head=head))
+    host = scheduler.cache.host
+    while host.stats()["waiting"]:
+        host.after(first_tokens_wait=False)
+    scheduler.evict(80)
+    scheduler.serve(rag(A))
+    host.pricing.agreed = {Phase.LOAD: Line(fixed=load), Phase.EXTEND: Line(each=1.0)}
+    return scheduler
+
+
+def test_load_behind_what_the_batch_fills_fills_its_own_alone() -> None:
+    """The head is promised to the first request: who found it filled would move chunks by KV that is not there yet."""
+    scheduler = with_host(E, head=OTHER_HEAD, load=5)
+    one, two = fused(A, head=OTHER_HEAD), fused(E, A, head=OTHER_HEAD)
+    assert [start_of(scheduler, req) for req in (one, two)] == [7, 11]
+    scheduler.check([one, two])
+    scheduler.forward()
+    finish(scheduler, one, two)
+    assert (state(one).loaded, state(two).loaded) == (0, len(E))
+    assert (report(one).fallbacks, report(two).fallbacks) == ((), (Fallback.NOT_FILLED,))
+    scheduler.check()
+
+
+def test_load_behind_a_gap_knows_the_copies_of_both() -> None:
+    """D is computed for the first request although host memory has it. E has no place in the global tree without it."""
+    scheduler = with_host(D, E, head=HEAD, load=7)
+    one, two = fused(D, A), fused(D, E)
+    assert [start_of(scheduler, req) for req in (one, two)] == [10, 14]
+    assert (state(one).loaded, state(two).loaded) == (0, len(E))
+    scheduler.check([one, two])
+    scheduler.forward()
+    finish(scheduler, one, two)
     scheduler.check()
 
 

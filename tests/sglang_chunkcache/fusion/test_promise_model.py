@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radix_ext import ChunkId, ChunkPrefixTree, FusionRequest, fused_chunk
+from radix_ext.costs import Line, Phase
 from radix_ext.fusion_request import QUESTION
 from radix_ext.moved_plan import Limits
 from sglang_chunkcache.front.rank_mirror import RankMirror
@@ -109,6 +110,7 @@ class FuserMachine(RuleBasedStateMachine):
         store=st.sampled_from([(1000, 1), (100, 2), (1000, 3)]),
         exclusive_slots=st.sampled_from(["on", "on", "on", "off"]),
         host_slots=st.sampled_from([0, 20, 200]),
+        load_s=st.sampled_from([0.0, 4.0, 7.0]),
     )
     def start(
         self,
@@ -122,6 +124,7 @@ class FuserMachine(RuleBasedStateMachine):
         store: tuple[int, int],
         exclusive_slots: str,
         host_slots: int,
+        load_s: float,
     ) -> None:
         knobs = config(
             reuse="fused",
@@ -141,6 +144,9 @@ class FuserMachine(RuleBasedStateMachine):
             store_bytes=store[0],
             host_slots=host_slots,
         )
+        if host_slots:  # a load is worth it for more tokens than that
+            costs = {Phase.LOAD: Line(fixed=load_s), Phase.EXTEND: Line(each=1.0)}
+            self.scheduler.cache.host.pricing.agreed = costs
         self.live: list[Live] = []
 
     # A request's life

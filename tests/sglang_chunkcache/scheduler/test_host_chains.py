@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from radix_ext import ChainId, ChunkPrefixTree, IntegrityError, Tier, chunk_id
 from radix_ext.costs import Line, Phase
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler import host_chains
+from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.wire.spans import checked
 from sglang_chunkcache.wire.state import ExplainRequest
@@ -192,6 +194,22 @@ def test_chain_that_left_everything_is_told() -> None:
     assert scheduler.tree.find(chain(A)) is None
 
 
+def test_front_that_lost_events_hears_of_what_comes_back() -> None:
+    """A notice that names no parent would leave out, for as long as they are reused, the chains that are reused most."""
+    scheduler = HostScheduler()
+    known(scheduler, A, B)
+    scheduler.evict(CAPACITY)
+    scheduler.check()
+    scheduler.cache.log.unread(scheduler.mirror.acknowledgement)  # and what is acknowledged is forgotten
+    scheduler.tree = ChunkPrefixTree(max_nodes=10_000)
+    scheduler.mirror = RankMirror(scheduler.tree, 0)
+    scheduler.serve(rag(A, B, promoted_len=1))
+    scheduler.check()
+    nodes = [scheduler.tree.find(each) for each in (chain(A), chain(A, B))]
+    assert [node.promoted for node in nodes if node is not None] == [True, False]
+    assert scheduler.mirror.num_gaps == 1
+
+
 def test_computed_again_is_linked_again() -> None:
     """Where the device had no room for the load, the copy and the new node are one chain."""
     scheduler = HostScheduler()
@@ -298,6 +316,97 @@ def test_what_left_before_it_was_saved_is_missed() -> None:
     scheduler.idle()
     assert scheduler.cache.host.stats()["missed"] == 1
     assert not scheduler.on_host()
+
+
+def test_node_waits_once() -> None:
+    """What is popular is offered by each request that finds it: many times it would take the room of others."""
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    scheduler.serve(rag(A, B))
+    nodes = [node for _, node in walk(scheduler.cache) if facts(node).chain == chain(A, B)]
+    facts(nodes[0]).hits = 1
+    for _ in range(3):
+        scheduler.cache.host.offer(nodes)
+    assert scheduler.cache.host.stats()["waiting"] == 1
+
+
+def test_copies_are_looked_up_for_nodes_without_a_chain_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name is a hash: a request whose chunks are all known needs none."""
+    scheduler = HostScheduler()
+    asked: list[int] = []
+
+    def of(area: Sequence[Any]) -> list[Any]:
+        asked.append(len(area))
+        return []
+
+    monkeypatch.setattr(scheduler.cache.host, "of", of)
+    scheduler.serve(rag(A, B))
+    scheduler.serve(rag(A, B))
+    assert asked == [2]
+    scheduler.serve(rag(A, C))
+    assert asked == [2, 2]
+
+
+def test_load_that_fails_is_computed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The scheduler must not die of what can be computed. It says so once."""
+    scheduler = HostScheduler()
+    known(scheduler, A, B)
+    load = scheduler.cache.host.pool.load
+
+    def fail(slots: Any, device_slots: Any) -> None:
+        load(slots, device_slots)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(scheduler.cache.host.pool, "load", fail)
+    for _ in range(2):
+        scheduler.evict(CAPACITY)
+        assert scheduler.serve(rag(A, B)) == 0
+        scheduler.check()
+    stats = scheduler.cache.host.stats()
+    assert (stats["failed"], stats["loads"], stats["loaded_tokens"]) == (2, 0, 0)
+    assert [(each.levelno, "computed" in each.message) for each in caplog.records] == [(logging.WARNING, True)]
+    assert "out of memory" in caplog.text
+    monkeypatch.undo()
+    scheduler.evict(CAPACITY)
+    assert scheduler.serve(rag(A, B)) == len(HEAD + A + B)
+
+
+def test_copy_to_the_host_that_fails_is_missed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its slots are free again, and its parent may leave."""
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    save = scheduler.cache.host.pool.save
+
+    def fail(device_slots: Any, slots: Any) -> None:
+        save(device_slots, slots)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(scheduler.cache.host.pool, "save", fail)
+    known(scheduler, A, B)
+    known(scheduler, C, A)
+    assert scheduler.on_host() == {chain(A)}
+    stats = scheduler.cache.host.stats()
+    assert (stats["failed"], stats["missed"], stats["tokens"]) == (2, 3, len(HEAD + A))
+    assert len(caplog.records) == 1
+    scheduler.check()
+    monkeypatch.undo()
+    known(scheduler, A, B)
+    assert scheduler.on_host() == {chain(A), chain(A, B)}
+    scheduler.check()
+
+
+def test_failure_in_a_group_of_ranks_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that computes what the others have loaded would wait for them forever."""
+    scheduler = HostScheduler()
+    pool = scheduler.cache.host.pool
+    scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), window=100, num_ranks=2)
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    monkeypatch.setattr(pool, "load", lambda slots, device_slots: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.match(rag(A))
 
 
 def test_a_prefill_is_not_kept_waiting_twice() -> None:

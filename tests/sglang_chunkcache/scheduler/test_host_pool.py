@@ -61,6 +61,26 @@ def test_what_was_saved_is_loaded_bit_for_bit(device: Any) -> None:
         assert not buffer[23:30].any()
 
 
+def test_slots_are_uploaded_without_a_wait(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied from pageable memory they may wait for all that the stream has queued."""
+    pool = HostPool(device, 1 << 20)
+    on_device, copied = torch.tensor([1]), list[Any]()
+    sglangs = SimpleNamespace(
+        layer_num=1,
+        backup_from_device_all_layer=lambda pool, slots, *rest: copied.append(slots),
+        load_to_device_per_layer=lambda pool, slots, *rest: copied.append(slots),
+    )
+    monkeypatch.setattr(pool, "_pool", sglangs)
+    monkeypatch.setattr(pool, "_is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(host_pool, "upload", lambda slots, device: on_device)
+    device_slots: Any = SimpleNamespace(device="cuda", record_stream=lambda stream: None)
+    pool.save(device_slots, torch.tensor([7]))
+    pool.load(torch.tensor([7]), device_slots)
+    assert all(slots is on_device for slots in copied)
+    assert len(copied) == 2
+
+
 def test_slots_are_counted(device: Any) -> None:
     pool = HostPool(device, 1 << 20)
     assert pool.num_free == pool.num_slots >= (1 << 20) // pool.token_bytes
