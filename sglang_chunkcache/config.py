@@ -150,8 +150,15 @@ class ChunkCacheConfig:
     )
     """Default: twice the device's pool, as HiCache's, and at most a quarter of the memory that is available. The start prints it.
     SGLang keeps 10 GiB free besides. Without a GPU a larger KV pool does the same without copies."""
-    store_mib: int = knob(1024, "host memory for chunk KV, in MiB", low=1, high=100_000_000)
-    """A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
+    store_mib: int | None = knob(
+        None,
+        "host memory of each rank for the KV of chunks that are moved, in MiB; not given: from the machine",
+        low=1,
+        high=100_000_000,
+        kind=int,
+    )
+    """Default: the device's pool, without a GPU 1 GiB; at least 1 GiB and at most an eighth of the memory that is available. The
+    start prints it. A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
     store_chunks: int = knob(10_000, "chunks in the store, if all have all their variants", low=1, high=100_000_000)
     """Cache-Craft's N: N x M variants in all. On any real model `store_mib` is reached first."""
     store_variants: int = knob(5, "variants that a chunk gets without asking how often", low=1, high=1000)

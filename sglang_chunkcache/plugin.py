@@ -60,6 +60,7 @@ def create_cache(ctx: Any) -> Any:
     from sglang_chunkcache.hooks import missing_hooks
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
     from sglang_chunkcache.scheduler.host_chains import HostChains
+    from sglang_chunkcache.scheduler.host_metrics import HostMetrics
     from sglang_chunkcache.scheduler.host_pool import create_host_pool
     from sglang_chunkcache.scheduler.pricing import Pricing
     from sglang_chunkcache.storage.opening import create_storage
@@ -82,8 +83,16 @@ def create_cache(ctx: Any) -> Any:
 
         cache.promiser = create_fuser(cache, ctx, settings, pricing)
     if (pool := create_host_pool(ctx, settings)) is not None:
-        num_ranks = ctx.tp_worker.model_runner.tp_group.world_size
-        cache.host = HostChains(cache, pool, pricing, window=settings.window_requests, num_ranks=num_ranks)
+        # Ranks of one tensor-parallel group do the same, and Prometheus would add them up.
+        metrics = HostMetrics() if ctx.server_args.enable_metrics and ctx.tp_rank == 0 else None
+        cache.host = HostChains(
+            cache,
+            pool,
+            pricing,
+            window=settings.window_requests,
+            num_ranks=ctx.tp_worker.model_runner.tp_group.world_size,
+            metrics=metrics,
+        )
     return cache
 
 

@@ -121,6 +121,7 @@ class FusedReplay:
 
     Args:
         kv_bytes: of one token.
+        store_bytes: of the store, whatever the configuration says.
         prefill_budget: tokens of one pass, where the configuration names none.
         chunk_tokens: length of a chunk, for the room of a cache whose capacity is in chunks.
         share: of the requests that opt into moved KV, evenly spread; a conversation does as its first turn.
@@ -132,6 +133,7 @@ class FusedReplay:
         config: ChunkCacheConfig,
         *,
         kv_bytes: int,
+        store_bytes: int,
         prefill_budget: int,
         chunk_tokens: float,
         share: float = 1.0,
@@ -153,7 +155,7 @@ class FusedReplay:
             lambda node: self._known.get(node, GONE).chunk, self._known.__getitem__, self._credit
         )
         self.store = VariantIndex(
-            max_bytes=config.store_mib << 20,
+            max_bytes=store_bytes,
             max_chunks=config.store_chunks,
             max_variants=config.store_variants,
             window=settings.window,

@@ -19,7 +19,6 @@ KNOBS = (
     "selector",
     "recompute_ratio",
     "scoring",
-    "store_mib",
     "store_chunks",
     "store_variants",
     "store_threshold",
@@ -30,6 +29,7 @@ KNOBS = (
 """Settings of the server that a fused replay has too, with the same defaults."""
 NUMBERS = (
     ("kv-bytes-per-token", 131_072, "bytes of one token's KV in the store; the default is Llama-3-8B's in bfloat16"),
+    ("store-mib", 1024, "the store, in MiB, whose default on a server is the machine's"),
     ("prefill-budget", 8192, "SGLang's --chunked-prefill-size, which bounds a pass unless --max-pass-tokens does"),
     ("chunk-tokens", 500, "length of a chunk where the trace has no lengths"),
     ("fused-share", 1.0, "share of the requests that opt into moved KV, evenly spread"),
@@ -92,6 +92,7 @@ class FusedCell(ReplayCell):
             settings,
             config,
             kv_bytes=options.kv_bytes_per_token,
+            store_bytes=options.store_mib << 20,
             prefill_budget=options.prefill_budget,
             chunk_tokens=self._chunk_tokens or facts.distinct_tokens / facts.distinct_chunks,
             share=options.fused_share,

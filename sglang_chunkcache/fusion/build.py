@@ -19,6 +19,7 @@ from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+from sglang_chunkcache.scheduler.host_memory import STORE, machine_bytes
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
@@ -75,7 +76,9 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             longest,
             {phase.value: tuple(f"{part:.2e}" for part in line) for phase, line in (pricing.costs or {}).items()},
         )
-    store = create_index(config, config.store_mib << 20)
+    store_bytes = (config.store_mib or 0) << 20 or machine_bytes(STORE, ctx, taken=(config.host_mib or 0) << 20)
+    store = create_index(config, store_bytes)
+    logger.info("chunk cache: store of chunks that are moved, in host memory: %.0f MiB", store_bytes / (1 << 20))
     fuser = Fuser(
         cache,
         FusionPass(runner, table, config, (sparse, attention), pricing),

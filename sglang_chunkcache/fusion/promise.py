@@ -120,7 +120,7 @@ class Fuser:
         if self.tier is not None and not state(req).is_asked_only:
             self.arrived(req, spans)
             self.tier.storage.poll()
-            self.tier.planned_without(state(req).loads)
+            self.tier.storage.planned(state(req).loads)
         node, found = result.last_device_node, [result.device_indices]
         if fusion.plain and len(found[0]):  # chunks of an exact chain were computed after others
             found, node = self.cache._match_prefix_helper(self.cache.root_node, key[: spans.spans[0].end])

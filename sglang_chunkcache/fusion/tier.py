@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +28,7 @@ from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.loader import Load
 from sglang_chunkcache.storage.manifest import Row
-from sglang_chunkcache.storage.storage import Storage
+from sglang_chunkcache.storage.storage import Asked, Storage
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -42,17 +41,6 @@ MAX_LOADED_VARIANTS = 2
 """Of one chunk, for one request."""
 START_S = 10.0
 """What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
-
-
-@dataclass(eq=False)
-class Asked:
-    """What was asked of the storage for one request."""
-
-    loads: list[Load] = field(default_factory=list)
-    is_planned: bool = False
-    """What comes from now on is late."""
-    is_unpaid: bool = False
-    """Something was not loaded, since computing it is faster."""
 
 
 class _Wish(NamedTuple):
@@ -131,12 +119,6 @@ class StorageTier:
         wishes = () if self.storage.is_off else self._wishes(req, spans, fusion, sources, costs)
         return any(not self._is_faster(wish, variant.blob.row) for wish in wishes for variant in self._found(wish))
 
-    def planned_without(self, asked: Asked | None) -> None:
-        """The request that has asked for this is planned: what is under way for it is late."""
-        if asked is not None:
-            asked.is_planned = True
-            self.storage.late(asked.loads)
-
     def count_asked(self, chunks: Iterable[tuple[ChunkIdentity, str, Prefix]]) -> None:
         """As `VariantIndex.ask` of the store, for the same request."""
         self.storage.ask((self._chunk(identity), head, prefix) for identity, head, prefix in chunks)
@@ -207,11 +189,10 @@ class StorageTier:
 
     def _found_of_others(self, wishes: Sequence[_Wish], asked: Asked) -> None:
         """Load what the index knows by now."""
-        num_before = len(asked.loads)
         for wish in wishes:
             self._load_for(wish, asked)
         if asked.is_planned:
-            self.storage.late(asked.loads[num_before:])
+            self.storage.planned(asked)
 
     def _store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         if is_here:

@@ -35,6 +35,7 @@ from torch import Tensor
 from radix_ext import ChainId, ChunkId, reused_priority
 from radix_ext.costs import TRIED_EVERY, Costs, Phase, Work, extend_work
 from radix_ext.offloading import worth_offloading
+from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import HostNode, facts
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -122,10 +123,21 @@ class HostChains:
     Args:
         window: requests, as of the access table.
         num_ranks: of a tensor-parallel group. More than one: a copy that fails is raised, since the others' may not have.
+        metrics: told what `stats` says, with it and when it is due while there are requests. None: nobody is.
     """
 
-    def __init__(self, cache: Tree, pool: Slots, pricing: Clock, *, window: int, num_ranks: int = 1) -> None:
-        self.cache, self.pool, self.pricing, self._window, self._num_ranks = cache, pool, pricing, window, num_ranks
+    def __init__(
+        self,
+        cache: Tree,
+        pool: Slots,
+        pricing: Clock,
+        *,
+        window: int,
+        num_ranks: int = 1,
+        metrics: RankMetrics | None = None,
+    ) -> None:
+        self.cache, self.pool, self.pricing, self._window = cache, pool, pricing, window
+        self._num_ranks, self._metrics = num_ranks, metrics
         self.counts = HostCounts()
         self._nodes: dict[bytes, HostNode] = {}
         self._leaves: list[tuple[tuple[int, int], int, HostNode]] = []
@@ -222,6 +234,8 @@ class HostChains:
         num_saved = 0
         while not self._was_put_off and self._waiting and num_saved < MAX_SAVED_TOKENS:
             num_saved += self._save(self._waiting.popitem(last=False)[0])
+        if self._metrics is not None and self._metrics.is_due:
+            self.stats()
 
     def off_device(self, node: TreeNode, host: HostNode) -> None:
         """The node leaves the device, and is here."""
@@ -244,7 +258,7 @@ class HostChains:
         """For `/chunkcache/stats`; tokens, unless they say bytes."""
         costs = self.pricing.agreed
         num_held = self.pool.num_slots - self.pool.num_free
-        return {
+        found = {
             "nodes": len(self._nodes),
             "tokens": num_held,
             "bytes": num_held * self.pool.token_bytes,
@@ -255,6 +269,9 @@ class HostChains:
                 phase.value: round(1e3 * costs[phase].seconds(Work(1, 1000)), 3) for phase in (Phase.LOAD, Phase.EXTEND)
             },
         }
+        if self._metrics is not None:
+            self._metrics.show(found)
+        return found
 
     def violations(self) -> Iterator[str]:
         """What is wrong, for tests and idle moments. Walks all nodes."""

@@ -12,21 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes, ranks_per_host
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from torch import Tensor
 
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.scheduler.host_memory import EXACT_CHAINS, has_own_memory, machine_bytes
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_SHARE = 0.25
-"""Of the host memory that is available, for all ranks together."""
-DEFAULT_RATIO = 2.0
-"""Of the device pool's size: HiCache's default."""
 
 
 class HostPool:
@@ -128,8 +122,7 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     pool, problem = None, refusal(device_pool, ctx.server_args)
     try:
         if problem is None:
-            default = 0 if config.host_mib else default_bytes(device_pool, ctx.server_args.dp_size)
-            pool = HostPool(device_pool, (config.host_mib or 0) << 20 or int(group.broadcast_object(default)))
+            pool = HostPool(device_pool, (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx))
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error)
     if group.world_size > 1:
@@ -146,11 +139,6 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     return pool
 
 
-def has_own_memory(allocator: Any) -> bool:
-    """Whether the device's memory is not the host's: else a larger KV pool does the same without copies."""
-    return torch.device(allocator.device).type != "cpu"
-
-
 def refusal(device_pool: Any, args: Any) -> str | None:
     """Why KV of this pool is not kept in host memory. None: it can be."""
     if args.enable_dp_attention or args.enable_pdmux or args.pp_size > 1:
@@ -160,9 +148,3 @@ def refusal(device_pool: Any, args: Any) -> str | None:
     if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:
         return "keys and values of different sizes, or layers that are shared out, are not supported"
     return None
-
-
-def default_bytes(device_pool: Any, num_ranks: int) -> int:
-    """What one of so many DP ranks takes unless told otherwise: at least 1, which none can have where none is to spare."""
-    available = min(DEFAULT_SHARE * available_host_memory_bytes() / ranks_per_host(), host_memory_budget_bytes())
-    return max(1, int(min(DEFAULT_RATIO * sum(device_pool.get_kv_size_bytes()), available / num_ranks)))

@@ -70,7 +70,7 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
         layout=layout,
         model_of=partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout),
         rows=opened.rows,
-        show=StorageMetrics("network" if opened.loader.is_shared else "disk").show if args.enable_metrics else None,
+        metrics=StorageMetrics("network" if opened.loader.is_shared else "disk") if args.enable_metrics else None,
     )
 
 

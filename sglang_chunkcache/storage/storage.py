@@ -9,10 +9,9 @@ comes. Who has written an entry deletes it for its budget, others only forget it
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,19 +19,16 @@ from radix_ext import ChunkId
 from radix_ext.cfo import Prefix
 from radix_ext.loading import LoadTimes
 from radix_ext.variants import Identity, Variant, VariantIndex
+from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.storage.entry import Entry, Layout
 from sglang_chunkcache.storage.key import Names, StoredChunk
 from sglang_chunkcache.storage.loader import FAILED, PAUSED, Load, Loader, Lookup, Write
 from sglang_chunkcache.storage.manifest import Row, Use
 
-logger = logging.getLogger(__name__)
-
 LOOKED_UP_S = 10.0
 """How long what was looked up counts as known: a miss costs one question."""
 MAX_LOOKED_UP = 10_000
 """Chunks of which that is remembered, about three megabytes."""
-SHOWN_S = 1.0
-"""Between two figures for Prometheus, which reads them less often."""
 MAX_OVERHEAD_BYTES = 1 << 20
 """What an entry may have beside twice its KV, if another server tells of it."""
 
@@ -49,6 +45,17 @@ class Stored:
     def nbytes(self) -> int:
         """What others have written is in their budgets."""
         return self.row.num_bytes if self.is_own else 0
+
+
+@dataclass(eq=False)
+class Asked:
+    """What was asked of the storage for one request."""
+
+    loads: list[Load] = field(default_factory=list)
+    is_planned: bool = False
+    """What comes from now on is late."""
+    is_unpaid: bool = False
+    """Something was not loaded, since computing it is faster."""
 
 
 class Known(NamedTuple):
@@ -73,7 +80,7 @@ class Storage:
         model_of: names model, weights (by their fingerprint) and what else KV depends on.
         window: requests after which every f_r halves, as the index's.
         rows: what the manifest has, the most used first.
-        show: told what `stats` says, with it and every `SHOWN_S` while there are requests. None: nobody is.
+        metrics: told what `stats` says, with it and when it is due while there are requests. None: nobody is.
         clock: seconds.
     """
 
@@ -87,7 +94,7 @@ class Storage:
         layout: Layout,
         model_of: Callable[..., str],
         rows: Iterable[Row] = (),
-        show: Callable[[Mapping[str, Any]], None] | None = None,
+        metrics: RankMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index, self.loader, self.names, self.layout, self._window = index, loader, names, layout, window
@@ -105,8 +112,7 @@ class Storage:
         """Names that are being loaded or written."""
         self._looked_up: dict[StoredChunk, float] = {}
         """When that is asked again. The oldest first."""
-        self._times, self._clock = LoadTimes(), clock
-        self._show, self._shown_at = show, 0.0
+        self._times, self._metrics, self._clock = LoadTimes(), metrics, clock
         self._used: dict[str, Use] = {}
         """Not told to the thread yet."""
         self._num_asked = self._era = self._num_cleared = 0
@@ -229,9 +235,12 @@ class Storage:
         self.num_unpaid += 1
         return self.num_unpaid
 
-    def late(self, loads: Iterable[Load]) -> None:
-        """Their request is planned: those that are under way serve the next one."""
-        for load in loads:
+    def planned(self, asked: Asked | None) -> None:
+        """The request is planned with what has come: what is under way for it serves the next one."""
+        if asked is None:
+            return
+        asked.is_planned = True
+        for load in asked.loads:
             if not load.is_done and not load.is_late:
                 load.is_late = True
                 self.num_late += 1
@@ -251,12 +260,9 @@ class Storage:
 
     def poll(self) -> None:
         """Take in what the thread has done."""
-        for job in self.loader.poll():
-            job.done(job)
-        if self._used and self.loader.is_idle:
-            self._tell_uses()
-        if self._show is not None and self._clock() >= self._shown_at:
-            self._show_figures()
+        self._take_in()
+        if self._metrics is not None and self._metrics.is_due:
+            self.stats()
 
     # Operators
 
@@ -275,25 +281,9 @@ class Storage:
 
     def stats(self) -> dict[str, Any]:
         """What it holds, counts since the start, and what waits."""
-        self.poll()
-        self._show_figures()
-        return self._figures()
-
-    # Private, in order of use
-
-    def _show_figures(self) -> None:
-        if self._show is None:
-            return
-        self._shown_at = self._clock() + SHOWN_S
-        try:
-            self._show(self._figures())
-        except Exception:
-            self._show = None
-            logger.exception("chunk cache: the storage's figures are shown no more")
-
-    def _figures(self) -> dict[str, Any]:
+        self._take_in()
         held = self.index.stats()
-        return {
+        found = {
             "num_entries": held.num_variants,
             "num_bytes": held.num_bytes,
             "max_bytes": self.index.max_bytes,
@@ -306,6 +296,17 @@ class Storage:
             **({"found": self.num_found} if self.loader.is_shared else {}),
             **self.loader.stats(),
         }
+        if self._metrics is not None:
+            self._metrics.show(found)
+        return found
+
+    # Private, in order of use
+
+    def _take_in(self) -> None:
+        for job in self.loader.poll():
+            job.done(job)
+        if self._used and self.loader.is_idle:
+            self._tell_uses()
 
     def _index_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         if not is_here:

@@ -118,7 +118,7 @@ def test_radix_cache_method(name: str, expected: list[str]) -> None:
         (InsertResult, {"prefix_len", "last_device_node"}),
         (CacheInitParams, {"disable", "req_to_token_pool", "token_to_kv_pool_allocator", "page_size", "is_eagle"}),
         (ReqKvInfo, {"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"}),
-        (registry.TreeCacheBuildContext, {"params", "server_args", "tp_worker"}),
+        (registry.TreeCacheBuildContext, {"params", "server_args", "tp_worker", "tp_rank"}),
         (
             GenerateReqInput,
             {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -54,3 +55,8 @@ def test_chain_comes_back_from_the_host(rag_server: Server) -> None:
     assert after["loads"] >= before["loads"] + 1
     assert after["loaded_tokens"] >= before["loaded_tokens"] + chunks
     assert after["bytes"] <= after["max_bytes"]
+    with urlopen(rag_server.url + "/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    shown = dict(line.rsplit(" ", 1) for line in lines if line.startswith("chunkcache:host_"))
+    for name, key in (("max_bytes", "max_bytes"), ("loads_total", "loads"), ("loaded_tokens_total", "loaded_tokens")):
+        assert float(shown[f"chunkcache:host_{name}"]) == after[key]

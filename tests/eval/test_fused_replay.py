@@ -32,7 +32,7 @@ def make_replay(
     settings = ReplaySettings(order, "seen", eviction, "all", "shown", None, capacity_tokens, 1000, 2, 64)
     least = {"max_pass_tokens": max_pass_tokens, "exact_gaps": 0}
     config = ChunkCacheConfig(**{**least, **knobs})  # type: ignore[arg-type]
-    return FusedReplay(settings, config, kv_bytes=1, prefill_budget=10, chunk_tokens=1)
+    return FusedReplay(settings, config, kv_bytes=1, store_bytes=1 << 30, prefill_budget=10, chunk_tokens=1)
 
 
 def request(names: str, num_tokens: int = 10) -> list[Chunk]:
@@ -124,7 +124,9 @@ def test_half_of_the_requests_fused_are_counted_apart() -> None:
     """Every second one."""
     settings = ReplaySettings("tree", "seen", "lru", "all", "shown", None, None, 1000, 2, 64)
     config = ChunkCacheConfig(reuse="fused")
-    replay = FusedReplay(settings, config, kv_bytes=1, prefill_budget=100, chunk_tokens=1, share=0.5)
+    replay = FusedReplay(
+        settings, config, kv_bytes=1, store_bytes=1 << 30, prefill_budget=100, chunk_tokens=1, share=0.5
+    )
     counts = [replay.step(request(names)) for names in ("ABC", "BC", "BC", "BC")]
     told = [(each.opted_tokens, each.opted_exact, each.opted_computed) for each in counts]
     assert told == [(0, 0, 0), (20, 0, 10), (0, 0, 0), (20, 20, 0)]

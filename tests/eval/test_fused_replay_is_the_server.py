@@ -32,6 +32,7 @@ CHUNKS = [Chunk(chunk_id(tokens), len(tokens)) for tokens in TOKENS]
 TOKENS_OF = {chunk.id: tokens for chunk, tokens in zip(CHUNKS, TOKENS, strict=True)}
 BYTES = 8
 """Of one token's KV in the pass of the test."""
+STORE_BYTES = 1 << 30
 
 
 class WatchedReplay(FusedReplay):
@@ -57,8 +58,10 @@ class Pair:
             **knobs,
         )
         settings = ReplaySettings(order, "seen", "reused", "all", "off", None, None, WINDOW, 2, 64)
-        self.replay = WatchedReplay(settings, self.config, kv_bytes=BYTES, prefill_budget=64, chunk_tokens=1)
-        self.server = FusedScheduler(5000, self.config, limits=limits, store_bytes=self.config.store_mib << 20)
+        self.replay = WatchedReplay(
+            settings, self.config, kv_bytes=BYTES, store_bytes=STORE_BYTES, prefill_budget=64, chunk_tokens=1
+        )
+        self.server = FusedScheduler(5000, self.config, limits=limits, store_bytes=STORE_BYTES)
         self.exact_gaps = self.config.exact_gaps if order == "tree" else 0
         self.recent: list[list[ChunkId]] = []
         self.fallbacks: Counter[str] = Counter()

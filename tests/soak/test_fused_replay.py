@@ -18,11 +18,11 @@ from sglang_chunkcache import ChunkCacheConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
-NUM_REQUESTS, NUM_PASSAGES, BUDGET, STORE_CHUNKS = 80, 30, 256, 2
+NUM_REQUESTS, NUM_PASSAGES, BUDGET, STORE_CHUNKS, STORE_MIB = 80, 30, 256, 2, 1024
 FLAGS = ["--model-path", "bundled", "--max-total-tokens", "40000", "--chunked-prefill-size", str(BUDGET)]
 FLAGS += ["--chunkcache-audit-share", "0"]  # a check evicts what the replay knows nothing of
 FLAGS += ["--reuse", "fused", "--chunkcache-move", "always", "--chunkcache-store-chunks", str(STORE_CHUNKS)]
-FLAGS += ["--chunkcache-scoring", "off"]
+FLAGS += ["--chunkcache-store-mib", str(STORE_MIB), "--chunkcache-scoring", "off"]
 """With scores f_r depends on the model's attention, which a replay does not know."""
 
 
@@ -43,7 +43,9 @@ def test_replay_predicts_a_server(tmp_path: Path) -> None:
     rng, world = random.Random(0), World(77, 60)
     config = ChunkCacheConfig(reuse="fused", move="always", store_chunks=STORE_CHUNKS, scoring="off")
     settings = ReplaySettings("tree", "seen", "reused", "all", "shown", None, None, config.window_requests, 2, 64)
-    replay = FusedReplay(settings, config, kv_bytes=1, prefill_budget=BUDGET, chunk_tokens=1)
+    replay = FusedReplay(
+        settings, config, kv_bytes=1, store_bytes=STORE_MIB << 20, prefill_budget=BUDGET, chunk_tokens=1
+    )
     total: Counter[str] = Counter()
     with Server(FLAGS, log=tmp_path / "server.log") as server:
         for number in range(NUM_REQUESTS):

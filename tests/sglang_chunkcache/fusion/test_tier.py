@@ -19,6 +19,7 @@ from sglang_chunkcache.fusion import tier as module
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.fusion.tier import StorageTier
+from sglang_chunkcache.rank_metrics import SHOWN_S, RankMetrics
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
 from sglang_chunkcache.storage.backend import Backend
 from sglang_chunkcache.storage.entry import Layout
@@ -26,7 +27,7 @@ from sglang_chunkcache.storage.key import Names
 from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Manifest
 from sglang_chunkcache.storage.pointer import Pointers
-from sglang_chunkcache.storage.storage import SHOWN_S, Known, Storage
+from sglang_chunkcache.storage.storage import Known, Storage
 from sglang_chunkcache.wire.state import Asked
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.memory_storage import MemoryStorage
@@ -75,7 +76,7 @@ class Disk:
                 layout=LAYOUT,
                 model_of=lambda *how: " ".join(map(str, how)),
                 rows=manifest.rows(),
-                show=self.shown.append,
+                metrics=Shown(self),
                 clock=lambda: self.now,
             ),
             **knobs,
@@ -108,6 +109,17 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     made.storage.gate.set()
     for each in made.tiers:
         each.storage.loader.close()
+
+
+class Shown(RankMetrics):
+    """Figures for Prometheus, as they are told."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__("", {}, {}, clock=lambda: disk.now)
+        self._disk = disk
+
+    def _show(self, stats: Mapping[str, Any]) -> None:
+        self._disk.shown.append(stats)
 
 
 def identity(tokens: list[int], extra_key: str | None = None, cache_salt: str | None = None) -> ChunkIdentity:
@@ -611,12 +623,3 @@ def test_figures_are_shown_now_and_then_and_when_they_are_asked_for(disk: Disk) 
         assert len(disk.shown) == expected
     disk.shown.clear()
     assert disk.tier.storage.stats() == disk.shown[0]
-
-
-def test_figures_that_cannot_be_shown_are_shown_no_more(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
-    """The scheduler must not die of them."""
-    disk.server()
-    disk.tier.storage._show = fail = mock.Mock(side_effect=OSError("no room"))
-    for _ in range(2):
-        disk.tier.storage.stats()
-    assert fail.call_count == caplog.text.count("shown no more") == 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from radix_ext import ChainId, ChunkPrefixTree, IntegrityError, Tier, chunk_id
 from radix_ext.costs import Line, Phase
 from sglang_chunkcache.front.rank_mirror import RankMirror
-from sglang_chunkcache.scheduler import host_chains
+from sglang_chunkcache.scheduler import host_chains, host_metrics
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.wire.spans import checked
@@ -489,3 +489,35 @@ def test_costs_that_are_not_known_are_tried() -> None:
     scheduler.cache.host.pricing = FixedCosts({Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)})
     assert scheduler.serve(rag(A)) == len(HEAD + A)
     assert [phase for phase, _ in scheduler.cache.host.pricing.watched] == [Phase.LOAD]
+
+
+class Shown:
+    """`RankMetrics` that keep what they are told."""
+
+    def __init__(self) -> None:
+        self.is_due, self.stats = False, list[Mapping[str, Any]]()
+
+    def show(self, stats: Mapping[str, Any]) -> None:
+        self.is_due = False
+        self.stats.append(stats)
+
+
+def test_prometheus_is_told_when_it_is_due() -> None:
+    """After a forward, and with the stats; every figure of theirs but the costs."""
+    shown = Shown()
+    scheduler = HostScheduler()
+    host = scheduler.cache.host = HostChains(
+        scheduler.cache, scheduler.cache.host.pool, FixedCosts(), window=10, metrics=cast(Any, shown)
+    )
+    known(scheduler, A)
+    shown.stats.clear()
+    host.after(first_tokens_wait=False)
+    assert not shown.stats
+    shown.is_due = True
+    host.after(first_tokens_wait=False)
+    host.after(first_tokens_wait=False)
+    (told,) = shown.stats
+    assert told["saved_tokens"] == told["tokens"] == len(HEAD + A)
+    assert host.stats() == shown.stats[1] == told
+    shown_keys = {each[0] for each in (*host_metrics.GAUGES.values(), *host_metrics.COUNTERS.values())}
+    assert shown_keys == told.keys() - {"ms_per_1000_tokens"}

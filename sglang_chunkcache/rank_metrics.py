@@ -1,0 +1,90 @@
+"""A tier's figures for Prometheus, told by its rank's own process. SGLang's `/metrics` sums up what ranks tell.
+
+`prometheus_client` is imported with the first figures, for the reason that front/metrics.py gives.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+SHOWN_S = 1.0
+"""Between two figures for Prometheus, which reads them less often."""
+
+
+class RankMetrics:
+    """Of one tier of one rank.
+
+    Args:
+        prefix: of the names.
+        gauges: name -> (of the stats, how ranks are joined, help). Where the stats say None nothing is told.
+        counters: name -> (of the stats, help). Where the stats have counts by reason, `reason` is the last label.
+        labels: of all of them.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        gauges: Mapping[str, tuple[str, str, str]],
+        counters: Mapping[str, tuple[str, str]],
+        labels: Mapping[str, str] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prefix, self._gauges, self._counters, self._labels = prefix, gauges, counters, labels or {}
+        self._exported: dict[str, Any] = {}
+        self._told: dict[tuple[str, ...], int] = {}
+        self._clock, self._shown_at, self._is_off = clock, 0.0, False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `SHOWN_S` have passed since the last figures."""
+        return self._clock() >= self._shown_at
+
+    def show(self, stats: Mapping[str, Any]) -> None:
+        """What the tier's stats say now. Never raises."""
+        self._shown_at = self._clock() + SHOWN_S
+        if self._is_off:
+            return
+        try:
+            self._show(stats)
+        except Exception:
+            self._is_off = True
+            logger.exception("chunk cache: %s* are shown no more", self._prefix)
+
+    def _show(self, stats: Mapping[str, Any]) -> None:
+        if not self._exported:
+            self._create(stats)
+        for name, (key, _, _) in self._gauges.items():
+            if stats[key] is not None:
+                self._of(name).set(stats[key])
+        for name, (key, _) in self._counters.items():
+            if not isinstance(stats[key], Mapping):
+                self._raise(stats[key], name)
+                continue
+            for reason, number in stats[key].items():
+                self._raise(number, name, reason)
+
+    def _create(self, stats: Mapping[str, Any]) -> None:
+        from prometheus_client import Counter, Gauge
+
+        for name, (_, mode, text) in self._gauges.items():
+            self._exported[name] = Gauge(self._prefix + name, text, [*self._labels], multiprocess_mode=mode)
+        for name, (key, text) in self._counters.items():
+            by_reason = ["reason"] if isinstance(stats[key], Mapping) else []
+            self._exported[name] = Counter(self._prefix + name, text, [*self._labels, *by_reason])
+
+    def _raise(self, number: int, name: str, *reason: str) -> None:
+        """A counter to its number."""
+        before = self._told.get((name, *reason), 0)
+        self._of(name, *reason).inc(number - before)
+        self._told[name, *reason] = number
+
+    def _of(self, name: str, *reason: str) -> Any:
+        exported, labels = self._exported[name], (*self._labels.values(), *reason)
+        return exported.labels(*labels) if labels else exported

@@ -1,0 +1,35 @@
+"""What Prometheus is told of exact chains in host memory."""
+
+from __future__ import annotations
+
+from sglang_chunkcache.rank_metrics import RankMetrics
+
+GAUGES = {
+    name: (name, "livesum", text)
+    for name, text in (
+        ("nodes", "chunks in host memory, and heads before them"),
+        ("tokens", "tokens in host memory"),
+        ("bytes", "bytes of host memory that hold KV"),
+        ("max_bytes", "bytes of host memory that may hold KV"),
+        ("waiting", "chunks that wait to be saved"),
+    )
+}
+COUNTERS = {
+    name: (name, text)
+    for name, text in (
+        ("saved_tokens", "tokens copied to host memory"),
+        ("loaded_tokens", "tokens loaded from host memory"),
+        ("evicted_tokens", "tokens evicted from host memory"),
+        ("loads", "loads from host memory"),
+        ("unpaid", "loads left out because computing was estimated to be faster, but for those that were tried"),
+        ("no_room", "loads cut short because the device was full"),
+        ("missed", "chunks that left the device before they were saved, or did not fit"),
+    )
+}
+
+
+class HostMetrics(RankMetrics):
+    """Of `HostChains.stats`."""
+
+    def __init__(self) -> None:
+        super().__init__("chunkcache:host_", GAUGES, COUNTERS)
