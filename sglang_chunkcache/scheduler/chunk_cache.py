@@ -54,6 +54,7 @@ from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
+from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 from sglang_chunkcache.wire.message import encode
@@ -92,8 +93,9 @@ class ChunkRadixCache(SharingRadixCache):
         self.promiser: Promiser | None = None
         self.host: HostChains | None = None
         self.storage: Storage | None = None
+        self.stored: StoredChains | None = None
         self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
-        self._clock = 0
+        self.clock = 0
         self._clear_counts()
         super().__init__(params)
         self.eviction_strategy: EvictionStrategy
@@ -107,6 +109,9 @@ class ChunkRadixCache(SharingRadixCache):
     def arrived(self, req: Req) -> None:
         """The request is in SGLang's queue. Called by our hook."""
         spans = self._spans_of(req)
+        if spans is not None and self.stored is not None and not self.disable:
+            ids = req.origin_input_ids
+            self.stored.arrived(req, self._key(req, ids, spans, len(ids)), spans)
         if spans is not None and self.promiser is not None:
             self.promiser.arrived(req, spans)
 
@@ -125,6 +130,8 @@ class ChunkRadixCache(SharingRadixCache):
         if spans is not None and isinstance(params.key, ChunkKey):
             state(params.req).fused = None
             if is_admission and self.host is not None:
+                if self.stored is not None:
+                    self.stored.planned(params.req)
                 result = self._with_host(params.req, params.key, spans, result)
             if is_admission and spans.fusion is not None and self.promiser is not None:
                 result = self.promiser.match(params.req, params.key, spans, result)
@@ -190,6 +197,8 @@ class ChunkRadixCache(SharingRadixCache):
         self.copies.clear()
         if self.host is not None:
             self.host.reset()
+        if self.stored is not None:
+            self.stored.reset()
         if self.promiser is not None:
             self.promiser.reset()
 
@@ -244,6 +253,18 @@ class ChunkRadixCache(SharingRadixCache):
         if self._is_copy(node):
             self.copies.add(node)
 
+    def path(self, key: ChunkKey) -> list[TreeNode]:
+        """The nodes that the key goes through, as far as it has them whole. A look, no use."""
+        node, found, start = self.root_node, list[TreeNode](), 0
+        while start < len(key):
+            rest = key[start:]
+            node = node.children.get(rest.child_key())
+            if node is None or node.key.match(rest) < len(node.key):
+                break
+            found.append(node)
+            start += len(node.key)
+        return found
+
     def back_on_device(self, node: TreeNode, host: HostNode, namespace: str) -> None:
         """The node has a place in the global tree, and is in host memory."""
         known, parent = facts(node), facts(node.parent).chain
@@ -253,6 +274,14 @@ class ChunkRadixCache(SharingRadixCache):
         self._num_promoted += known.promoted
         self._num_chunk_tokens += len(node.key)
         self.log.append(Inserted(known.chunk, len(node.key), parent, namespace, known.promoted))
+
+    def on_host(self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str) -> ChainId:
+        """The chain has come to host memory, and is not on the device."""
+        chain = extend_chain(root_chain(namespace) if parent is None else parent, chunk)
+        self._count(chain, 1)
+        self.log.append(Inserted(chunk, num_tokens, parent, namespace, promoted=False))
+        self.log.append(Moved(chain, Tier.HOST))
+        return chain
 
     def off_host(self, chain: ChainId) -> None:
         """The chain has left host memory, and is not on the device."""
@@ -374,7 +403,7 @@ class ChunkRadixCache(SharingRadixCache):
         """SGLang builds a plain key of the request here; ours is chunk-keyed, and ends at a whole chunk."""
         spans, known = self._spans_of(req), state(req)
         is_first, known.is_inserted = not known.is_inserted and not (spans and spans.is_preprocessing), True
-        self._clock += is_first
+        self.clock += is_first
         if spans is None:
             return super()._insert_cache(  # type: ignore[no-any-return]
                 req, token_ids, chunked=chunked, key_limit=key_limit, split_prompt=split_prompt
@@ -403,7 +432,7 @@ class ChunkRadixCache(SharingRadixCache):
         node = super()._split_node(key, child, split_len)
         upper, lower = facts(node), facts(child)
         upper.is_filled = lower.is_filled
-        upper.used = lower.used = self._clock  # SGLang splits a node that is being used, and counts both halves as used
+        upper.used = lower.used = self.clock  # SGLang splits a node that is being used, and counts both halves as used
         return node
 
     def _delete_leaf(self, node: TreeNode) -> None:
@@ -501,7 +530,7 @@ class ChunkRadixCache(SharingRadixCache):
     def _touch(self, node: TreeNode | None) -> None:
         """This node and all above it were used by the request of this moment."""
         while node is not None:
-            facts(node).used = self._clock
+            facts(node).used = self.clock
             node = node.parent
 
     def _report(self, req: Req) -> None:

@@ -9,7 +9,8 @@ others. SGLang sees a longer prefix: no promise, no wait, no lock. The two trees
 `HostNode.node`. Decisions follow from requests, counts and costs that the ranks agree on, never from clocks.
 
 Invariants:
-- A node's parent is here.
+- A node's parent is here, too.
+- A node that is busy, since another thread reads or writes its slots, stays, and its slots are given to nobody else.
 - `place` names all tokens up to the node's end, with extra_key and cache_salt, by hashes of the tokens themselves.
 - A node with a chain is known to the front as long as it is here or on the device.
 """
@@ -21,7 +22,7 @@ import itertools
 import logging
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -56,6 +57,7 @@ MAX_WAITING = 1024
 class Tree(Protocol):
     """What `ChunkRadixCache` does."""
 
+    clock: int
     device: Any
     root_node: TreeNode
     token_to_kv_pool_allocator: Any
@@ -67,8 +69,10 @@ class Tree(Protocol):
     def insert_segments(
         self, key: ChunkKey, values: Tensor, head: str, priority: int | None, chunked: bool, *, are_filled: bool
     ) -> tuple[int, list[TreeNode]]: ...
+    def path(self, key: ChunkKey) -> list[TreeNode]: ...
     def fill(self, node: TreeNode) -> None: ...
     def back_on_device(self, node: TreeNode, host: HostNode, namespace: str) -> None: ...
+    def on_host(self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str) -> ChainId: ...
     def off_host(self, chain: ChainId) -> None: ...
 
 
@@ -82,7 +86,9 @@ class Slots(Protocol):
     def num_free(self) -> int: ...
     def alloc(self, num_tokens: int) -> Tensor | None: ...
     def free(self, slots: Tensor) -> None: ...
-    def clear(self) -> None: ...
+    def fence(self) -> Callable[[], None]: ...
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]: ...
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None: ...
     def on_forward_stream(self) -> AbstractContextManager[None]: ...
     def save(self, device_slots: Tensor, slots: Tensor) -> None: ...
     def load(self, slots: Tensor, device_slots: Tensor) -> None: ...
@@ -145,6 +151,8 @@ class HostChains:
         self._numbers = itertools.count()
         self._waiting: OrderedDict[TreeNode, None] = OrderedDict()
         self._was_put_off = False
+        self._gone: set[HostNode] = set()
+        """Not here any more, and busy."""
 
     # A request's life
 
@@ -202,8 +210,8 @@ class HostChains:
         found: list[HostNode] = []
         host = self._nodes.get(self._head(chunks[0])[0]) if self._nodes and chunks else None
         for node in chunks:
-            host = self._nodes.get(_below(host.place, facts(node).chunk)) if host and node.key.fused is None else None
-            if host is None:
+            host = self._nodes.get(below(host.place, facts(node).chunk)) if host and node.key.fused is None else None
+            if host is None or not host.is_here:
                 break
             found.append(host)
         return found
@@ -244,9 +252,68 @@ class HostChains:
 
     def reset(self) -> None:
         """Empty, as the tree is."""
-        self.pool.clear()
+        self._gone |= {host for host in self._nodes.values() if host.is_busy}
+        if free := [host.slots for host in self._nodes.values() if not host.is_busy]:
+            self.pool.free(torch.cat(free))
         for each in (self._nodes, self._leaves, self._waiting):
             each.clear()
+
+    # The storage's, below
+
+    def get(self, place: bytes) -> HostNode | None:
+        """The node of that place, or what is to become it."""
+        return self._nodes.get(place)
+
+    def claim(self, place: bytes, above: bytes | None, num_tokens: int) -> HostNode | None:
+        """A node that `came` or `drop` will be told of. Without tokens it is here at once. None: it does not fit, or what is
+        above it is not here."""
+        parent = None if above is None else self._nodes.get(above)
+        if above is not None and parent is None:
+            return None
+        host = self._new(place, parent, num_tokens)
+        if host is not None and num_tokens:
+            host.is_here = False
+        return host
+
+    def came(self, host: HostNode, prefix: tuple[ChunkId, ...], namespace: str, node: TreeNode | None) -> None:
+        """It holds the KV of the last of these chunks; none: of what precedes the first. `node` is the same on the device."""
+        host.is_here, host.hits = True, 1
+        if prefix and node is not None and facts(node).chain is not None:
+            facts(node).host, host.chain, host.node = host, facts(node).chain, node
+        elif prefix:
+            above = host.parent.chain if host.parent is not None else None
+            host.chain = self.cache.on_host(prefix[-1], len(host.slots), above, namespace)
+        if not host.num_below:
+            self._push(host)
+
+    def released(self, host: HostNode) -> bool:
+        """No other thread reads or writes its slots any more. Whether it is still here."""
+        host.is_busy = False
+        is_here = self._nodes.get(host.place) is host
+        if not is_here:
+            self._gone.remove(host)
+            self.pool.free(host.slots)
+        elif not host.num_below:
+            self._push(host)
+        return is_here
+
+    def drop(self, host: HostNode) -> None:
+        """Take it out, with all that is below it."""
+        for below_it in [each for each in self._nodes.values() if each.parent is host] if host.num_below else []:
+            self.drop(below_it)
+        del self._nodes[host.place]
+        if host.is_busy:
+            self._gone.add(host)
+        else:
+            self.pool.free(host.slots)
+        if host.parent is not None:
+            self._lost_child(host.parent)
+        if host.node is not None:
+            facts(host.node).host = None
+        elif host.chain is not None:
+            self.cache.off_host(host.chain)
+
+    # Operators
 
     @property
     def worth(self) -> float:
@@ -276,15 +343,16 @@ class HostChains:
     def violations(self) -> Iterator[str]:
         """What is wrong, for tests and idle moments. Walks all nodes."""
         below = Counter(host.parent.place for host in self._nodes.values() if host.parent is not None)
-        num_held = 0
+        num_held = sum(len(host.slots) for host in (*self._nodes.values(), *self._gone))
         for place, host in self._nodes.items():
-            num_held += len(host.slots)
             if host.place != place or (
                 host.parent is not None and self._nodes.get(host.parent.place) is not host.parent
             ):
                 yield f"host node {place.hex()} has another place, or no parent"
             if host.num_below != below[place]:
                 yield f"host node {place.hex()} has {below[place]} below but {host.num_below} were booked"
+            if not all(each.is_busy for each in self._gone) or host.is_here < (host.chain is not None):
+                yield f"host node {place.hex()} is known before it is here, or slots are kept for nobody"
             if host.node is not None and facts(host.node).host is not host:
                 yield f"host node {place.hex()} and its node on the device do not know each other"
         if num_held != self.pool.num_slots - self.pool.num_free:
@@ -305,12 +373,14 @@ class HostChains:
         head_len = area[0].start
         if start > head_len and all(span.start != start for span in area):
             return
-        host = self._nodes.get(_root(key.token_ids[:head_len], key.extra_key, key.cache_salt))
-        if host is not None and start < head_len:
+        host = self._nodes.get(root(key.token_ids[:head_len], key.extra_key, key.cache_salt))
+        if host is None or not host.is_here:
+            return
+        if start < head_len:
             yield host, host.slots[start:]
         for span in area:
-            host = None if host is None else self._nodes.get(_below(host.place, span.chunk))
-            if host is None:
+            host = self._nodes.get(below(host.place, span.chunk))
+            if host is None or not host.is_here:
                 return
             if span.start >= start:
                 yield host, host.slots
@@ -336,8 +406,9 @@ class HostChains:
         before = self.counts.saved_tokens
         parent = self._parent(node) if node.parent.children.get(node.key.child_key()) is node else None
         if parent is not None:
-            place = _below(parent.place, known.chunk)
-            known.host = self._nodes.get(place) or self._add(place, parent, node.value)
+            place = below(parent.place, known.chunk)
+            host = self._nodes.get(place) or self._add(place, parent, node.value)
+            known.host = host if host is not None and host.is_here else None
         if known.host is None:
             self.counts.missed += 1
         else:
@@ -353,7 +424,8 @@ class HostChains:
         for value in values:
             if value.is_cuda:  # made on another stream, and may leave the tree before this one has read it
                 value.record_stream(torch.cuda.current_stream())
-        return self._nodes.get(place) or self._add(place, None, torch.cat(values))
+        host = self._nodes.get(place) or self._add(place, None, torch.cat(values))
+        return host if host is not None and host.is_here else None
 
     def _head(self, node: TreeNode) -> tuple[bytes, list[TreeNode]]:
         """(place, nodes on the device) of the tokens before a first chunk."""
@@ -363,11 +435,26 @@ class HostChains:
             above.insert(0, node)
             node = node.parent
         token_ids = array("q", itertools.chain.from_iterable(each.key.token_ids for each in above))
-        return _root(token_ids, key.extra_key, key.cache_salt), above
+        return root(token_ids, key.extra_key, key.cache_salt), above
 
     def _add(self, place: bytes, parent: HostNode | None, device_slots: Tensor) -> HostNode | None:
         """A new node with a copy of the slots' KV. None: it does not fit, or the copy failed."""
-        num_tokens = num_needed = len(device_slots)
+        host = self._new(place, parent, len(device_slots))
+        if host is None:
+            return None
+        try:
+            self.pool.save(device_slots, host.slots)
+        except Exception as error:
+            self.drop(host)
+            self._copy_failed(error)
+            return None
+        self.counts.saved_tokens += len(host.slots)
+        self._push(host)
+        return host
+
+    def _new(self, place: bytes, parent: HostNode | None, num_tokens: int) -> HostNode | None:
+        """With slots that hold nothing yet. None: it does not fit."""
+        num_needed = num_tokens
         above = parent
         while above is not None:
             num_needed, above = num_needed + len(above.slots), above.parent
@@ -378,24 +465,12 @@ class HostChains:
         while self.pool.num_free < num_tokens and self._evict_one():
             pass
         slots = self.pool.alloc(num_tokens)
-        if slots is None or not self._copy(device_slots, slots):
+        if slots is None:
             if parent is not None:
                 self._lost_child(parent)
             return None
-        host = self._nodes[place] = HostNode(place, parent, slots)
-        self.counts.saved_tokens += num_tokens
-        self._push(host)
+        host = self._nodes[place] = HostNode(place, parent, slots, used=self.cache.clock)
         return host
-
-    def _copy(self, device_slots: Tensor, slots: Tensor) -> bool:
-        """False: it failed, and the slots on the host are free again."""
-        try:
-            self.pool.save(device_slots, slots)
-        except Exception as error:
-            self.pool.free(slots)
-            self._copy_failed(error)
-            return False
-        return True
 
     def _copy_failed(self, error: Exception) -> None:
         if self._num_ranks > 1:
@@ -411,20 +486,13 @@ class HostChains:
         """The leaf of lowest priority leaves. False: there is none."""
         while self._leaves:
             stored, _, host = heapq.heappop(self._leaves)
-            if self._nodes.get(host.place) is not host or host.num_below:
+            if self._nodes.get(host.place) is not host or host.num_below or host.is_busy:
                 continue
             if self._priority(host) > stored:  # it was used since
                 self._push(host)
                 continue
-            del self._nodes[host.place]
-            self.pool.free(host.slots)
             self.counts.evicted_tokens += len(host.slots)
-            if host.parent is not None:
-                self._lost_child(host.parent)
-            if host.node is not None:
-                facts(host.node).host = None
-            elif host.chain is not None:
-                self.cache.off_host(host.chain)
+            self.drop(host)
             return True
         return False
 
@@ -445,14 +513,14 @@ def _num_tokens(found: Sequence[tuple[HostNode, Tensor]]) -> int:
     return sum(len(slots) for _, slots in found)
 
 
-def _root(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> bytes:
+def root(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> bytes:
     """The place of the tokens before a first chunk. They may be none."""
     tenant = "".join("-" if each is None else f"{len(each)}:{each}" for each in (extra_key, cache_salt))
     data = tenant.encode("utf-8", "surrogatepass") + b"\0" + token_ids.tobytes()
     return blake2b(data, digest_size=PLACE_BYTES, person=b"head").digest()
 
 
-def _below(place: bytes, chunk: ChunkId | None) -> bytes:
+def below(place: bytes, chunk: ChunkId | None) -> bytes:
     """The place of a chunk that follows `place`."""
     assert chunk is not None
     return blake2b(place + chunk.encode(), digest_size=PLACE_BYTES, person=b"chunk").digest()

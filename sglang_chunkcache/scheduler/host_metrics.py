@@ -24,6 +24,7 @@ COUNTERS = {
         ("unpaid", "loads left out because computing was estimated to be faster, but for those that were tried"),
         ("no_room", "loads cut short because the device was full"),
         ("missed", "chunks that left the device before they were saved, or did not fit"),
+        ("failed", "copies that failed"),
     )
 }
 

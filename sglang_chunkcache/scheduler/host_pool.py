@@ -7,7 +7,7 @@ on the same stream. So a copy needs no lock and nobody waits for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,7 @@ class HostPool:
         )
         self.token_bytes: int = self._pool.size_per_token
         self.num_slots: int = self._pool.size
+        self._bytes: list[Any] = [each.view(torch.uint8).numpy() for each in (self._pool.k_buffer, self._pool.v_buffer)]
         self._stream: Any = None
         """The forward stream, known once something was saved: before that there is nothing to load."""
 
@@ -63,9 +64,24 @@ class HostPool:
         """They hold nothing any more."""
         self._pool.free(slots)
 
-    def clear(self) -> None:
-        """All of them."""
-        self._pool.clear()
+    def fence(self) -> Callable[[], None]:
+        """Waits, on any thread, until the copies that are queued by now are done."""
+        if self._stream is None:
+            return lambda: None
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return lambda: event.synchronize()
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each, copied; on any thread, behind a `fence`.
+        By numpy, on one core: torch would take all cores from a forward."""
+        keys, values = (torch.from_numpy(each.take(slots.numpy(), axis=1)) for each in self._bytes)
+        return keys.view(self._pool.dtype), values.view(self._pool.dtype)
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """What `read` gives. Nothing else may read or write these slots until it returns."""
+        for each, given in zip(self._bytes, (keys, values), strict=True):
+            each[:, slots.numpy()] = given.view(torch.uint8).numpy()
 
     def close(self) -> None:
         """The process ends: memory that is still pinned then may hold that up for tens of seconds."""

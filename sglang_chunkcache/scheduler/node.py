@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix_ext import ChainId, ChunkId
 from radix_ext.sources import CopyFacts
+from sglang_chunkcache.storage.storage import Asked
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class HostNode:
     used: int = 0
     """As `ChunkFacts`, when the chunk left the device."""
     num_below: int = 0
+    is_here: bool = True
+    """False: its KV is on its way from the storage."""
+    is_busy: bool = False
+    """Another thread reads or writes its slots."""
 
 
 @dataclass(slots=True)
@@ -94,7 +99,9 @@ class RequestState:
     promise: Any = None
     """The promiser's own record."""
     loads: Any = None
-    """What was asked of the storage for it (fusion/tier.py). None: nothing was yet."""
+    """What was asked of the storage for its moved chunks (fusion/tier.py). None: nothing was yet."""
+    chain: Asked | None = None
+    """And for its exact chain."""
 
 
 def facts(node: TreeNode) -> ChunkFacts:

@@ -178,7 +178,7 @@ class Storage:
             nbytes=row.num_tokens * self.layout.token_bytes,
         )
 
-    def write(self, row: Row, entry: Callable[[], Entry], done: Callable[[], None] = lambda: None) -> bool:
+    def write(self, row: Row, entry: Callable[[], Entry], done: Callable[[], object] = lambda: None) -> bool:
         """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` then. False: nothing is written."""
         if self.is_off or self.loader.is_paused or row.name in self._under_way or self.has(row):
             return False
@@ -314,7 +314,7 @@ class Storage:
             if variant.blob.is_own:
                 self.loader.delete([variant.blob.row])
 
-    def _written(self, num_cleared: int, done: Callable[[], None], job: Write) -> None:
+    def _written(self, num_cleared: int, done: Callable[[], object], job: Write) -> None:
         """The entry is there: the index has it, and another one leaves for it."""
         row = job.row
         self._under_way.discard(row.name)

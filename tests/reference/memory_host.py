@@ -12,6 +12,9 @@ from torch import Tensor
 
 from radix_ext.costs import NOMINAL, Costs, Phase, Work
 
+NUMBERS: dict[Any, int] = {}
+"""Of all contents that were written to a storage."""
+
 
 class MemoryHost:
     """`HostPool`. `contents()`: device slot -> what it holds, written by whoever computes."""
@@ -39,10 +42,25 @@ class MemoryHost:
         assert not set(self._free).intersection(slots.tolist()), "freed twice"
         self._free += slots.tolist()
         for slot in slots.tolist():
-            del self.contents[slot]
+            self.contents.pop(slot, None)  # it was on its way
 
     def close(self) -> None:
         self.clear()
+
+    def fence(self) -> Callable[[], None]:
+        return lambda: None
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """A slot's KV is the number of what it holds."""
+        numbers = [NUMBERS.setdefault(self.contents[slot], len(NUMBERS)) for slot in slots.tolist()]
+        keys = torch.tensor(numbers, dtype=torch.float32).view(1, -1, 1, 1)
+        return keys, keys.clone()
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        assert torch.equal(keys, values)
+        held = list(NUMBERS)
+        for slot, number in zip(slots.tolist(), keys.flatten().tolist(), strict=True):
+            self.contents[slot] = held[int(number)]
 
     @contextmanager
     def on_forward_stream(self) -> Iterator[None]:

@@ -63,27 +63,27 @@ class Disk:
 
     def server(self, *, storage_bytes: int = 100_000, beside: str = "", **knobs: Any) -> FusedScheduler:
         """A server that has just started: `stop` the one before. `beside`: its name, if it shares the storage with others."""
-
-        manifest, backend, names = Manifest(self.folder / beside), Backend(self.storage), Names(b"")
-        pointers = Pointers(backend, names, secret=b"") if beside else None
         window = knobs.get("window_requests", WINDOW)
-        scheduler = make_scheduler(
-            storage=Storage(
-                VariantIndex(max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=window),
-                Loader(backend, manifest, secret=b"", pointers=pointers, clock=lambda: self.now),
-                names,
-                window=window,
-                layout=LAYOUT,
-                model_of=lambda *how: " ".join(map(str, how)),
-                rows=manifest.rows(),
-                metrics=Shown(self),
-                clock=lambda: self.now,
-            ),
-            **knobs,
-        )
+        scheduler = make_scheduler(storage=self.opened(storage_bytes, beside=beside, window=window), **knobs)
         assert scheduler.fuser.tier is not None
         self.tiers.append(scheduler.fuser.tier)
         return scheduler
+
+    def opened(self, storage_bytes: int, *, beside: str = "", window: int = WINDOW) -> Storage:
+        """As a start finds it."""
+        manifest, backend, names = Manifest(self.folder / beside), Backend(self.storage), Names(b"")
+        pointers = Pointers(backend, names, secret=b"") if beside else None
+        return Storage(
+            VariantIndex(max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=window),
+            Loader(backend, manifest, secret=b"", pointers=pointers, clock=lambda: self.now),
+            names,
+            window=window,
+            layout=LAYOUT,
+            model_of=lambda *how: " ".join(map(str, how)),
+            rows=manifest.rows(),
+            metrics=Shown(self),
+            clock=lambda: self.now,
+        )
 
     @property
     def tier(self) -> StorageTier:

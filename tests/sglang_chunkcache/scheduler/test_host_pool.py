@@ -91,9 +91,6 @@ def test_slots_are_counted(device: Any) -> None:
     assert pool.alloc(2) is None
     pool.free(slots)
     assert pool.num_free == pool.num_slots
-    assert pool.alloc(3) is not None
-    pool.clear()
-    assert pool.num_free == pool.num_slots
 
 
 def test_default_is_twice_the_device_where_that_is_there(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:

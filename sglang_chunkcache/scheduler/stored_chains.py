@@ -1,0 +1,241 @@
+"""Exact chains below host memory (CRAFT 4.1): what host memory has is written to the rank's storage, and comes back to it.
+
+    a chain in host memory is asked for once more ──► its KV is written, node by node
+    an arriving request's chain goes on in the storage ──► loads ──► host memory ──► device, at the request's admission
+    a start ──► the chains of highest f_r ──► host memory, and the front knows them
+
+KV goes back to the place that it comes from, so it is named by all that it depends on: model and weights, tenant, all tokens up
+to its end, and what has computed it (`how`). A node is claimed in host memory before it is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from radix_ext import ChunkId
+from radix_ext.costs import TRIED_EVERY, Phase, Work, extend_work
+from radix_ext.variants import MIN_COUNTED_CFO, Variant
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.host_chains import HostChains, Slots, below, root
+from sglang_chunkcache.scheduler.node import HostNode, state
+from sglang_chunkcache.storage.entry import Entry
+from sglang_chunkcache.storage.key import Place, StoredChunk
+from sglang_chunkcache.storage.manifest import Row
+from sglang_chunkcache.storage.storage import Asked, Storage
+from sglang_chunkcache.wire.spans import RequestSpans
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
+
+START_S = 10.0
+"""What a start may spend on loading: some gigabytes from a disk."""
+
+
+class _Link(NamedTuple):
+    """A chain up to one of its nodes."""
+
+    place: bytes
+    """The node's, in host memory."""
+    parent: bytes | None
+    """The place before it."""
+    stored: StoredChunk
+    head: str
+    """The chain's first place, and its namespace."""
+    prefix: tuple[ChunkId, ...]
+    """All chunks, the node's own included. None: it is the tokens before the first one."""
+    is_empty: bool
+    """The prompt begins with a chunk, and this is what precedes it."""
+    num_tokens: int = 0
+    """Its own, in a request."""
+    end: int = 0
+    """And with all before it."""
+
+
+class StoredChains:
+    """Of one rank.
+
+    Args:
+        how: what KV depends on beside model, weights and tokens.
+        fingerprint: of the model's weights, as they are when it is called. None: somebody else starts the storage.
+    """
+
+    def __init__(
+        self, host: HostChains, storage: Storage, *, how: tuple[str, ...], fingerprint: Callable[[], int] | None
+    ) -> None:
+        self.host, self.storage, self._how, self._fingerprint = host, storage, how, fingerprint
+        self.reset()
+
+    def reset(self) -> None:
+        """Host memory is empty, and the weights may have changed."""
+        if self._fingerprint is not None:
+            self.storage.start(self._fingerprint())
+
+    def arrived(self, req: Req, key: ChunkKey, spans: RequestSpans) -> None:
+        """The request waits from now on: load what goes on from where host memory ends, write what host memory has alone."""
+        if state(req).chain is not None:
+            return
+        asked = state(req).chain = Asked()
+        try:
+            self.storage.poll()
+            if not (self.storage.is_off or self.storage.loader.is_paused):
+                links = self._links(key, spans)
+                self.storage.ask((link.stored, link.head, link.prefix) for link in links)
+                unknown = {link.stored: link.num_tokens for link in links if not self._is_known(link)}
+                self._load(links, key, asked)
+                self.storage.look_up(unknown, partial(self._load, links, key, asked))
+        except Exception:  # the scheduler must not die of what can be computed
+            logger.exception("chunk cache: nothing is loaded, the prompt is computed")
+
+    def planned(self, req: Req) -> None:
+        """The request is admitted: what has not come by now is computed."""
+        self.storage.poll()
+        self.storage.planned(state(req).chain)
+
+    def load_most_used(self, seconds: float = START_S) -> int:
+        """Fill host memory with the chains of highest f_r, before there are requests: waits, so long at most.
+
+        Chains of tenants are loaded when they ask: no file says who they are.
+
+        Returns:
+            How many nodes have come.
+        """
+        mine = self.storage.chunk(self._how, None, None, ChunkId(""))[:2]
+        found = [each for each in self.storage.index.variants() if each.blob.row.place[:2] == mine]
+        found.sort(key=lambda variant: (variant.reuse, variant.last_used), reverse=True)
+        before = self.storage.loader.num_loaded
+
+        def load(link: _Link) -> bool:
+            variant = self._find(link)
+            if variant is not None and variant.blob.row.num_tokens > self.host.pool.num_free:
+                return False
+            self._claim(link, None)
+            return True
+
+        self.storage.fill((partial(load, link) for each in found for link in self._links_of(each)), seconds)
+        return self.storage.loader.num_loaded - before
+
+    # Private, in order of use
+
+    def _links(self, key: ChunkKey, spans: RequestSpans) -> list[_Link]:
+        area = key.spans[: spans.area_len]
+        if not area:
+            return []
+        first = root(key.token_ids[: area[0].start], key.extra_key, key.cache_salt)
+        links = self._chain(first, spans.namespace, [span.chunk for span in area], key.extra_key, key.cache_salt)
+        ends = [0, area[0].start, *(span.end for span in area)]
+        return [
+            link._replace(num_tokens=end - start, end=end)
+            for link, start, end in zip(links, ends[:-1], ends[1:], strict=True)
+        ]
+
+    def _chain(
+        self, place: bytes, namespace: str, chunks: Sequence[ChunkId], extra_key: str | None, cache_salt: str | None
+    ) -> Iterator[_Link]:
+        """From the tokens before the first chunk on."""
+        head, parent, is_empty = f"{place.hex()} {namespace}", None, place == root(array("q"), extra_key, cache_salt)
+        for number in range(len(chunks) + 1):
+            if number:
+                place, parent = below(place, chunks[number - 1]), place
+            stored = self.storage.chunk(self._how, extra_key, cache_salt, ChunkId(place.hex()))
+            yield _Link(place, parent, stored, head, tuple(chunks[:number]), is_empty and not number)
+
+    def _is_known(self, link: _Link) -> bool:
+        """Count a use, and write what host memory has and the storage has not. Whether either has it."""
+        host = self.host.get(link.place)
+        if (variant := self._find(link)) is not None:
+            self.storage.use(variant, MIN_COUNTED_CFO)
+        elif host is not None and not host.is_busy and len(host.slots):
+            place = Place(*link.stored, link.head, link.prefix, False)
+            row = Row(self.storage.names.entry(place, 0, False, ()), place, len(host.slots), 0, 0, False)
+            entry = partial(_read, self.host.pool, host.slots, self.host.pool.fence())
+            host.is_busy = self.storage.write(row, entry, partial(self.host.released, host))
+        return variant is not None or host is not None
+
+    def _find(self, link: _Link) -> Variant | None:
+        return self.storage.index.get(link.stored, link.head, link.prefix)
+
+    def _load(self, links: Sequence[_Link], key: ChunkKey, asked: Asked) -> None:
+        """Load what follows the last node in host memory, as far as the storage has it without a gap."""
+        num_here = sum(self.host.get(link.place) is not None for link in links)
+        num_found = num_here
+        while num_found < len(links) and (links[num_found].is_empty or self._find(links[num_found])):
+            num_found += 1
+        missing = links[num_here:num_found]
+        cached = sum(len(node.key) for node in self.host.cache.path(key[: missing[-1].end])) if missing else 0
+        if not missing or missing[-1].end <= cached:
+            return
+        if self._pays(missing, max(cached, links[num_here - 1].end if num_here else 0)):
+            for link in missing:
+                if not self._claim(link, key, asked):
+                    break
+        if asked.is_planned:
+            self.storage.planned(asked)
+
+    def _pays(self, links: Sequence[_Link], start: int) -> bool:
+        """Whether loading them is estimated to take no longer than computing from `start` on. What was never tried is."""
+        costs, end = self.host.pricing.agreed, links[-1].end
+        variants = [variant for variant in map(self._find, links) if variant is not None]
+        loaded = sum(self.storage.seconds(variant.blob.row.num_bytes) or 0.0 for variant in variants)
+        computed = costs[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))
+        if not loaded or not computed or loaded + costs[Phase.LOAD].seconds(Work(1, end - start)) <= computed:
+            self.storage.pays = True
+            return True
+        return self.storage.left_out() % TRIED_EVERY == 0
+
+    def _claim(self, link: _Link, key: ChunkKey | None, asked: Asked | None = None) -> bool:
+        """Begin to load a node, unless it is here. False: no room, too much is under way, or what is above is not here."""
+        if self.host.get(link.place) is not None:
+            return True
+        variant = self._find(link)
+        if variant is None and not link.is_empty:
+            return False
+        num_tokens = variant.blob.row.num_tokens if variant is not None else 0
+        host = self.host.claim(link.place, link.parent, num_tokens)
+        if host is None or variant is None:
+            return host is not None
+        into = partial(_write, self.host.pool, host.slots, self.host.pool.fence())
+        load = self.storage.load(variant, num_tokens, partial(self._came, link, host, key), into)
+        if load is None:
+            self.host.drop(host)
+            return False
+        host.is_busy = True
+        if asked is not None:
+            asked.loads.append(load)
+        return True
+
+    def _came(self, link: _Link, host: HostNode, key: ChunkKey | None, entry: Entry | None) -> None:
+        """The node's KV is in host memory, or is not to be had."""
+        if not self.host.released(host):
+            return
+        if entry is None:
+            self.host.drop(host)
+            return
+        path = self.host.cache.path(key[: link.end]) if key is not None else []
+        is_on_device = bool(path) and sum(len(node.key) for node in path) == link.end
+        self.host.came(host, link.prefix, link.head.partition(" ")[2], path[-1] if is_on_device else None)
+
+    def _links_of(self, variant: Variant) -> Iterator[_Link]:
+        """An entry of no tenant with all above it."""
+        place = variant.blob.row.place
+        first, _, namespace = place.head.partition(" ")
+        return self._chain(bytes.fromhex(first), namespace, place.prefix, None, None)
+
+
+def _read(pool: Slots, slots: Tensor, fence: Callable[[], None]) -> Entry:
+    """On the loader's thread."""
+    fence()
+    return Entry(*pool.read(slots))
+
+
+def _write(pool: Slots, slots: Tensor, fence: Callable[[], None], entry: Entry) -> None:
+    """On the loader's thread."""
+    fence()
+    pool.write(slots, entry.keys, entry.values)

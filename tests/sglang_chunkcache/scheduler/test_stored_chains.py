@@ -1,0 +1,386 @@
+"""Exact chains in the storage: case by case, then random lives of servers against contents."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radix_ext import Tier
+from radix_ext.costs import Line, Phase
+from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.stored_chains import StoredChains
+from sglang_chunkcache.storage.storage import Storage
+from sglang_chunkcache.wire.state import Asked
+from tests.examples import examples
+from tests.reference.scheduler import FakeReq
+from tests.sglang_chunkcache.fusion.test_tier import Disk
+from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, HostScheduler, chain, known, rag
+
+
+class ChainDisk(Disk):
+    """What outlives these servers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.weights = 0
+        self.opened_ones: list[Storage] = []
+
+
+class Server(HostScheduler):
+    """With exact chains in a storage."""
+
+    def __init__(self, disk: ChainDisk, *, beside: str = "", storage_bytes: int = 100_000, **knobs: Any) -> None:
+        super().__init__(**knobs)
+        self.weights = disk.weights
+        self.cache.storage = self.storage = disk.opened(storage_bytes, beside=beside)
+        self.cache.stored = StoredChains(
+            self.cache.host, self.storage, how=("exact",), fingerprint=lambda: self.weights
+        )
+        disk.opened_ones.append(self.storage)
+
+    def ask(self, req: FakeReq, *, settles: bool = True) -> int:
+        """It waits until its loads have come, and is served. Returns what it found."""
+        self.cache.arrived(req)
+        if settles:
+            self.settle()
+        found = self.serve(req)
+        self.idle()
+        return found
+
+    def check(self, reqs: Sequence[FakeReq] = ()) -> None:
+        super().check(reqs)
+        assert self.cache.host.counts.failed == 0, "slots that hold nothing were read"
+
+    def settle(self) -> dict[str, Any]:
+        for _ in range(3):  # what is polled may ask for more
+            assert self.storage.loader.drain(10)
+            self.storage.poll()
+        return self.storage.stats()
+
+    def stop(self) -> None:
+        self.settle()
+        self.storage.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[ChainDisk]:
+    made = ChainDisk(tmp_path)
+    yield made
+    made.storage.gate.set()
+    for each in made.opened_ones:
+        each.loader.close()
+
+
+def stored(disk: ChainDisk, *chunks: tuple[int, ...], **fields: Any) -> None:
+    """A server has served them until they were worth it, and has ended."""
+    server = Server(disk)
+    for _ in range(3):
+        server.ask(rag(*chunks, **fields))
+    server.stop()
+
+
+def test_chain_that_is_asked_for_once_more_is_written(disk: ChainDisk) -> None:
+    server = Server(disk)
+    known(server, A, B)
+    assert server.settle()["written"] == 0
+    server.ask(rag(A, C))
+    counts = server.settle()
+    assert (counts["written"], counts["num_entries"]) == (2, 2), "head and A"
+    server.ask(rag(A, B))
+    assert server.settle()["written"] == 3
+    server.check()
+
+
+def test_arriving_request_has_its_chain_loaded(disk: ChainDisk) -> None:
+    """After a restart, all of it; then nothing that is in host memory already."""
+    stored(disk, A, B)
+    server = Server(disk)
+    req = rag(A, B, C)
+    assert server.ask(req) == len(HEAD + A + B)
+    assert state(req).loaded == len(HEAD + A + B)
+    assert server.settle()["loaded"] == 3
+    server.evict(CAPACITY)
+    server.check()
+    assert server.ask(rag(A, B)) == len(HEAD + A + B)
+    counts = server.settle()
+    assert (counts["loaded"], counts["late"]) == (3, 0)
+    server.check()
+
+
+def test_start_fills_host_memory_and_tells_the_front(disk: ChainDisk) -> None:
+    stored(disk, A, B)
+    server = Server(disk)
+    assert server.cache.stored.load_most_used() == 3
+    server.check()
+    for chunks in ((A,), (A, B)):
+        node = server.tree.find(chain(*chunks))
+        assert node is not None
+        assert node.tier(0) is Tier.HOST
+    assert server.serve(rag(A, B)) == len(HEAD + A + B)
+    server.check()
+
+
+def test_start_fills_no_more_than_there_is_room_for(disk: ChainDisk) -> None:
+    stored(disk, A, B)
+    server = Server(disk, host_slots=len(HEAD + A))
+    assert server.cache.stored.load_most_used() == 2
+    server.check()
+    assert server.serve(rag(A, B)) == len(HEAD + A)
+
+
+def test_prompt_that_begins_with_a_chunk(disk: ChainDisk) -> None:
+    stored(disk, A, B, head=())
+    server = Server(disk)
+    assert server.cache.stored.load_most_used() == 2
+    assert server.serve(rag(A, B, head=())) == len(A + B)
+    server.check()
+    disk.opened_ones[-1].loader.close()
+    server = Server(disk)
+    assert server.ask(rag(A, B, head=())) == len(A + B)
+    server.check()
+
+
+def test_chain_without_its_beginning_is_not_loaded(disk: ChainDisk) -> None:
+    """Nor is one in whose place there would be another's KV."""
+    stored(disk, A, B)
+    server = Server(disk)
+    for variant in list(server.storage.index.variants()):
+        if not variant.prefix:
+            server.storage.index.drop(variant)
+    assert server.cache.stored.load_most_used() == 0
+    assert server.ask(rag(A, B)) == 0
+    assert server.cache.host.stats()["nodes"] == 0
+    server.check()
+
+
+def test_what_comes_too_late_serves_the_next_request(disk: ChainDisk) -> None:
+    """The request is computed, and its chain is one with what comes."""
+    stored(disk, A, B)
+    server = Server(disk)
+    disk.storage.gate.clear()
+    req = rag(A, B)
+    assert server.ask(req, settles=False) == 0
+    assert server.storage.stats()["late"] == 3
+    server.check()
+    disk.storage.gate.set()
+    server.settle()
+    server.check()
+    assert server.on_host() == {chain(A), chain(A, B)}
+    server.evict(CAPACITY)
+    server.check()
+    assert server.ask(rag(A, B)) == len(HEAD + A + B)
+    server.check()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_chain_of_which_a_part_is_under_way(disk: ChainDisk, fails: bool) -> None:
+    """It ends there for now: nothing under way is loaded, linked, built upon or evicted."""
+    stored(disk, A, B)
+    server = Server(disk, host_slots=len(HEAD + A + B + C))
+    assert server.ask(rag(A)) == len(HEAD + A)
+    server.evict(CAPACITY)
+    disk.storage.become("hanging")
+    req = rag(A, B)
+    server.cache.arrived(req)
+    assert server.serve(req) == len(HEAD + A)
+    for _ in range(2):
+        server.serve(rag(A, B, C))
+    known(server, (50, 51, 52))
+    server.check()
+    disk.storage.become("healthy")
+    disk.storage.fails = fails
+    server.settle()
+    server.check()
+    assert (chain(A, B) in server.on_host()) is not fails
+
+
+def test_head_that_is_under_way_is_built_upon_by_nobody(disk: ChainDisk) -> None:
+    stored(disk, A)
+    server = Server(disk)
+    disk.storage.become("hanging")
+    server.cache.arrived(rag(A))
+    known(server, C)
+    server.check()
+    assert server.on_host() == set()
+    disk.storage.fails = True
+    disk.storage.gate.set()
+    server.settle()
+    server.check()
+
+
+def test_what_is_being_written_stays(disk: ChainDisk) -> None:
+    """Else another chain's KV would be written under its name."""
+    server = Server(disk, host_slots=len(HEAD + A))
+    known(server, A)
+    disk.storage.become("hanging")
+    server.cache.arrived(rag(A))
+    known(server, C)
+    assert server.on_host() == {chain(A)}
+    disk.storage.become("healthy")
+    server.settle()
+    known(server, C)
+    server.check()
+    assert server.on_host() == {chain(C)}
+    server.evict(CAPACITY)
+    assert server.ask(rag(A)) == len(HEAD + A)
+
+
+def test_flush_while_a_load_and_a_write_are_under_way(disk: ChainDisk) -> None:
+    """Slots that the thread holds are given to nobody until it has done."""
+    stored(disk, A, B)
+    server = Server(disk, host_slots=20)
+    known(server, C)
+    disk.storage.gate.clear()
+    server.cache.arrived(rag(A, B))
+    server.cache.arrived(rag(C))
+    server.cache.reset()
+    server.allocator.clear()
+    assert server.cache.host.pool.num_free == 20 - len(HEAD + A + B)
+    known(server, (50, 51, 52))
+    server.check()
+    disk.storage.gate.set()
+    server.settle()
+    server.check()
+    assert server.on_host() == {chain((50, 51, 52))}
+    assert server.ask(rag(A, B)) == len(HEAD + A + B)
+
+
+def test_failed_load_takes_what_follows_with_it(disk: ChainDisk) -> None:
+    stored(disk, A, B)
+    server = Server(disk)
+    for name, held in disk.storage.held.items():
+        row = next(each.blob.row for each in server.storage.index.variants() if each.blob.row.name == name)
+        if len(row.place.prefix) == 1:
+            held[-3] ^= 64
+    assert server.ask(rag(A, B)) == len(HEAD)
+    assert server.settle()["problems"] == {"damaged": 1}
+    server.check()
+
+
+@pytest.mark.parametrize("other", [{"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str)
+def test_others_find_nothing(disk: ChainDisk, other: dict[str, Any]) -> None:
+    stored(disk, A, B)
+    server = Server(disk)
+    assert server.ask(rag(A, B, **other)) == 0
+    assert server.settle()["loaded"] == 0
+
+
+def test_tenants_chain_comes_with_its_request(disk: ChainDisk) -> None:
+    """Not with the start."""
+    stored(disk, A, B, cache_salt="pepper")
+    server = Server(disk)
+    assert server.cache.stored.load_most_used() == 0
+    assert server.ask(rag(A, B, cache_salt="pepper")) == len(HEAD + A + B)
+
+
+def test_other_weights_find_nothing(disk: ChainDisk) -> None:
+    """Nor does anybody as long as the weights are in doubt."""
+    stored(disk, A, B)
+    disk.weights = 1
+    server = Server(disk)
+    assert server.cache.stored.load_most_used() == 0
+    assert server.ask(rag(A, B)) == 0
+    server.weights = 0
+    server.cache.doubt_weights()
+    assert server.ask(rag(A, B, C)) == len(HEAD + A + B), "on the device"
+    assert server.settle()["loaded"] == 0
+    server.evict(CAPACITY)
+    server.cache.reset()
+    server.allocator.clear()
+    assert server.ask(rag(A, B)) == len(HEAD + A + B)
+    assert server.settle()["loaded"] == 3
+
+
+def test_load_that_does_not_pay_is_left_out(disk: ChainDisk) -> None:
+    stored(disk, A, B)
+    server = Server(disk)
+    server.storage._times.observe(1, 100.0)
+    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
+    assert server.ask(rag(A, B)) == 0
+    counts = server.settle()
+    assert (counts["loaded"], counts["unpaid"], counts["pays"]) == (0, 1, False)
+
+
+def test_cleared_storage_has_nothing(disk: ChainDisk) -> None:
+    stored(disk, A, B)
+    server = Server(disk)
+    server.cache.rank_state(0, Asked(clear_store=True))
+    assert server.ask(rag(A, B)) == 0
+    server.settle()
+    assert not disk.storage.held
+
+
+def test_servers_share_what_one_has_written(disk: ChainDisk) -> None:
+    """Found by pointers, while the request waits."""
+    first, second = Server(disk, beside="first"), Server(disk, beside="second")
+    for _ in range(3):
+        first.ask(rag(A, B))
+    assert first.settle()["written"] == 3
+    assert second.ask(rag(A, B)) == len(HEAD + A + B)
+    assert second.settle()["found"] == 3
+    second.check()
+
+
+CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(lambda each: st.integers(1, 4).map(lambda n: tuple(each[:n])))
+ASKS = st.tuples(st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans())
+OTHERS = st.one_of(
+    st.tuples(st.just("evict"), st.integers(1, CAPACITY)),
+    st.tuples(st.just("flush"), st.integers(0, 1)),
+    st.tuples(st.just("restart"), st.booleans()),
+    st.tuples(st.just("gate"), st.booleans()),
+    st.tuples(st.just("fail"), st.booleans()),
+    st.tuples(st.just("damage"), st.integers(1, 30)),
+)
+
+
+@given(steps=st.lists(st.one_of(ASKS, ASKS, ASKS, OTHERS), max_size=40), slots=st.sampled_from([8, 14, 100]))
+@settings(max_examples=examples(150), deadline=None)
+def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
+    """Whatever is loaded has the contents of its place, which `HostScheduler` checks; nothing leaks, the front agrees."""
+    with tempfile.TemporaryDirectory() as folder:
+        disk = ChainDisk(Path(folder))
+        server = Server(disk, host_slots=slots, storage_bytes=4000)
+        for kind, *told in steps:
+            if kind == "ask":
+                chunks, head, settles, promoted = told
+                server.ask(
+                    rag(*chunks, head=head, promoted_len=len(chunks) * promoted),
+                    settles=settles and disk.storage.gate.is_set(),
+                )
+            elif kind == "evict":
+                server.evict(told[0])
+            elif kind == "flush":
+                disk.weights = server.weights = told[0]
+                server.cache.reset()
+                server.allocator.clear()
+            elif kind == "gate":
+                disk.storage.become("healthy" if told[0] else "hanging")
+            elif kind == "fail":
+                disk.storage.fails = told[0]
+                server.storage.loader._paused_until = None
+            elif kind == "damage":
+                for held in disk.storage.held.values():
+                    held[-told[0]] ^= 64
+            else:
+                disk.storage.become("healthy")
+                server.stop()
+                server = Server(disk, host_slots=slots, storage_bytes=4000)
+                if told[0]:
+                    server.cache.stored.load_most_used(5)
+            server.check()
+        disk.storage.become("healthy")
+        server.settle()
+        server.check()
+        assert not server.storage._under_way
+        server.storage.index.check_integrity()
+        assert not server.cache.host._gone
+        server.storage.close()
