@@ -174,8 +174,8 @@ def _check_storage(settings: config.ChunkCacheConfig) -> None:
         raise ValueError(
             f"{flag} {name} is not supported, only {supported}: HiCache's others do not keep one tensor by its key"
         )
-    if settings.reuse != "fused":
-        raise ValueError(f"{flag} needs --reuse fused: without it nothing is stored")
+    if settings.reuse == "exact" and settings.host_mib == 0:
+        raise ValueError(f"{flag} needs {config.flag_name('host_mib')}: exact chains are loaded into host memory")
     if name == "dynamic" and not settings.storage_mib:
         raise ValueError(
             f"{flag} dynamic needs {config.flag_name('storage_mib')}: nobody can tell what it has room for"

@@ -63,6 +63,7 @@ def create_cache(ctx: Any) -> Any:
     from sglang_chunkcache.scheduler.host_metrics import HostMetrics
     from sglang_chunkcache.scheduler.host_pool import create_host_pool
     from sglang_chunkcache.scheduler.pricing import Pricing
+    from sglang_chunkcache.scheduler.stored_chains import create_stored_chains
     from sglang_chunkcache.storage.opening import create_storage
 
     settings = config.from_env()
@@ -92,6 +93,12 @@ def create_cache(ctx: Any) -> Any:
             window=settings.window_requests,
             num_ranks=ctx.tp_worker.model_runner.tp_group.world_size,
             metrics=metrics,
+        )
+        if cache.storage is not None:
+            cache.stored = create_stored_chains(cache.host, cache.storage, ctx, settings)
+    elif cache.storage is not None and settings.reuse == "exact":
+        raise ValueError(
+            f"{config.flag_name('storage_backend')}: exact chains are loaded into host memory, and there is none"
         )
     return cache
 

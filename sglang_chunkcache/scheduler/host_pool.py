@@ -132,7 +132,9 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     Raises:
         ValueError: as much as was asked for cannot be had; names the flag.
     """
-    if config.host_mib == 0 or (config.host_mib is None and not has_own_memory(ctx.params.token_to_kv_pool_allocator)):
+    is_needed = config.storage_backend is not None and config.reuse == "exact"
+    has_use = is_needed or has_own_memory(ctx.params.token_to_kv_pool_allocator)
+    if config.host_mib == 0 or (config.host_mib is None and not has_use):
         return None
     device_pool, group = ctx.params.token_to_kv_pool_allocator.get_kvcache(), ctx.tp_worker.model_runner.tp_group
     pool, problem = None, refusal(device_pool, ctx.server_args)

@@ -11,20 +11,25 @@ to its end, and what has computed it (`how`). A node is claimed in host memory b
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import sglang
+import torch
 from torch import Tensor
 
 from radix_ext import ChunkId
 from radix_ext.costs import TRIED_EVERY, Phase, Work, extend_work
 from radix_ext.variants import MIN_COUNTED_CFO, Variant
+from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains, Slots, below, root
 from sglang_chunkcache.scheduler.node import HostNode, state
 from sglang_chunkcache.storage.entry import Entry
+from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.storage import Asked, Storage
@@ -227,6 +232,20 @@ class StoredChains:
         place = variant.blob.row.place
         first, _, namespace = place.head.partition(" ")
         return self._chain(bytes.fromhex(first), namespace, place.prefix, None, None)
+
+
+def create_stored_chains(host: HostChains, storage: Storage, ctx: Any, config: ChunkCacheConfig) -> StoredChains:
+    """Of one rank, with host memory filled. `ctx` is SGLang's TreeCacheBuildContext."""
+    args, device = ctx.server_args, torch.device(host.cache.device)
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    kernels = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
+    how = ("exact", chip, sglang.__version__, torch.__version__, *map(str, kernels))
+    model = ctx.tp_worker.model_runner.model
+    weights = partial(fingerprint, model) if config.reuse == "exact" else None  # else the promiser starts the storage
+    stored, started = StoredChains(host, storage, how=how, fingerprint=weights), time.perf_counter()
+    num_loaded = stored.load_most_used()
+    logger.info("chunk cache: %d nodes of exact chains loaded in %.1f s", num_loaded, time.perf_counter() - started)
+    return stored
 
 
 def _read(pool: Slots, slots: Tensor, fence: Callable[[], None]) -> Entry:

@@ -48,12 +48,19 @@ def moved(server: Server, passages: Sequence[Passage], **fields: Any) -> dict[st
     return ask(server, passages, QUESTION, reuse=fused("query", 0.25), **fields)
 
 
+def exactly(server: Server, passages: Sequence[Passage]) -> dict[str, Any]:
+    """After a head of its own."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    return ask(server, passages[3:5], QUESTION, messages=messages)
+
+
 class Twice(NamedTuple):
     """The second server, and what the first one said."""
 
     server: Server
     passages: Sequence[Passage]
     in_memory: dict[str, Any]
+    exact: dict[str, Any]
     written: dict[str, Any]
     damaged: Passage
     log: Path
@@ -66,7 +73,7 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
     flags = [
         *mixed_load.FLAGS,
         *("--chunkcache-calibrate", "off", "--chunkcache-selector", "query", "--chunkcache-audit-share", "0"),
-        *("--chunkcache-store-threshold", "1", "--chunkcache-storage-backend", "file"),
+        *("--chunkcache-store-threshold", "1", "--chunkcache-storage-backend", "file", "--chunkcache-host-mib", "10"),
         *("--chunkcache-storage-backend-extra-config", json.dumps({"directory": str(folder / "kept")})),
     ]
     env = {**STRICT, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder), "SGLANG_CHUNKCACHE_STORAGE_SECRET": "s"}
@@ -82,6 +89,8 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
         ask(server, [passages[5]], QUESTION, cache_salt=SALT)
         settled(server)
         (name,) = set(entries(folder)) - names
+        for _ in range(4):  # computed, found, found in host memory too, written
+            exact = exactly(server, passages)
         written = settled(server)
         assert server.is_running, server.log_tail(40)
     file = entries(folder)[name]
@@ -90,7 +99,7 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
     file.write_bytes(data)
     log = folder / "second.log"
     with Server(flags, log=log, launcher=mixed_load.POISONED, env=env) as server:
-        yield Twice(server, passages, in_memory, written, passages[5], log)
+        yield Twice(server, passages, in_memory, exact, written, passages[5], log)
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
     assert mixed_load.problems_of_log(log) == []
 
@@ -108,6 +117,15 @@ def test_first_request_after_a_restart_moves_what_was_stored(twice: Twice) -> No
     assert reply["chunkcache"]["fates"] == twice.in_memory["chunkcache"]["fates"]
     assert text_of(reply) == text_of(twice.in_memory)
     assert logprobs_of(reply) == logprobs_of(twice.in_memory)
+
+
+def test_first_request_after_a_restart_finds_its_exact_chain(twice: Twice) -> None:
+    """It was in host memory before there were requests, and the answer is the first server's."""
+    reply = exactly(twice.server, twice.passages)
+    told = reply["chunkcache"]
+    assert told["loaded"] >= told["fates"]["exact"] - 1 > 50, "every prompt begins with the same token"
+    assert text_of(reply) == text_of(twice.exact)
+    assert logprobs_of(reply) == pytest.approx(logprobs_of(twice.exact), abs=1e-5)
 
 
 def test_what_was_stored_is_not_written_again(twice: Twice) -> None:

@@ -254,7 +254,7 @@ FUSED = ["--reuse", "fused", STORAGE]
     [
         ([*FUSED, "hf3fs"], "backend hf3fs is not supported, only file and dynamic"),
         ([*FUSED, "nixl"], "backend nixl is not supported, only file and dynamic"),
-        ([STORAGE, "file"], "backend needs --reuse fused"),
+        ([STORAGE, "file", "--chunkcache-host-mib", "0"], "backend needs --chunkcache-host-mib"),
         ([*FUSED, "dynamic"], "backend dynamic needs --chunkcache-storage-mib"),
         (["--chunkcache-storage-mib", "5"], "backend is missing"),
         ([f"{STORAGE}-extra-config", "{}"], "backend is missing"),

@@ -368,7 +368,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
                 disk.storage.fails = told[0]
                 server.storage.loader._paused_until = None
             elif kind == "damage":
-                for held in disk.storage.held.values():
+                for held in list(disk.storage.held.values()):
                     held[-told[0]] ^= 64
             else:
                 disk.storage.become("healthy")
