@@ -3,8 +3,7 @@
     unmeasured   ARM-filled serves the warm-up requests and ends
     measured     ARM-filled starts again on its folder, ARM-cold on an empty one; both serve the other requests, interleaved
 
-Both write to their storage, so they differ only in what it has at the start. An arm that moves nothing gets `--reuse fused`,
-which the storage needs; its requests stay exact.
+Both write to their storage, so they differ only in what it has at the start.
 """
 
 from __future__ import annotations
@@ -44,6 +43,5 @@ def with_storage(arm: Arm, name: str, folder: Path) -> Arm:
     """The arm as ARM-name, with a storage in a folder of that name. Its settings are in a file: no record has the path."""
     settings = folder / f"{name}.json"
     settings.write_text(json.dumps({"directory": str((folder / name).resolve())}), encoding="utf-8")
-    fused = () if "--reuse" in arm.flags else ("--reuse", "fused")
-    flags = (*arm.flags, *fused, STORAGE, "file", f"{STORAGE}-extra-config", f"@{settings.resolve()}")
+    flags = (*arm.flags, STORAGE, "file", f"{STORAGE}-extra-config", f"@{settings.resolve()}")
     return replace(arm, name=f"{arm.name}-{name}", flags=flags)

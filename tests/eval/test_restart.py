@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from eval.run import Run, read_record
-from eval.serve.arms import ARMS, Arm
+from eval.serve.arms import Arm
 from eval.serve.command import main
 from eval.serve.plan import Cell, Plan
-from eval.serve.restart import with_storage
 from tests.eval.test_arms import parse_launcher
 
 
@@ -53,13 +52,7 @@ def test_server_is_filled_then_measured_against_a_cold_one(
 def directory_of(arm: Arm) -> str:
     """Its storage's, as the server reads it."""
     settings, rest = parse_launcher(list(arm.flags))
-    assert (settings.reuse, settings.storage_backend) == ("fused", "file")
+    assert (settings.reuse, settings.storage_backend) == ("fused" if "fused" in arm.name else "exact", "file")
     assert rest == ["--schedule-policy", "lpm"]
     given: Any = settings.storage_backend_extra_config
     return str(json.loads(Path(given.removeprefix("@")).read_text())["directory"])
-
-
-def test_exact_arm_stays_exact(tmp_path: Path) -> None:
-    """The storage needs `--reuse fused`; the requests do not ask for it."""
-    assert with_storage(ARMS["ours"], "cold", tmp_path).body == {}
-    assert with_storage(ARMS["fused"], "cold", tmp_path).body == ARMS["fused"].body
