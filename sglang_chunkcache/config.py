@@ -168,9 +168,9 @@ class ChunkCacheConfig:
     )
     """Below it, a chunk is found only in the tree."""
     storage_backend: str | None = knob(
-        None, f"keep the store beyond the process: a storage backend of HiCache's ({' or '.join(STORAGE_BACKENDS)})"
+        None, f"keep KV beyond the process: a storage backend of HiCache's ({' or '.join(STORAGE_BACKENDS)})"
     )
-    """Default: what is stored is gone with the process."""
+    """Exact chains in host memory, and the store with `--reuse fused`. Default: they are gone with the process."""
     storage_backend_extra_config: str | None = knob(
         None, "the backend's settings, as HiCache takes them: a JSON object, or @ and the path of a file with one"
     )
