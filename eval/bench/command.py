@@ -13,6 +13,10 @@ BENCHES = {
         "eval.bench.storage",
         "time to first token with a storage that is healthy, slowed, hanging or refusing",
     ),
+    "tiers": (
+        "eval.bench.tiers",
+        "time to first token with loads from host memory, disk and network against computing",
+    ),
     "relocate": ("eval.bench.relocate", "rate of moving KV against the device's copy rate"),
     "attention": ("eval.bench.attention.command", "attention of scattered tokens against dense and masked ones; GPU"),
     "ann": ("eval.bench.ann", "recall and speed of approximate indexes against exact search"),

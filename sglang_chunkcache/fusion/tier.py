@@ -28,7 +28,7 @@ from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.loader import Load
 from sglang_chunkcache.storage.manifest import Row
-from sglang_chunkcache.storage.storage import Asked, Storage
+from sglang_chunkcache.storage.storage import START_S, Asked, Storage
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 MAX_LOADED_VARIANTS = 2
 """Of one chunk, for one request."""
-START_S = 10.0
-"""What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
 
 
 class _Wish(NamedTuple):

@@ -84,6 +84,9 @@ class Slots(Protocol):
 
     @property
     def num_free(self) -> int: ...
+    @property
+    def is_ready(self) -> bool: ...
+    def follow(self) -> None: ...
     def alloc(self, num_tokens: int) -> Tensor | None: ...
     def free(self, slots: Tensor) -> None: ...
     def fence(self) -> Callable[[], None]: ...
@@ -162,7 +165,7 @@ class HostChains:
         cache, allocator = self.cache, self.cache.token_to_kv_pool_allocator
         start, last = len(result.device_indices), result.last_device_node
         found = list(self._after(key, spans.area_len, start))
-        if not found or not self._pays(start, start + _num_tokens(found)):
+        if not found or not self.pool.is_ready or not self._pays(start, start + _num_tokens(found)):
             return result
         num_asked = len(found)
         cache.inc_lock_ref(last)
@@ -238,6 +241,7 @@ class HostChains:
 
     def after(self, *, first_tokens_wait: bool) -> None:
         """Save some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
+        self.pool.follow()
         self._was_put_off = first_tokens_wait and not self._was_put_off
         num_saved = 0
         while not self._was_put_off and self._waiting and num_saved < MAX_SAVED_TOKENS:

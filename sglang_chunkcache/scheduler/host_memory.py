@@ -20,11 +20,13 @@ class Use(NamedTuple):
     """Of the memory that is available, for all ranks together."""
     reserve: int
     """Bytes that are left."""
+    copies: bool
+    """What is in the KV pool, which counts even if it is in the host's memory."""
 
 
-EXACT_CHAINS = Use(2.0, 0, 0.25, HICACHE_HOST_MEMORY_RESERVE_BYTES)
+EXACT_CHAINS = Use(2.0, 0, 0.25, HICACHE_HOST_MEMORY_RESERVE_BYTES, copies=True)
 """HiCache's ratio, and its reserve, without which it refuses a pool."""
-STORE = Use(1.0, 1 << 30, 0.125, 0)
+STORE = Use(1.0, 1 << 30, 0.125, 0, copies=False)
 """1 GiB is 16 chunks of a Llama-3-8B."""
 
 
@@ -45,7 +47,7 @@ def machine_bytes(use: Use, ctx: Any, *, taken: int = 0) -> int:
     num_ranks = ranks_per_host() * ctx.server_args.dp_size
     found = default_bytes(
         use,
-        device_bytes=sum(allocator.get_kvcache().get_kv_size_bytes()) if has_own_memory(allocator) else 0,
+        device_bytes=sum(allocator.get_kvcache().get_kv_size_bytes()) if use.copies or has_own_memory(allocator) else 0,
         available=available_host_memory_bytes() - num_ranks * taken,
         num_ranks=num_ranks,
     )

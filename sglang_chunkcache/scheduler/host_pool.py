@@ -48,7 +48,7 @@ class HostPool:
         self.num_slots: int = self._pool.size
         self._bytes: list[Any] = [each.view(torch.uint8).numpy() for each in (self._pool.k_buffer, self._pool.v_buffer)]
         self._stream: Any = None
-        """The forward stream, known once something was saved: before that there is nothing to load."""
+        """The forward stream, known with the first forward."""
 
     @property
     def num_free(self) -> int:
@@ -87,11 +87,20 @@ class HostPool:
         """The process ends: memory that is still pinned then may hold that up for tens of seconds."""
         self._pool.destroy()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether copies to the device can be queued behind a forward."""
+        return not self._is_cuda or self._stream is not None
+
+    def follow(self) -> None:
+        """A forward was queued on the current stream."""
+        if self._is_cuda:
+            self._stream = torch.cuda.current_stream()
+
     def save(self, device_slots: Tensor, slots: Tensor) -> None:
         """Copy KV from the device, [num_tokens] int64 each. On the forward stream, with a forward just queued."""
         pool = self._pool
         if self._is_cuda:
-            self._stream = torch.cuda.current_stream()
             device_slots.record_stream(self._stream)  # made on another one
             slots = upload(slots, device_slots.device)
             pool.backup_from_device_all_layer(self._device_pool, slots, device_slots, "kernel")
@@ -111,7 +120,7 @@ class HostPool:
             yield
 
     def load(self, slots: Tensor, device_slots: Tensor) -> None:
-        """Copy KV to the device, [num_tokens] int64 each, inside `on_forward_stream`."""
+        """Copy KV to the device, [num_tokens] int64 each, inside `on_forward_stream`, if `is_ready`."""
         pool = self._pool
         if self._is_cuda:
             device_slots.record_stream(self._stream)  # made on another one

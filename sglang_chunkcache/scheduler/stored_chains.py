@@ -32,16 +32,13 @@ from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
-from sglang_chunkcache.storage.storage import Asked, Storage
+from sglang_chunkcache.storage.storage import START_S, Asked, Storage
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
-
-START_S = 10.0
-"""What a start may spend on loading: some gigabytes from a disk."""
 
 
 class _Link(NamedTuple):
@@ -93,7 +90,10 @@ class StoredChains:
             if not (self.storage.is_off or self.storage.loader.is_paused):
                 links = self._links(key, spans)
                 self.storage.ask((link.stored, link.head, link.prefix) for link in links)
-                unknown = {link.stored: link.num_tokens for link in links if not self._is_known(link)}
+                known = [link.is_empty or self._is_known(link) for link in links]
+                unknown = {
+                    link.stored: link.num_tokens for link, is_known in zip(links, known, strict=True) if not is_known
+                }
                 self._load(links, key, asked)
                 self.storage.look_up(unknown, partial(self._load, links, key, asked))
         except Exception:  # the scheduler must not die of what can be computed

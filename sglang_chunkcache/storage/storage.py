@@ -29,6 +29,8 @@ LOOKED_UP_S = 10.0
 """How long what was looked up counts as known: a miss costs one question."""
 MAX_LOOKED_UP = 10_000
 """Chunks of which that is remembered, about three megabytes."""
+START_S = 10.0
+"""What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
 MAX_OVERHEAD_BYTES = 1 << 20
 """What an entry may have beside twice its KV, if another server tells of it."""
 
@@ -138,7 +140,7 @@ class Storage:
         self.is_off = True
         self._era += 1
 
-    def fill(self, loads: Iterable[Callable[[], bool]], seconds: float) -> None:
+    def fill(self, loads: Iterable[Callable[[], bool]], seconds: float = START_S) -> None:
         """Do these loads, before there are requests, until one says False: the one method that waits, so long at most."""
         deadline = time.monotonic() + seconds
         for load in loads:

@@ -20,6 +20,7 @@ class MemoryHost:
     """`HostPool`. `contents()`: device slot -> what it holds, written by whoever computes."""
 
     token_bytes = 1
+    is_ready = True
 
     def __init__(self, contents: Callable[[], dict[int, Any]], num_slots: int) -> None:
         self._device, self.num_slots = contents, num_slots
@@ -46,6 +47,9 @@ class MemoryHost:
 
     def close(self) -> None:
         self.clear()
+
+    def follow(self) -> None:
+        """There are no streams."""
 
     def fence(self) -> Callable[[], None]:
         return lambda: None

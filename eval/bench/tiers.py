@@ -1,0 +1,206 @@
+"""What does a chain cost that is in a slower tier? Time to first token with loads from host memory, disk and network.
+
+    python -m eval bench tiers [--tokens 2000 6000] [--rounds 30] [--redis PORT] [-- FLAGS]
+
+One server a tier, in exact mode, all at once. Prompts take turns: each has left all faster tiers when it is asked for again.
+
+    compute    a KV pool of one prompt and a half      disk       host memory of one and a half, and a storage in a folder
+    host       host memory of all prompts as well      network    the same in a Redis server at --redis; without it there is none
+
+A prompt is measured alone, and right behind a short one that shares nothing with it: while that is computed, a load from disk or
+network may come. A ratio is that of medians, of computing over the tier: above 1, the load is faster. Weights are random.
+It runs in the repository's root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from eval.bench.rounds import by_cell, take_rounds, told_ratio
+from eval.bench.storage import POLL_S, RAG, SYSTEM
+from eval.data.random_text import WORDS, random_text
+from eval.errors import CommandError
+from eval.http import get, post
+from eval.outcome import Row, add_out_option, open_run, table, tell
+from eval.random_model import SHAPES, write_random_model
+from eval.run import Sample
+from eval.serve import arms as serve_arms
+from eval.serve.client import Answer, open_session, send
+from eval.server import Server
+from eval.stats import quantile
+from eval.task import Request, TextChunk
+
+NUM_PROMPTS = 3
+HEAD_START_S = 0.02
+"""Of the short prompt."""
+PROMPTS = 1.5
+"""What a tier holds that must not hold two."""
+
+
+class Lane:
+    """Prompts of one length for all servers."""
+
+    def __init__(self, urls: Mapping[str, str], tokens: int, args: argparse.Namespace, runner: asyncio.Runner) -> None:
+        self._urls, self._runner = urls, runner
+        url = next(iter(urls.values()))
+        count = int(post(url + "/tokenize", {"prompt": random_text("tokenizer", 1000)})["count"])
+        num_words = round(args.chunk_tokens * 1000 / count)
+        self._before = num_words * args.before // args.chunk_tokens
+        self._chunks = [
+            [
+                TextChunk(f"{prompt}.{n}", random_text(f"{prompt}.{n}", num_words))
+                for n in range(tokens // args.chunk_tokens)
+            ]
+            for prompt in range(NUM_PROMPTS)
+        ]
+        for each in urls.values():
+            for chunks in self._chunks:
+                for again in range(3):  # computed; found and copied to host memory while it answers; written
+                    self._sent(each, f"{again}", chunks, num_tokens=32)
+                while (get(each + "/chunkcache/stats")["ranks"][0].get("storage") or {"queue": 0})["queue"]:
+                    time.sleep(POLL_S)
+
+    def sample(self, arm: str, behind: bool, number: int) -> Sample:
+        """One request, alone or behind a short one."""
+        url, chunks = self._urls[arm], self._chunks[number % NUM_PROMPTS]
+        answer = self._sent(url, str(number), chunks, before=f"{number} {behind}" if behind else "")
+        stats = get(url + "/chunkcache/stats")["ranks"][0]
+        told = answer.chunkcache or {}
+        return {
+            "metrics": {"ttft_s": answer.ttft_s},
+            "prompt_tokens": answer.prompt_tokens,
+            "loaded": told.get("loaded"),
+            "late": (stats.get("storage") or {}).get("late"),
+        }
+
+    def _sent(
+        self, url: str, seed: str, chunks: Sequence[TextChunk], *, before: str = "", num_tokens: int = 1
+    ) -> Answer:
+        async def both() -> Answer:
+            async with open_session() as session:
+                requests = [Request(seed, f"{seed} {WORDS[0]}", tuple(chunks), system=SYSTEM)]
+                if before:
+                    short = TextChunk(before, random_text(before, self._before))
+                    requests.insert(0, Request(before, before, (short,), system=before))
+                under_way = []
+                for request in requests:
+                    body = {"order": "retriever", "ignore_eos": True}
+                    asking = send(session, url, RAG, request, (), max_new_tokens=num_tokens, body=body)
+                    under_way.append(asyncio.create_task(asking))
+                    await asyncio.sleep(HEAD_START_S)
+                answers = await asyncio.gather(*under_way)
+                for each in answers:
+                    if each.error or each.ttft_s is None:
+                        raise CommandError(f"{url}: {each.error or 'no token'}")
+                return answers[-1]
+
+        return self._runner.run(both())
+
+
+def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
+    """One row a length, place and tier."""
+    rows = [_row(cell, arm, arms["compute"], taken) for cell, arms in by_cell(samples) for arm, taken in arms.items()]
+    return {"tables": [table("Time to first token by tier", rows, "compute / tier: above 1, the load is faster")]}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run."""
+    args = _parse(argv)
+    with open_run("tiers", args, summarize, without=("logs", "redis")) as run, ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = str(write_random_model(folder, SHAPES[args.params], [" ".join(WORDS)] * 50))
+        runner = stack.enter_context(asyncio.Runner())
+        for tokens in args.tokens:
+            with ExitStack() as servers:
+                flags = _flags(args, tokens, folder)
+                urls = {
+                    tier: servers.enter_context(_server(args, tier, tokens, model, flags[tier])).url for tier in flags
+                }
+                lane = Lane(urls, tokens, args, runner)
+                for behind in (False, True):
+                    cell = {"tokens": tokens, "place": "behind" if behind else "alone"}
+                    take_rounds(run, cell, {arm: partial(lane.sample, arm, behind) for arm in urls}, args.rounds)
+    tell(run)
+    return 0
+
+
+# Private, in order of use
+
+
+def _row(cell: Mapping[str, Any], arm: str, base: Sequence[Sample], taken: Sequence[Sample]) -> Row:
+    return {
+        **cell,
+        "tier": arm,
+        "rounds": len(taken),
+        "prompt tokens": quantile([one["prompt_tokens"] for one in taken], 0.5),
+        "loaded tokens": quantile([one["loaded"] or 0 for one in taken], 0.5),
+        "p50 (s)": round(quantile([one["metrics"]["ttft_s"] for one in taken], 0.5), 4),
+        "compute / tier": told_ratio(base, taken, "ttft_s", 2),
+    }
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval bench tiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[2000, 6000], help="length of a prompt's chunks together")
+    add(
+        "--rounds",
+        type=int,
+        default=30,
+        help="measured requests of each server, length and place, after one of warm-up",
+    )
+    add("--chunk-tokens", type=int, default=250)
+    add("--before", type=int, default=500, help="tokens of the short prompt")
+    add("--redis", type=int, metavar="PORT", help="a Redis server on this machine, for the tier `network`")
+    add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")
+    add("--threads", type=int, help="OMP_NUM_THREADS of the servers (default: theirs)")
+    add("--start-limit-s", type=float, default=300.0, help="seconds until a server must be ready")
+    add("--logs", type=Path, default=Path("logs"))
+    add_out_option(parser)
+    add("server_flags", nargs="*", metavar="-- FLAGS", help="more flags for all servers")
+    return parser.parse_args(argv)
+
+
+def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, list[str]]:
+    """Tier -> what its server adds."""
+    shape = SHAPES[args.params]
+    token_bytes = 2 * 2 * shape.layers * shape.kv_heads * shape.hidden // shape.heads
+    mib = token_bytes * tokens / (1 << 20)
+    one, every = (str(max(10, round(number * mib))) for number in (PROMPTS, NUM_PROMPTS + 2))
+    flag = "--chunkcache-storage"
+    kept = ["--chunkcache-host-mib", one, f"{flag}-mib", "4096", f"{flag}-backend"]
+    redis = {"backend_name": "redis", "module_path": "tests.reference.redis_storage", "class_name": "RedisStorage"}
+    disk = {"directory": str(folder / f"disk-{tokens}")}
+    network = {**redis, "port": args.redis, "directory": str(folder / f"network-{tokens}")}
+    found = {
+        "compute": ["--chunkcache-host-mib", "0"],
+        "host": ["--chunkcache-host-mib", every],
+        "disk": [*kept, "file", f"{flag}-backend-extra-config", json.dumps(disk)],
+        "network": [*kept, "dynamic", f"{flag}-backend-extra-config", json.dumps(network)],
+    }
+    if args.redis is None:
+        del found["network"]
+    return found
+
+
+def _server(args: argparse.Namespace, name: str, tokens: int, model: str, flags: Sequence[str]) -> Server:
+    pool = round(PROMPTS * tokens) + 2 * args.before
+    shared = [
+        *("--model-path", model, "--max-total-tokens", str(pool), *serve_arms.EVERY_SERVER),
+        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
+        *("--chunked-prefill-size", "-1", "--max-prefill-tokens", str(2 * tokens)),
+    ]
+    env = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
+    log = args.logs / f"tiers-{name}-{tokens}.log"
+    return Server([*shared, *flags, *args.server_flags], log=log, env=env, timeout_s=args.start_limit_s)
