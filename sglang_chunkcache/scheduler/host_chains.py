@@ -156,6 +156,8 @@ class HostChains:
         self._was_put_off = False
         self._gone: set[HostNode] = set()
         """Not here any more, and busy."""
+        self.saved: Callable[[HostNode, TreeNode], None] = lambda host, node: None
+        """Told of each chunk that was copied here, with all above it here, too."""
 
     # A request's life
 
@@ -417,6 +419,7 @@ class HostChains:
             self.counts.missed += 1
         else:
             known.host.chain, known.host.node = known.chain, node
+            self.saved(known.host, node)
         return self.counts.saved_tokens - before
 
     def _parent(self, node: TreeNode) -> HostNode | None:

@@ -1,6 +1,6 @@
 """Exact chains below host memory (CRAFT 4.1): what host memory has is written to the rank's storage, and comes back to it.
 
-    a chain in host memory is asked for once more ──► its KV is written, node by node
+    a chunk was copied to host memory ──► it is written, or is with its next request if the queue is full
     an arriving request's chain goes on in the storage ──► loads ──► host memory ──► device, at the request's admission
     a start ──► the chains of highest f_r ──► host memory, and the front knows them
 
@@ -27,7 +27,7 @@ from radix_ext.variants import MIN_COUNTED_CFO, Variant
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains, Slots, below, root
-from sglang_chunkcache.scheduler.node import HostNode, state
+from sglang_chunkcache.scheduler.node import HostNode, facts, state
 from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.key import Place, StoredChunk
@@ -37,6 +37,7 @@ from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class StoredChains:
         self, host: HostChains, storage: Storage, *, how: tuple[str, ...], fingerprint: Callable[[], int] | None
     ) -> None:
         self.host, self.storage, self._how, self._fingerprint = host, storage, how, fingerprint
+        host.saved = self._saved
         self.reset()
 
     def reset(self) -> None:
@@ -81,7 +83,7 @@ class StoredChains:
             self.storage.start(self._fingerprint())
 
     def arrived(self, req: Req, key: ChunkKey, spans: RequestSpans) -> None:
-        """The request waits from now on: load what goes on from where host memory ends, write what host memory has alone."""
+        """The request waits from now on: load what goes on from where host memory ends."""
         if state(req).chain is not None:
             return
         asked = state(req).chain = Asked()
@@ -153,16 +155,35 @@ class StoredChains:
             yield _Link(place, parent, stored, head, tuple(chunks[:number]), is_empty and not number)
 
     def _is_known(self, link: _Link) -> bool:
-        """Count a use, and write what host memory has and the storage has not. Whether either has it."""
+        """Count a use. Whether host memory or the storage has it."""
         host = self.host.get(link.place)
         if (variant := self._find(link)) is not None:
             self.storage.use(variant, MIN_COUNTED_CFO)
-        elif host is not None and not host.is_busy and len(host.slots):
-            place = Place(*link.stored, link.head, link.prefix, False)
-            row = Row(self.storage.names.entry(place, 0, False, ()), place, len(host.slots), 0, 0, False)
-            entry = partial(_read, self.host.pool, host.slots, self.host.pool.fence())
-            host.is_busy = self.storage.write(row, entry, partial(self.host.released, host))
+        elif host is not None:
+            self._write(link, host)
         return variant is not None or host is not None
+
+    def _saved(self, host: HostNode, node: TreeNode) -> None:
+        """Write it, and what precedes the first chunk."""
+        first, known = host, facts(node)
+        while first.parent is not None:
+            first = first.parent
+        assert known.chunk is not None
+        chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
+        try:
+            for link in self._chain(first.place, known.head, chunks, *tenant):
+                if link.place in (first.place, host.place) and self._find(link) is None:
+                    self._write(link, self.host.get(link.place))
+        except Exception:
+            logger.exception("chunk cache: a chain is not written to the storage")
+
+    def _write(self, link: _Link, host: HostNode | None) -> None:
+        if host is None or host.is_busy or not len(host.slots):
+            return
+        place = Place(*link.stored, link.head, link.prefix, False)
+        row = Row(self.storage.names.entry(place, 0, False, ()), place, len(host.slots), 0, 0, False)
+        entry = partial(_read, self.host.pool, host.slots, self.host.pool.fence())
+        host.is_busy = self.storage.write(row, entry, partial(self.host.released, host))
 
     def _find(self, link: _Link) -> Variant | None:
         return self.storage.index.get(link.stored, link.head, link.prefix)
@@ -206,7 +227,7 @@ class StoredChains:
         host = self.host.claim(link.place, link.parent, num_tokens)
         if host is None or variant is None:
             return host is not None
-        into = partial(_write, self.host.pool, host.slots, self.host.pool.fence())
+        into = partial(_fill, self.host.pool, host.slots, self.host.pool.fence())
         load = self.storage.load(variant, num_tokens, partial(self._came, link, host, key), into)
         if load is None:
             self.host.drop(host)
@@ -254,7 +275,7 @@ def _read(pool: Slots, slots: Tensor, fence: Callable[[], None]) -> Entry:
     return Entry(*pool.read(slots))
 
 
-def _write(pool: Slots, slots: Tensor, fence: Callable[[], None], entry: Entry) -> None:
+def _fill(pool: Slots, slots: Tensor, fence: Callable[[], None], entry: Entry) -> None:
     """On the loader's thread."""
     fence()
     pool.write(slots, entry.keys, entry.values)

@@ -88,15 +88,26 @@ def stored(disk: ChainDisk, *chunks: tuple[int, ...], **fields: Any) -> None:
     server.stop()
 
 
-def test_chain_that_is_asked_for_once_more_is_written(disk: ChainDisk) -> None:
+def test_what_host_memory_gets_is_written(disk: ChainDisk) -> None:
     server = Server(disk)
-    known(server, A, B)
+    server.ask(rag(A, B))
     assert server.settle()["written"] == 0
     server.ask(rag(A, C))
     counts = server.settle()
     assert (counts["written"], counts["num_entries"]) == (2, 2), "head and A"
-    server.ask(rag(A, B))
+    known(server, A, B)
     assert server.settle()["written"] == 3
+    server.check()
+
+
+def test_what_could_not_be_written_is_with_the_next_request(disk: ChainDisk) -> None:
+    server = Server(disk)
+    disk.storage.fails = True
+    known(server, A)
+    assert server.settle()["written"] == 0
+    disk.storage.fails, server.storage.loader._paused_until = False, None
+    server.ask(rag(A))
+    assert server.settle()["written"] == 2
     server.check()
 
 
@@ -220,9 +231,8 @@ def test_head_that_is_under_way_is_built_upon_by_nobody(disk: ChainDisk) -> None
 def test_what_is_being_written_stays(disk: ChainDisk) -> None:
     """Else another chain's KV would be written under its name."""
     server = Server(disk, host_slots=len(HEAD + A))
-    known(server, A)
     disk.storage.become("hanging")
-    server.cache.arrived(rag(A))
+    known(server, A)
     known(server, C)
     assert server.on_host() == {chain(A)}
     disk.storage.become("healthy")
@@ -230,6 +240,7 @@ def test_what_is_being_written_stays(disk: ChainDisk) -> None:
     known(server, C)
     server.check()
     assert server.on_host() == {chain(C)}
+    server.settle()
     server.evict(CAPACITY)
     assert server.ask(rag(A)) == len(HEAD + A)
 
