@@ -198,6 +198,14 @@ class VariantIndex:
             return lowest is not None and asked > self._asked.count((identity, lowest.head, lowest.prefix))
         return self._fits(nbytes) or asked >= ADMITTED_SHARE * self._asked.count(self._held[self._lowest().serial][0])
 
+    def gains(self, identity: Identity, nbytes: int) -> bool:
+        """Whether there is room, or it is asked for more often than what would leave."""
+        if self._fits(nbytes):
+            return True
+        return bool(self._held) and self._asked.count(identity) > self._asked.count(
+            self._held[self._lowest().serial][0]
+        )
+
     def put(self, identity: Identity, variant: Variant) -> bool:
         """Add `variant`, evicting others until it fits: O(log variants), amortised over uses.
 

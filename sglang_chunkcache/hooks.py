@@ -6,8 +6,8 @@
   host memory is copied there, too.
 - AFTER `Scheduler._add_request_to_queue`, with a storage only: what a request needs is loaded while it waits, and SGLang asks a
   cache for a waiting request under some queue policies only.
-- AFTER `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`, with a storage only: where the client asks for no flush,
-  nothing else tells that KV is of other weights from now on, and what outlives the process must be named by them.
+- BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the client asks for no flush, or
+  an update fails half-way, nothing else tells that KV is of other weights, and what outlives the process is named by them.
 - AROUND `TokenizerManager.generate_request`, in the main process and with `--chunkcache-guard on` only: the one place that every
   endpoint's request passes before it goes to the scheduler.
 """
@@ -33,7 +33,10 @@ GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 ADD_TO_QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-AFTER_UPDATE = f"{UPDATER}.flush_cache_after_weight_update"
+UPDATES = [
+    *(f"{UPDATER}.update_weights_from_{where}" for where in ("disk", "distributed", "tensor", "ipc")),
+    f"{UPDATER}.begin_weight_update",
+]
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 
 
@@ -46,7 +49,8 @@ def register_hooks(settings: ChunkCacheConfig | None, *, guard: Guard | None = N
         HookRegistry.register(FORWARD, _fill_first, HookType.AROUND)
     if settings.storage_backend is not None:
         HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
-        HookRegistry.register(AFTER_UPDATE, _tell_update, HookType.AFTER)
+        for target in UPDATES:
+            HookRegistry.register(target, _tell_update, HookType.BEFORE)
     if guard is not None:
         HookRegistry.register(GENERATE_REQUEST, _guarded(guard), HookType.AROUND)
 
@@ -57,7 +61,7 @@ def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
     if settings.needs_forward:
         targets.append(FORWARD)
     if settings.storage_backend is not None:
-        targets += [ADD_TO_QUEUE, AFTER_UPDATE]
+        targets += [ADD_TO_QUEUE, *UPDATES]
     if is_main and settings.guard == "on":
         targets.append(GENERATE_REQUEST)
     return [target for target in targets if target not in HookRegistry._patched]
@@ -91,11 +95,10 @@ def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: A
     return result
 
 
-def _tell_update(result: Any, updater: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+def _tell_update(updater: Any, *args: Any, **kwargs: Any) -> None:
     cache = _ours(None if updater.scheduler is None else updater.scheduler.tree_cache)
-    if cache is not None and not asked.flush_cache:
+    if cache is not None:
         cache.doubt_weights()
-    return result
 
 
 def _guarded(guard: Guard) -> Any:

@@ -205,10 +205,10 @@ class ChunkRadixCache(SharingRadixCache):
     def release_host_resources(self) -> None:
         """The scheduler ends as it was asked to. SGLang does not wait long for it."""
         super().release_host_resources()
+        if self.storage is not None:
+            self.storage.close()  # it may read host memory until then
         if self.host is not None:
             self.host.pool.close()
-        if self.storage is not None:
-            self.storage.close()
 
     # What we add
 
@@ -289,8 +289,8 @@ class ChunkRadixCache(SharingRadixCache):
         self.log.append(Evicted(chain))
 
     def doubt_weights(self) -> None:
-        """The weights have changed, and the tree was not emptied: KV of two weights is mixed, as the client wishes, but until a
-        reset none of it outlives the process. Called by our hook."""
+        """The weights change: as long as the tree is not emptied, KV of two weights may be mixed, and none of it outlives the
+        process. Called by our hook."""
         if self.storage is not None:
             self.storage.stop()
 
@@ -299,9 +299,13 @@ class ChunkRadixCache(SharingRadixCache):
         prefill has not begun or not ended."""
         cleared = None
         if asked.clear_store:
-            cleared = self.promiser.clear_store() if self.promiser is not None else Cleared(0, 0, 0)
+            cleared = Cleared(0, 0, 0)
             if self.storage is not None:
+                held = self.storage.index.stats()
+                cleared = Cleared(held.num_chunks, held.num_variants, held.num_bytes)
                 self.storage.clear()
+            if self.promiser is not None:
+                cleared = self.promiser.clear_store()
         refusal = None
         if asked.calibrate is not None and self.promiser is not None:
             try:

@@ -98,7 +98,7 @@ class RequestState:
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
     promise: Any = None
     """The promiser's own record."""
-    loads: Any = None
+    loads: Asked | None = None
     """What was asked of the storage for its moved chunks (fusion/tier.py). None: nothing was yet."""
     chain: Asked | None = None
     """And for its exact chain."""

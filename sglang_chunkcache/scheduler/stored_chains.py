@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sglang
@@ -75,6 +76,7 @@ class StoredChains:
     ) -> None:
         self.host, self.storage, self._how, self._fingerprint = host, storage, how, fingerprint
         host.saved = self._saved
+        self._is_starting = False
         self.reset()
 
     def reset(self) -> None:
@@ -84,17 +86,21 @@ class StoredChains:
 
     def arrived(self, req: Req, key: ChunkKey, spans: RequestSpans) -> None:
         """The request waits from now on: load what goes on from where host memory ends."""
-        if state(req).chain is not None:
+        if state(req).chain is not None or spans.is_preprocessing or spans.is_audit:
             return
         asked = state(req).chain = Asked()
         try:
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
                 links = self._links(key, spans)
-                self.storage.ask((link.stored, link.head, link.prefix) for link in links)
-                known = [link.is_empty or self._is_known(link) for link in links]
+                asked_for = [link for link in links if not link.is_empty]
+                is_request = self._fingerprint is not None  # else the promiser counts it
+                self.storage.ask(((each.stored, each.head, each.prefix) for each in asked_for), is_request=is_request)
+                self._use(links)
                 unknown = {
-                    link.stored: link.num_tokens for link, is_known in zip(links, known, strict=True) if not is_known
+                    each.stored: each.num_tokens
+                    for each in asked_for
+                    if self.host.get(each.place) is None and self._find(each) is None
                 }
                 self._load(links, key, asked)
                 self.storage.look_up(unknown, partial(self._load, links, key, asked))
@@ -126,7 +132,9 @@ class StoredChains:
             self._claim(link, None)
             return True
 
+        self._is_starting = True
         self.storage.fill((partial(load, link) for each in found for link in self._links_of(each)), seconds)
+        self._is_starting = False
         return self.storage.loader.num_loaded - before
 
     # Private, in order of use
@@ -154,17 +162,20 @@ class StoredChains:
             stored = self.storage.chunk(self._how, extra_key, cache_salt, ChunkId(place.hex()))
             yield _Link(place, parent, stored, head, tuple(chunks[:number]), is_empty and not number)
 
-    def _is_known(self, link: _Link) -> bool:
-        """Count a use. Whether host memory or the storage has it."""
-        host = self.host.get(link.place)
-        if (variant := self._find(link)) is not None:
-            self.storage.use(variant, MIN_COUNTED_CFO)
-        elif host is not None:
-            self._write(link, host)
-        return variant is not None or host is not None
+    def _use(self, links: Sequence[_Link]) -> None:
+        """Count a use of what the storage has without a gap, and write what goes on from there in host memory.
+
+        The end first: of nodes that were used alike the index loses the one that was used least recently."""
+        found = list(takewhile(lambda link: link.is_empty or self._find(link) is not None, links))
+        for variant in map(self._find, reversed(found)):
+            if variant is not None:
+                self.storage.use(variant, MIN_COUNTED_CFO)
+        for link in links[len(found) :]:
+            if not self._write(link):
+                break
 
     def _saved(self, host: HostNode, node: TreeNode) -> None:
-        """Write it, and what precedes the first chunk."""
+        """Write it, behind what precedes it."""
         first, known = host, facts(node)
         while first.parent is not None:
             first = first.parent
@@ -172,18 +183,24 @@ class StoredChains:
         chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
         try:
             for link in self._chain(first.place, known.head, chunks, *tenant):
-                if link.place in (first.place, host.place) and self._find(link) is None:
-                    self._write(link, self.host.get(link.place))
+                if not (link.is_empty or self._find(link) or self._write(link)):
+                    break
         except Exception:
             logger.exception("chunk cache: a chain is not written to the storage")
 
-    def _write(self, link: _Link, host: HostNode | None) -> None:
-        if host is None or host.is_busy or not len(host.slots):
-            return
+    def _write(self, link: _Link) -> bool:
+        """Whether it is being written: what would leave for it is asked for less often, or chains would replace each other
+        without end."""
+        host = self.host.get(link.place)
+        if host is None or not host.is_here or host.is_busy:
+            return host is not None and host.is_here
         place = Place(*link.stored, link.head, link.prefix, False)
         row = Row(self.storage.names.entry(place, 0, False, ()), place, len(host.slots), 0, 0, False)
+        if not self.storage.gains(link.stored, len(host.slots)):
+            return False
         entry = partial(_read, self.host.pool, host.slots, self.host.pool.fence())
         host.is_busy = self.storage.write(row, entry, partial(self.host.released, host))
+        return host.is_busy
 
     def _find(self, link: _Link) -> Variant | None:
         return self.storage.index.get(link.stored, link.head, link.prefix)
@@ -241,7 +258,9 @@ class StoredChains:
         """The node's KV is in host memory, or is not to be had."""
         if not self.host.released(host):
             return
-        if entry is None:
+        if entry is None or (
+            key is None and not self._is_starting
+        ):  # the device may have it by now, and nobody knows where
             self.host.drop(host)
             return
         path = self.host.cache.path(key[: link.end]) if key is not None else []

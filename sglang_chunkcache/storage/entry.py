@@ -26,6 +26,8 @@ MAGIC = b"chunkkv\n"
 VERSION = 1
 """Of these bytes. Another one is refused."""
 
+OVERHEAD_BYTES = 1024
+"""More than an entry has beside its KV, if nothing was measured of it."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 T = TypeVar("T")

@@ -85,8 +85,10 @@ class Manifest:
         (self._clock,) = self._database.execute("SELECT coalesce(max(last_used), 0) FROM entries").fetchone()
 
     def rows(self) -> list[Row]:
-        """All, the most used first."""
-        found = self._database.execute("SELECT * FROM entries ORDER BY reuse DESC, last_used DESC, name")
+        """All, the most used first; of those that were used together what precedes the others."""
+        found = self._database.execute(
+            "SELECT * FROM entries ORDER BY reuse DESC, last_used DESC, length(prefix), name"
+        )
         return [_row(*each) for each in found]
 
     def put(self, row: Row) -> None:

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of, room_in
-from sglang_chunkcache.storage.entry import Layout
+from sglang_chunkcache.storage.entry import DTYPES, Layout
 from sglang_chunkcache.storage.key import Names, secret_of
 from sglang_chunkcache.storage.loader import GONE, Loader
 from sglang_chunkcache.storage.manifest import Manifest, Row
@@ -51,9 +52,13 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
         )
     if args.tp_size > 1:
         raise ValueError("--chunkcache-storage-backend does not go with --tp-size: ranks would load at different times")
+    if args.enable_lora or args.lora_paths:
+        raise ValueError("--chunkcache-storage-backend does not go with --lora-paths: an adapter has no fingerprint")
     pool = runner.token_to_kv_pool
+    dtype = str(pool.dtype).removeprefix("torch.")
+    if not isinstance(pool, MHATokenToKVPool) or dtype not in DTYPES:
+        raise ValueError(f"--chunkcache-storage-backend does not go with KV of {dtype} in a {type(pool).__name__}")
     _, num_heads, key_dim = pool.k_buffer[0].shape
-    dtype = str(pool.k_buffer[0].dtype).removeprefix("torch.")
     layout = Layout(len(pool.k_buffer), num_heads, key_dim, pool.v_buffer[0].shape[-1], dtype)
     empty = partial(torch.empty, pin_memory=torch.device(runner.device).type == "cuda")
     try:

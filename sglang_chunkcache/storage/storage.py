@@ -9,6 +9,7 @@ comes. Who has written an entry deletes it for its budget, others only forget it
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,10 +21,12 @@ from radix_ext.cfo import Prefix
 from radix_ext.loading import LoadTimes
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
-from sglang_chunkcache.storage.entry import Entry, Layout
+from sglang_chunkcache.storage.entry import OVERHEAD_BYTES, Entry, Layout
 from sglang_chunkcache.storage.key import Names, StoredChunk
 from sglang_chunkcache.storage.loader import FAILED, PAUSED, Load, Loader, Lookup, Write
 from sglang_chunkcache.storage.manifest import Row, Use
+
+logger = logging.getLogger(__name__)
 
 LOOKED_UP_S = 10.0
 """How long what was looked up counts as known: a miss costs one question."""
@@ -117,6 +120,9 @@ class Storage:
         self._times, self._metrics, self._clock = LoadTimes(), metrics, clock
         self._used: dict[str, Use] = {}
         """Not told to the thread yet."""
+        self._asked: list[tuple[Identity, str, Prefix]] = []
+        """Not counted yet."""
+        self._writing_bytes = 0
         self._num_asked = self._era = self._num_cleared = 0
         left = [
             row for row in rows if not index.restore(row.place.stored_chunk, _variant(row, row.reuse, row.num_uses))
@@ -184,11 +190,16 @@ class Storage:
         """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` then. False: nothing is written."""
         if self.is_off or self.loader.is_paused or row.name in self._under_way or self.has(row):
             return False
-        num_bytes = row.num_tokens * self.layout.token_bytes
+        num_bytes = row.num_tokens * self.layout.token_bytes + OVERHEAD_BYTES
         if not self.loader.write(Write(row, entry, num_bytes, partial(self._written, self._num_cleared, done))):
             return False
         self._under_way.add(row.name)
+        self._writing_bytes += num_bytes
         return True
+
+    def gains(self, chunk: StoredChunk, num_tokens: int) -> bool:
+        """Whether there is room beside what is being written, or it is asked for more often than what would leave."""
+        return self.index.gains(chunk, num_tokens * self.layout.token_bytes + OVERHEAD_BYTES + self._writing_bytes)
 
     def load(
         self,
@@ -247,9 +258,13 @@ class Storage:
                 load.is_late = True
                 self.num_late += 1
 
-    def ask(self, chunks: Iterable[tuple[Identity, str, Prefix]]) -> None:
-        """Count one request, as `VariantIndex.ask`."""
-        self.index.ask(chunks)
+    def ask(self, chunks: Iterable[tuple[Identity, str, Prefix]], *, is_request: bool = True) -> None:
+        """Count one request, as `VariantIndex.ask`; or what is to be counted with the next one."""
+        self._asked += chunks
+        if not is_request:
+            return
+        self.index.ask(self._asked)
+        self._asked.clear()
         self._num_asked += 1
         if self._num_asked % self._window == 0:
             self._tell_uses()  # as they were before the index has halved them
@@ -306,7 +321,10 @@ class Storage:
 
     def _take_in(self) -> None:
         for job in self.loader.poll():
-            job.done(job)
+            try:
+                job.done(job)
+            except Exception:  # the scheduler must not die of what can be computed
+                logger.exception("chunk cache: what the storage has done is lost")
         if self._used and self.loader.is_idle:
             self._tell_uses()
 
@@ -320,6 +338,7 @@ class Storage:
         """The entry is there: the index has it, and another one leaves for it."""
         row = job.row
         self._under_way.discard(row.name)
+        self._writing_bytes -= job.size
         done()
         if not job.is_confirmed:
             return

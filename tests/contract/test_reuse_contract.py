@@ -27,6 +27,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from radix_ext import FusionRequest
+from sglang_chunkcache import hooks
 from tests.contract.test_sglang_contract import parameters
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq, config, marked, packed
@@ -174,15 +175,14 @@ def test_storage_names() -> None:
 
 
 def test_arrival_and_update_can_be_told() -> None:
-    """Every request passes one method on its way into the queue, every update of weights one after it."""
+    """Every request passes one method on its way into the queue; these are all that change weights."""
     assert parameters(Scheduler._add_request_to_queue)[0] == "req"
     assert "self.waiting_queue.append(req)" in source(Scheduler._add_request_to_queue)
-    assert parameters(SchedulerWeightUpdaterManager.flush_cache_after_weight_update) == ["recv_req"]
-    assert "if recv_req.flush_cache:" in source(SchedulerWeightUpdaterManager.flush_cache_after_weight_update)
     assert "scheduler" in {f.name for f in dataclasses.fields(SchedulerWeightUpdaterManager)}
-    for name in ("disk", "distributed", "tensor", "ipc"):
-        update = source(getattr(SchedulerWeightUpdaterManager, f"update_weights_from_{name}"))
-        assert "self.flush_cache_after_weight_update(recv_req)" in update
+    every = {name for name in vars(SchedulerWeightUpdaterManager) if re.search("weight.*update|update.*weight", name)}
+    changing = {target.rpartition(".")[2] for target in hooks.UPDATES}
+    around = {"flush_cache_after_weight_update", "record_weight_version_after_update", "end_weight_update"}
+    assert every - around == changing | {"init_weights_update_group", "destroy_weights_update_group"}
 
 
 def test_end_is_told_to_the_cache() -> None:

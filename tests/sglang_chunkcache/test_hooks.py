@@ -59,26 +59,24 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(hooks.missing_hooks(ChunkCacheConfig(), is_main=True)) == every
     assert hooks.missing_hooks(exact, is_main=False) == [hooks.GET_INTERNAL_STATE]
     stored = hooks.missing_hooks(ChunkCacheConfig(reuse="fused", storage_backend="file"), is_main=True)
-    assert set(stored) - every == {hooks.ADD_TO_QUEUE, hooks.AFTER_UPDATE}
+    assert set(stored) - every == {hooks.ADD_TO_QUEUE, *hooks.UPDATES}
     monkeypatch.setattr(HookRegistry, "_patched", every)
     assert hooks.missing_hooks(fused, is_main=True) == []
 
 
 def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang returns stays. An update that flushes tells by its reset; a server's other caches are left alone."""
+    """What SGLang returns stays; a server's other caches are left alone."""
     told: list[Any] = []
     cache = SimpleNamespace(arrived=told.append, doubt_weights=lambda: told.append("doubt"))
     monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
     scheduler = SimpleNamespace(tree_cache=cache)
     assert hooks._tell_arrival("result", scheduler, "req", is_retracted=True) == "result"
-    for flushes in (True, False):
-        updater, asked = SimpleNamespace(scheduler=scheduler), SimpleNamespace(flush_cache=flushes)
-        assert hooks._tell_update("result", updater, asked) == "result"
+    hooks._tell_update(SimpleNamespace(scheduler=scheduler), "request")
     assert told == ["req", "doubt"]
     nobody = SimpleNamespace(tree_cache=None)
     hooks._tell_arrival(None, nobody, "req")
-    hooks._tell_update(None, SimpleNamespace(scheduler=nobody), SimpleNamespace(flush_cache=False))
-    hooks._tell_update(None, SimpleNamespace(scheduler=None), SimpleNamespace(flush_cache=False))
+    hooks._tell_update(SimpleNamespace(scheduler=nobody), "request")
+    hooks._tell_update(SimpleNamespace(scheduler=None), "request")
     assert told == ["req", "doubt"]
 
 

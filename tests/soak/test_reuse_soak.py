@@ -15,6 +15,11 @@ from tests.soak.sizes import scaled
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
+TIERS = [
+    *(*mixed_load.TIGHT, "--chunkcache-host-mib", "1", "--chunkcache-store-mib", "1"),
+    *("--chunkcache-storage-backend", "file", "--chunkcache-storage-backend-extra-config", '{"directory": "FOLDER"}'),
+]
+"""Exact chains leave host memory, and chunks the store, for the storage."""
 
 
 @pytest.mark.parametrize(
@@ -23,20 +28,21 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1"}
         (mixed_load.FLAGS, mixed_load.POOL_TOKENS, 500, {}),
         (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 500, {}),
         (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 200, RETRACT),
+        (TIERS, mixed_load.TIGHT_POOL_TOKENS, 500, {}),
     ],
-    ids=["roomy", "tight", "retract"],
+    ids=["roomy", "tight", "retract", "tiers"],
 )
 def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requests: int, env: dict[str, str]) -> None:
     """Requests wait, are evicted and, in the last case, retracted while their chunks are moved."""
     num_requests = scaled(num_requests, 60)
     log = tmp_path / "poisoned.log"
-    flags = [
-        *flags,
+    audits = [
         "--chunkcache-audit-share",
         "0.2",
         "--chunkcache-audit-agreement",
         "0",
     ]  # many, and none pauses a selector
+    flags = [*(flag.replace("FOLDER", str(tmp_path / "kept")) for flag in flags), *audits]
     with Server(flags, log=log, launcher=mixed_load.POISONED, env={**STRICT, **env}) as server:
         found = mixed_load.soak(server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens)
         stats = get(server.url + "/chunkcache/stats")
@@ -49,4 +55,7 @@ def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requ
     assert rank["evicted_chunks"] > num_requests // 2
     assert rank["gate"]["passed"]
     assert sum(one["samples"] for one in audit["figures"]) > num_requests // 100
+    if "storage" in rank:
+        assert min(rank["host"]["loads"], rank["host"]["evicted_tokens"], rank["storage"]["loaded"]) > 0, rank
+        assert rank["storage"]["problems"] == {}
     assert ("retract" in log.read_text().lower()) == bool(env)

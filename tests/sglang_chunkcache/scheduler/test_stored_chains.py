@@ -148,6 +148,50 @@ def test_start_fills_no_more_than_there_is_room_for(disk: ChainDisk) -> None:
     assert server.serve(rag(A, B)) == len(HEAD + A)
 
 
+def test_load_of_the_start_that_comes_too_late_is_dropped(disk: ChainDisk) -> None:
+    """A request may have computed the chain meanwhile."""
+    stored(disk, A, B)
+    server = Server(disk)
+    disk.storage.become("hanging")
+    assert server.cache.stored.load_most_used(0.05) == 0
+    known(server, A, B)
+    disk.storage.become("healthy")
+    server.settle()
+    server.check()
+    assert server.on_host() == set()
+    known(server, A, B, C)
+    assert server.on_host() == {chain(A), chain(A, B), chain(A, B, C)}
+    server.check()
+
+
+@pytest.mark.parametrize("room", [95, 75])
+def test_chain_longer_than_the_storage_is_kept_from_its_beginning(disk: ChainDisk, room: int) -> None:
+    """And not written anew with each request. A start with less room finds a beginning, too."""
+    links = [(10 * n, 10 * n + 1, 10 * n + 2) for n in range(2, 6)]
+    server = Server(disk)
+    for _ in range(3):
+        server.ask(rag(*links))
+    num_bytes = server.settle()["num_bytes"]
+    server.cache.rank_state(0, Asked(clear_store=True))
+    server.stop()
+    for number in range(2):
+        server = Server(disk, storage_bytes=num_bytes * room // 100)
+        for _ in range(3):
+            server.ask(rag(*links))
+        before = server.settle()["written"]
+        for _ in range(5):
+            server.ask(rag(*links))
+        assert server.settle()["written"] == before, number
+        prefixes = sorted(len(variant.prefix) for variant in server.storage.index.variants())
+        assert prefixes == list(range(len(prefixes)))
+        server.stop()
+    server = Server(disk, storage_bytes=num_bytes * room // 200)
+    prefixes = sorted(len(variant.prefix) for variant in server.storage.index.variants())
+    assert prefixes == list(range(len(prefixes)))
+    assert server.cache.stored.load_most_used() == len(prefixes) > 0
+    server.check()
+
+
 def test_prompt_that_begins_with_a_chunk(disk: ChainDisk) -> None:
     stored(disk, A, B, head=())
     server = Server(disk)
@@ -321,10 +365,21 @@ def test_load_that_does_not_pay_is_left_out(disk: ChainDisk) -> None:
     assert (counts["loaded"], counts["unpaid"], counts["pays"]) == (0, 1, False)
 
 
+def test_what_fails_here_ends_no_scheduler(
+    disk: ChainDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(disk, A, B)
+    server = Server(disk)
+    monkeypatch.setattr(server.cache.stored, "_came", lambda *args: 1 / 0)
+    assert server.ask(rag(A, B)) == 0
+    assert "what the storage has done is lost" in caplog.text
+
+
 def test_cleared_storage_has_nothing(disk: ChainDisk) -> None:
     stored(disk, A, B)
     server = Server(disk)
-    server.cache.rank_state(0, Asked(clear_store=True))
+    cleared = server.cache.rank_state(0, Asked(clear_store=True)).cleared
+    assert (cleared.chunks, cleared.variants) == (3, 3)
     assert server.ask(rag(A, B)) == 0
     server.settle()
     assert not disk.storage.held
