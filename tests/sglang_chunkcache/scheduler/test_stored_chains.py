@@ -385,6 +385,16 @@ def test_cleared_storage_has_nothing(disk: ChainDisk) -> None:
     assert not disk.storage.held
 
 
+def test_request_is_counted_once(disk: ChainDisk) -> None:
+    """Where moved chunks are counted, its chain is counted with them."""
+    storage = disk.opened(1000)
+    storage.ask([("chain", "", ())], is_request=False)
+    assert storage.index._asked.count("chain") == 0
+    storage.ask([("chunk", "", ())])
+    assert (storage._num_asked, storage.index._asked.count("chain"), storage.index._asked.count("chunk")) == (1, 1, 1)
+    storage.close()
+
+
 def test_servers_share_what_one_has_written(disk: ChainDisk) -> None:
     """Found by pointers, while the request waits."""
     first, second = Server(disk, beside="first"), Server(disk, beside="second")
