@@ -1,14 +1,15 @@
 """What does a chain cost that is in a slower tier? Time to first token with loads from host memory, disk and network.
 
-    python -m eval bench tiers [--tokens 2000 6000] [--rounds 30] [--redis PORT] [-- FLAGS]
+    python -m eval bench tiers [--tokens 2000 6000] [--rounds 20] [--redis PORT] [-- FLAGS]
 
-One server a tier, in exact mode, all at once. Prompts take turns: each has left all faster tiers when it is asked for again.
+One server a tier, in exact mode, all at once. Each prompt is asked for thrice before, so that it is where it is looked for; then
+others follow it until it has left all faster tiers:
 
-    compute    a KV pool of one prompt and a half      disk       host memory of one and a half, and a storage in a folder
+    compute    a KV pool of less than two prompts      disk       host memory of less than two, and a storage in a folder
     host       host memory of all prompts as well      network    the same in a Redis server at --redis; without it there is none
 
-A prompt is measured alone, and right behind a short one that shares nothing with it: while that is computed, a load from disk or
-network may come. A ratio is that of medians, of computing over the tier: above 1, the load is faster. Weights are random.
+A prompt is measured alone, and right behind one half as long that shares nothing with it: while that is computed, a load from
+disk or network may come. A ratio is that of medians, of computing over the tier: above 1, the load is faster. Weights are random.
 It runs in the repository's root.
 """
 
@@ -39,11 +40,10 @@ from eval.server import Server
 from eval.stats import quantile
 from eval.task import Request, TextChunk
 
-NUM_PROMPTS = 3
 HEAD_START_S = 0.02
-"""Of the short prompt."""
-PROMPTS = 1.5
-"""What a tier holds that must not hold two."""
+"""Of the prompt before."""
+PROMPTS = 1.7
+"""What a tier holds that must not hold two, and the KV pool beside the prompt before."""
 
 
 class Lane:
@@ -54,13 +54,13 @@ class Lane:
         url = next(iter(urls.values()))
         count = int(post(url + "/tokenize", {"prompt": random_text("tokenizer", 1000)})["count"])
         num_words = round(args.chunk_tokens * 1000 / count)
-        self._before = num_words * args.before // args.chunk_tokens
+        self._before = num_words * tokens // (2 * args.chunk_tokens)
         self._chunks = [
             [
                 TextChunk(f"{prompt}.{n}", random_text(f"{prompt}.{n}", num_words))
                 for n in range(tokens // args.chunk_tokens)
             ]
-            for prompt in range(NUM_PROMPTS)
+            for prompt in range(args.rounds + 1)
         ]
         for each in urls.values():
             for chunks in self._chunks:
@@ -71,13 +71,14 @@ class Lane:
 
     def sample(self, arm: str, behind: bool, number: int) -> Sample:
         """One request, alone or behind a short one."""
-        url, chunks = self._urls[arm], self._chunks[number % NUM_PROMPTS]
+        url, chunks = self._urls[arm], self._chunks[number]
         answer = self._sent(url, str(number), chunks, before=f"{number} {behind}" if behind else "")
         stats = get(url + "/chunkcache/stats")["ranks"][0]
         told = answer.chunkcache or {}
         return {
             "metrics": {"ttft_s": answer.ttft_s},
             "prompt_tokens": answer.prompt_tokens,
+            "exact": (answer.fates or {}).get("exact"),
             "loaded": told.get("loaded"),
             "late": (stats.get("storage") or {}).get("late"),
         }
@@ -142,6 +143,7 @@ def _row(cell: Mapping[str, Any], arm: str, base: Sequence[Sample], taken: Seque
         "tier": arm,
         "rounds": len(taken),
         "prompt tokens": quantile([one["prompt_tokens"] for one in taken], 0.5),
+        "found tokens": quantile([one["exact"] for one in taken], 0.5),
         "loaded tokens": quantile([one["loaded"] or 0 for one in taken], 0.5),
         "p50 (s)": round(quantile([one["metrics"]["ttft_s"] for one in taken], 0.5), 4),
         "compute / tier": told_ratio(base, taken, "ttft_s", 2),
@@ -161,7 +163,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="measured requests of each server, length and place, after one of warm-up",
     )
     add("--chunk-tokens", type=int, default=250)
-    add("--before", type=int, default=500, help="tokens of the short prompt")
     add("--redis", type=int, metavar="PORT", help="a Redis server on this machine, for the tier `network`")
     add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")
     add("--threads", type=int, help="OMP_NUM_THREADS of the servers (default: theirs)")
@@ -177,7 +178,7 @@ def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, lis
     shape = SHAPES[args.params]
     token_bytes = 2 * 2 * shape.layers * shape.kv_heads * shape.hidden // shape.heads
     mib = token_bytes * tokens / (1 << 20)
-    one, every = (str(max(10, round(number * mib))) for number in (PROMPTS, NUM_PROMPTS + 2))
+    one, every = (str(max(10, round(number * mib))) for number in (PROMPTS, args.rounds + 3))
     flag = "--chunkcache-storage"
     kept = ["--chunkcache-host-mib", one, f"{flag}-mib", "4096", f"{flag}-backend"]
     redis = {"backend_name": "redis", "module_path": "tests.reference.redis_storage", "class_name": "RedisStorage"}
@@ -195,7 +196,7 @@ def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, lis
 
 
 def _server(args: argparse.Namespace, name: str, tokens: int, model: str, flags: Sequence[str]) -> Server:
-    pool = round(PROMPTS * tokens) + 2 * args.before
+    pool = round(PROMPTS * tokens) + 200
     shared = [
         *("--model-path", model, "--max-total-tokens", str(pool), *serve_arms.EVERY_SERVER),
         # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
