@@ -2,7 +2,7 @@
 
     python -m eval bench tiers [--tokens 2000 6000] [--rounds 20] [--redis PORT] [-- FLAGS]
 
-One server a tier, in exact mode, all at once. Each prompt is asked for thrice before, so that it is where it is looked for; then
+One server a tier, in exact mode, all at once. Each prompt is asked for twice before, so that it is where it is looked for; then
 others follow it until it has left all faster tiers:
 
     compute    a KV pool of less than two prompts      disk       host memory of less than two, and a storage in a folder
@@ -62,10 +62,10 @@ class Lane:
             ]
             for prompt in range(args.rounds + 1)
         ]
-        for each in urls.values():
-            for chunks in self._chunks:
-                for again in range(3):  # computed; found and copied to host memory while it answers; written
-                    self._sent(each, f"{again}", chunks, num_tokens=32)
+        for tier, each in urls.items():
+            for chunks in self._chunks if tier != "compute" else ():
+                self._sent(each, "computed", chunks)
+                self._sent(each, "found", chunks, num_tokens=4 + tokens // 500)  # about as many are copied after each
                 while (get(each + "/chunkcache/stats")["ranks"][0].get("storage") or {"queue": 0})["queue"]:
                     time.sleep(POLL_S)
 

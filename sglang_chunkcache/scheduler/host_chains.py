@@ -279,6 +279,8 @@ class HostChains:
         host = self._new(place, parent, num_tokens)
         if host is not None and num_tokens:
             host.is_here = False
+        elif host is not None:
+            self._push(host)
         return host
 
     def came(self, host: HostNode, prefix: tuple[ChunkId, ...], namespace: str, node: TreeNode | None) -> None:
