@@ -52,11 +52,17 @@ class Ordering(NamedTuple):
     held_tokens: int
     planned_tokens: int
     num_fused: int
+    host_tokens: int = 0
+    """Of the held ones those in host memory."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that need no computing if every plan comes true; what a router compares."""
+        """Tokens that need no computing if every plan comes true."""
         return self.held_tokens + self.planned_tokens
+
+    def worth(self, host_worth: float) -> int:
+        """What a router compares: `cached_tokens`, of which one in host memory counts as `host_worth`."""
+        return self.cached_tokens - round((1 - host_worth) * self.host_tokens)
 
 
 def order_chunks(
@@ -127,7 +133,7 @@ def order_per_rank(
     growth: Growth | None = None,
     host_worths: Mapping[int, float] | None = None,
 ) -> dict[int, Ordering]:
-    """The ordering each rank would get: a router compares their `cached_tokens`, the chosen one is ready for use.
+    """The ordering each rank would get: a router compares their `worth`, the chosen one is ready for use.
 
     `host_worths` by rank, 1 where it has none.
     """
@@ -272,11 +278,12 @@ def _usable_run(node: ChainNode | None, names: Sequence[ChunkId], rank: int | No
 
 def _ordering(ordered: Sequence[Chunk], path: Sequence[ChainNode], rank: int | None, *, num_fused: int) -> Ordering:
     mask = held_mask(rank)
-    held_len = held_tokens = planned_tokens = 0
+    held_len = held_tokens = planned_tokens = host_tokens = 0
     for node in path:
         if node.tiers & mask:
             held_len += 1
             held_tokens += node.num_tokens
+            host_tokens += node.num_tokens * (rank is not None and node.tier(rank) is Tier.HOST)
         else:
             planned_tokens += node.num_tokens
-    return Ordering(tuple(ordered), held_len, len(path) - held_len, held_tokens, planned_tokens, num_fused)
+    return Ordering(tuple(ordered), held_len, len(path) - held_len, held_tokens, planned_tokens, num_fused, host_tokens)

@@ -92,6 +92,7 @@ class Planner:
         router, rank = self._books.router, draft.options.rank
         by_turns = self._config.routing == "round_robin"
         ranks = [rank] if rank is not None else [router.choose({})] if by_turns else range(router.num_ranks)
+        worths = {mirror.rank: mirror.host_worth for mirror in self._books.mirrors}
         orderings = order_per_rank(
             "retriever" if draft.history else policy,
             cast(TailPolicy, self._config.tail),
@@ -103,10 +104,10 @@ class Planner:
             max_visits=self._config.max_search_visits,
             recipe=_shared_recipe(draft),
             growth=growth,
-            host_worths={mirror.rank: mirror.host_worth for mirror in self._books.mirrors},
+            host_worths=worths,
         )
         if rank is None:
-            cached = {rank: ordering.cached_tokens for rank, ordering in orderings.items()}
+            cached = {rank: ordering.worth(worths.get(rank, 1.0)) for rank, ordering in orderings.items()}
             rank = ranks[0] if by_turns else router.choose(cached)
         return rank, orderings[rank]
 

@@ -153,6 +153,7 @@ def test_order_per_rank_serves_a_router() -> None:
         "tree", "rank", tree, AccessTable(10), "", make_chunks("abc"), ranks=range(3), max_visits=50
     )
     assert {rank: ordering.cached_tokens for rank, ordering in per_rank.items()} == {0: 9, 1: 8, 2: 0}
+    assert {rank: ordering.worth(0.4) for rank, ordering in per_rank.items()} == {0: 4, 1: 8, 2: 0}
     assert [names_of(per_rank[rank]) for rank in range(3)] == ["cab", "bac", "abc"]
     tree.insert("", make_chunks("a"), rank=0, tier=Tier.DEVICE, promoted_len=0)
     slow = order_per_rank(

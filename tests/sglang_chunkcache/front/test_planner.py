@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from radix_ext import ConversationMap
+from radix_ext import ConversationMap, Tier
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.request import Identity, Passage
 from tests.sglang_chunkcache.front.front_bench import (
@@ -473,6 +473,19 @@ def test_kv_aware_goes_where_the_chain_is() -> None:
     assert told(again).ack.epoch == bench.ranks[again.rank].log.epoch
     bench.end(again)
     assert bench.ask("y", D, C).rank == homes["two"]
+
+
+@pytest.mark.parametrize(("worth", "is_home"), [(0.9, True), (0.1, False)])
+def test_kv_aware_counts_what_a_load_saves(worth: float, is_home: bool) -> None:
+    """Two chunks in one rank's host memory against one of them on the other's device."""
+    bench = Bench(num_ranks=2)
+    first = bench.reply(bench.ask("one", A, B))
+    tree, chain = bench.books.tree, first.chain
+    tree.insert(first.namespace, chain[:1], rank=1 - first.rank, tier=Tier.DEVICE, promoted_len=0)
+    for node in tree.match(first.namespace, [chunk.id for chunk in chain], rank=first.rank):
+        tree.move(node.chain, rank=first.rank, tier=Tier.HOST)
+    bench.books.mirrors[first.rank].host_worth = worth
+    assert (bench.ask("two", A, B).rank == first.rank) is is_home
 
 
 def test_kv_aware_avoids_an_overloaded_rank() -> None:
