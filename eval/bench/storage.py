@@ -61,9 +61,6 @@ class Bench:
         num_words, self._num_chunks = round(args.chunk_tokens * 1000 / count), round(args.tokens / args.chunk_tokens)
         names = [f"chunk {number}" for number in range(args.pool)]
         self._pool = [TextChunk(name, random_text(name, num_words)) for name in names]
-        for url in urls.values():
-            get(url + "/flush_cache?timeout=60")
-            post(url + "/chunkcache/clear_store")
 
     def sample(self, arm: str, number: int) -> Sample:
         """The measured request of a pair, behind one that is not; then whatever can end ends."""
@@ -153,9 +150,9 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = args.model_path or str(write_random_model(folder, SHAPES[args.params], [" ".join(WORDS)] * 50))
         runner = stack.enter_context(asyncio.Runner())
-        off = stack.enter_context(_server(args, "off", model, []))
-        for state in args.states:
-            with _server(args, state, model, _storage_flags(args, state, folder)) as on:
+        for state in args.states:  # new servers both: what was asked for before decides what is kept
+            flags = _storage_flags(args, state, folder)
+            with _server(args, "off", model, []) as off, _server(args, state, model, flags) as on:
                 bench = Bench({"off": off.url, "on": on.url}, args, runner)
                 takes = {arm: partial(bench.sample, arm) for arm in ("off", "on")}
                 take_rounds(run, {"storage": state}, takes, args.pairs)
