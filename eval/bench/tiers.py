@@ -8,9 +8,9 @@ others follow it until it has left all faster tiers:
     compute    a KV pool of less than two prompts      disk       host memory of less than two, and a storage in a folder
     host       host memory of all prompts as well      network    the same in a Redis server at --redis; without it there is none
 
-A prompt is measured alone, and right behind one half as long that shares nothing with it: while that is computed, a load from
-disk or network may come. A ratio is that of medians, of computing over the tier: above 1, the load is faster. Weights are random.
-It runs in the repository's root.
+A prompt is measured alone, and right behind two half as long that share nothing with it, one request running at a time: while
+the second is computed, a load from disk or network may come. A ratio is that of medians, of computing over the tier: above 1,
+the load is faster. Weights are random. It runs in the repository's root.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from eval.stats import quantile
 from eval.task import Request, TextChunk
 
 HEAD_START_S = 0.02
-"""Of the prompt before."""
+"""Of a prompt over the next one."""
 PROMPTS = 1.7
 """What a tier holds that must not hold two, and the KV pool beside the prompt before."""
 
@@ -70,7 +70,7 @@ class Lane:
                     time.sleep(POLL_S)
 
     def sample(self, arm: str, behind: bool, number: int) -> Sample:
-        """One request, alone or behind a short one."""
+        """One request, alone or behind others."""
         url, chunks = self._urls[arm], self._chunks[number]
         answer = self._sent(url, str(number), chunks, before=f"{number} {behind}" if behind else "")
         stats = get(url + "/chunkcache/stats")["ranks"][0]
@@ -89,9 +89,9 @@ class Lane:
         async def both() -> Answer:
             async with open_session() as session:
                 requests = [Request(seed, f"{seed} {WORDS[0]}", tuple(chunks), system=SYSTEM)]
-                if before:
-                    short = TextChunk(before, random_text(before, self._before))
-                    requests.insert(0, Request(before, before, (short,), system=before))
+                for name in (f"{before} first", f"{before} second") if before else ():
+                    short = TextChunk(name, random_text(name, self._before))
+                    requests.insert(0, Request(name, name, (short,), system=name))
                 under_way = []
                 for request in requests:
                     body = {"order": "retriever", "ignore_eos": True}
@@ -200,7 +200,7 @@ def _server(args: argparse.Namespace, name: str, tokens: int, model: str, flags:
     shared = [
         *("--model-path", model, "--max-total-tokens", str(pool), *serve_arms.EVERY_SERVER),
         # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
-        *("--chunked-prefill-size", "-1", "--max-prefill-tokens", str(2 * tokens)),
+        *("--chunked-prefill-size", "-1", "--max-prefill-tokens", str(2 * tokens), "--max-running-requests", "1"),
     ]
     env = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
     log = args.logs / f"tiers-{name}-{tokens}.log"
