@@ -169,7 +169,7 @@ class FakeEndpoint:
 
     async def _stats(self, _: web.Request) -> web.Response:
         self.num_waiting = max(0, self.num_waiting - 1)
-        tiers = {"host": {"tokens": 7}, "store": {"num_chunks": 1, "storage": {"queue": self.num_waiting}}}
+        tiers = {"host": {"tokens": 7}, "storage": {"queue": self.num_waiting}, "store": {"num_chunks": 1}}
         return web.json_response({"ranks": [{"gate": {"passed": True}, **(tiers if self.has_tiers else {})}]})
 
     async def _forget(self, _: web.Request) -> web.Response:
