@@ -16,7 +16,15 @@ from tests.soak.sizes import scaled
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 TIERS = [
-    *(*mixed_load.TIGHT, "--chunkcache-host-mib", "1", "--chunkcache-store-mib", "1"),
+    *(
+        *mixed_load.TIGHT,
+        "--chunkcache-host-mib",
+        "1",
+        "--chunkcache-store-mib",
+        "1",
+        "--chunkcache-store-chunks",
+        "1000",
+    ),
     *("--chunkcache-storage-backend", "file", "--chunkcache-storage-backend-extra-config", '{"directory": "FOLDER"}'),
 ]
 """Exact chains leave host memory, and chunks the store, for the storage."""
@@ -56,6 +64,9 @@ def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requ
     assert rank["gate"]["passed"]
     assert sum(one["samples"] for one in audit["figures"]) > num_requests // 100
     if "storage" in rank:
-        assert min(rank["host"]["loads"], rank["host"]["evicted_tokens"], rank["storage"]["loaded"]) > 0, rank
+        assert min(rank["host"]["loads"], rank["host"]["evicted_tokens"], rank["storage"]["loaded"]) > 0, (
+            rank["host"],
+            rank["storage"],
+        )
         assert rank["storage"]["problems"] == {}
     assert ("retract" in log.read_text().lower()) == bool(env)

@@ -23,7 +23,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.storage.backend import create_backend, folder_of
 from sglang_chunkcache.storage.entry import MAGIC, _Header, header_of
 from sglang_chunkcache.storage.key import secret_of
-from sglang_chunkcache.storage.manifest import Manifest
+from sglang_chunkcache.storage.manifest import InUseError, Manifest
 from sglang_chunkcache.storage.opening import confirmed
 from tests.e2e.test_reuse import ask, fused, text_of
 from tests.soak import mixed_load
@@ -83,7 +83,12 @@ def found_by_next_start(folder: Path) -> int:
         storage_backend="file", storage_backend_extra_config=json.dumps({"directory": str(folder)}), storage_mib=4096
     )
     rank = folder_of(config, 0)
-    manifest, backend = Manifest(rank), create_backend(config, rank, model_name="")
+    for _ in range(100):
+        with suppress(InUseError):  # the kernel takes a moment to end a process
+            manifest = Manifest(rank)
+            break
+        time.sleep(0.1)
+    backend = create_backend(config, rank, model_name="")
     try:
         rows, num_gone = confirmed(manifest, backend)
         assert num_gone == 0, "a row without its bytes"
