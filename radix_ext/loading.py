@@ -60,9 +60,9 @@ class LoadTimes:
             for left, right in combinations(self._seen, 2)
             if left[0] != right[0]
         ]
-        # Of one size nobody can tell the parts apart: all to the bytes.
-        slope = median(pairs) if pairs else median(taken / size for size, taken in self._seen)
-        self._each = max(0.0, slope)
+        # Of one size nobody can tell the parts apart: all to the bytes. Of nearly one size noise makes any slope: at most that.
+        whole = median(taken / size for size, taken in self._seen)
+        self._each = min(max(0.0, median(pairs)), whole) if pairs else whole
         self._fixed = max(0.0, median(taken - self._each * size for size, taken in self._seen))
 
     def seconds(self, num_bytes: int) -> float | None:
