@@ -110,7 +110,13 @@ class Lane:
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """One row a length, place and tier."""
     rows = [_row(cell, arm, arms["compute"], taken) for cell, arms in by_cell(samples) for arm, taken in arms.items()]
-    return {"tables": [table("Time to first token by tier", rows, "compute / tier: above 1, the load is faster")]}
+    verdict = [
+        f"{row['tokens']} tokens, {row['place']}: from {row['tier']} {row['compute / tier']} times sooner than computed."
+        for row in rows
+        if row["tier"] != "compute"
+    ]
+    note = "compute / tier: above 1, the load is faster"
+    return {"verdict": verdict, "tables": [table("Time to first token by tier", rows, note)]}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -26,7 +26,9 @@ def test_each_tier_is_told_against_computing() -> None:
         for number in range(21)
         for arm, seconds, loaded in (("compute", 1.0, None), ("host", 0.25, 2000))
     ]
-    compute, host = summarize(samples)["tables"][0]["rows"]
+    found = summarize(samples)
+    compute, host = found["tables"][0]["rows"]
+    assert found["verdict"] == ["2000 tokens, alone: from host 4.00 [4.00, 4.00] times sooner than computed."]
     assert (compute["compute / tier"], compute["loaded tokens"]) == ("1.00 [1.00, 1.00]", 0)
     assert (host["compute / tier"], host["loaded tokens"], host["rounds"]) == ("4.00 [4.00, 4.00]", 2000, 20)
 
