@@ -196,15 +196,11 @@ class VariantIndex:
         if len(siblings) >= self._max_variants:
             lowest = self._lowest_of(siblings)
             return lowest is not None and asked > self._asked.count((identity, lowest.head, lowest.prefix))
-        return self._fits(nbytes) or asked >= ADMITTED_SHARE * self._asked.count(self._held[self._lowest().serial][0])
+        return self._fits(nbytes) or asked >= ADMITTED_SHARE * self._asked_for_lowest()
 
     def gains(self, identity: Identity, nbytes: int) -> bool:
         """Whether there is room, or it is asked for more often than what would leave."""
-        if self._fits(nbytes):
-            return True
-        return bool(self._held) and self._asked.count(identity) > self._asked.count(
-            self._held[self._lowest().serial][0]
-        )
+        return self._fits(nbytes) or (bool(self._held) and self._asked.count(identity) > self._asked_for_lowest())
 
     def put(self, identity: Identity, variant: Variant) -> bool:
         """Add `variant`, evicting others until it fits: O(log variants), amortised over uses.
@@ -387,6 +383,10 @@ class VariantIndex:
                     return variant
                 heappush(self._order, self._entry(variant))
             heappop(self._order)
+
+    def _asked_for_lowest(self) -> int:
+        """Requests for the chunk of what leaves next."""
+        return self._asked.count(self._held[self._lowest().serial][0])
 
     def _evict(self, variant: Variant) -> None:
         self.drop(variant)

@@ -89,7 +89,7 @@ class Lane:
         async def both() -> Answer:
             async with open_session() as session:
                 requests = [Request(seed, f"{seed} {WORDS[0]}", tuple(chunks), system=SYSTEM)]
-                for name in (f"{before} first", f"{before} second") if before else ():
+                for name in (f"{before} second", f"{before} first") if before else ():
                     short = TextChunk(name, random_text(name, self._before))
                     requests.insert(0, Request(name, name, (short,), system=name))
                 under_way = []
@@ -163,10 +163,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[2000, 6000], help="length of a prompt's chunks together")
     add(
-        "--rounds",
-        type=int,
-        default=30,
-        help="measured requests of each server, length and place, after one of warm-up",
+        "--rounds", type=int, default=20, help="measured prompts of each server, length and place, after one of warm-up"
     )
     add("--chunk-tokens", type=int, default=250)
     add("--redis", type=int, metavar="PORT", help="a Redis server on this machine, for the tier `network`")

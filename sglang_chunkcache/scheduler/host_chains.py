@@ -359,10 +359,12 @@ class HostChains:
                 yield f"host node {place.hex()} has another place, or no parent"
             if host.num_below != below[place]:
                 yield f"host node {place.hex()} has {below[place]} below but {host.num_below} were booked"
-            if not all(each.is_busy for each in self._gone) or host.is_here < (host.chain is not None):
-                yield f"host node {place.hex()} is known before it is here, or slots are kept for nobody"
+            if host.chain is not None and not host.is_here:
+                yield f"host node {place.hex()} is known before it is here"
             if host.node is not None and facts(host.node).host is not host:
                 yield f"host node {place.hex()} and its node on the device do not know each other"
+        if not all(host.is_busy for host in self._gone):
+            yield "slots on the host are kept for nobody"
         if num_held != self.pool.num_slots - self.pool.num_free:
             yield f"{num_held} slots are held on the host, {self.pool.num_slots - self.pool.num_free} are given out"
 

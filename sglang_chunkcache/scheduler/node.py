@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix_ext import ChainId, ChunkId
 from radix_ext.sources import CopyFacts
-from sglang_chunkcache.storage.storage import Asked
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
     from sglang_chunkcache.scheduler.shared_slots import Holding
+    from sglang_chunkcache.storage.storage import Asked
 
 
 class ChunkIdentity(NamedTuple):

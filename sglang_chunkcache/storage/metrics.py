@@ -19,7 +19,7 @@ COUNTERS = {
 
 
 class StorageMetrics(RankMetrics):
-    """Of `StorageTier.stats`. `tier`: disk or network."""
+    """Of `Storage.stats`. `tier`: disk or network."""
 
     def __init__(self, tier: str) -> None:
         super().__init__("chunkcache:storage_", GAUGES, COUNTERS, {"tier": tier})

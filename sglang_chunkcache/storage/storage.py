@@ -4,7 +4,7 @@
     scheduler/stored_chains.py   exact chains ────────────┴──► index, one budget in bytes ──► loader.py: the thread
 
 The index knows every entry of the manifest and what was found of others', and none of their KV. By f_r others leave it for what
-comes. Who has written an entry deletes it for its budget, others only forget it. Nothing here waits or raises.
+comes. Who has written an entry deletes it for its budget, others only forget it. Nothing raises; a start and the end alone wait.
 """
 
 from __future__ import annotations
