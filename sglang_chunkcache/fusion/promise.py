@@ -267,8 +267,6 @@ class Fuser:
         """Score and store some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
         if first_tokens_wait:
             self.pricing.refresh()
-        if self.tier is not None:
-            self.tier.storage.poll()
         is_put_off = first_tokens_wait and not self._was_put_off
         self._was_put_off = is_put_off
         if is_put_off:

@@ -9,7 +9,6 @@ What is estimated to take longer to load than to compute is not loaded, except n
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,8 +24,8 @@ from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import ChunkIdentity
 from sglang_chunkcache.storage.entry import Entry, Masses
+from sglang_chunkcache.storage.jobs import Load
 from sglang_chunkcache.storage.key import Place, StoredChunk
-from sglang_chunkcache.storage.loader import Load
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.storage import START_S, Asked, Storage
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_chunkcache.wire.spans import RequestSpans
-
-logger = logging.getLogger(__name__)
 
 MAX_LOADED_VARIANTS = 2
 """Of one chunk, for one request."""
@@ -99,15 +96,13 @@ class StorageTier:
     ) -> Asked:
         """Load what the storage has of the request's chunks, where neither device nor store has any behind the same head."""
         asked = Asked()
-        try:
+        with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
                 wishes = list(self._wishes(req, spans, fusion, sources, costs))
                 left = {self._chunk(wish.identity): wish for wish in wishes if not self._load_for(wish, asked)}
                 numbers = {chunk: wish.num_tokens for chunk, wish in left.items()}
                 self.storage.look_up(numbers, partial(self._found_of_others, list(left.values()), asked))
-        except Exception:  # the scheduler must not die of what can be computed
-            logger.exception("chunk cache: nothing is loaded, the prompt is computed")
         return asked
 
     def is_unpaid(

@@ -163,6 +163,8 @@ class ChunkRadixCache(SharingRadixCache):
             self.promiser.after(first_tokens_wait=first_tokens_wait)
         if self.host is not None:
             self.host.after(first_tokens_wait=first_tokens_wait)
+        if self.storage is not None:
+            self.storage.poll(is_round=True)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""

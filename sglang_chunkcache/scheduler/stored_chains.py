@@ -89,23 +89,22 @@ class StoredChains:
         if state(req).chain is not None or spans.is_preprocessing or spans.is_audit:
             return
         asked = state(req).chain = Asked()
-        try:
+        with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
-            if not (self.storage.is_off or self.storage.loader.is_paused):
-                links = self._links(key, spans)
-                asked_for = [link for link in links if not link.is_empty]
-                is_request = self._fingerprint is not None  # else the promiser counts it
-                self.storage.ask(((each.stored, each.head, each.prefix) for each in asked_for), is_request=is_request)
-                self._use(links)
-                unknown = {
-                    each.stored: each.num_tokens
-                    for each in asked_for
-                    if self.host.get(each.place) is None and self._find(each) is None
-                }
-                self._load(links, key, asked)
-                self.storage.look_up(unknown, partial(self._load, links, key, asked))
-        except Exception:  # the scheduler must not die of what can be computed
-            logger.exception("chunk cache: nothing is loaded, the prompt is computed")
+            if self.storage.is_off or self.storage.loader.is_paused:
+                return
+            links = self._links(key, spans)
+            asked_for = [link for link in links if not link.is_empty]
+            is_request = self._fingerprint is not None  # else the promiser counts it
+            self.storage.ask(((each.stored, each.head, each.prefix) for each in asked_for), is_request=is_request)
+            self._use(links)
+            unknown = {
+                each.stored: each.num_tokens
+                for each in asked_for
+                if self.host.get(each.place) is None and self._find(each) is None
+            }
+            self._load(links, key, asked)
+            self.storage.look_up(unknown, partial(self._load, links, key, asked))
 
     def planned(self, req: Req) -> None:
         """The request is admitted: what has not come by now is computed."""
@@ -181,12 +180,10 @@ class StoredChains:
             first = first.parent
         assert known.chunk is not None
         chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
-        try:
+        with self.storage.guard("a chain is not written to the storage"):
             for link in self._chain(first.place, known.head, chunks, *tenant):
                 if not (link.is_empty or self._find(link) or self._write(link)):
                     break
-        except Exception:
-            logger.exception("chunk cache: a chain is not written to the storage")
 
     def _write(self, link: _Link) -> bool:
         """Whether it is being written: what would leave for it is asked for less often, or chains would replace each other
@@ -279,7 +276,7 @@ def create_stored_chains(host: HostChains, storage: Storage, ctx: Any, config: C
     args, device = ctx.server_args, torch.device(host.cache.device)
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     kernels = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
-    how = ("exact", chip, sglang.__version__, torch.__version__, *map(str, kernels))
+    how = ("exact", chip, f"tp{args.tp_size}", sglang.__version__, torch.__version__, *map(str, kernels))
     model = ctx.tp_worker.model_runner.model
     weights = partial(fingerprint, model) if config.reuse == "exact" else None  # else the promiser starts the storage
     stored, started = StoredChains(host, storage, how=how, fingerprint=weights), time.perf_counter()

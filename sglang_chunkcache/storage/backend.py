@@ -27,6 +27,16 @@ from sglang_chunkcache.storage.entry import Refusal, RefusedEntryError
 DEFAULT_SHARE = 0.25
 """Of what the file system has free, and of what the entries take there: others write to it, too."""
 
+_FILE_SETTINGS = (
+    "directory",
+    "enable_metadata_cache",
+    "eviction_ratio",
+    "max_size",
+    "metadata_ttl",
+    "min_free_space",
+)
+"""The first one is ours, the others are HiCache's."""
+
 _LEFT_OVER = re.compile(r"cc1-[0-9a-f]{40}.*\.bin|\.[0-9a-f]{32}\.tmp")
 """Files in a rank's folder: entries, and what HiCache's file backend was writing."""
 
@@ -138,15 +148,17 @@ def extra_config(config: ChunkCacheConfig) -> dict[str, Any]:
         raise ValueError(f"{flag}: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{flag} must be a JSON object, got {type(found).__name__}")
+    if config.storage_backend == "file" and (unknown := found.keys() - _FILE_SETTINGS):
+        raise ValueError(f"{flag}: file does not know {', '.join(sorted(unknown))}, only {', '.join(_FILE_SETTINGS)}")
     if not isinstance(found.get("directory", ""), str):
         raise ValueError(f"{flag}: directory must be a path, got {found['directory']!r}")
     return found
 
 
-def folder_of(config: ChunkCacheConfig, rank: int) -> Path:
+def folder_of(config: ChunkCacheConfig, rank: str) -> Path:
     """Where one rank keeps its manifest, and `file` its entries. Raises ValueError as `extra_config`."""
     given = extra_config(config).get("directory")
-    return Path(given or cache_folder() / f"storage-{config.storage_backend}") / f"rank{rank}"
+    return Path(given or cache_folder() / f"storage-{config.storage_backend}") / rank
 
 
 def create_backend(config: ChunkCacheConfig, folder: Path, *, model_name: str) -> Backend:

@@ -54,10 +54,11 @@ class Place(NamedTuple):
 
 
 class Names:
-    """`secret` b"": none; at most 64 bytes, as `secret_of` makes them."""
+    """`secret` b"": none; at most 64 bytes, as `secret_of` makes them. `shard` tells apart what tensor-parallel ranks have of
+    one entry."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, secret: bytes, shard: str = "") -> None:
+        self._secret, self._shard = secret, shard
 
     def model(self, config: Mapping[str, object], layout: Layout, weights: int, *how: str) -> str:
         """`config` is the model's, with what was overridden. `weights`: their fingerprint. `how`: what else KV depends on."""
@@ -73,7 +74,7 @@ class Names:
     def entry(self, place: Place, scored: int, has_outward: bool, heads: Sequence[tuple[int, int]]) -> str:
         """A file's name, too. Entries with more measured are other entries: a backend overwrites none."""
         measured = f"{int(scored)} {has_outward} {sorted(heads) if scored or has_outward else ()}"
-        return "cc1-" + self._hash("entry", *place[:4], str(place.preprocessed), measured, *place.prefix)
+        return f"cc1-{self._hash('entry', *place[:4], str(place.preprocessed), measured, *place.prefix)}{self._shard}"
 
     def pointer(self, chunk: StoredChunk, number: int) -> str:
         """Whoever knows the chunk, and the secret if there is one, knows it."""

@@ -15,7 +15,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -24,15 +23,14 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.storage.backend import Backend
-from sglang_chunkcache.storage.entry import Entry, Layout, RefusedEntryError, read, write
-from sglang_chunkcache.storage.key import StoredChunk
+from sglang_chunkcache.storage.entry import RefusedEntryError, read, write
+from sglang_chunkcache.storage.jobs import FAILED, GONE, MAX_WAITING, PAUSED, Job, Load, Lookup, Write
 from sglang_chunkcache.storage.manifest import Manifest, Row, Use
-from sglang_chunkcache.storage.pointer import MAX_POINTERS, POINTER_BYTES, Pointers
+from sglang_chunkcache.storage.pointer import Pointers
+from sglang_chunkcache.storage.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 64
-"""Loads, and likewise writes, that are asked for and not polled yet. More are not taken."""
 MAX_WAITING_BYTES = 512 << 20
 """Of loads, and likewise of writes: they hold memory beside the store's. One is taken whatever its size."""
 PAUSE_AFTER = 4
@@ -46,74 +44,6 @@ DELETED_AT_ONCE = 64
 CLOSE_S = 5.0
 """What the end waits for: SGLang kills a scheduler that takes 15 seconds to end."""
 
-GONE, FAILED, PAUSED = "gone", "failed", "paused"
-"""Why there is no entry, beside every `Refusal`: it is not there; the backend failed; it was not asked."""
-
-
-def _nothing(job: object) -> None:
-    """Nobody is told."""
-
-
-@dataclass(eq=False)
-class Load:
-    """An entry that is asked for."""
-
-    name: str
-    num_bytes: int
-    num_tokens: int
-    layout: Layout
-    into: Callable[[Entry], None] | None = None
-    """The thread gives it the entry, which is no entry where that fails."""
-    done: Callable[[Any], None] = _nothing
-    """For whoever polls."""
-    is_done: bool = False
-    """Polled."""
-    is_late: bool = False
-    """Its request did not wait for it."""
-    entry: Entry | None = None
-    problem: str = ""
-    """Why there is none."""
-    seconds: float = 0.0
-    """What it took, where there is one."""
-
-    @property
-    def size(self) -> int:
-        return self.num_bytes
-
-
-@dataclass(eq=False)
-class Write:
-    """An entry to be kept."""
-
-    row: Row
-    """Without the number of bytes, which it gets with them."""
-    entry: Callable[[], Entry]
-    """Called by the thread, once."""
-    size: int
-    """Its bytes, about."""
-    done: Callable[[Any], None] = _nothing
-    is_confirmed: bool = False
-    is_own: bool = True
-    """False: another server has written it, and `row` is what that one tells."""
-    problem: str = ""
-
-
-@dataclass(eq=False)
-class Lookup:
-    """What other servers on the storage have of some chunks."""
-
-    chunks: Sequence[StoredChunk]
-    done: Callable[[Any], None] = _nothing
-    found: dict[StoredChunk, list[Row]] = field(default_factory=dict)
-    """Of the chunks that were asked for."""
-
-    @property
-    def size(self) -> int:
-        return len(self.chunks) * MAX_POINTERS * POINTER_BYTES
-
-
-Job = Load | Write | Lookup
-
 
 class Loader:
     """The thread of one rank. All methods are the scheduler thread's.
@@ -121,6 +51,7 @@ class Loader:
     Args:
         secret: as `key.secret_of` gives it.
         pointers: None: nobody else has the storage.
+        ranks: of a tensor-parallel group. None: this is the only one.
         empty: makes the tensors of loaded keys and values; torch.empty's arguments.
         clock: seconds.
     """
@@ -132,10 +63,11 @@ class Loader:
         *,
         secret: bytes,
         pointers: Pointers | None = None,
+        ranks: Ranks | None = None,
         empty: Callable[..., Tensor] = torch.empty,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pointers = pointers
+        self._pointers, self._ranks = pointers, ranks
         self._backend, self._manifest, self._secret, self._empty, self._clock = backend, manifest, secret, empty, clock
         self._loads: deque[Load | Lookup] = deque()
         self._others: deque[Write | Callable[[], None]] = deque()
@@ -181,10 +113,10 @@ class Loader:
         """Every f_r."""
         self._do(self._manifest.halve)
 
-    def poll(self) -> Iterator[Job]:
-        """What is done since the last time, in the order in which it was done."""
-        while self._done:
-            job = self._done.popleft()
+    def poll(self, *, is_round: bool = False) -> Iterator[Job]:
+        """What is done since the last time. Of several ranks: what all have done, and only with `is_round`, which all say at
+        once."""
+        for job in self._taken(is_round):
             waiting = self._waiting[type(job)]
             waiting[0], waiting[1] = waiting[0] - 1, waiting[1] - job.size
             if isinstance(job, Load):
@@ -208,9 +140,8 @@ class Loader:
 
     @property
     def is_paused(self) -> bool:
-        """Whether jobs fail at once."""
-        until = self._paused_until
-        return until is not None and self._clock() < until
+        """Whether jobs fail at once, on any rank."""
+        return self._fails_at_once if self._ranks is None else self._ranks.is_paused
 
     @property
     def is_full(self) -> bool:
@@ -248,6 +179,16 @@ class Loader:
 
     # Private: the scheduler's
 
+    def _taken(self, is_round: bool) -> Iterator[Job]:
+        if self._ranks is None:
+            while self._done:
+                yield self._done.popleft()
+        elif is_round:
+            num_loads, num_writes = self._waiting[Load][0], self._waiting[Write][0]
+            yield from self._ranks.done_by_all(
+                self._done, num_loads=num_loads, num_writes=num_writes, is_paused=self._fails_at_once
+            )
+
     def _ask(self, job: Load | Lookup) -> bool:
         if not self._takes(job):
             return False
@@ -268,6 +209,11 @@ class Loader:
     def _do(self, job: Write | Callable[[], None]) -> None:
         self._others.append(job)
         self._wake.put(True)
+
+    @property
+    def _fails_at_once(self) -> bool:
+        until = self._paused_until
+        return until is not None and self._clock() < until
 
     # Private: the thread's
 
@@ -381,7 +327,7 @@ class Loader:
     @contextmanager
     def _attempt(self) -> Iterator[None]:
         """Asks the backend, unless the storage pauses."""
-        if self.is_paused:
+        if self._fails_at_once:
             raise _PausedError
         try:
             yield

@@ -16,11 +16,13 @@ from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of, room_in
 from sglang_chunkcache.storage.entry import DTYPES, Layout
+from sglang_chunkcache.storage.jobs import GONE
 from sglang_chunkcache.storage.key import Names, secret_of
-from sglang_chunkcache.storage.loader import GONE, Loader
+from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Manifest, Row
 from sglang_chunkcache.storage.metrics import StorageMetrics
 from sglang_chunkcache.storage.pointer import Pointers
+from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -50,8 +52,6 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
         raise ValueError(
             "--chunkcache-storage-backend does not go with --enable-memory-saver: weights that may be away name nothing"
         )
-    if args.tp_size > 1:
-        raise ValueError("--chunkcache-storage-backend does not go with --tp-size: ranks would load at different times")
     if args.enable_lora or args.lora_paths:
         raise ValueError("--chunkcache-storage-backend does not go with --lora-paths: an adapter has no fingerprint")
     pool = runner.token_to_kv_pool
@@ -61,12 +61,13 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
     _, num_heads, key_dim = pool.k_buffer[0].shape
     layout = Layout(len(pool.k_buffer), num_heads, key_dim, pool.v_buffer[0].shape[-1], dtype)
     empty = partial(torch.empty, pin_memory=torch.device(runner.device).type == "cuda")
+    ranks = Ranks(runner.tp_group) if args.tp_size > 1 else None
+    rank = f"rank{get_parallel().dp_rank or 0}{ranks.shard if ranks else ''}"
     try:
-        opened = open_storage(
-            config, rank=get_parallel().dp_rank or 0, model_name=runner.model_config.model_path, empty=empty
-        )
+        opened = open_storage(config, rank=rank, model_name=runner.model_config.model_path, empty=empty, ranks=ranks)
     except OSError as error:
         raise ValueError(f"--chunkcache-storage-backend: {error}") from None
+    shows = args.enable_metrics and ctx.tp_rank == 0  # Prometheus would add them up
     return Storage(
         create_index(config, opened.max_bytes),
         opened.loader,
@@ -75,7 +76,8 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
         layout=layout,
         model_of=partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout),
         rows=opened.rows,
-        metrics=StorageMetrics("network" if opened.loader.is_shared else "disk") if args.enable_metrics else None,
+        metrics=StorageMetrics("network" if opened.loader.is_shared else "disk") if shows else None,
+        ranks=ranks,
     )
 
 
@@ -90,9 +92,15 @@ def create_index(config: ChunkCacheConfig, max_bytes: int) -> VariantIndex:
 
 
 def open_storage(
-    config: ChunkCacheConfig, *, rank: int, model_name: str, empty: Callable[..., Tensor] = torch.empty
+    config: ChunkCacheConfig,
+    *,
+    rank: str,
+    model_name: str,
+    empty: Callable[..., Tensor] = torch.empty,
+    ranks: Ranks | None = None,
 ) -> Opened:
-    """The storage of one rank. `empty` as `Loader` takes it.
+    """The storage of the rank of that name. `empty` and `ranks` as `Loader` takes them: all open theirs at once, and have what
+    all have.
 
     Raises:
         ValueError: a setting is wrong, the backend cannot be made, or another process has the folder.
@@ -103,14 +111,19 @@ def open_storage(
     try:
         backend = create_backend(config, folder, model_name=model_name)
         rows, num_gone = confirmed(manifest, backend)
+        room = room_in(folder, sum(row.num_bytes for row in rows))
+        others = list[Row]()
+        if ranks is not None:
+            rows, others = ranks.common(rows)
         num_bytes = sum(row.num_bytes for row in rows)
-        max_bytes = config.storage_mib << 20 or room_in(folder, num_bytes)
+        max_bytes = config.storage_mib << 20 or min(ranks.of_all(room) if ranks else [room])
     except BaseException:
         manifest.close()
         raise
-    names = Names(secret)
-    pointers = Pointers(backend, names, secret=secret) if backend.is_shared else None
-    loader = Loader(backend, manifest, secret=secret, pointers=pointers, empty=empty)
+    names = Names(secret, ranks.shard if ranks else "")
+    pointers = Pointers(backend, names, secret=secret) if backend.is_shared and ranks is None else None
+    loader = Loader(backend, manifest, secret=secret, pointers=pointers, ranks=ranks, empty=empty)
+    loader.delete(others)
     if num_gone:
         loader.problems[GONE] += num_gone
     logger.info(

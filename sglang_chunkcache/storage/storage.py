@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,9 +23,11 @@ from radix_ext.loading import LoadTimes
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.storage.entry import OVERHEAD_BYTES, Entry, Layout
+from sglang_chunkcache.storage.jobs import FAILED, PAUSED, Load, Lookup, Write
 from sglang_chunkcache.storage.key import Names, StoredChunk
-from sglang_chunkcache.storage.loader import FAILED, PAUSED, Load, Loader, Lookup, Write
+from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Row, Use
+from sglang_chunkcache.storage.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,7 @@ class Storage:
         window: requests after which every f_r halves, as the index's.
         rows: what the manifest has, the most used first.
         metrics: told what `stats` says, with it and when it is due while there are requests. None: nobody is.
+        ranks: as the loader has them.
         clock: seconds.
     """
 
@@ -100,8 +104,10 @@ class Storage:
         model_of: Callable[..., str],
         rows: Iterable[Row] = (),
         metrics: RankMetrics | None = None,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.ranks = ranks
         self.index, self.loader, self.names, self.layout, self._window = index, loader, names, layout, window
         self._model_of, self._weights, self._models = model_of, 0, dict[tuple[str, ...], str]()
         self.heads: tuple[tuple[int, int], ...] = ()
@@ -138,7 +144,8 @@ class Storage:
         for others is not used."""
         self.stop()
         if weights is not None:
-            self._weights, self.heads, self.is_off = weights, heads, False
+            self._weights = weights if self.ranks is None else self.ranks.fingerprint(weights)
+            self.heads, self.is_off = heads, False
             self._models.clear()
 
     def stop(self) -> None:
@@ -149,14 +156,19 @@ class Storage:
     def fill(self, loads: Iterable[Callable[[], bool]], seconds: float = START_S) -> None:
         """Do these loads, before there are requests, until one says False: the one method that waits, so long at most."""
         deadline = time.monotonic() + seconds
+
+        def is_over() -> bool:
+            mine = time.monotonic() > deadline
+            return mine if self.ranks is None else self.ranks.any(mine)
+
         for load in loads:
-            while self.loader.is_full and time.monotonic() < deadline:
+            while self.loader.is_full and not is_over():
                 self.loader.drain(0.05)
-                self.poll()
-            if time.monotonic() > deadline or self.loader.is_paused or not load():
+                self.poll(is_round=True)
+            if is_over() or self.loader.is_paused or not load():
                 break
         self.loader.drain(max(0.0, deadline - time.monotonic()))
-        self.poll()
+        self.poll(is_round=True)
 
     def close(self) -> None:
         """The end: what waits is written, within `loader.CLOSE_S`."""
@@ -275,9 +287,9 @@ class Storage:
         self.index.use(variant, cfo)
         self._note(variant)
 
-    def poll(self) -> None:
-        """Take in what the thread has done."""
-        self._take_in()
+    def poll(self, *, is_round: bool = False) -> None:
+        """Take in what the thread has done. Of several ranks, what all threads have: only with `is_round`, after each forward."""
+        self._take_in(is_round)
         if self._metrics is not None and self._metrics.is_due:
             self.stats()
 
@@ -317,14 +329,22 @@ class Storage:
             self._metrics.show(found)
         return found
 
+    @contextmanager
+    def guard(self, message: str) -> Iterator[None]:
+        """The scheduler must not die of what can be computed. Ranks of a group would differ, and end."""
+        try:
+            yield
+        except Exception:
+            if self.ranks is not None:
+                raise
+            logger.exception(f"chunk cache: {message}")
+
     # Private, in order of use
 
-    def _take_in(self) -> None:
-        for job in self.loader.poll():
-            try:
+    def _take_in(self, is_round: bool = False) -> None:
+        for job in self.loader.poll(is_round=is_round):
+            with self.guard("what the storage has done is lost"):
                 job.done(job)
-            except Exception:  # the scheduler must not die of what can be computed
-                logger.exception("chunk cache: what the storage has done is lost")
         if self._used and self.loader.is_idle:
             self._tell_uses()
 
@@ -341,6 +361,8 @@ class Storage:
         self._writing_bytes -= job.size
         done()
         if not job.is_confirmed:
+            if row.num_bytes:  # another rank could not, or the manifest has it not
+                self._delete_own(job)
             return
         if num_cleared != self._num_cleared:
             self._delete_own(job)

@@ -37,6 +37,11 @@ def storage_of(server: Server) -> dict[str, Any]:
 def settled(server: Server) -> dict[str, Any]:
     """Nothing waits to enter store or storage."""
     settle(Client(server.url, None))
+    return drained(server)
+
+
+def drained(server: Server) -> dict[str, Any]:
+    """Nothing waits to enter the storage."""
     deadline = time.monotonic() + 60
     while (found := storage_of(server))["queue"]:
         assert time.monotonic() < deadline, found

@@ -38,7 +38,7 @@ def samples(state: str, on_s: list[float], **counts: Any) -> list[Sample]:
     return made
 
 
-def test_ratio_is_that_of_medians_without_the_warm_up() -> None:
+def test_ratio_is_that_of_pairs_without_the_warm_up() -> None:
     """And the counters are those of the last sample."""
     found = summarize(samples("healthy", [1.02] * 20, loaded=3))
     times, counts = (table["rows"] for table in found["tables"])

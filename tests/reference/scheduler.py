@@ -9,6 +9,7 @@ and computes. There SGLang dies if slots are short, so here it is an assertion.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -371,12 +372,19 @@ def walk(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
         yield path, node
 
 
+_RELEASES = threading.Lock()
+
+
 @contextmanager
 def without_server_args() -> Iterator[None]:
-    """`release_kv_cache` asks two settings of a server that does not run here."""
+    """`release_kv_cache` asks two settings of a server that does not run here. One thread at a time."""
     common = "sglang.srt.mem_cache.common"
     spec, serving = SimpleNamespace(speculative_algorithm=None), SimpleNamespace(strip_thinking_cache=False)
-    with mock.patch(f"{common}.get_spec", return_value=spec), mock.patch(f"{common}.get_serving", return_value=serving):
+    with (
+        _RELEASES,
+        mock.patch(f"{common}.get_spec", return_value=spec),
+        mock.patch(f"{common}.get_serving", return_value=serving),
+    ):
         yield
 
 

@@ -26,8 +26,8 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.storage import entry
 from sglang_chunkcache.storage.backend import create_backend, folder_of
 from sglang_chunkcache.storage.entry import Entry, Layout, RefusedEntryError
+from sglang_chunkcache.storage.jobs import Load, Write
 from sglang_chunkcache.storage.key import Place, secret_of
-from sglang_chunkcache.storage.loader import Load, Write
 from sglang_chunkcache.storage.manifest import Manifest, Row
 from sglang_chunkcache.storage.opening import confirmed, open_storage
 
@@ -66,7 +66,7 @@ def is_right(found: Entry, number: int) -> bool:
 def work(folder: Path, first: int, told: int) -> None:
     """Until it is killed. Tells `c NUMBER` of what is confirmed, `d NUMBER` before it deletes, `w NUMBER` of a wrong entry."""
     rng = random.Random(first)
-    opened = open_storage(config_of(folder), rank=0, model_name="")
+    opened = open_storage(config_of(folder), rank="rank0", model_name="")
     kept = {int(row.name[4:], 16): row for row in opened.rows}
     number = first
     while True:
@@ -107,7 +107,7 @@ def kill_one(folder: Path, first: int, rng: random.Random) -> list[tuple[str, in
 def run(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
     """Counts of all kills. `lost`, `torn` and `wrong` must be 0."""
     counts, rng, kept = Counter[str](), random.Random(seed), set[int]()
-    rank = folder_of(config_of(folder), 0)
+    rank = folder_of(config_of(folder), "rank0")
     for kill in range(num_kills):
         for kind, number in kill_one(folder, kill * 10_000, rng):
             counts[{"c": "confirmed", "d": "deleted", "w": "wrong"}[kind]] += 1

@@ -82,7 +82,7 @@ def found_by_next_start(folder: Path) -> int:
     config = ChunkCacheConfig(
         storage_backend="file", storage_backend_extra_config=json.dumps({"directory": str(folder)}), storage_mib=4096
     )
-    rank = folder_of(config, 0)
+    rank = folder_of(config, "rank0")
     for _ in range(100):
         with suppress(InUseError):  # the kernel takes a moment to end a process
             manifest = Manifest(rank)

@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 from radix_ext.cfo import Scored
 from sglang_chunkcache.fusion.tier import entry_of
 from sglang_chunkcache.storage import storage as module
-from sglang_chunkcache.storage.loader import Write
+from sglang_chunkcache.storage.jobs import Write
 from sglang_chunkcache.wire.state import Asked
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.sglang_chunkcache.fusion.test_promise import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, sources

@@ -27,6 +27,7 @@ from sglang_chunkcache.storage.key import Names
 from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Manifest
 from sglang_chunkcache.storage.pointer import Pointers
+from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Known, Storage
 from sglang_chunkcache.wire.state import Asked
 from tests.reference.fused_scheduler import FusedScheduler
@@ -69,18 +70,22 @@ class Disk:
         self.tiers.append(scheduler.fuser.tier)
         return scheduler
 
-    def opened(self, storage_bytes: int, *, beside: str = "", window: int = WINDOW) -> Storage:
+    def opened(
+        self, storage_bytes: int, *, beside: str = "", window: int = WINDOW, ranks: Ranks | None = None
+    ) -> Storage:
         """As a start finds it."""
-        manifest, backend, names = Manifest(self.folder / beside), Backend(self.storage), Names(b"")
+        manifest, backend = Manifest(self.folder / beside), Backend(self.storage)
+        names = Names(b"", ranks.shard if ranks else "")
         pointers = Pointers(backend, names, secret=b"") if beside else None
         return Storage(
             VariantIndex(max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=window),
-            Loader(backend, manifest, secret=b"", pointers=pointers, clock=lambda: self.now),
+            Loader(backend, manifest, secret=b"", pointers=pointers, ranks=ranks, clock=lambda: self.now),
             names,
             window=window,
             layout=LAYOUT,
             model_of=lambda *how: " ".join(map(str, how)),
-            rows=manifest.rows(),
+            rows=ranks.common(manifest.rows())[0] if ranks else manifest.rows(),
+            ranks=ranks,
             metrics=Shown(self),
             clock=lambda: self.now,
         )

@@ -18,6 +18,7 @@ from radix_ext import Tier
 from radix_ext.costs import Line, Phase
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
+from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
@@ -38,10 +39,18 @@ class ChainDisk(Disk):
 class Server(HostScheduler):
     """With exact chains in a storage."""
 
-    def __init__(self, disk: ChainDisk, *, beside: str = "", storage_bytes: int = 100_000, **knobs: Any) -> None:
+    def __init__(
+        self,
+        disk: ChainDisk,
+        *,
+        beside: str = "",
+        storage_bytes: int = 100_000,
+        ranks: Ranks | None = None,
+        **knobs: Any,
+    ) -> None:
         super().__init__(**knobs)
         self.weights = disk.weights
-        self.cache.storage = self.storage = disk.opened(storage_bytes, beside=beside)
+        self.cache.storage = self.storage = disk.opened(storage_bytes, beside=beside, ranks=ranks)
         self.cache.stored = StoredChains(
             self.cache.host, self.storage, how=("exact",), fingerprint=lambda: self.weights
         )
@@ -63,7 +72,7 @@ class Server(HostScheduler):
     def settle(self) -> dict[str, Any]:
         for _ in range(3):  # what is polled may ask for more
             assert self.storage.loader.drain(10)
-            self.storage.poll()
+            self.storage.poll(is_round=True)
         return self.storage.stats()
 
     def stop(self) -> None:

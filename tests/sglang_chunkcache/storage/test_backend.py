@@ -120,7 +120,7 @@ def test_extra_config_is_json_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "extra.json").write_text('{"max_size": "3G"}')
     assert extra_config(config(extra=f"@{tmp_path}/extra.json")) == {"max_size": "3G"}
     assert extra_config(config()) == {}
-    for text in ("[]", "{", "@/none", '{"directory": 1}'):
+    for text in ("[]", "{", "@/none", '{"directory": 1}', '{"storage_path": "/tmp"}'):
         with pytest.raises(ValueError, match="--chunkcache-storage-backend-extra-config"):
             extra_config(config(extra=text))
 
@@ -128,8 +128,8 @@ def test_extra_config_is_json_or_a_file(tmp_path: Path) -> None:
 def test_each_rank_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named by the configuration, or in the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert folder_of(config(extra=f'{{"directory": "{tmp_path}"}}'), 1) == tmp_path / "rank1"
-    assert folder_of(config(), 0) == Path("/cache/sglang_chunkcache/storage-file/rank0")
+    assert folder_of(config(extra=f'{{"directory": "{tmp_path}"}}'), "rank1") == tmp_path / "rank1"
+    assert folder_of(config(), "rank0") == Path("/cache/sglang_chunkcache/storage-file/rank0")
 
 
 def test_default_is_a_share_of_what_can_be_had(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_settings_print_what_they_chose(tmp_path: Path, caplog: pytest.LogCaptur
     """An operator sees folder and budget at the start; a second server is refused."""
     settings = config(extra=f'{{"directory": "{tmp_path}"}}')
     with caplog.at_level("INFO"):
-        opened = opening.open_storage(settings, rank=0, model_name="")
+        opened = opening.open_storage(settings, rank="rank0", model_name="")
     assert f"storage file in {tmp_path}/rank0: 0 entries, 0.0 of 1.0 MiB" in caplog.text
     assert opened.max_bytes == 1 << 20
     with pytest.raises(ValueError, match="used by another server"):
-        opening.open_storage(settings, rank=0, model_name="")
+        opening.open_storage(settings, rank="rank0", model_name="")
     opened.loader.close()
-    opening.open_storage(settings, rank=0, model_name="").loader.close()
+    opening.open_storage(settings, rank="rank0", model_name="").loader.close()

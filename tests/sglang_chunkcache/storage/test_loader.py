@@ -16,8 +16,9 @@ pytest.importorskip("sglang")
 from sglang_chunkcache.storage import loader as module  # noqa: E402
 from sglang_chunkcache.storage.backend import Backend  # noqa: E402
 from sglang_chunkcache.storage.entry import Entry, Layout  # noqa: E402
+from sglang_chunkcache.storage.jobs import MAX_WAITING, Load, Write  # noqa: E402
 from sglang_chunkcache.storage.key import Names  # noqa: E402
-from sglang_chunkcache.storage.loader import MAX_WAITING, PAUSE_AFTER, PAUSE_S, Load, Loader, Write  # noqa: E402
+from sglang_chunkcache.storage.loader import PAUSE_AFTER, PAUSE_S, Loader  # noqa: E402
 from sglang_chunkcache.storage.manifest import Manifest, Row, Use  # noqa: E402
 from sglang_chunkcache.storage.pointer import Pointers  # noqa: E402
 from tests.reference.memory_storage import MemoryStorage  # noqa: E402

@@ -46,7 +46,7 @@ def opened(master: str, folder: Path) -> Opened:
     config = ChunkCacheConfig(
         reuse="fused", storage_backend="dynamic", storage_backend_extra_config=extra, storage_mib=1
     )
-    return open_storage(config, rank=0, model_name="m")
+    return open_storage(config, rank="rank0", model_name="m")
 
 
 def test_two_servers_share_one_store(master: str, tmp_path: Path) -> None:

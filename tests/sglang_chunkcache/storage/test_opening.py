@@ -32,7 +32,6 @@ def pool_of(dtype: Any) -> MHATokenToKVPool:
     ("ctx", "message"),
     [
         (context(enable_memory_saver=True), "--enable-memory-saver"),
-        (context(tp_size=2), "--tp-size"),
         (context(enable_lora=True), "--lora-paths"),
         (context(lora_paths=["a"]), "--lora-paths"),
         (context(pool_of(torch.float8_e4m3fn)), "KV of float8_e4m3fn in a MHATokenToKVPool"),

@@ -17,7 +17,8 @@ pytest.importorskip("sglang")
 
 from eval.server import free_port
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.storage.loader import PAUSE_AFTER, Load, Lookup
+from sglang_chunkcache.storage.jobs import Load, Lookup
+from sglang_chunkcache.storage.loader import PAUSE_AFTER
 from sglang_chunkcache.storage.opening import Opened, open_storage
 from tests.sglang_chunkcache.storage.test_entry import LAYOUT, NUM_TOKENS, make_entry, same_bits
 from tests.sglang_chunkcache.storage.test_loader import keeping
@@ -66,7 +67,7 @@ def opened(redis: Redis, folder: Path) -> Opened:
     config = ChunkCacheConfig(
         reuse="fused", storage_backend="dynamic", storage_backend_extra_config=extra, storage_mib=1
     )
-    return open_storage(config, rank=0, model_name="m")
+    return open_storage(config, rank="rank0", model_name="m")
 
 
 def test_entry_comes_back_after_a_restart(redis: Redis, tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Tensor-parallel ranks take in what their storages have done at the same moment: one reduction a round, of what all have.
+
+    rank 0   load 1 done     load 2 done      load 3          write 1 done
+    rank 1   load 1 done     load 2 failed    load 3 done     write 1          ──► both take in load 1, and load 2 as failed
+
+What a rank asks of its thread follows from requests and from what was taken in, so all ask the same, in the same order; and a
+thread does loads in the order in which they were asked for, and writes likewise. No decision looks at a rank's own clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import torch
+
+from sglang_chunkcache.storage.jobs import FAILED, GONE, MAX_WAITING, PAUSED, Job, Load, Write
+from sglang_chunkcache.storage.manifest import Row
+
+T = TypeVar("T")
+
+_FAILED, _GONE = -1e6, -1e9
+"""In place of the seconds that a load took, below zero: it may be had another time, or never."""
+
+
+class Ranks:
+    """Of one tensor-parallel group, as one of them sees it. All call the same methods in the same order.
+
+    Args:
+        group: SGLang's GroupCoordinator.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._finished: dict[type, deque[Any]] = {Load: deque(), Write: deque()}
+        """By this rank."""
+        self.shard = f"-{group.rank_in_group:03}of{group.world_size:03}"
+        """Ends the names of this rank's entries, all of one length: an entry's size contains it."""
+        self.is_paused = False
+        """Whether a rank's storage failed jobs at once, in the last round."""
+
+    # At the start
+
+    def of_all(self, value: T) -> list[T]:
+        """Each rank's value, by rank."""
+        found: list[T] = self._group.all_gather_object(value)
+        return found
+
+    def fingerprint(self, weights: int) -> int:
+        """Of the weights of all, from that of this rank's."""
+        text = " ".join(map(str, self.of_all(weights)))
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+    def common(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+        """(the rows that every rank has, in the first rank's order and with its f_r, the others)."""
+        facts = [(self._shared_name(row), row.num_bytes, row.reuse, row.num_uses) for row in rows]
+        first, *others = self.of_all(facts)
+        there = set.intersection(*({fact[:2] for fact in each} for each in (first, *others)))
+        mine = {self._shared_name(row): row for row in rows}
+        kept = [
+            mine.pop(name)._replace(reuse=reuse, num_uses=num_uses)
+            for name, size, reuse, num_uses in first
+            if (name, size) in there
+        ]
+        return kept, list(mine.values())
+
+    # In each round
+
+    def done_by_all(self, done: deque[Job], *, num_loads: int, num_writes: int, is_paused: bool) -> Iterator[Job]:
+        """What all ranks have done of so many that are asked for, each as it went where it went worst. Empties `done`."""
+        while done:
+            job = done.popleft()
+            self._finished[type(job)].append(job)
+        if not (num_loads or num_writes or self.is_paused):
+            return
+        loads, writes = self._finished[Load], self._finished[Write]
+        told = torch.zeros(3 + 2 * MAX_WAITING, dtype=torch.float64)
+        told[:3] = torch.tensor([len(loads), len(writes), not is_paused])
+        told[3 : 3 + len(loads)] = torch.tensor([_outcome(job) for job in loads], dtype=torch.float64)
+        told[3 + MAX_WAITING :][: len(writes)] = torch.tensor([job.is_confirmed for job in writes], dtype=torch.float64)
+        self._group.cpu_group.allreduce([told], torch.distributed.ReduceOp.MIN).wait()
+        num_loads, num_writes, runs = map(int, told[:3])
+        self.is_paused = not runs
+        for outcome in told[3 : 3 + num_loads].tolist():
+            yield _went(loads.popleft(), outcome)
+        for is_confirmed in told[3 + MAX_WAITING :][:num_writes].tolist():
+            job = writes.popleft()
+            job.is_confirmed = bool(is_confirmed)
+            yield job
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank."""
+        return any(self.of_all(flag))
+
+    # Private, in order of use
+
+    def _shared_name(self, row: Row) -> str:
+        return row.name.removesuffix(self.shard)
+
+
+def _outcome(job: Load) -> float:
+    """The least is the worst."""
+    if job.entry is not None:
+        return -job.seconds
+    return _FAILED if job.problem in (FAILED, PAUSED) else _GONE
+
+
+def _went(job: Load, outcome: float) -> Load:
+    if outcome > _FAILED:
+        job.seconds = -outcome
+    else:
+        job.entry = None
+        job.problem = FAILED if outcome > _GONE else job.problem or GONE
+    return job

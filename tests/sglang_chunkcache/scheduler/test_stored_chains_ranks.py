@@ -1,0 +1,168 @@
+"""Two tensor-parallel ranks, each with a storage of its own: whatever happens to one of them, both keep the same chains."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_chunkcache.storage.ranks import Ranks
+from tests.examples import examples
+from tests.reference.rank_group import RankGroup, on_ranks
+from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, rag
+from tests.sglang_chunkcache.scheduler.test_stored_chains import ChainDisk, Server
+
+
+class Life:
+    """Of one rank. What `steps` say of `self.rank` alone the others do not know."""
+
+    def __init__(self, group: RankGroup, folder: Path, **knobs: Any) -> None:
+        self.rank, self.disk, self.ranks, self.knobs = group.rank_in_group, ChainDisk(folder), Ranks(group), knobs
+        self.server = Server(self.disk, ranks=self.ranks, **knobs)
+
+    def round(self) -> None:
+        """After a forward. This rank's thread has had the time to do what it can."""
+        if self.disk.storage.gate.is_set():
+            assert self.server.storage.loader.drain(10)
+        self.server.storage.poll(is_round=True)
+
+    def ask(self, *chunks: tuple[int, ...], settles: bool = True, **params: Any) -> int:
+        req = rag(*chunks, **params)
+        self.server.cache.arrived(req)
+        if settles:
+            self.round()
+        found = self.server.serve(req)
+        self.server.idle()
+        self.round()
+        return found
+
+    def restart(self, *, fills: bool, losing: int | None = None) -> None:
+        """`losing`: that rank's manifest."""
+        self.become("healthy")
+        self.round()
+        self.server.storage.close()
+        if losing == self.rank:
+            shutil.rmtree(self.disk.folder)
+        self.ranks = Ranks(self.ranks._group)
+        self.server = Server(self.disk, ranks=self.ranks, **self.knobs)
+        if fills:
+            self.server.cache.stored.load_most_used(5)
+
+    def become(self, state: str) -> None:
+        self.disk.storage.become(state)
+        self.server.storage.loader._paused_until = None
+
+    def seen(self) -> dict[str, Any]:
+        """What the other rank must have, too."""
+        host, storage = self.server.cache.host, self.server.storage
+        nodes = sorted((place, each.is_here, each.is_busy, each.num_below) for place, each in host._nodes.items())
+        held = sorted((each.blob.row.place, each.nbytes, each.reuse) for each in storage.index.variants())
+        waiting = {kind.__name__: tuple(each) for kind, each in storage.loader._waiting.items()}
+        return {
+            "nodes": nodes,
+            "free": host.pool.num_free,
+            "held": held,
+            "waiting": waiting,
+            "writing": storage._writing_bytes,
+            "is_paused": storage.loader.is_paused,
+        }
+
+    def end(self) -> None:
+        self.disk.storage.become("healthy")
+        for each in self.disk.opened_ones:
+            each.loader.close()
+
+
+def lives(steps: list[tuple[Any, ...]], **knobs: Any) -> list[list[Any]]:
+    """What each rank has after each step."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def live(group: RankGroup) -> list[Any]:
+            life = Life(group, Path(folder) / str(group.rank_in_group), **knobs)
+            seen: list[Any] = []
+            try:
+                for kind, *told in steps:
+                    if kind == "ask":
+                        chunks, head, settles, promoted = told
+                        found = life.ask(*chunks, settles=settles, head=head, promoted_len=len(chunks) * promoted)
+                        seen.append(found)
+                    elif kind == "evict":
+                        life.server.evict(told[0])
+                    elif kind == "restart":
+                        life.restart(fills=told[0], losing=told[1])
+                    elif told[0] == life.rank:
+                        if kind == "damage":
+                            for held in list(life.disk.storage.held.values()):
+                                held[-1] ^= 64
+                        else:
+                            life.become(kind)
+                    life.server.check()
+                    seen.append(life.seen())
+            finally:
+                life.end()
+            return seen
+
+        return on_ranks(live)
+
+
+def ask(*chunks: tuple[int, ...]) -> tuple[Any, ...]:
+    return ("ask", chunks, HEAD, True, False)
+
+
+def test_what_both_have_is_loaded() -> None:
+    first, second = lives([ask(A, B)] * 3 + [("restart", False, None), ask(A, B)])
+    assert first == second
+    assert first[-2] == len(HEAD + A + B)
+
+
+def test_what_one_has_lost_nobody_has() -> None:
+    first, second = lives([ask(A, B)] * 3 + [("restart", True, 1), ask(A, B)])
+    assert first == second
+    assert first[-2] == 0
+
+
+@pytest.mark.parametrize("problem", ["refusing", "hanging", "damage"])
+def test_what_one_has_not_is_computed(problem: str) -> None:
+    """The rank that has it throws it away, or lets it be."""
+    first, second = lives([ask(A, B)] * 3 + [("restart", False, None), (problem, 1), ask(A, B)])
+    assert first == second
+    assert first[-2] == 0
+
+
+def test_what_one_could_not_write_nobody_has() -> None:
+    first, second = lives([("refusing", 1)] + [ask(A, B)] * 3 + [("restart", True, None), ask(A, B)])
+    assert first == second
+    assert first[-2] == 0
+
+
+def test_one_pauses_for_both() -> None:
+    """And goes on for both."""
+    first, second = lives([("refusing", 1)] + [ask(A, B, C)] * 3 + [("healthy", 1)] + [ask(A, B, C)] * 3)
+    assert first == second
+    paused = [each["is_paused"] for each in first if isinstance(each, dict)]
+    assert (any(paused), paused[-1]) == (True, False)
+    assert len(first[-1]["held"]) == 4
+
+
+CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(lambda each: st.integers(1, 4).map(lambda n: tuple(each[:n])))
+ASKS = st.tuples(st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans())
+OTHERS = st.one_of(
+    st.tuples(st.just("evict"), st.integers(1, CAPACITY)),
+    st.tuples(st.just("restart"), st.booleans(), st.sampled_from([None, None, 0, 1])),
+    st.tuples(st.sampled_from(["healthy", "refusing", "hanging", "damage"]), st.integers(0, 1)),
+)
+
+
+@given(steps=st.lists(st.one_of(ASKS, ASKS, ASKS, OTHERS), max_size=30), slots=st.sampled_from([8, 14, 100]))
+@settings(max_examples=examples(60), deadline=None)
+def test_random_lives_are_alike(steps: list[tuple[Any, ...]], slots: int) -> None:
+    first, second = lives(steps, host_slots=slots, storage_bytes=4000)
+    assert first == second
