@@ -51,7 +51,8 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Hits of each query, best first, and milliseconds of the whole batch by phase: encode, dense, bm25, read."""
+    """Hits of each query, best first, and milliseconds of the whole batch by phase: encode, dense, bm25, read, and first, which
+    is all of a provisional result."""
 
     hits: list[list[Hit]]
     ms: dict[str, float]
@@ -128,11 +129,22 @@ class Retriever:
         is_embedded = self.index.settings.encoder["kind"] == "hashed"
         return ("bm25", "fusion", "dense") if is_embedded else ("fusion", "dense", "bm25")
 
-    def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
+    def search(
+        self,
+        queries: Sequence[str],
+        *,
+        k: int,
+        mode: Mode,
+        nprobe: int,
+        first_nprobe: int = 0,
+        told_first: Callable[[list[list[Hit]]], None] | None = None,
+    ) -> SearchResult:
         """The k best passages of each query. Fewer if the index holds fewer, or if BM25 matches fewer.
 
         Args:
             nprobe: lists visited in an IVF index, or candidates kept (at least k) in HNSW.
+            first_nprobe: lists that are visited before all of them. 0, or an index without lists: none.
+            told_first: called with the hits of those, before the search goes on.
         Raises:
             RetrievalError: k or nprobe is below 1, or this index does not have the mode.
             CorruptIndexError: a file of the index is damaged.
@@ -150,19 +162,18 @@ class Retriever:
             return SearchResult([], ms)
         depth = k if mode != "fusion" else max(k, RANK_FUSION_DEPTH)
         lists: list[list[list[tuple[int, float]]]] = []
-        if mode != "bm25":
-            vectors = _timed(ms, "encode", lambda: encoder.encode_queries(queries))
-            lists.append(_timed(ms, "dense", lambda: self._search_dense(index, vectors, k=depth, nprobe=nprobe)))
         if mode != "dense":
             lists.append(_timed(ms, "bm25", lambda: [_search_words(index, query, k=depth) for query in queries]))
-        if mode == "fusion":
-            ranked = [
-                reciprocal_rank_fusion([[row for row, _ in found] for found in both], k=k, constant=RRF_CONSTANT)
-                for both in zip(*lists, strict=True)
-            ]
-        else:
-            ranked = lists[0]
-        return SearchResult(_timed(ms, "read", lambda: _read(index, ranked)), ms)
+        if mode != "bm25":
+            vectors = _timed(ms, "encode", lambda: encoder.encode_queries(queries))
+
+            def near(num_lists: int) -> list[list[tuple[int, float]]]:
+                return self._search_dense(index, vectors, k=depth, nprobe=num_lists)
+
+            if told_first is not None and 0 < first_nprobe < nprobe and index.has_lists:
+                told_first(_timed(ms, "first", lambda: _read(index, _merged([near(first_nprobe), *lists], k))))
+            lists.insert(0, _timed(ms, "dense", lambda: near(nprobe)))
+        return SearchResult(_timed(ms, "read", lambda: _read(index, _merged(lists, k))), ms)
 
     def refresh(self) -> bool:
         """Serve what the directory holds now, if a file of it has changed. Returns whether something else is served now.
@@ -248,6 +259,16 @@ def _search_words(index: Index, query: str, *, k: int) -> list[tuple[int, float]
     assert index.bm25 is not None
     scores, rows = index.bm25.search(query, k=k)
     return [(int(row), float(score)) for row, score in zip(rows, scores, strict=True)]
+
+
+def _merged(lists: Sequence[list[list[tuple[int, float]]]], k: int) -> list[list[tuple[int, float]]]:
+    """One list, or both by their ranks."""
+    if len(lists) == 1:
+        return lists[0]
+    return [
+        reciprocal_rank_fusion([[row for row, _ in found] for found in both], k=k, constant=RRF_CONSTANT)
+        for both in zip(*lists, strict=True)
+    ]
 
 
 def _read(index: Index, ranked: Sequence[Sequence[tuple[int, float]]]) -> list[list[Hit]]:

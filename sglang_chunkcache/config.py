@@ -179,6 +179,13 @@ class ChunkCacheConfig:
         0, "bytes that each rank's storage may take, in MiB; 0: a quarter of what its file system can spare", low=0
     )
     """What is free and what the storage holds already, at the start. `dynamic` has no file system, so it needs a number."""
+    prefetch_mib: int = knob(
+        64,
+        "bytes that one tenant may have under way from the storage for requests that may come, in MiB; 0: none",
+        low=0,
+    )
+    """Of each rank. A hint costs its client nothing, so it must not keep the disk from requests that wait: a second of a fast
+    network."""
     question_window: int = knob(
         32, "last tokens of a question that choose what is recomputed; all of a shorter one", low=1, high=4096
     )
@@ -236,6 +243,12 @@ class ChunkCacheConfig:
     )
     """`auto`: the first mode that the index names."""
     retrieve_nprobe: int = knob(128, "clusters of an IVF index searched by default", low=1, high=1_000_000)
+    retrieve_first: int = knob(
+        8,
+        "clusters searched first: what they have is loaded from the storage meanwhile; 0: none",
+        low=0,
+        high=1_000_000,
+    )
     """CRAFT section 5."""
     retrieve_batch: int = knob(32, "queries in one search batch, at most", low=1, high=10_000)
     """A batch forms only while a search runs; beyond 32 an encoder's time grows with the batch."""

@@ -6,6 +6,7 @@ abandoned by its client, in which case Python closes the generator.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReq
 
+from radix_ext.guesses import Guess
 from sglang_chunkcache.errors import ChunkCacheError, RequestError
 from sglang_chunkcache.front.audit import Auditor, Check, Listener
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
@@ -39,6 +41,7 @@ class Engine:
     def __init__(self, manager: Any, books: Bookkeeper) -> None:
         self._manager, self._books = manager, books
         self.auditor = Auditor(books, self)
+        self._expecting: set[asyncio.Future[list[RankState]]] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -132,13 +135,16 @@ class Engine:
         Raises:
             ChunkCacheError: the rank does not explain.
         """
-        identity = planned.draft.identity
-        told = self._books.told(planned, is_counted=False)
-        asked = ExplainRequest(planned.input_ids, told, identity.extra_key, identity.cache_salt)
-        for state in await self._ask(Asked(explain=asked)):
+        for state in await self._ask(Asked(explain=self._unsent(planned))):
             if state.dp_rank == planned.rank and state.explanation:
                 return state.explanation
         raise ChunkCacheError(f"rank {planned.rank} does not explain")
+
+    def expect(self, planned: Planned, guess: Guess) -> None:
+        """Have its rank load what the request would need of the storage. Waits for nothing, nobody is told what came of it."""
+        task = asyncio.ensure_future(self._ask(Asked(expect=self._unsent(planned), guess=guess)))
+        self._expecting.add(task)
+        task.add_done_callback(self._expecting.discard)
 
     async def clear_store(self) -> dict[int, Cleared]:
         """Empty every rank's store; what was in it, by rank.
@@ -178,6 +184,11 @@ class Engine:
         finally:
             if listener is not None:
                 self.auditor.finish(rag, listener)
+
+    def _unsent(self, planned: Planned) -> ExplainRequest:
+        identity = planned.draft.identity
+        told = self._books.told(planned, is_counted=False)
+        return ExplainRequest(planned.rank, planned.input_ids, told, identity.extra_key, identity.cache_salt)
 
     async def _ask(self, asked: Asked) -> list[RankState]:
         """The answers of all ranks that run with the chunk cache, in any order."""

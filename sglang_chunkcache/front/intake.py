@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,8 @@ from fastapi import Request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
-from sglang_chunkcache.errors import RequestError
+from radix_ext.guesses import Guess
+from sglang_chunkcache.errors import ChunkCacheError, RequestError
 from sglang_chunkcache.front.bodies import (
     ChunkIn,
     GenerateIn,
@@ -29,6 +32,9 @@ from sglang_chunkcache.front.search import RagSearch, Retrieval
 
 MAX_TOOLS = 1000
 """Far more than a model can choose from."""
+
+UNKNOWN = {"role": "user", "content": "?"}
+"""The question of a request that may come, where it is not known."""
 
 CHAT_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -53,29 +59,39 @@ class Intake:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._config = parts, parts.config
+        self._started: set[asyncio.Future[None]] = set()
 
-    async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
-        """A chat completion over `chunks` or over what the index finds."""
+    async def chat(self, raw_request: Request, *, expects: bool = True) -> tuple[ChatCompletionRequest, Planned]:
+        """A chat completion over `chunks` or over what the index finds. `expects`: what the index finds first is loaded."""
+        return await self._chat(await json_object(raw_request, self._config), raw_request, expects=expects)
+
+    async def hint(self, raw_request: Request) -> Planned:
+        """A chat completion that may come: what is known of it, its chunks as `texts` if that is all."""
+        if self._config.storage_backend is None or not self._config.prefetch_mib:
+            raise RequestError(
+                "body: this server loads nothing ahead (--chunkcache-storage-backend, --chunkcache-prefetch-mib)"
+            )
         body = await json_object(raw_request, self._config)
+        texts, messages = body.pop("texts", None), body.get("messages") or []
+        if texts is not None:
+            if body.get("chunks") or not isinstance(texts, list):
+                raise RequestError("texts: must be a list of strings, and not together with chunks")
+            body["chunks"] = [{"text": text} for text in texts]
+        if isinstance(messages, list) and not any(_is_users(message) for message in messages[-1:]):
+            body["messages"] = [*messages, UNKNOWN]
+        return (await self._chat(body, raw_request, expects=False))[1]
+
+    async def _chat(
+        self, body: dict[str, Any], raw_request: Request, *, expects: bool
+    ) -> tuple[ChatCompletionRequest, Planned]:
         refuse_misspelt(body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields)
         self._check_counts(body)
         fields = parse(RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body})
         request = self._openai_request(body)
-        messages = _messages(request)
+        messages = searched = _messages(request)
         identity = _identity(raw_request, request.cache_salt, request.extra_key, _adapter(request))
         fusion = fields.fusion_request(self._config)
-        passages, found = self._passages(fields.chunks), None
-        if fields.retrieve is not None:
-            found = await self._search_for(fields, messages, raw_request)
-            passages = found.chunks
-        options = Options(
-            max_new_tokens=request.max_completion_tokens or request.max_tokens,
-            length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
-            order=fields.order,
-            fusion=fusion,
-            num_answers=request.n,
-            retrieval=found.answer() if found else None,
-        )
+        passages = self._passages(fields.chunks)
         prefill = ""
         if request.continue_final_message:
             messages, prefill = begun_answer(messages)
@@ -87,7 +103,16 @@ class Intake:
                 told_hashes(messages, tools, template_kwargs),
             )
             conversation = self._parts.books.conversation(key, hashes, start=turn_start(messages))
-        try:
+
+        async def plan(passages: list[Passage], found: Retrieval | None = None) -> Planned:
+            options = Options(
+                max_new_tokens=request.max_completion_tokens or request.max_tokens,
+                length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
+                order=fields.order,
+                fusion=fusion,
+                num_answers=request.n,
+                retrieval=found.answer() if found else None,
+            )
             draft = partial(
                 self._parts.drafter.chat,
                 messages,
@@ -100,7 +125,13 @@ class Intake:
                 prefill=prefill,
             )
             num_chars = sum(_num_chars(message.get("content")) for message in messages)
-            return request, await self._plan(draft, num_chars + _num_passage_chars(passages), raw_request)
+            return await self._plan(draft, num_chars + _num_passage_chars(passages), raw_request)
+
+        if fields.retrieve is None:
+            return request, await plan(passages)
+        found = await self._search_for(fields, searched, raw_request, self._expecting(plan) if expects else None)
+        try:
+            return request, await plan(found.chunks, found)
         except RequestError as error:
             raise _about_the_search(error, found) from None
 
@@ -195,17 +226,46 @@ class Intake:
                 raise RequestError(f"{field}.{i}.text: {len(chunk.text)} characters, at most {config.max_chunk_chars}")
         return [Passage(str(i) if chunk.id is None else str(chunk.id), chunk.text) for i, chunk in enumerate(chunks)]
 
-    async def _search_for(self, fields: RagFields, messages: list[dict[str, Any]], raw_request: Request) -> Retrieval:
+    def _expecting(
+        self, plan: Callable[[list[Passage]], Awaitable[Planned]]
+    ) -> Callable[[list[Passage]], object] | None:
+        """What is to be told of the first lists of the index, whose passages the request is likely to have."""
+        if self._config.storage_backend is None or not self._config.prefetch_mib:
+            return None
+
+        async def expect(passages: list[Passage]) -> None:
+            with suppress(ChunkCacheError):  # the request itself will be told
+                self._parts.engine.expect(await plan(passages), Guess.SEARCH)
+
+        def start(passages: list[Passage]) -> None:
+            task = asyncio.ensure_future(expect(passages))
+            self._started.add(task)
+            task.add_done_callback(self._started.discard)
+
+        return start
+
+    async def _search_for(
+        self,
+        fields: RagFields,
+        messages: list[dict[str, Any]],
+        raw_request: Request,
+        told_first: Callable[[list[Passage]], object] | None,
+    ) -> Retrieval:
         assert fields.retrieve is not None
         if fields.chunks:
             raise RequestError("retrieve: not together with chunks")
         is_gone = raw_request.is_disconnected
-        return await self._search().find(fields.retrieve, messages, field="retrieve.", is_gone=is_gone)
+        search = self._search()
+        return await search.find(fields.retrieve, messages, field="retrieve.", is_gone=is_gone, told_first=told_first)
 
     def _search(self) -> RagSearch:
         if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")
         return self._parts.search
+
+
+def _is_users(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "user"
 
 
 def _num_chars(content: Any) -> int:

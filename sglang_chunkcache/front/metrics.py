@@ -75,7 +75,7 @@ class Metrics:
             self._export("reuse_seconds").labels(phase).observe(seconds)
 
     def observe_search(self, phase: str, seconds: float) -> None:
-        """One phase of retrieval: queued, of one request; encode, dense, bm25, read, of one batch."""
+        """One phase of retrieval: queued, of one request; first, encode, dense, bm25, read, of one batch."""
         self.search_seconds[phase] += seconds
         if self._prometheus:
             self._export("retrieval_seconds").labels(phase).observe(seconds)

@@ -5,6 +5,7 @@ POST /rag/v1/retrieve           what the server's index finds, without a prompt
 POST /rag/v1/generate           SGLang's /generate with `parts`: texts and chunk areas (frontend programs use it)
 GET  /rag/v1/models             SGLang's own, for clients that look there; /rag/v1/models/{model}, too
 POST /rag/v1/completions        404 that says where to go; /rag/v1/embeddings and /rag/v1/responses, too
+POST /chunkcache/prefetch       what a request will need of the storage, ahead of it
 GET  /chunkcache/stats          counts only
 GET  /chunkcache/tree           the global tree, depth-limited
 POST /chunkcache/forget         forget access counts and conversations, as a restart would
@@ -27,6 +28,7 @@ from msgspec.structs import asdict
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from radix_ext.guesses import Guess
 from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, SearchFailedError
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.bodies import CalibrateIn, PreprocessIn
@@ -56,6 +58,7 @@ class Routes:
             ("GET", "/rag/v1/models", http_server.available_models),
             ("GET", "/rag/v1/models/{model:path}", http_server.retrieve_model),
             *(("POST", f"/rag/v1/{name}", elsewhere) for name in ("completions", "embeddings", "responses")),
+            ("POST", "/chunkcache/prefetch", self.chunkcache_prefetch),
             ("GET", "/chunkcache/stats", self.chunkcache_stats),
             ("GET", "/chunkcache/tree", self.chunkcache_tree),
             ("POST", "/chunkcache/forget", self.chunkcache_forget),
@@ -89,6 +92,15 @@ class Routes:
         except ChunkCacheError as error:
             return self._refuse(error)
 
+    async def chunkcache_prefetch(self, raw_request: Request) -> Any:
+        """What a request that may come needs of the storage is loaded. 202 says that this was understood, and nothing of what is
+        there."""
+        try:
+            self._parts.engine.expect(await self._intake.hint(raw_request), Guess.HINT)
+        except ChunkCacheError as error:
+            return error_response(error)
+        return ORJSONResponse({}, status_code=202)
+
     async def chunkcache_stats(self) -> Any:
         """Counts of the front and of every rank."""
         stats = await self._parts.stats()
@@ -115,7 +127,7 @@ class Routes:
     async def chunkcache_explain(self, raw_request: Request) -> Any:
         """A chat request's order, rank, spans and each chunk's source. Nothing but a search is run or counted."""
         try:
-            _, planned = await self._intake.chat(raw_request)
+            _, planned = await self._intake.chat(raw_request, expects=False)
             found = await self._parts.engine.explain(planned)
         except ChunkCacheError as error:
             return error_response(error)

@@ -41,7 +41,7 @@ class Retrieval:
     @property
     def chunks(self) -> list[Passage]:
         """What was found, best first, as if the client had sent it."""
-        return [Passage(hit.passage.id, hit.passage.content) for hit in self.found.hits]
+        return _passages(self.found.hits)
 
     def answer(self) -> dict[str, Any]:
         """The `retrieval` object of a chat answer's `chunkcache`."""
@@ -83,6 +83,7 @@ class RagSearch:
         *,
         field: str,
         is_gone: Callable[[], Awaitable[bool]],
+        told_first: Callable[[list[Passage]], object] | None = None,
     ) -> Retrieval:
         """Search by a request's options.
 
@@ -90,6 +91,7 @@ class RagSearch:
             messages: where the query comes from, unless the options have one.
             field: put in front of the names of the options in errors; "retrieve." in a chat request.
             is_gone: whether the client has disconnected; asked repeatedly while the search runs.
+            told_first: called with what the first lists of the index have, before all are searched.
         Raises:
             RequestError: an option that this server or index cannot serve, or no query; names the field.
             SearchFailedError: too many requests wait, or the search failed.
@@ -102,7 +104,14 @@ class RagSearch:
         if mode not in self._retriever.modes:
             raise RequestError(f"{field}mode: this index offers {', '.join(self._retriever.modes)}")
         query = query_of(options, messages, field=field, max_chars=config.max_query_chars)
-        search = self._queue.search(query, k=k, mode=mode, nprobe=options.nprobe or config.retrieve_nprobe)
+        search = self._queue.search(
+            query,
+            k=k,
+            mode=mode,
+            nprobe=options.nprobe or config.retrieve_nprobe,
+            first_nprobe=config.retrieve_first,
+            told_first=None if told_first is None else lambda hits: told_first(_passages(hits)),
+        )
         try:
             return Retrieval(query, mode, k, await unless_gone(search, is_gone))
         except RequestError:
@@ -172,6 +181,10 @@ def query_of(options: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, fiel
 
 
 # Private, in order of use
+
+
+def _passages(hits: Sequence[Hit]) -> list[Passage]:
+    return [Passage(hit.passage.id, hit.passage.content) for hit in hits]
 
 
 def _brief(hit: Hit) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from radix_ext.sources import ChunkSources
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
-from sglang_chunkcache.scheduler.node import ChunkIdentity
+from sglang_chunkcache.scheduler.node import ChunkIdentity, state
 from sglang_chunkcache.storage.entry import Entry, Masses
-from sglang_chunkcache.storage.jobs import Load
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.storage import START_S, Asked, Storage
@@ -95,7 +94,7 @@ class StorageTier:
         self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
     ) -> Asked:
         """Load what the storage has of the request's chunks, where neither device nor store has any behind the same head."""
-        asked = Asked()
+        asked = Asked(guess=state(req).guess, tenant=(req.extra_key, req.cache_salt))
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
@@ -171,8 +170,7 @@ class StorageTier:
                     continue
             else:
                 self.storage.pays = True
-            if load := self._load(wish.identity, variant, wish.num_tokens):
-                asked.loads.append(load)
+            self._load(wish.identity, variant, wish.num_tokens, asked)
         return bool(found) and found[0].head == wish.head
 
     def _is_faster(self, wish: _Wish, row: Row) -> bool:
@@ -202,18 +200,18 @@ class StorageTier:
         row = Row(self.storage.names.entry(place, *measured), place, entry.num_tokens, 0, *measured)
         self.storage.write(row, lambda: entry)
 
-    def _load(self, identity: ChunkIdentity, variant: Variant, num_tokens: int) -> Load | None:
-        """None: it is under way, or the store would not have it, or too much is."""
+    def _load(self, identity: ChunkIdentity, variant: Variant, num_tokens: int, asked: Asked | None = None) -> None:
+        """Unless it is under way, or the store would not have it, or too much is."""
         nbytes = num_tokens * self.storage.layout.token_bytes
         place = variant.head, variant.prefix
         if not self._store.wants(identity, *place, preprocessed=variant.preprocessed, nbytes=nbytes):
-            return None
+            return
 
         def done(entry: Entry | None) -> None:
             if entry is not None:
                 self._store.put(identity, variant_of(entry, variant, self.storage.heads))
 
-        return self.storage.load(variant, num_tokens, done)
+        self.storage.load(variant, num_tokens, done, asked=asked)
 
     def _chunk(self, identity: ChunkIdentity) -> StoredChunk:
         return self.storage.chunk(("unrotated",), identity.extra_key, identity.cache_salt, identity.chunk)

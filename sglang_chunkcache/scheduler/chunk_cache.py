@@ -45,6 +45,7 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from radix_ext import ChainId, ChunkId, IntegrityError, Tier, extend_chain, fused_chunk, root_chain, text_before
+from radix_ext.guesses import Guess
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
@@ -308,6 +309,8 @@ class ChunkRadixCache(SharingRadixCache):
                 self.storage.clear()
             if self.promiser is not None:
                 cleared = self.promiser.clear_store()
+        if asked.expect is not None and asked.expect.rank == dp_rank:
+            self.expect(asked.expect, asked.guess)
         refusal = None
         if asked.calibrate is not None and self.promiser is not None:
             try:
@@ -324,7 +327,7 @@ class ChunkRadixCache(SharingRadixCache):
             chunk_nodes=self._num_chunk_nodes,
             counts=self.stats(),
             num_waiting=num_waiting,
-            explanation=self.explain(asked.explain) if asked.explain else None,
+            explanation=self.explain(asked.explain) if asked.explain and asked.explain.rank == dp_rank else None,
             cleared=cleared,
             refusal=refusal,
         )
@@ -348,15 +351,18 @@ class ChunkRadixCache(SharingRadixCache):
             **(self.promiser.stats() if self.promiser is not None else {}),
         }
 
+    def expect(self, asked: ExplainRequest, guess: Guess) -> None:
+        """A request is likely to come: load what it needs of the storage, as if it waited."""
+        if self.storage is None or not self.storage.is_worth_it(guess):
+            return
+        req = _made(asked)
+        state(req).guess = guess
+        self.arrived(req)
+
     def explain(self, asked: ExplainRequest) -> Explanation:
         """What a request would find, without running it."""
-        ids = array("q", asked.input_ids)
-        req: Any = SimpleNamespace(
-            origin_input_ids=ids,
-            extra_key=asked.extra_key,
-            cache_salt=asked.cache_salt,
-        )
-        state(req).is_read, state(req).spans = True, checked(asked.spans, ids)
+        req = _made(asked)
+        ids = req.origin_input_ids
         state(req).is_asked_only = True
         key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
         exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
@@ -576,3 +582,11 @@ class ChunkRadixCache(SharingRadixCache):
             node = stack.pop()
             stack.extend(node.children.values())
             yield node
+
+
+def _made(asked: ExplainRequest) -> Any:
+    """As much of a request as is looked at before it is admitted."""
+    ids = array("q", asked.input_ids)
+    req: Any = SimpleNamespace(origin_input_ids=ids, extra_key=asked.extra_key, cache_salt=asked.cache_salt)
+    state(req).is_read, state(req).spans = True, checked(asked.spans, ids)
+    return req

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix_ext import ChainId, ChunkId
+from radix_ext.guesses import Guess
 from radix_ext.sources import CopyFacts
 from sglang_chunkcache.wire.spans import RequestSpans
 
@@ -98,6 +99,8 @@ class RequestState:
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
     promise: Any = None
     """The promiser's own record."""
+    guess: Guess | None = None
+    """Why it is expected. None: it is here, or only explained."""
     loads: Asked | None = None
     """What was asked of the storage for its moved chunks (fusion/tier.py). None: nothing was yet."""
     chain: Asked | None = None

@@ -88,16 +88,18 @@ class StoredChains:
         """The request waits from now on: load what goes on from where host memory ends."""
         if state(req).chain is not None or spans.is_preprocessing or spans.is_audit:
             return
-        asked = state(req).chain = Asked()
+        guess = state(req).guess
+        asked = state(req).chain = Asked(guess=guess, tenant=(req.extra_key, req.cache_salt))
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
             if self.storage.is_off or self.storage.loader.is_paused:
                 return
             links = self._links(key, spans)
             asked_for = [link for link in links if not link.is_empty]
-            is_request = self._fingerprint is not None  # else the promiser counts it
-            self.storage.ask(((each.stored, each.head, each.prefix) for each in asked_for), is_request=is_request)
-            self._use(links)
+            if guess is None:
+                is_request = self._fingerprint is not None  # else the promiser counts it
+                self.storage.ask(((each.stored, each.head, each.prefix) for each in asked_for), is_request=is_request)
+                self._use(links)
             unknown = {
                 each.stored: each.num_tokens
                 for each in asked_for
@@ -242,13 +244,10 @@ class StoredChains:
         if host is None or variant is None:
             return host is not None
         into = partial(_fill, self.host.pool, host.slots, self.host.pool.fence())
-        load = self.storage.load(variant, num_tokens, partial(self._came, link, host, key), into)
-        if load is None:
+        if not self.storage.load(variant, num_tokens, partial(self._came, link, host, key), into, asked):
             self.host.drop(host)
             return False
         host.is_busy = True
-        if asked is not None:
-            asked.loads.append(load)
         return True
 
     def _came(self, link: _Link, host: HostNode, key: ChunkKey | None, entry: Entry | None) -> None:

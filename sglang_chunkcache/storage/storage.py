@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from radix_ext import ChunkId
 from radix_ext.cfo import Prefix
+from radix_ext.costs import TRIED_EVERY
+from radix_ext.guesses import Guess, Guesses
 from radix_ext.loading import LoadTimes
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
@@ -64,6 +66,10 @@ class Asked:
     """What comes from now on is late."""
     is_unpaid: bool = False
     """Something was not loaded, since computing it is faster."""
+    guess: Guess | None = None
+    """Why the request is expected. None: it is here."""
+    tenant: tuple[str | None, ...] = ()
+    """Who is expected: extra_key and cache_salt."""
 
 
 class Known(NamedTuple):
@@ -85,6 +91,7 @@ class Storage:
 
     Args:
         index: empty.
+        max_guessed_bytes: that a tenant may have under way for requests that may come.
         model_of: names model, weights (by their fingerprint) and what else KV depends on.
         window: requests after which every f_r halves, as the index's.
         rows: what the manifest has, the most used first.
@@ -102,12 +109,13 @@ class Storage:
         window: int,
         layout: Layout,
         model_of: Callable[..., str],
+        max_guessed_bytes: int = 64 << 20,
         rows: Iterable[Row] = (),
         metrics: RankMetrics | None = None,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.guesses = ranks, Guesses(max_guessed_bytes)
         self.index, self.loader, self.names, self.layout, self._window = index, loader, names, layout, window
         self._model_of, self._weights, self._models = model_of, 0, dict[tuple[str, ...], str]()
         self.heads: tuple[tuple[int, int], ...] = ()
@@ -129,7 +137,7 @@ class Storage:
         self._asked: list[tuple[Identity, str, Prefix]] = []
         """Not counted yet."""
         self._writing_bytes = 0
-        self._num_asked = self._era = self._num_cleared = 0
+        self._num_asked = self._era = self._num_cleared = self._num_next_turns = 0
         left = [
             row for row in rows if not index.restore(row.place.stored_chunk, _variant(row, row.reuse, row.num_uses))
         ]
@@ -219,19 +227,34 @@ class Storage:
         num_tokens: int,
         done: Callable[[Entry | None], None],
         into: Callable[[Entry], None] | None = None,
-    ) -> Load | None:
-        """Load one of the index's. The thread calls `into` where there is an entry. `done` is told: None, there is none, or it
-        is of other weights by now. Returns None: it is under way, or too much is."""
+        asked: Asked | None = None,
+    ) -> bool:
+        """Load one of the index's, for what was asked for. The thread calls `into` where there is an entry. `done` is told: None,
+        there is none, or it is of other weights by now. False: it is under way, or too much is."""
         row: Row = variant.blob.row
         if row.name in self._under_way:
-            return None
-        job = Load(
-            row.name, row.num_bytes, num_tokens, self.layout, into, partial(self._loaded, self._era, variant, done)
-        )
+            return False
+        guess, tenant = (asked.guess, asked.tenant) if asked is not None else (None, ())
+        if guess is not None and not self.guesses.has_room(guess, tenant, row.num_bytes):
+            return False
+        then = partial(self._loaded, self._era, variant, done, guess, tenant)
+        job = Load(row.name, row.num_bytes, num_tokens, self.layout, into, then)
         if not self.loader.load(job):
-            return None
+            return False
         self._under_way.add(row.name)
-        return job
+        if guess is not None:
+            self.guesses.begin(tenant, row.num_bytes)
+        if asked is not None:
+            asked.loads.append(job)
+        return True
+
+    def is_worth_it(self, guess: Guess) -> bool:
+        """Whether to load for such a guess. What nobody has said or searched for needs an idle disk, and ends where most of it is
+        wasted, except now and then."""
+        if guess is not Guess.NEXT_TURN:
+            return True
+        self._num_next_turns += 1
+        return self.loader.is_idle and (self.guesses.pays(guess) or self._num_next_turns % TRIED_EVERY == 0)
 
     def look_up(self, chunks: Mapping[StoredChunk, int], then: Callable[[], None]) -> None:
         """Ask what others have of these chunks of so many tokens, unless that is known or being asked. `then` is told when the
@@ -276,6 +299,9 @@ class Storage:
         if not is_request:
             return
         self.index.ask(self._asked)
+        for chunk, _, _ in self._asked:
+            self.guesses.asked(chunk)
+        self.guesses.next_request()
         self._asked.clear()
         self._num_asked += 1
         if self._num_asked % self._window == 0:
@@ -322,6 +348,7 @@ class Storage:
             "pays": self.pays,
             "load_ms_per_mib": None if (taken := self._times.seconds(1 << 20)) is None else 1000 * taken,
             "off": self.is_off,
+            "guesses": self.guesses.stats(),
             **({"found": self.num_found} if self.loader.is_shared else {}),
             **self.loader.stats(),
         }
@@ -386,9 +413,20 @@ class Storage:
         if job.is_own:
             self.loader.delete([job.row])
 
-    def _loaded(self, era: int, variant: Variant, done: Callable[[Entry | None], None], job: Load) -> None:
+    def _loaded(
+        self,
+        era: int,
+        variant: Variant,
+        done: Callable[[Entry | None], None],
+        guess: Guess | None,
+        tenant: tuple[str | None, ...],
+        job: Load,
+    ) -> None:
         """Unless it is no entry: then the storage has none."""
         self._under_way.discard(job.name)
+        if guess is not None:
+            chunk = variant.blob.row.place.stored_chunk
+            self.guesses.end(guess, tenant, job.num_bytes, chunk, has_come=job.entry is not None)
         if job.entry is not None:
             self._times.observe(job.num_bytes, job.seconds)
         elif job.problem not in (FAILED, PAUSED):

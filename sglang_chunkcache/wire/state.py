@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from radix_ext.guesses import Guess
 from sglang_chunkcache.wire.message import Record
 from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -13,8 +14,10 @@ STATE_KEY = "chunkcache"
 
 
 class ExplainRequest(Record, frozen=True):
-    """A request to explain, not to run: what SGLang would get of it."""
+    """A request to explain or to expect, not to run: what SGLang would get of it."""
 
+    rank: int
+    """That it would be sent to. Others have nothing to say."""
     input_ids: list[int]
     spans: RequestSpans
     extra_key: str | None
@@ -37,6 +40,10 @@ class Asked(Record, frozen=True):
     """What the front asks of a rank, beside its state."""
 
     explain: ExplainRequest | None = None
+    expect: ExplainRequest | None = None
+    """What it needs is loaded ahead."""
+    guess: Guess = Guess.HINT
+    """Why `expect`."""
     clear_store: bool = False
     calibrate: list[CalibrationPrompt] | None = None
 

@@ -166,6 +166,23 @@ def test_tenants_chunk_is_loaded_with_its_request(twice: Twice) -> None:
     assert stranger["chunkcache"]["fates"]["relocated"] == stranger["chunkcache"]["fates"]["exact"] == 0
 
 
+def test_hint_has_a_tenants_chunk_loaded_ahead(twice: Twice) -> None:
+    """Its request moves it. The hint is not told what is there, and has nothing loaded of others."""
+    chunk, other, url = twice.passages[2], twice.passages[4], twice.server.url
+    ask(twice.server, [other, chunk], QUESTION, cache_salt="mint")
+    settled(twice.server)
+    flush(twice.server)
+    hint = {"texts": [chunk.text], "reuse": fused("query", 0.25)}
+    before = storage_of(twice.server)
+    assert post(url + "/chunkcache/prefetch", {**hint, "cache_salt": "thyme"}) == {}
+    assert settled(twice.server)["loaded"] == before["loaded"]
+    assert post(url + "/chunkcache/prefetch", {**hint, "cache_salt": "mint"}) == {}
+    assert settled(twice.server)["guesses"]["hint"]["loads"] > 0
+    reply = moved(twice.server, [chunk], cache_salt="mint")
+    assert reply["chunkcache"]["fates"]["relocated"] > 10
+    assert storage_of(twice.server)["guesses"]["hint"]["used"] > 0
+
+
 def test_clear_store_empties_the_storage(twice: Twice, tmp_path: Path) -> None:
     """Row and bytes. A flush does not."""
     settled(twice.server)

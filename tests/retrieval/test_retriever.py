@@ -66,6 +66,29 @@ def test_rank_fusion_is_of_the_two_lists(whole_index: Path) -> None:
         assert ids(retriever, "word5 tail1", k=k, mode="fusion") == [hit.passage.id for hit in hits[:k]]
 
 
+@pytest.mark.parametrize("mode", ["dense", "fusion"])
+def test_first_lists_are_told_first(tmp_path: Path, mode: Mode) -> None:
+    """What a search of them alone finds, and the whole search finds what it does without."""
+    build(tmp_path, make_documents([f"word{n} shared tail{n % 5}" for n in range(400)]), factory="IVF8,Flat")
+    retriever, told = make_retriever(tmp_path), list[Any]()
+    queries = ["word7 tail2", "word300 shared"]
+    few, all_ = (retriever.search(queries, k=20, mode=mode, nprobe=n) for n in (1, 8))
+    found = retriever.search(queries, k=20, mode=mode, nprobe=8, first_nprobe=1, told_first=told.append)
+    assert told == [few.hits]
+    assert found.hits == all_.hits != few.hits
+    assert "first" in found.ms
+    for first, lists in ((0, 8), (8, 8)):
+        retriever.search(queries, k=20, mode=mode, nprobe=lists, first_nprobe=first, told_first=told.append)
+    retriever.search(queries, k=20, mode="bm25", nprobe=8, first_nprobe=1, told_first=told.append)
+    assert len(told) == 1
+
+
+def test_index_without_lists_has_no_first_ones(whole_index: Path) -> None:
+    told = list[Any]()
+    make_retriever(whole_index).search(["word1"], k=2, mode="dense", nprobe=8, first_nprobe=1, told_first=told.append)
+    assert told == []
+
+
 def test_a_batch_is_its_queries(whole_index: Path) -> None:
     """What else is asked at the same time changes nothing; phases that ran are timed."""
     retriever = make_retriever(whole_index)

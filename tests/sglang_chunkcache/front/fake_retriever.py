@@ -29,8 +29,19 @@ class FakeRetriever:
         self.tokenizer = "words"
         self.damage: str | None = None
 
-    def search(self, queries: Sequence[str], *, k: int, mode: str, nprobe: int) -> Any:
+    def search(
+        self,
+        queries: Sequence[str],
+        *,
+        k: int,
+        mode: str,
+        nprobe: int,
+        first_nprobe: int = 0,
+        told_first: Callable[[list[Any]], None] | None = None,
+    ) -> Any:
         self.batches.append((list(queries), k, mode, nprobe))
+        if told_first is not None and 0 < first_nprobe < nprobe:  # the first lists have the last passage
+            told_first([self._hits(query)[-1:] for query in queries])
         self.begun.set()
         assert self.hold.wait(10)
         for query in queries:

@@ -16,8 +16,10 @@ pytest.importorskip("sglang")
 import httpx
 import openai
 from fastapi import FastAPI
+from fastapi.responses import ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, decide_request_auth
 
+from radix_ext.guesses import Guess
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.guard import Limits
@@ -41,6 +43,7 @@ Endpoint = Callable[..., Awaitable[Any]]
 Send = Callable[..., tuple[int, Any]]
 
 chunkcache_explain, chunkcache_preprocess = Routes.chunkcache_explain, Routes.chunkcache_preprocess
+chunkcache_prefetch = Routes.chunkcache_prefetch
 chunkcache_clear_store, chunkcache_stats = Routes.chunkcache_clear_store, Routes.chunkcache_stats
 rag_chat_completions, rag_generate, rag_retrieve = Routes.rag_chat_completions, Routes.rag_generate, Routes.rag_retrieve
 
@@ -101,6 +104,9 @@ def call() -> Iterator[MakeServer]:
 
     searches: list[RagSearch] = []
 
+    async def served(*request: Any) -> ORJSONResponse:
+        return ORJSONResponse({})
+
     def make(retriever: FakeRetriever | None = None, **knobs: Any) -> tuple[Bench, Manager, Send]:
         bench = Bench(**knobs, retrieve_refresh_s=0.0)
         search = RagSearch(retriever, bench.config, bench.books.metrics) if retriever else None  # type: ignore[arg-type]
@@ -111,6 +117,7 @@ def call() -> Iterator[MakeServer]:
             sampling_params=lambda request: {"max_new_tokens": request.max_tokens},
             template_kwargs=lambda request: None,
             default_chat_template_kwargs={},
+            serve=served,
         )
         parts = Parts(bench.config)
         vars(parts).update(books=bench.books, drafter=bench.drafter, planner=bench.planner, search=search, chat=chat)
@@ -131,6 +138,8 @@ def call() -> Iterator[MakeServer]:
 
             async def answered() -> tuple[int, Any]:
                 answer: Any = await endpoint(routes, *([] if body is None else [raw_request]))
+                for _ in range(10):  # what it has started, and not waited for
+                    await asyncio.sleep(0)
                 if not hasattr(answer, "body_iterator"):
                     return answer.status_code, json.loads(answer.body)
                 events = b"".join([event async for event in answer.body_iterator]).decode().split("\n\n")
@@ -248,6 +257,69 @@ def test_explain_refuses_by_name_and_counts_nothing(call: Any) -> None:
     assert (status, answer["param"]) == (400, "reuse")
     assert bench.books.metrics.totals()["requests"] == {}
     assert manager.sent == []
+
+
+# Prefetch
+
+STORED = {"storage_backend": "file", "reuse": "fused"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": MESSAGES, "chunks": CHUNKS},
+        {"messages": MESSAGES[:-1], "chunks": CHUNKS},
+        {"texts": [chunk["text"] for chunk in CHUNKS], "messages": MESSAGES[:-1]},
+    ],
+)
+def test_hint_sends_its_rank_what_a_request_would(call: Any, body: Any) -> None:
+    """All up to the question. It answers nothing, runs nothing and counts nothing."""
+    bench, manager, send = call(num_ranks=2, **STORED)
+    manager.states = [state_of(0, Explanation(0, 0, 0)), state_of(1)]
+    before = bench.books.stats()
+    assert send(chunkcache_prefetch, body) == (202, {})
+    assert bench.books.stats() == before
+    (asked,) = manager.sent
+    send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS})
+    request = manager.sent[1]
+    assert (asked.guess, asked.expect.rank, asked.expect.spans) == (Guess.HINT, 0, request.spans)
+    end = request.spans.spans[-1].end
+    assert asked.expect.input_ids[:end] == request.input_ids[:end]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "body", "param"),
+    [
+        ({}, {"texts": ["x"]}, "body"),
+        ({**STORED, "prefetch_mib": 0}, {"texts": ["x"]}, "body"),
+        (STORED, {"texts": "x"}, "texts"),
+        (STORED, {"texts": ["x"], "chunks": [{"text": "y"}]}, "texts"),
+        (STORED, {"texts": [1]}, "chunks.0.text"),
+        (STORED, {"chunks": 5}, "chunks"),
+        (STORED, {"texts": ["x"], "messages": 5}, "messages"),
+        (STORED, {"retrieve": True}, "retrieve"),
+    ],
+)
+def test_hint_is_refused_by_name(call: Any, knobs: dict[str, Any], body: Any, param: str) -> None:
+    _, manager, send = call(**knobs)
+    status, answer = send(chunkcache_prefetch, body)
+    assert (status, answer["param"]) == (400, param)
+    assert manager.sent == []
+
+
+def test_what_the_first_lists_have_is_loaded_while_all_are_searched(call: Any) -> None:
+    """The request itself has what all of them have. An explained one loads nothing."""
+    retriever = FakeRetriever()
+    _, manager, send = call(retriever, **STORED)
+    manager.states = [state_of(0, Explanation(0, 0, 0))]
+    body = {"messages": MESSAGES, "retrieve": {"query": "one", "k": 3}}
+    send(chunkcache_explain, body)
+    (request,) = manager.sent
+    assert send(rag_chat_completions, body)[0] == 200
+    (asked,) = [obj for obj in manager.sent if isinstance(obj, Asked)]
+    assert asked.expect is not None
+    assert (asked.guess, len(asked.expect.spans.spans), len(request.spans.spans)) == (Guess.SEARCH, 1, 3)
+    assert asked.expect.spans.spans[0].chunk in {span.chunk for span in request.spans.spans}
 
 
 # Stats

@@ -15,14 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radix_ext import Tier
-from radix_ext.costs import Line, Phase
+from radix_ext.costs import TRIED_EVERY, Line, Phase
+from radix_ext.guesses import Guess
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
-from sglang_chunkcache.wire.state import Asked
+from sglang_chunkcache.wire.spans import unpack
+from sglang_chunkcache.wire.state import Asked, ExplainRequest
 from tests.examples import examples
-from tests.reference.scheduler import FakeReq
+from tests.reference.scheduler import SECRET, FakeReq
 from tests.sglang_chunkcache.fusion.test_tier import Disk
 from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, HostScheduler, chain, known, rag
 
@@ -134,6 +136,67 @@ def test_arriving_request_has_its_chain_loaded(disk: ChainDisk) -> None:
     counts = server.settle()
     assert (counts["loaded"], counts["late"]) == (3, 0)
     server.check()
+
+
+def expect(server: Server, req: FakeReq, guess: Guess = Guess.HINT, *, rank: int = 0) -> None:
+    spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=SECRET)
+    assert spans is not None
+    asked = ExplainRequest(rank, list(req.origin_input_ids), spans, req.extra_key, req.cache_salt)
+    server.cache.rank_state(0, Asked(expect=asked, guess=guess))
+
+
+def test_what_is_expected_is_there_when_it_comes(disk: ChainDisk) -> None:
+    """It is no request: nothing is counted but that it was loaded, and used by the request."""
+    stored(disk, A, B)
+    server = Server(disk)
+    before = [variant.reuse for variant in server.storage.index.variants()]
+    expect(server, rag(A, B, C))
+    counts = server.settle()
+    assert counts["guesses"] == {"hint": {"loads": 3, "used": 0, "wasted": 0, "over": 0}}
+    assert [variant.reuse for variant in server.storage.index.variants()] == before
+    server.check()
+    assert server.serve(rag(A, B, C)) == len(HEAD + A + B)
+    server.cache.arrived(rag(A, B))
+    assert server.storage.stats()["guesses"]["hint"]["used"] == 3
+    server.check()
+
+
+def test_other_rank_expects_nothing(disk: ChainDisk) -> None:
+    stored(disk, A)
+    server = Server(disk)
+    expect(server, rag(A), rank=1)
+    assert server.settle()["loaded"] == 0
+
+
+def test_tenant_may_have_so_much_under_way(disk: ChainDisk) -> None:
+    """Of guesses. Its requests are loaded for."""
+    stored(disk, A, B)
+    server = Server(disk)
+    server.storage.guesses.max_bytes = max(variant.nbytes for variant in server.storage.index.variants())
+    disk.storage.become("hanging")
+    expect(server, rag(A, B))
+    assert server.storage.stats()["guesses"]["hint"]["over"] == 1
+    server.cache.arrived(rag(A, B))
+    disk.storage.become("healthy")
+    assert server.settle()["loaded"] == 3
+    assert server.storage.guesses.has_room(Guess.HINT, (None, None), server.storage.guesses.max_bytes)
+    server.check()
+
+
+def test_likely_turn_waits_for_an_idle_disk_and_ends_where_it_is_wasted(disk: ChainDisk) -> None:
+    stored(disk, A, B)
+    server = Server(disk)
+    disk.storage.become("hanging")
+    expect(server, rag(A))
+    expect(server, rag(A, B), Guess.NEXT_TURN)
+    disk.storage.become("healthy")
+    assert server.settle()["loaded"] == 2
+    server.storage.guesses.pays = lambda guess: False  # type: ignore[method-assign]
+    expect(server, rag(A, B), Guess.NEXT_TURN)
+    assert server.settle()["loaded"] == 2
+    for _ in range(TRIED_EVERY):
+        expect(server, rag(A, B), Guess.NEXT_TURN)
+    assert server.settle()["loaded"] == 3
 
 
 def test_start_fills_host_memory_and_tells_the_front(disk: ChainDisk) -> None:
