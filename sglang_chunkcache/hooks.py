@@ -4,8 +4,8 @@
 - AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` or a host pool only: promised slots must be filled on the
   forward stream, after earlier forwards, which may still write KV that is moved, and before the batch's own extend. What goes to
   host memory is copied there, too.
-- AFTER `Scheduler._add_request_to_queue`, with a storage only: what a request needs is loaded while it waits, and SGLang asks a
-  cache for a waiting request under some queue policies only.
+- AFTER `Scheduler._add_request_to_queue`: what a request needs is loaded from a storage while it waits, and evicted last. SGLang
+  asks a cache for a waiting request under some queue policies only, and shows it no queue.
 - BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the client asks for no flush, or
   an update fails half-way, nothing else tells that KV is of other weights, and what outlives the process is named by them.
 - AROUND `TokenizerManager.generate_request`, in the main process and with `--chunkcache-guard on` only: the one place that every
@@ -47,8 +47,8 @@ def register_hooks(settings: ChunkCacheConfig | None, *, guard: Guard | None = N
         return
     if settings.needs_forward:
         HookRegistry.register(FORWARD, _fill_first, HookType.AROUND)
+    HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
     if settings.storage_backend is not None:
-        HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
         for target in UPDATES:
             HookRegistry.register(target, _tell_update, HookType.BEFORE)
     if guard is not None:
@@ -57,11 +57,11 @@ def register_hooks(settings: ChunkCacheConfig | None, *, guard: Guard | None = N
 
 def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
     """Targets that SGLang failed to patch: it logs such a failure and continues without the hook."""
-    targets = [GET_INTERNAL_STATE]
+    targets = [GET_INTERNAL_STATE, ADD_TO_QUEUE]
     if settings.needs_forward:
         targets.append(FORWARD)
     if settings.storage_backend is not None:
-        targets += [ADD_TO_QUEUE, *UPDATES]
+        targets += UPDATES
     if is_main and settings.guard == "on":
         targets.append(GENERATE_REQUEST)
     return [target for target in targets if target not in HookRegistry._patched]
@@ -91,6 +91,7 @@ def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
 def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     cache = _ours(scheduler.tree_cache)
     if cache is not None:
+        cache.look_ahead.queue = lambda: scheduler.waiting_queue
         cache.arrived(req)
     return result
 

@@ -35,6 +35,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
     InitLoadBackParams,
     InsertParams,
     InsertResult,
@@ -52,6 +54,7 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
 from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.look_ahead import LookAhead
 from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
@@ -104,6 +107,9 @@ class ChunkRadixCache(SharingRadixCache):
             self.eviction_strategy = PromotedFirst(self.eviction_strategy)
         elif config.eviction == "reused":
             self.eviction_strategy = ReusedLonger(self.eviction_strategy, config.window_requests)
+        self.look_ahead = LookAhead(self.eviction_strategy, self._will_find)
+        if config.eviction != "lru":
+            self.eviction_strategy = self.look_ahead
 
     # SGLang's calls, in a request's order
 
@@ -130,6 +136,7 @@ class ChunkRadixCache(SharingRadixCache):
         result = super().match_prefix(params)
         if spans is not None and isinstance(params.key, ChunkKey):
             state(params.req).fused = None
+            state(params.req).last_node = result.last_device_node
             if is_admission and self.host is not None:
                 if self.stored is not None:
                     self.stored.planned(params.req)
@@ -166,6 +173,10 @@ class ChunkRadixCache(SharingRadixCache):
             self.host.after(first_tokens_wait=first_tokens_wait)
         if self.storage is not None:
             self.storage.poll(is_round=True)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        self.look_ahead.refresh()
+        return super().evict(params)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
@@ -477,6 +488,18 @@ class ChunkRadixCache(SharingRadixCache):
             except ValueError as error:
                 self._fall_back(Fallback.BAD_SPANS, error)
         return known.spans
+
+    def _will_find(self, req: Req) -> None:
+        """For the look-ahead."""
+        spans, known = self._spans_of(req), state(req)
+        known.places = ()
+        if spans is None or self.disable:
+            return
+        key = self._key(req, req.origin_input_ids, spans, len(req.origin_input_ids))
+        if self.host is not None:
+            known.places = self.host.places(key, spans.area_len)
+        if known.last_node is None:
+            known.last_node = next(reversed(self.path(key)), None)
 
     def _with_host(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """The match with what host memory has behind it."""

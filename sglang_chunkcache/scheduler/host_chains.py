@@ -22,7 +22,7 @@ import itertools
 import logging
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -156,6 +156,8 @@ class HostChains:
         self._was_put_off = False
         self._gone: set[HostNode] = set()
         """Not here any more, and busy."""
+        self.needed: Callable[[], Collection[bytes]] = tuple
+        """Places that leave last."""
         self.saved: Callable[[HostNode, TreeNode], None] = lambda host, node: None
         """Told of each chunk that was copied here, with all above it here, too."""
 
@@ -205,6 +207,14 @@ class HostChains:
         return result._replace(
             device_indices=row, last_device_node=path[-1], last_host_node=path[-1], best_match_node=path[-1]
         )
+
+    def places(self, key: ChunkKey, area_len: int) -> tuple[bytes, ...]:
+        """Of all that `load` may find of a request, here or not."""
+        area = key.spans[:area_len]
+        if not area:
+            return ()
+        first = root(key.token_ids[: area[0].start], key.extra_key, key.cache_salt)
+        return tuple(itertools.accumulate((span.chunk for span in area), below, initial=first))
 
     def num_loadable(self, key: ChunkKey, spans: RequestSpans, start: int) -> int:
         """Tokens that `load` would find behind `start`."""
@@ -473,8 +483,10 @@ class HostChains:
             return None
         if parent is not None:
             parent.num_below += 1  # it does not leave for its child
-        while self.pool.num_free < num_tokens and self._evict_one():
-            pass
+        if self.pool.num_free < num_tokens:
+            needed = self.needed()
+            while self.pool.num_free < num_tokens and self._evict_one(needed):
+                pass
         slots = self.pool.alloc(num_tokens)
         if slots is None:
             if parent is not None:
@@ -493,19 +505,28 @@ class HostChains:
             )
         self.counts.failed += 1
 
-    def _evict_one(self) -> bool:
-        """The leaf of lowest priority leaves. False: there is none."""
+    def _evict_one(self, needed: Collection[bytes]) -> bool:
+        """The leaf of lowest priority leaves, one that is needed if there is no other. False: there is none."""
+        kept: list[HostNode] = []
         while self._leaves:
             stored, _, host = heapq.heappop(self._leaves)
-            if self._nodes.get(host.place) is not host or host.num_below or host.is_busy:
+            if self._nodes.get(host.place) is not host or host.num_below or host.is_busy or host in kept:
                 continue
             if self._priority(host) > stored:  # it was used since
                 self._push(host)
-                continue
-            self.counts.evicted_tokens += len(host.slots)
-            self.drop(host)
-            return True
-        return False
+            elif host.place in needed:
+                kept.append(host)
+            else:
+                break
+        else:
+            if not kept:
+                return False
+            host = kept.pop(0)
+        for each in kept:
+            self._push(each)
+        self.counts.evicted_tokens += len(host.slots)
+        self.drop(host)
+        return True
 
     def _lost_child(self, host: HostNode) -> None:
         host.num_below -= 1

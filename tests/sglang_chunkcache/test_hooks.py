@@ -52,14 +52,14 @@ def test_other_request_is_sglangs(obj: Any) -> None:
 
 def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs that it could not apply one, and goes on."""
-    every = {hooks.GET_INTERNAL_STATE, hooks.FORWARD, hooks.GENERATE_REQUEST}
+    every = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD, hooks.GENERATE_REQUEST}
     monkeypatch.setattr(HookRegistry, "_patched", set())
     fused, exact = ChunkCacheConfig(reuse="fused", host_mib=0), ChunkCacheConfig(host_mib=0)
     assert set(hooks.missing_hooks(fused, is_main=True)) == every
     assert set(hooks.missing_hooks(ChunkCacheConfig(), is_main=True)) == every
-    assert hooks.missing_hooks(exact, is_main=False) == [hooks.GET_INTERNAL_STATE]
+    assert hooks.missing_hooks(exact, is_main=False) == [hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE]
     stored = hooks.missing_hooks(ChunkCacheConfig(reuse="fused", storage_backend="file"), is_main=True)
-    assert set(stored) - every == {hooks.ADD_TO_QUEUE, *hooks.UPDATES}
+    assert set(stored) - every == {*hooks.UPDATES}
     monkeypatch.setattr(HookRegistry, "_patched", every)
     assert hooks.missing_hooks(fused, is_main=True) == []
 
@@ -67,10 +67,13 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGLang returns stays; a server's other caches are left alone."""
     told: list[Any] = []
-    cache = SimpleNamespace(arrived=told.append, doubt_weights=lambda: told.append("doubt"))
+    look_ahead = SimpleNamespace(queue=None)
+    cache = SimpleNamespace(arrived=told.append, doubt_weights=lambda: told.append("doubt"), look_ahead=look_ahead)
     monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
-    scheduler = SimpleNamespace(tree_cache=cache)
+    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=["req"])
     assert hooks._tell_arrival("result", scheduler, "req", is_retracted=True) == "result"
+    scheduler.waiting_queue = ["another"]  # SGLang makes a new list
+    assert look_ahead.queue() == ["another"]
     hooks._tell_update(SimpleNamespace(scheduler=scheduler), "request")
     assert told == ["req", "doubt"]
     nobody = SimpleNamespace(tree_cache=None)
@@ -82,7 +85,7 @@ def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatc
 
 def test_start_without_the_guard_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a flag has switched it off."""
-    monkeypatch.setattr(HookRegistry, "_patched", {hooks.GET_INTERNAL_STATE, hooks.FORWARD})
+    monkeypatch.setattr(HookRegistry, "_patched", {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD})
     said: list[str] = []
     for guard in ("off", "on"):
         settings = ChunkCacheConfig(guard=guard)
