@@ -1,6 +1,6 @@
 """What does a chain cost that is in a slower tier? Time to first token with loads from host memory, disk and network.
 
-    python -m eval bench tiers [--tokens 2000 6000] [--rounds 20] [--redis PORT] [-- FLAGS]
+    python -m eval bench tiers [--tokens 2000 6000] [--places alone behind hinted] [--rounds 20] [--redis PORT] [-- FLAGS]
 
 One server a tier, in exact mode, all at once. Each prompt is asked for twice before, so that it is where it is looked for; then
 others follow it until it has left all faster tiers:
@@ -8,9 +8,10 @@ others follow it until it has left all faster tiers:
     compute    a KV pool of less than two prompts      disk       host memory of less than two, and a storage in a folder
     host       host memory of all prompts as well      network    the same in a Redis server at --redis; without it there is none
 
-A prompt is measured alone, and right behind two half as long that share nothing with it, one request running at a time: while
-the second is computed, a load from disk or network may come. A ratio is that of medians, of computing over the tier: above 1,
-the load is faster. Weights are random. It runs in the repository's root.
+A prompt is measured alone; right behind two half as long that share nothing with it, one request running at a time: while the
+second is computed, a load from disk or network may come; and alone after a hint (`/chunkcache/prefetch`) --ahead-ms before. A
+ratio is that of medians, of computing over the tier: above 1, the load is faster. Weights are random. It runs in the repository's
+root.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from eval.task import Request, TextChunk
 
 HEAD_START_S = 0.02
 """Of a prompt over the next one."""
+PLACES, STORED = ("alone", "behind", "hinted"), ("disk", "network")
 PROMPTS = 1.7
 """What a tier holds that must not hold two, and the KV pool beside the prompt before."""
 
@@ -50,7 +52,7 @@ class Lane:
     """Prompts of one length for all servers."""
 
     def __init__(self, urls: Mapping[str, str], tokens: int, args: argparse.Namespace, runner: asyncio.Runner) -> None:
-        self._urls, self._runner = urls, runner
+        self._urls, self._runner, self._ahead_s = urls, runner, args.ahead_ms / 1000
         url = next(iter(urls.values()))
         count = int(post(url + "/tokenize", {"prompt": random_text("tokenizer", 1000)})["count"])
         num_words = round(args.chunk_tokens * 1000 / count)
@@ -69,10 +71,15 @@ class Lane:
                 while (get(each + "/chunkcache/stats")["ranks"][0].get("storage") or {"queue": 0})["queue"]:
                     time.sleep(POLL_S)
 
-    def sample(self, arm: str, behind: bool, number: int) -> Sample:
-        """One request, alone or behind others."""
+    def sample(self, arm: str, place: str, number: int) -> Sample:
+        """One request, at its place."""
         url, chunks = self._urls[arm], self._chunks[number]
-        answer = self._sent(url, str(number), chunks, before=f"{number} {behind}" if behind else "")
+        if place == "hinted":
+            if arm in STORED:
+                hint = {"messages": [{"role": "system", "content": SYSTEM}], "texts": [chunk.text for chunk in chunks]}
+                post(url + "/chunkcache/prefetch", {**hint, "order": "retriever"})
+            time.sleep(self._ahead_s)
+        answer = self._sent(url, str(number), chunks, before=f"{number} {place}" if place == "behind" else "")
         stats = get(url + "/chunkcache/stats")["ranks"][0]
         told = answer.chunkcache or {}
         return {
@@ -133,9 +140,9 @@ def main(argv: Sequence[str]) -> int:
                     tier: servers.enter_context(_server(args, tier, tokens, model, flags[tier])).url for tier in flags
                 }
                 lane = Lane(urls, tokens, args, runner)
-                for behind in (False, True):
-                    cell = {"tokens": tokens, "place": "behind" if behind else "alone"}
-                    take_rounds(run, cell, {arm: partial(lane.sample, arm, behind) for arm in urls}, args.rounds)
+                for place in args.places:
+                    cell = {"tokens": tokens, "place": place}
+                    take_rounds(run, cell, {arm: partial(lane.sample, arm, place) for arm in urls}, args.rounds)
     tell(run)
     return 0
 
@@ -165,6 +172,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--rounds", type=int, default=20, help="measured prompts of each server, length and place, after one of warm-up"
     )
+    add("--places", nargs="+", choices=PLACES, default=PLACES, help="where a prompt is measured")
+    add("--ahead-ms", type=int, default=100, help="of a hint before its request")
     add("--chunk-tokens", type=int, default=250)
     add("--redis", type=int, metavar="PORT", help="a Redis server on this machine, for the tier `network`")
     add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")

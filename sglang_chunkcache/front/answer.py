@@ -54,6 +54,7 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
         "retrieval": planned.draft.options.retrieval,
         "exact": found.exact,
         "loaded": found.loaded,
+        "stored": found.stored,
         "end": found.end,
         "fused_hit": found.fused_hit,
         "estimated_ms": found.estimated_ms,

@@ -377,8 +377,14 @@ class ChunkRadixCache(SharingRadixCache):
         state(req).is_asked_only = True
         key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
         exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
-        planned = self.promiser.explain(req) if self.promiser is not None else None
-        return structs.replace(planned or Explanation(exact, 0, exact), loaded=state(req).loaded)
+        found = self.promiser.explain(req) if self.promiser is not None else None
+        found = structs.replace(found or Explanation(exact, 0, exact), loaded=state(req).loaded)
+        spans = state(req).spans
+        if self.stored is None or spans is None:
+            return found
+        stored, pays = self.stored.stored(self._key(req, ids, spans, len(ids)), spans)
+        slow = () if pays or Fallback.STORAGE_SLOW in found.fallbacks else (Fallback.STORAGE_SLOW,)
+        return structs.replace(found, stored=stored, fallbacks=(*found.fallbacks, *slow))
 
     def check_integrity(self) -> None:
         """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""

@@ -108,6 +108,13 @@ class StoredChains:
             self._load(links, key, asked)
             self.storage.look_up(unknown, partial(self._load, links, key, asked))
 
+    def stored(self, key: ChunkKey, spans: RequestSpans) -> tuple[int, bool]:
+        """(tokens that the storage has behind host memory and device, whether to load them is estimated to pay). Asks nobody."""
+        if self.storage.is_off:
+            return 0, True
+        missing, start = self._missing(self._links(key, spans), key)
+        return (missing[-1].end - start, self._is_faster(missing, start)) if missing else (0, True)
+
     def planned(self, req: Req) -> None:
         """The request is admitted: what has not come by now is computed."""
         self.storage.poll()
@@ -205,7 +212,21 @@ class StoredChains:
         return self.storage.index.get(link.stored, link.head, link.prefix)
 
     def _load(self, links: Sequence[_Link], key: ChunkKey, asked: Asked) -> None:
-        """Load what follows the last node in host memory, as far as the storage has it without a gap."""
+        """Load what follows the last node in host memory, where that pays. What was never tried is."""
+        missing, start = self._missing(links, key)
+        if not missing:
+            return
+        self.storage.pays = self._is_faster(missing, start)
+        if self.storage.pays or self.storage.left_out() % TRIED_EVERY == 0:
+            for link in missing:
+                if not self._claim(link, key, asked):
+                    break
+        if asked.is_planned:
+            self.storage.planned(asked)
+
+    def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
+        """(what follows the last node in host memory, as far as the storage has it without a gap, unless the device has it;
+        how many tokens precede what would be computed of it)."""
         num_here = sum(self.host.get(link.place) is not None for link in links)
         num_found = num_here
         while num_found < len(links) and (links[num_found].is_empty or self._find(links[num_found])):
@@ -213,24 +234,16 @@ class StoredChains:
         missing = links[num_here:num_found]
         cached = sum(len(node.key) for node in self.host.cache.path(key[: missing[-1].end])) if missing else 0
         if not missing or missing[-1].end <= cached:
-            return
-        if self._pays(missing, max(cached, links[num_here - 1].end if num_here else 0)):
-            for link in missing:
-                if not self._claim(link, key, asked):
-                    break
-        if asked.is_planned:
-            self.storage.planned(asked)
+            return (), 0
+        return missing, max(cached, links[num_here - 1].end if num_here else 0)
 
-    def _pays(self, links: Sequence[_Link], start: int) -> bool:
-        """Whether loading them is estimated to take no longer than computing from `start` on. What was never tried is."""
+    def _is_faster(self, links: Sequence[_Link], start: int) -> bool:
+        """Whether loading them is estimated to take no longer than computing from `start` on."""
         costs, end = self.host.pricing.agreed, links[-1].end
         variants = [variant for variant in map(self._find, links) if variant is not None]
         loaded = sum(self.storage.seconds(variant.blob.row.num_bytes) or 0.0 for variant in variants)
         computed = costs[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))
-        if not loaded or not computed or loaded + costs[Phase.LOAD].seconds(Work(1, end - start)) <= computed:
-            self.storage.pays = True
-            return True
-        return self.storage.left_out() % TRIED_EVERY == 0
+        return not loaded or not computed or loaded + costs[Phase.LOAD].seconds(Work(1, end - start)) <= computed
 
     def _claim(self, link: _Link, key: ChunkKey | None, asked: Asked | None = None) -> bool:
         """Begin to load a node, unless it is here. False: no room, too much is under way, or what is above is not here."""

@@ -227,6 +227,8 @@ class Explanation(Record, frozen=True):
     selector: str | None = None
     loaded: int = 0
     """Tokens behind `exact` that would come from host memory, byte for byte. The plan of moves counts them as not there."""
+    stored: int = 0
+    """Tokens behind these that the storage has. They come if there is time before the admission."""
 
 
 class Answer(Record, frozen=True):

@@ -137,11 +137,11 @@ def test_chunk_holds_no_added_token(kind: str) -> None:
 @settings(max_examples=examples(30))
 @given(data=st.data())
 def test_any_chunk_decodes_to_its_text_without_added_tokens(kind: str, data: Any) -> None:
-    """However tokens and words touch."""
+    """However tokens and words touch. Some decoders take the first space for a word's mark."""
     text = data.draw(texts_with_tokens(kind))
     ids = served(kind).encode_plain(text)
     assert added_ids(kind).isdisjoint(ids)
-    assert served(kind).decode(ids).removeprefix(" ") == text.removeprefix(" ")
+    assert served(kind).decode(ids) in (text, text.removeprefix(" "), f" {text}")
 
 
 @pytest.mark.parametrize("kind", MAKERS)

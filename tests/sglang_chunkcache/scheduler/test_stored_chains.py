@@ -21,6 +21,7 @@ from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
+from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import Asked, ExplainRequest
 from tests.examples import examples
@@ -138,11 +139,34 @@ def test_arriving_request_has_its_chain_loaded(disk: ChainDisk) -> None:
     server.check()
 
 
-def expect(server: Server, req: FakeReq, guess: Guess = Guess.HINT, *, rank: int = 0) -> None:
+def unsent(req: FakeReq, rank: int = 0) -> ExplainRequest:
     spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=SECRET)
     assert spans is not None
-    asked = ExplainRequest(rank, list(req.origin_input_ids), spans, req.extra_key, req.cache_salt)
-    server.cache.rank_state(0, Asked(expect=asked, guess=guess))
+    return ExplainRequest(rank, list(req.origin_input_ids), spans, req.extra_key, req.cache_salt)
+
+
+def expect(server: Server, req: FakeReq, guess: Guess = Guess.HINT, *, rank: int = 0) -> None:
+    server.cache.rank_state(0, Asked(expect=unsent(req, rank), guess=guess))
+
+
+def test_explain_says_what_the_storage_has_behind_the_other_tiers(disk: ChainDisk) -> None:
+    """And whether it would be loaded. It loads nothing."""
+    stored(disk, A, B)
+    server = Server(disk)
+    told = server.cache.explain(unsent(rag(A, B, C)))
+    assert (told.exact, told.loaded, told.stored, told.fallbacks) == (0, 0, len(HEAD + A + B), ())
+    server.ask(rag(A))
+    told = server.cache.explain(unsent(rag(A, B, C)))
+    assert (told.exact, told.stored) == (len(HEAD + A), len(B))
+    for _ in range(8):
+        server.storage._times.observe(1, 100.0)
+    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
+    told = server.cache.explain(unsent(rag(A, B, C)))
+    assert (told.stored, told.fallbacks) == (len(B), (Fallback.STORAGE_SLOW,))
+    assert server.cache.explain(unsent(rag(C))).stored == 0
+    assert server.settle()["unpaid"] == 0
+    server.storage.stop()
+    assert server.cache.explain(unsent(rag(A, B))).stored == 0
 
 
 def test_what_is_expected_is_there_when_it_comes(disk: ChainDisk) -> None:
