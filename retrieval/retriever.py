@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import faiss
+import numpy as np
 
 from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
@@ -174,6 +175,25 @@ class Retriever:
                 told_first(_timed(ms, "first", lambda: _read(index, _merged([near(first_nprobe), *lists], k))))
             lists.insert(0, _timed(ms, "dense", lambda: near(nprobe)))
         return SearchResult(_timed(ms, "read", lambda: _read(index, _merged(lists, k))), ms)
+
+    def near(self, names: Sequence[str], *, n: int, nprobe: int) -> list[Passage]:
+        """The n passages whose vectors are nearest to one of these passages', nearest first, without these. Names that this index
+        does not have are left out. On any thread.
+
+        Raises:
+            CorruptIndexError: a file of the index is damaged.
+        """
+        index = self._serving.index
+        rows = sorted({row for name in names for row in index.store.rows_of(name)})
+        if not rows:
+            return []
+        vectors = index.vector_file.read_rows(np.array(rows))
+        scores, found = index.search_dense(vectors, k=n + len(rows), nprobe=nprobe)
+        best: dict[int, float] = {}
+        for row, score in zip(found.ravel().tolist(), scores.ravel().tolist(), strict=True):
+            if row >= 0 and row not in rows:
+                best[row] = max(score, best.get(row, score))
+        return index.store.get(sorted(best, key=lambda row: -best[row])[:n])
 
     def refresh(self) -> bool:
         """Serve what the directory holds now, if a file of it has changed. Returns whether something else is served now.

@@ -60,6 +60,7 @@ class Intake:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._config = parts, parts.config
         self._started: set[asyncio.Future[None]] = set()
+        self._loads_ahead = self._config.storage_backend is not None and self._config.prefetch_mib > 0
 
     async def chat(self, raw_request: Request, *, expects: bool = True) -> tuple[ChatCompletionRequest, Planned]:
         """A chat completion over `chunks` or over what the index finds. `expects`: what the index finds first is loaded."""
@@ -67,7 +68,7 @@ class Intake:
 
     async def hint(self, raw_request: Request) -> Planned:
         """A chat completion that may come: what is known of it, its chunks as `texts` if that is all."""
-        if self._config.storage_backend is None or not self._config.prefetch_mib:
+        if not self._loads_ahead:
             raise RequestError(
                 "body: this server loads nothing ahead (--chunkcache-storage-backend, --chunkcache-prefetch-mib)"
             )
@@ -134,6 +135,23 @@ class Intake:
             return request, await plan(found.chunks, found)
         except RequestError as error:
             raise _about_the_search(error, found) from None
+
+    async def expect_next_turn(self, planned: Planned) -> None:
+        """The turn is answered, and the user reads: passages like those that it had may be the next one's."""
+        options = planned.draft.options
+        if planned.draft.turn is None or options.fusion is None or options.retrieval is None:
+            return
+        if not (self._config.next_turn and self._loads_ahead):
+            return
+        passages = await self._search().near(planned.order, self._config.next_turn)
+        with suppress(ChunkCacheError):
+            draft = self._parts.drafter.chat(
+                [UNKNOWN],
+                passages,
+                identity=planned.draft.identity,
+                options=Options(fusion=options.fusion, rank=planned.rank),
+            )
+            self._parts.engine.expect(self._parts.planner.plan(draft), Guess.NEXT_TURN)
 
     async def retrieval(self, raw_request: Request) -> tuple[RetrieveBody, Retrieval]:
         """The passages of a query or of messages, with what was asked for."""
@@ -230,7 +248,7 @@ class Intake:
         self, plan: Callable[[list[Passage]], Awaitable[Planned]]
     ) -> Callable[[list[Passage]], object] | None:
         """What is to be told of the first lists of the index, whose passages the request is likely to have."""
-        if self._config.storage_backend is None or not self._config.prefetch_mib:
+        if not self._loads_ahead:
             return None
 
         async def expect(passages: list[Passage]) -> None:

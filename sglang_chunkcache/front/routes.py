@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import Query, Request
+from fastapi import BackgroundTasks, Query, Request
 from fastapi.responses import ORJSONResponse
 from msgspec.structs import asdict
 from sglang.srt.entrypoints import http_server
@@ -74,7 +74,12 @@ class Routes:
             request, planned = await self._intake.chat(raw_request)
         except ChunkCacheError as error:
             return self._refuse(error)
-        return await self._parts.chat.serve(request, planned, raw_request)
+        response = await self._parts.chat.serve(request, planned, raw_request)
+        if response.status_code == 200:
+            tasks = BackgroundTasks([response.background] if response.background else [])  # SGLang's: an abort
+            tasks.add_task(self._intake.expect_next_turn, planned)
+            response.background = tasks
+        return response
 
     async def rag_retrieve(self, raw_request: Request) -> Any:
         """The passages of a query or of the last user messages."""

@@ -8,8 +8,10 @@ Knows messages and the index; no HTTP and no tokens. What is found is planned li
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from retrieval.retriever import Hit, Mode, Retriever
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 GONE_POLL_S = 0.5
 """How often a request that waits looks whether its client is still there."""
@@ -122,6 +126,16 @@ class RagSearch:
             if is_clients_fault(error):
                 raise RequestError(f"{field}query: {error}") from None
             raise SearchFailedError("the search failed; the server's log says why", 500) from None
+
+    async def near(self, names: Sequence[str], n: int) -> list[Passage]:
+        """The n passages most like those of these ids. Fewer, or none, where the index has no more or is damaged."""
+        search = partial(self._retriever.near, names, n=n, nprobe=self._config.retrieve_nprobe)
+        try:
+            found = await asyncio.to_thread(search)
+        except Exception:  # nobody has asked
+            logger.exception("retrieval: no passages for a next turn")
+            return []
+        return [Passage(each.id, each.content) for each in found]
 
     def stats(self) -> dict[str, Any]:
         """The `retrieval` object of `/chunkcache/stats`."""

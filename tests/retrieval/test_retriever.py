@@ -89,6 +89,19 @@ def test_index_without_lists_has_no_first_ones(whole_index: Path) -> None:
     assert told == []
 
 
+def test_near_passages_are_the_nearest_of_any(tmp_path: Path) -> None:
+    """As a search by their vectors; without themselves, and without names that nobody knows."""
+    build(tmp_path, make_documents([f"word{n} shared tail{n % 5}" for n in range(60)]))
+    retriever = make_retriever(tmp_path)
+    found = [passage.id for passage in retriever.near(["d3", "d9", "unknown"], n=7, nprobe=1)]
+    vectors = retriever.index.vectors(0, 60)
+    score = np.max(vectors @ vectors[[3, 9]].T, axis=1)
+    assert sorted(score[[int(name[1:]) for name in found]]) == sorted(np.sort(np.delete(score, [3, 9]))[-7:])
+    assert len(set(found) - {"d3", "d9"}) == 7
+    assert retriever.near(["unknown"], n=7, nprobe=1) == []
+    assert len(retriever.near(["d1"], n=100, nprobe=1)) == 59
+
+
 def test_a_batch_is_its_queries(whole_index: Path) -> None:
     """What else is asked at the same time changes nothing; phases that ran are timed."""
     retriever = make_retriever(whole_index)

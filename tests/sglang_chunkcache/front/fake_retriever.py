@@ -51,6 +51,10 @@ class FakeRetriever:
                 raise RetrievalError("this query cannot be had")
         return SimpleNamespace(hits=[self._hits(query)[:k] for query in queries], ms={"encode": 2.0, "read": 1.0})
 
+    def near(self, names: Sequence[str], *, n: int, nprobe: int) -> list[Passage]:
+        """All others."""
+        return [hit.passage for hit in self._hits("one two") if hit.passage.id not in names][:n]
+
     def refresh(self) -> bool:
         self.num_refreshes += 1
         return self.on_refresh()

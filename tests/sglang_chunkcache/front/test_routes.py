@@ -138,6 +138,8 @@ def call() -> Iterator[MakeServer]:
 
             async def answered() -> tuple[int, Any]:
                 answer: Any = await endpoint(routes, *([] if body is None else [raw_request]))
+                if answer.background is not None:
+                    await answer.background()
                 for _ in range(10):  # what it has started, and not waited for
                     await asyncio.sleep(0)
                 if not hasattr(answer, "body_iterator"):
@@ -320,6 +322,26 @@ def test_what_the_first_lists_have_is_loaded_while_all_are_searched(call: Any) -
     assert asked.expect is not None
     assert (asked.guess, len(asked.expect.spans.spans), len(request.spans.spans)) == (Guess.SEARCH, 1, 3)
     assert asked.expect.spans.spans[0].chunk in {span.chunk for span in request.spans.spans}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "body", "expects"),
+    [
+        ({"next_turn": 2}, {"conversation_id": "c", "reuse": "fused"}, True),
+        ({"next_turn": 0}, {"conversation_id": "c", "reuse": "fused"}, False),
+        ({"next_turn": 2}, {"conversation_id": "c"}, False),
+        ({"next_turn": 2}, {"reuse": "fused"}, False),
+        ({"next_turn": 2, "prefetch_mib": 0}, {"conversation_id": "c", "reuse": "fused"}, False),
+    ],
+)
+def test_next_turn_is_expected_when_the_answer_is_out(
+    call: Any, knobs: dict[str, Any], body: dict[str, Any], expects: bool
+) -> None:
+    _, manager, send = call(FakeRetriever(), **{**STORED, "retrieve_first": 0, **knobs})
+    manager.states = [state_of(0)]
+    assert send(rag_chat_completions, {"messages": MESSAGES, "retrieve": {"query": "alpha beta"}, **body})[0] == 200
+    told = [(obj.guess, len(obj.expect.spans.spans)) for obj in manager.sent]
+    assert told == ([(Guess.NEXT_TURN, 2)] if expects else [])
 
 
 # Stats
