@@ -73,6 +73,10 @@ class Intake:
                 "body: this server loads nothing ahead (--chunkcache-storage-backend, --chunkcache-prefetch-mib)"
             )
         body = await json_object(raw_request, self._config)
+        ours = (*RagFields.model_fields, "texts")
+        refuse_misspelt(body, ours=ours, theirs=ChatCompletionRequest.model_fields)
+        if not any(body.get(name) for name in ("texts", "chunks", "retrieve")):
+            raise RequestError("texts: give texts, chunks or retrieve")
         texts, messages = body.pop("texts", None), body.get("messages") or []
         if texts is not None:
             if body.get("chunks") or not isinstance(texts, list):
