@@ -6,6 +6,7 @@ abandoned by its client, in which case Python closes the generator.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,8 @@ class Engine:
 
     def __init__(self, manager: Any, books: Bookkeeper) -> None:
         self._manager, self._books = manager, books
+        self._unexplained: list[tuple[ExplainRequest, asyncio.Future[Explanation]]] = []
+        self._explaining: asyncio.Task[None] | None = None
         self.auditor = Auditor(books, self)
 
     def __getattr__(self, name: str) -> Any:
@@ -127,18 +130,20 @@ class Engine:
         return found
 
     async def explain(self, planned: Planned) -> Explanation:
-        """What its rank would do with the request.
+        """What its rank would do with the request. What is asked while ranks answer is asked together: SGLang sends them one
+        message at a time, and they read it between two forwards.
 
         Raises:
             ChunkCacheError: the rank does not explain.
         """
         identity = planned.draft.identity
         told = self._books.told(planned, is_counted=False)
-        asked = ExplainRequest(planned.input_ids, told, identity.extra_key, identity.cache_salt)
-        for state in await self._ask(Asked(explain=asked)):
-            if state.dp_rank == planned.rank and state.explanation:
-                return state.explanation
-        raise ChunkCacheError(f"rank {planned.rank} does not explain")
+        asked = ExplainRequest(planned.input_ids, told, identity.extra_key, identity.cache_salt, planned.rank)
+        explained = asyncio.get_running_loop().create_future()
+        self._unexplained.append((asked, explained))
+        if self._explaining is None or self._explaining.done():
+            self._explaining = asyncio.create_task(self._explain_all())
+        return await explained
 
     async def clear_store(self) -> dict[int, Cleared]:
         """Empty every rank's store; what was in it, by rank.
@@ -168,6 +173,30 @@ class Engine:
         ]
 
     # Private, in order of use
+
+    async def _explain_all(self) -> None:
+        while self._unexplained:
+            waiting, self._unexplained = self._unexplained, []
+            try:
+                states = {
+                    state.dp_rank: state for state in await self._ask(Asked(tuple(asked for asked, _ in waiting)))
+                }
+                answers = {rank: iter(state.explanations) for rank, state in states.items()}
+                told = [next(answers.get(asked.dp_rank, iter(())), None) for asked, _ in waiting]
+            except BaseException as error:
+                for _, explained in waiting:
+                    if not explained.done():
+                        explained.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+                continue
+            for (asked, explained), answer in zip(waiting, told, strict=True):
+                if explained.done():  # its client has gone
+                    continue
+                if answer is None:
+                    explained.set_exception(ChunkCacheError(f"rank {asked.dp_rank} does not explain"))
+                else:
+                    explained.set_result(answer)
 
     @contextmanager
     def _listening(self, rag: RagRequest, obj: Any) -> Iterator[Listener | None]:

@@ -19,6 +19,8 @@ class ExplainRequest(Record, frozen=True):
     spans: RequestSpans
     extra_key: str | None
     cache_salt: str | None
+    dp_rank: int = 0
+    """Who is to answer."""
 
 
 class CalibrationPrompt(Record, frozen=True):
@@ -36,7 +38,8 @@ class CalibrationPrompt(Record, frozen=True):
 class Asked(Record, frozen=True):
     """What the front asks of a rank, beside its state."""
 
-    explain: ExplainRequest | None = None
+    explain: tuple[ExplainRequest, ...] = ()
+    """Of any ranks."""
     clear_store: bool = False
     calibrate: list[CalibrationPrompt] | None = None
 
@@ -64,8 +67,8 @@ class RankState(Record, frozen=True):
     chunk_nodes: int
     counts: dict[str, Any]
     """For `/chunkcache/stats`: shown as they are."""
-    explanation: Explanation | None = None
-    """The answer to `explain`."""
+    explanations: tuple[Explanation, ...] = ()
+    """The answers to those of `explain` that this rank was to answer, in their order."""
     cleared: Cleared | None = None
     """The answer to `clear_store`."""
     refusal: str | None = None
