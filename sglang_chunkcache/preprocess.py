@@ -133,19 +133,9 @@ def main(argv: Sequence[str]) -> int:
     return int(bool(troubles or result["alone"]["refused"] or result["behind_neighbors"]["refused"]))
 
 
-def read_corpus(path: Path, keep: Callable[[str, str], T] = lambda name, text: text) -> dict[str, T]:  # type: ignore[assignment,return-value]
-    """Texts by id, in the file's order, or what is to be kept of (id, text). Raises ServerError naming file and line."""
-    texts: dict[str, T] = {}
-    for where, row in _rows(path):
-        name, text = _id_of(row, where), row.get("text")
-        if not isinstance(text, str) or not text:
-            raise ServerError(f"{where}: text must be a text that is not empty")
-        if name in texts:
-            raise ServerError(f"{where}: id {name!r} occurs twice")
-        texts[name] = keep(name, text)
-    if not texts:
-        raise ServerError(f"{path}: no chunks")
-    return texts
+def read_corpus(path: Path) -> dict[str, str]:
+    """Texts by id, in the file's order. Raises ServerError naming file and line."""
+    return _read_corpus(path, lambda name, text: text)
 
 
 def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
@@ -242,11 +232,11 @@ def plan(client: Client, corpus: Path, neighbors: Path, *, measured: int, top_n:
     Raises:
         ServerError: as `preprocess`.
     """
-    lengths = read_corpus(corpus, lambda name, text: len(text))
+    lengths = _read_corpus(corpus, lambda name, text: len(text))
     listed = {name: near[:top_n] for name, near in read_neighbors(neighbors, lengths).items() if near}
     first = {name: listed[name] for name in _first(measured, (name for name in lengths if name in listed))}
     needed = {*_first(measured, lengths), *first, *(name for near in first.values() for name in near)}
-    found = read_corpus(corpus, lambda name, text: text if name in needed else "")
+    found = _read_corpus(corpus, lambda name, text: text if name in needed else "")
     result = preprocess(client, {name: text for name, text in found.items() if text}, first, top_n=top_n, **options)
     return {**result, "plan": _estimate(result, lengths, listed, sum(lengths[name] for name in needed))}
 
@@ -413,6 +403,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key", metavar="KEY", help="the API key of the server, or its admin key if it has one")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     return parser
+
+
+def _read_corpus(path: Path, keep: Callable[[str, str], T]) -> dict[str, T]:
+    """What is to be kept of (id, text), by id."""
+    texts: dict[str, T] = {}
+    for where, row in _rows(path):
+        name, text = _id_of(row, where), row.get("text")
+        if not isinstance(text, str) or not text:
+            raise ServerError(f"{where}: text must be a text that is not empty")
+        if name in texts:
+            raise ServerError(f"{where}: id {name!r} occurs twice")
+        texts[name] = keep(name, text)
+    if not texts:
+        raise ServerError(f"{path}: no chunks")
+    return texts
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

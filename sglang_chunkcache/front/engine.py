@@ -139,7 +139,7 @@ class Engine:
         identity = planned.draft.identity
         told = self._books.told(planned, is_counted=False)
         asked = ExplainRequest(planned.input_ids, told, identity.extra_key, identity.cache_salt, planned.rank)
-        explained = asyncio.get_running_loop().create_future()
+        explained: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
         self._unexplained.append((asked, explained))
         if self._explaining is None or self._explaining.done():
             self._explaining = asyncio.create_task(self._explain_all())

@@ -40,7 +40,9 @@ class FakeServer:
                 fake.keys.append(self.headers.get("Authorization"))
                 dropped = fake.num_lost if fake.posts else 0
                 sizes = {"max_bytes": 1 << 20, "max_entries": 50, "token_bytes": 1024}
-                ranks = [{"store": {"pending": n, "dropped": dropped, **sizes}} for n in (fake.pending, 0)]
+                ranks: list[dict[str, Any]] = [
+                    {"store": {"pending": n, "dropped": dropped, **sizes}} for n in (fake.pending, 0)
+                ]
                 if fake.storage:
                     told = fake.storage[0] if len(fake.storage) == 1 else fake.storage.pop(0)
                     ranks[0]["storage"] = {"queue": 0, "problems": {}, **sizes, **told}

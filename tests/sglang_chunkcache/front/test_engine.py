@@ -113,7 +113,8 @@ class Ranks:
     """SGLang's communicator: one message at a time, which two ranks answer when they are told to."""
 
     def __init__(self) -> None:
-        self.messages, self.gate, self.error = list[int](), asyncio.Event(), None
+        self.messages, self.gate = list[int](), asyncio.Event()
+        self.error: Exception | None = None
 
     def auto_create_handle_loop(self) -> None:
         pass

@@ -16,7 +16,7 @@ from radix_ext.cfo import Scored
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.storage import loader
 from sglang_chunkcache.wire.report import Explanation
-from sglang_chunkcache.wire.state import Asked, ExplainRequest
+from sglang_chunkcache.wire.state import Asked, ExplainRequest, RankState
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq
 from tests.sglang_chunkcache.fusion.test_promise import OTHER_HEAD, A, B, C, D, asks, make_scheduler, rag
@@ -38,7 +38,8 @@ def explain(scheduler: FusedScheduler, req: FakeReq) -> Explanation:
     spans = scheduler.cache._spans_of(req)
     assert spans is not None
     asked = ExplainRequest(list(req.origin_input_ids), spans, req.extra_key, req.cache_salt)
-    (told,) = scheduler.cache.rank_state(0, Asked((asked,))).explanations
+    rank: RankState = scheduler.cache.rank_state(0, Asked((asked,)))
+    (told,) = rank.explanations
     return told
 
 
