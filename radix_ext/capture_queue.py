@@ -69,7 +69,7 @@ class CaptureQueue:
         Args:
             selector: the request's; None: it moves nothing.
         """
-        scored = self._scored_for(selector)
+        scored = self.scored_for(selector)
         for index in sorted(keep):
             if index >= len(chunks):
                 break
@@ -116,6 +116,12 @@ class CaptureQueue:
         for entry in batch:
             self._copies.facts_of(entry.node).is_waiting = False
 
+    def scored_for(self, selector: str | None) -> Scored:
+        """How much is measured of what a request with that selector has queued."""
+        if self._scoring != "auto":
+            return Scored.ALL if self._scoring == "on" else Scored.NOTHING
+        return max(READERS.get(name or "", Scored.NOTHING) for name in (selector, self._selector))
+
     def clear(self) -> None:
         """Drop what waits."""
         self.give_up(self._queue)
@@ -124,11 +130,6 @@ class CaptureQueue:
     def stats(self) -> dict[str, int]:
         """Chunks that wait now, and those dropped since the start."""
         return {"pending": len(self._queue), "dropped": self.num_dropped}
-
-    def _scored_for(self, selector: str | None) -> Scored:
-        if self._scoring != "auto":
-            return Scored.ALL if self._scoring == "on" else Scored.NOTHING
-        return max(READERS.get(name or "", Scored.NOTHING) for name in (selector, self._selector))
 
     def _is_wanted(self, entry: Waiting) -> bool:
         identity = self._copies.identity_of(entry.node)

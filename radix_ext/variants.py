@@ -7,7 +7,8 @@ f_r sums 1/CFO over a variant's uses and halves with each window of requests. Wh
 CFO is the estimate of `fix_overhead`, on the same scale.
 
     leaves first    the lowest f_r, among equals the least recently used one. Chunks that are on the device leave before others:
-                    there they are found in any case. Preprocessed variants never used so far leave for preprocessed ones only.
+                    there they are found in any case. Preprocessed variants never used so far leave for preprocessed ones only,
+                    unless a slower tier has them.
     enters          a chunk that is asked for at least half as often as that of the variant that would leave. A chunk that has
                     `max_variants` gets another only for a prefix that is asked for more often than that of its lowest one, in
                     whose place it comes where the store is full.
@@ -21,6 +22,7 @@ thread uses it. Invariant: bytes and variants are within their limits whenever a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
@@ -67,6 +69,8 @@ class Variant:
     reuse: float = 0.0
     """f_r. Written by the store alone, like the fields below."""
     num_uses: int = 0
+    is_below: bool = False
+    """A slower tier has it."""
     last_used: int = 0
     serial: int = field(default=0, init=False)
     """New each time it enters a store; stays when it leaves."""
@@ -83,8 +87,8 @@ class Variant:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether ordinary variants leave it alone: preprocessed, and yet to be used."""
-        return self.preprocessed and not self.num_uses
+        """Whether ordinary variants leave it alone: preprocessed, yet to be used, and nowhere else."""
+        return self.preprocessed and not (self.num_uses or self.is_below)
 
 
 def _nbytes(*parts: Any) -> int:
@@ -141,6 +145,11 @@ class VariantIndex:
     def max_bytes(self) -> int:
         """Of KV and scores together."""
         return self._max_bytes
+
+    @property
+    def max_entries(self) -> int:
+        """Variants of all chunks together."""
+        return self._max_in_all
 
     def variants(self) -> Iterator[Variant]:
         """All, while nothing comes or leaves."""
@@ -260,16 +269,18 @@ class VariantIndex:
         if not 0 < cfo <= 1:
             raise ValueError(f"cfo must be over 0 and at most 1 but got {cfo}")
         if self._holds(variant):
-            was_reserved, nbytes = variant.is_reserved, self._held[variant.serial][2]
-            self._count(variant, nbytes, -1)
             self._clock += 1
-            variant.reuse += 1 / max(cfo, MIN_COUNTED_CFO)
-            variant.num_uses += 1
-            variant.last_used = self._clock
             self._num_uses += 1
-            self._count(variant, nbytes, 1)
-            if was_reserved:  # it falls in the order
-                heappush(self._order, self._entry(variant))
+            with self._changing(variant):
+                variant.reuse += 1 / max(cfo, MIN_COUNTED_CFO)
+                variant.num_uses += 1
+                variant.last_used = self._clock
+
+    def set_below(self, variant: Variant) -> None:
+        """A slower tier has it. No effect if it has left."""
+        if self._holds(variant):
+            with self._changing(variant):
+                variant.is_below = True
 
     def drop(self, variant: Variant) -> None:
         """Take it out, which counts as no eviction. No effect if it has left."""
@@ -352,6 +363,16 @@ class VariantIndex:
         heappush(self._order, self._entry(variant))
         self._bound_order()
         self.watch(identity, variant, True)
+
+    @contextmanager
+    def _changing(self, variant: Variant) -> Iterator[None]:
+        was_reserved, nbytes = variant.is_reserved, self._held[variant.serial][2]
+        self._count(variant, nbytes, -1)
+        yield
+        self._count(variant, nbytes, 1)
+        if was_reserved and not variant.is_reserved:  # it falls in the order
+            heappush(self._order, self._entry(variant))
+            self._bound_order()
 
     def _holds(self, variant: Variant) -> bool:
         held = self._held.get(variant.serial)

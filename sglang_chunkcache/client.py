@@ -18,16 +18,18 @@ POLL_S = 0.1
 
 
 class Client:
-    """One server.
+    """One server, for as many threads as there are connections.
 
     Raises:
         RefusedError: the server answers a request with 400.
         ServerError: it does not answer, or answers with another error.
     """
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, *, max_connections: int = 1) -> None:
         self.url = url.rstrip("/")
         self._session = requests.Session()
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=max_connections))
         self._session.trust_env = False  # no proxy between a command and its server
         if api_key:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
@@ -55,19 +57,26 @@ class Client:
 
 
 def settle(client: Client, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
-    """Wait until no rank has a capture waiting. A rank captures during its next forward, so requests are sent.
+    """Wait until no rank has a capture or a write to its storage waiting. A rank captures during its next forward, so requests
+    are sent.
 
     Raises:
         ServerError: some still wait after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        pending = sum(rank["store"]["pending"] for rank in client.get("/chunkcache/stats")["ranks"])
-        if not pending:
+        ranks = client.get("/chunkcache/stats")["ranks"]
+        pending = sum(rank["store"]["pending"] for rank in ranks)
+        writing = sum(rank["storage"]["queue"] for rank in ranks if "storage" in rank)
+        if not pending and not writing:
             return
         if time.monotonic() > deadline:
-            raise ServerError(f"{client.url}: {pending} chunks still wait to enter the store after {timeout_s:.0f} s")
-        client.post("/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 4}})
+            where = "store" if pending else "storage"
+            raise ServerError(
+                f"{client.url}: {pending or writing} chunks still wait to enter the {where} after {timeout_s:.0f} s"
+            )
+        if pending:
+            client.post("/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 4}})
         time.sleep(POLL_S)
 
 

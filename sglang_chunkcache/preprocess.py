@@ -7,17 +7,21 @@ A chunk computed after texts that resemble it has attended to texts that are lik
 these to a chunk's neighbours' places (eq. 10) and computes the chunk after them. Needs a server started with `--reuse fused`, and
 two prefills per chunk.
 
-A neighbour that the store and the KV pool have lost meanwhile is computed alone again. Where one cannot be held even then it is
-missing, and the chunk is not stored: what it became would depend on the order of the corpus.
+A neighbour that the store and the KV pool have lost meanwhile is loaded from the server's storage, or computed alone again. Where
+one cannot be held even then it is missing, and the chunk is not stored: what it became would depend on the order of the corpus.
+Of chunks that were in flight together those are tried once more, one at a time.
+
+Cut off, the command or the server, it is started again: what store or storage have is kept and not computed.
 
     corpus      {"id": "d1", "text": "..."}                          one JSON object a line; may be gzipped
     neighbors   {"id": "d1", "neighbors": ["d7", "d3", ...]}         nearest first; a chunk without a line has none
 
 Progress goes to stderr; the last line of stdout is one JSON object. Exit codes:
 
-    0   every chunk was computed
+    0   every chunk is there; --plan: all would fit
     1   single chunks were refused, for example because they are too long together with their neighbours, a larger share of the
-        neighbours than --max-missing was missing, or chunks left the KV pool before they were stored
+        neighbours than --max-missing was missing, chunks left the KV pool before they were stored, or the storage has failed;
+        --plan: the storage, or the store of a server without one, is too small
     2   a mistake in files or flags, or a server that does not answer
 """
 
@@ -26,38 +30,71 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tqdm import tqdm
 
 from sglang_chunkcache.client import Client, RefusedError, ServerError, settle
 
+T = TypeVar("T")
+
+DEFAULT_BATCH = 8
+"""Requests in flight. TODO"""
+MAX_BATCH = 64
+"""The server drafts that many long requests at most (`front/draft_queue.py`)."""
+PLANNED = 32
+"""Chunks behind their neighbours that --plan measures."""
 PROGRESS_S = 5.0
 MAX_NAMED = 5
 """Refused chunks named on stderr; all are counted."""
+PROBLEMS = ("failed", "paused")
+"""Of a storage: it has not done what it was asked for."""
 
 
 @dataclass
 class Pass:
-    """One run over chunks: their number, their tokens, and the seconds that the server took."""
+    """One run over chunks."""
 
     chunks: int = 0
+    """Computed."""
+    kept: int = 0
+    """The server had them."""
     chunk_tokens: int = 0
+    """Of both."""
     seconds: float = 0.0
+    """Until the last answer."""
     refused: list[str] = field(default_factory=list)
     neighbors: Counter[str] = field(default_factory=lambda: Counter(moved=0, computed=0, missing=0))
+
+    @property
+    def rate(self) -> float | None:
+        """Chunks a second. None: nothing was computed."""
+        return self.chunks / self.seconds if self.chunks else None
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """Count what the server has done."""
+        self.kept += answer["kept"]
+        self.chunks += not answer["kept"]
+        self.chunk_tokens += answer["chunk_tokens"]
+        self.neighbors.update(answer["neighbors"])
 
     def summary(self) -> dict[str, Any]:
         """For the JSON line."""
         return {
             "chunks": self.chunks,
+            "kept": self.kept,
             "chunk_tokens": self.chunk_tokens,
             "seconds": round(self.seconds, 3),
-            "seconds_per_chunk": round(self.seconds / self.chunks, 6) if self.chunks else None,
+            "chunks_per_s": self.rate and round(self.rate, 3),
             "refused": len(self.refused),
             "neighbors": self.neighbors,
         }
@@ -71,65 +108,52 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--top-n: must be at least 1")
     if not 0 <= args.max_missing <= 1:
         parser.error("--max-missing: must be from 0 to 1")
+    if not 1 <= args.batch <= MAX_BATCH:
+        parser.error(f"--batch: must be from 1 to {MAX_BATCH}")
+    if args.plan is not None and args.plan < 1:
+        parser.error("--plan: must be at least 1")
+    has_bar = sys.stderr.isatty() and not args.json
+    options = {"top_n": args.top_n, "system": args.system, "batch": args.batch, "has_bar": has_bar}
     try:
-        texts = read_corpus(args.corpus)
-        neighbors = read_neighbors(args.neighbors, texts)
-        result = preprocess(Client(args.url, args.api_key), texts, neighbors, top_n=args.top_n, system=args.system)
+        client = Client(args.url, args.api_key, max_connections=args.batch)
+        if args.plan is not None:
+            result = plan(client, args.corpus, args.neighbors, measured=args.plan, **options)
+        else:
+            texts = read_corpus(args.corpus)
+            result = preprocess(client, texts, read_neighbors(args.neighbors, texts), **options)
     except ServerError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    found = result["behind_neighbors"]["neighbors"]
     if not args.json:
-        for name in ("alone", "behind_neighbors"):
-            one = result[name]
-            if one["chunks"]:
-                per_chunk = 1000 * one["seconds_per_chunk"]
-                print(f"{name.replace('_', ' '):17} {one['chunks']:7} chunks {per_chunk:9.1f} ms per chunk")
-        print("neighbors         " + ", ".join(f"{number} {kind}" for kind, number in found.items()))
+        print("\n".join(_table(result)))
     print(json.dumps(result))
-    if too_many := found["missing"] > args.max_missing * sum(found.values()):
-        share = found["missing"] / sum(found.values())
-        print(
-            f"{parser.prog}: {share:.1%} of the neighbors were missing, more than --max-missing {args.max_missing:.1%}: "
-            "enlarge the server's KV pool (--mem-fraction-static, --max-total-tokens) or its store "
-            "(--chunkcache-store-mib), or lower --top-n",
-            file=sys.stderr,
-        )
-    if lost := result["lost"]:
-        print(f"{parser.prog}: {lost} chunks did not get into a store: they left the KV pool before", file=sys.stderr)
-    return int(bool(too_many or lost or result["alone"]["refused"] or result["behind_neighbors"]["refused"]))
+    troubles = list(_troubles(result, args.max_missing))
+    for trouble in troubles:
+        print(f"{parser.prog}: {trouble}", file=sys.stderr)
+    return int(bool(troubles or result["alone"]["refused"] or result["behind_neighbors"]["refused"]))
 
 
 def read_corpus(path: Path) -> dict[str, str]:
     """Texts by id, in the file's order. Raises ServerError naming file and line."""
-    texts: dict[str, str] = {}
-    for where, row in _rows(path):
-        name, text = _id_of(row, where), row.get("text")
-        if not isinstance(text, str) or not text:
-            raise ServerError(f"{where}: text must be a text that is not empty")
-        if name in texts:
-            raise ServerError(f"{where}: id {name!r} occurs twice")
-        texts[name] = text
-    if not texts:
-        raise ServerError(f"{path}: no chunks")
-    return texts
+    return _read_corpus(path, lambda name, text: text)
 
 
-def read_neighbors(path: Path, known: Mapping[str, str]) -> dict[str, list[str]]:
-    """Ids of the neighbours, nearest first, by id. Raises ServerError naming file and line."""
+def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
+    """Ids of the neighbours, nearest first, by id; the strings are those `known`. Raises ServerError naming file and line."""
+    names = {name: name for name in known}
     neighbors: dict[str, list[str]] = {}
     for where, row in _rows(path):
         name, listed = _id_of(row, where), row.get("neighbors")
-        if name not in known:
+        if name not in names:
             raise ServerError(f"{where}: id {name!r} is not in the corpus")
         if name in neighbors:
             raise ServerError(f"{where}: id {name!r} occurs twice")
         if not isinstance(listed, list) or not all(_is_id(item) for item in listed):
             raise ServerError(f"{where}: neighbors must be a list of ids")
         ids = [str(item) for item in listed]
-        if unknown := next((item for item in ids if item not in known), None):
+        if unknown := next((item for item in ids if item not in names), None):
             raise ServerError(f"{where}: neighbor {unknown!r} is not in the corpus")
-        neighbors[name] = [item for item in dict.fromkeys(ids) if item != name]
+        neighbors[names[name]] = [names[item] for item in dict.fromkeys(ids) if item != name]
     return neighbors
 
 
@@ -140,8 +164,11 @@ def preprocess(
     *,
     top_n: int,
     system: str | None = None,
+    batch: int = DEFAULT_BATCH,
+    has_bar: bool = False,
 ) -> dict[str, Any]:
-    """Compute every chunk alone, then each chunk that has neighbours after the `top_n` nearest; returns the JSON line's object.
+    """Compute every chunk alone, then each chunk that has neighbours after the `top_n` nearest, `batch` requests at a time;
+    returns the JSON line's object.
 
     Raises:
         ServerError: a server that does not answer, or one that was not started with `--reuse fused`.
@@ -151,51 +178,193 @@ def preprocess(
         raise ServerError(f"{client.url}: not a server started with --reuse fused")
     messages = [{"role": "system", "content": system}] if system else []
 
-    def run(name: str, plan: Sequence[tuple[str, Sequence[str]]]) -> dict[str, Any]:
-        done = Pass()
-        last_s = time.monotonic()
-        for number, (chunk, before) in enumerate(plan, 1):
-            body = {
-                "chunk": {"id": chunk, "text": texts[chunk]},
-                "neighbors": [{"id": item, "text": texts[item]} for item in before],
-                "messages": messages,
-            }
-            try:
-                answer = client.post("/chunkcache/preprocess", body)
-            except RefusedError as error:
-                done.refused.append(chunk)
-                if len(done.refused) <= MAX_NAMED:
-                    print(f"{name}: {chunk!r} is refused: {error}", file=sys.stderr)
-                continue
-            done.chunks += 1
-            done.chunk_tokens += answer["chunk_tokens"]
-            done.seconds += answer["seconds"]
-            done.neighbors.update(answer["neighbors"])
-            if time.monotonic() - last_s > PROGRESS_S:
-                last_s = time.monotonic()
-                per_chunk = 1000 * done.seconds / done.chunks
-                print(f"{name}: {number}/{len(plan)}, {per_chunk:.1f} ms per chunk", file=sys.stderr)
-        settle(client)
-        return done.summary()
+    def post(chunk: str, before: Sequence[str]) -> dict[str, Any] | RefusedError:
+        body = {
+            "chunk": {"id": chunk, "text": texts[chunk]},
+            "neighbors": [{"id": item, "text": texts[item]} for item in before],
+            "messages": messages,
+        }
+        try:
+            return client.post("/chunkcache/preprocess", body)
+        except RefusedError as error:
+            return error
 
-    alone = run("alone", [(chunk, ()) for chunk in texts])
-    behind = run(
-        "after neighbors",
-        [(chunk, neighbors[chunk][:top_n]) for chunk in texts if neighbors.get(chunk)],
-    )
-    stores = [rank.get("store") for rank in client.get("/chunkcache/stats")["ranks"]]
-    lost = sum(store["dropped"] for store in stores) - sum(rank["store"]["dropped"] for rank in stats["ranks"])
+    def run(name: str, work: Mapping[str, Sequence[str]]) -> Pass:
+        done, again = Pass(), list[str]()
+        started = time.monotonic()
+        with _Progress(name, len(work), has_bar=has_bar) as progress:
+            for num, chunks in ((batch, work), (1, again)):
+                for chunk, answer in _answers(lambda chunk: post(chunk, work[chunk]), chunks, num):
+                    if isinstance(answer, RefusedError):
+                        done.refused.append(chunk)
+                        if len(done.refused) <= MAX_NAMED:
+                            progress.tell(f"{name}: {chunk!r} is refused: {answer}")
+                    elif num > 1 and answer["neighbors"].get("missing"):
+                        again.append(chunk)
+                        continue
+                    else:
+                        done.add(answer)
+                    progress.update()
+            done.seconds = time.monotonic() - started
+            settle(client)
+        return done
+
+    alone = run("alone", dict.fromkeys(texts, ()))
+    behind = run("after neighbors", {chunk: neighbors[chunk][:top_n] for chunk in texts if neighbors.get(chunk)})
+    before, after = stats["ranks"], client.get("/chunkcache/stats")["ranks"]
     return {
         "url": client.url,
         "top_n": top_n,
-        "alone": alone,
-        "behind_neighbors": behind,
-        "lost": lost,
-        "stores": stores,
+        "batch": batch,
+        "alone": alone.summary(),
+        "behind_neighbors": behind.summary(),
+        "lost": sum(rank["store"]["dropped"] for rank in after) - sum(rank["store"]["dropped"] for rank in before),
+        "unwritten": _num_problems(after) - _num_problems(before),
+        "stores": [rank["store"] for rank in after],
+        "storages": [rank["storage"] for rank in after if "storage" in rank],
     }
 
 
+def plan(client: Client, corpus: Path, neighbors: Path, *, measured: int, top_n: int, **options: Any) -> dict[str, Any]:
+    """`preprocess` the first `measured` chunks that have neighbours, with these. Tells as `plan` what all would take. No more of
+    the corpus is kept in memory than lengths and ids.
+
+    Raises:
+        ServerError: as `preprocess`.
+    """
+    lengths = _read_corpus(corpus, lambda name, text: len(text))
+    listed = {name: near[:top_n] for name, near in read_neighbors(neighbors, lengths).items() if near}
+    first = {name: listed[name] for name in _first(measured, (name for name in lengths if name in listed))}
+    needed = {*_first(measured, lengths), *first, *(name for near in first.values() for name in near)}
+    found = _read_corpus(corpus, lambda name, text: text if name in needed else "")
+    result = preprocess(client, {name: text for name, text in found.items() if text}, first, top_n=top_n, **options)
+    return {**result, "plan": _estimate(result, lengths, listed, sum(lengths[name] for name in needed))}
+
+
 # Private, in order of use
+
+
+def _answers(post: Callable[[str], T], chunks: Iterable[str], num: int) -> Iterator[tuple[str, T]]:
+    """(chunk, answer) as they come, `num` in flight."""
+    with ThreadPoolExecutor(num) as pool:
+        waiting: dict[Future[T], str] = {}
+        for chunk in chunks:
+            waiting[pool.submit(post, chunk)] = chunk
+            if len(waiting) == num:
+                yield from _next_of(waiting)
+        while waiting:
+            yield from _next_of(waiting)
+
+
+def _next_of(waiting: dict[Future[T], str]) -> Iterator[tuple[str, T]]:
+    for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+        yield waiting.pop(future), future.result()
+
+
+class _Progress:
+    """A bar on stderr, or a line every PROGRESS_S: how many are done, how fast, and the time left."""
+
+    def __init__(self, name: str, total: int, *, has_bar: bool) -> None:
+        self._name = name
+        self._bar = tqdm(
+            total=total, desc=name, unit=" chunks", dynamic_ncols=True, file=sys.stderr, disable=not has_bar
+        )
+        self._total, self._num, self._last = total, 0, (time.monotonic(), 0)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self) -> None:
+        """One more is done."""
+        self._num += 1
+        self._bar.update()
+        now, (last_s, last_num) = time.monotonic(), self._last
+        if self._bar.disable and now - last_s > PROGRESS_S:
+            rate, self._last = (self._num - last_num) / (now - last_s), (now, self._num)
+            left = tqdm.format_interval((self._total - self._num) / rate)
+            self.tell(f"{self._name}: {self._num}/{self._total}, {rate:.1f} chunks/s, {left} left")
+
+    def tell(self, line: str) -> None:
+        """A line of its own."""
+        self._bar.write(line, file=sys.stderr)
+
+
+def _num_problems(ranks: Iterable[Mapping[str, Any]]) -> int:
+    return sum(rank["storage"]["problems"].get(name, 0) for rank in ranks if "storage" in rank for name in PROBLEMS)
+
+
+def _first(num: int, names: Iterable[str]) -> list[str]:
+    return list(islice(names, num))
+
+
+def _estimate(
+    result: Mapping[str, Any], lengths: Mapping[str, int], listed: Mapping[str, Sequence[str]], num_chars: int
+) -> dict[str, Any]:
+    """What all takes, by the tokens a character and the chunks a second of `result`, which has read `num_chars` characters."""
+    tokens_a_char = result["alone"]["chunk_tokens"] / num_chars
+    num_tokens = tokens_a_char * (sum(lengths.values()) + sum(lengths[name] for name in listed))
+    kept = [*result["storages"], *([] if result["storages"] else result["stores"])]
+    rates = result["alone"]["chunks_per_s"], result["behind_neighbors"]["chunks_per_s"]
+    parts = [
+        num and (num / rate if rate else None) for num, rate in zip((len(lengths), len(listed)), rates, strict=True)
+    ]
+    return {
+        "chunks": len(lengths),
+        "with_neighbors": len(listed),
+        "neighbors": sum(map(len, listed.values())),
+        "requests": len(lengths) + len(listed),
+        "tokens": round(num_tokens),
+        "bytes": round(num_tokens * result["stores"][0]["token_bytes"]),
+        "max_bytes": min(each["max_bytes"] for each in kept),
+        "max_entries": min(each["max_entries"] for each in kept),
+        "seconds": None if None in parts else round(sum(part for part in parts if part)),
+    }
+
+
+def _table(result: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("alone", "behind_neighbors"):
+        one = result[name]
+        if one["chunks"] or one["kept"]:
+            rate = f"{one['chunks_per_s']:9.1f} chunks/s" if one["chunks"] else ""
+            yield f"{name.replace('_', ' '):17} {one['chunks']:7} chunks {rate:18} {one['kept']:7} kept"
+    found = result["behind_neighbors"]["neighbors"]
+    yield "neighbors         " + ", ".join(f"{number} {kind}" for kind, number in found.items())
+    if "plan" in result:
+        told = result["plan"]
+        left = (
+            "unknown, all measured chunks were kept"
+            if told["seconds"] is None
+            else tqdm.format_interval(told["seconds"])
+        )
+        yield f"plan              {told['requests']} requests, {told['chunks']} chunks, {told['neighbors']} neighbors"
+        yield f"                  {told['tokens']} tokens, {told['bytes'] / 2**20:.0f} of {told['max_bytes'] / 2**20:.0f} MiB"
+        yield f"                  {told['requests']} of {told['max_entries']} entries"
+        yield f"                  time {left}"
+
+
+def _troubles(result: Mapping[str, Any], max_missing: float) -> Iterator[str]:
+    """What makes the command fail, beside refused chunks."""
+    found = result["behind_neighbors"]["neighbors"]
+    if found["missing"] > max_missing * sum(found.values()):
+        share = found["missing"] / sum(found.values())
+        yield (
+            f"{share:.1%} of the neighbors were missing, more than --max-missing {max_missing:.1%}: "
+            "enlarge the server's KV pool (--mem-fraction-static, --max-total-tokens) or its store "
+            "(--chunkcache-store-mib), or lower --top-n"
+        )
+    if lost := result["lost"]:
+        yield f"{lost} chunks did not get into a store: they left the KV pool before; start the command again"
+    if unwritten := result["unwritten"]:
+        yield f"the storage failed {unwritten} times; start the command again"
+    if told := result.get("plan"):
+        flag = "--chunkcache-storage-mib" if result["storages"] else "--chunkcache-store-mib"
+        if told["bytes"] > told["max_bytes"]:
+            yield f"too small: {flag} {math.ceil(told['bytes'] / 2**20)} is needed"
+        if told["requests"] > told["max_entries"]:
+            yield f"too few entries: raise --chunkcache-store-chunks by the factor {told['requests'] / told['max_entries']:.1f}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -209,6 +378,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--neighbors", type=Path, required=True, help="their neighbors, one JSON object a line")
     parser.add_argument("--top-n", type=int, default=10, help="neighbors before a chunk; default: %(default)s")
     parser.add_argument(
+        "--batch",
+        type=int,
+        default=DEFAULT_BATCH,
+        metavar="N",
+        help="requests in flight; the KV pool should hold as many chunks with their neighbors; default: %(default)s",
+    )
+    parser.add_argument(
+        "--plan",
+        type=int,
+        nargs="?",
+        const=PLANNED,
+        metavar="N",
+        help="do the first N chunks that have neighbors, with these, and tell what all would take; N: %(const)s",
+    )
+    parser.add_argument(
         "--max-missing",
         type=float,
         default=0.01,
@@ -219,6 +403,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key", metavar="KEY", help="the API key of the server, or its admin key if it has one")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     return parser
+
+
+def _read_corpus(path: Path, keep: Callable[[str, str], T]) -> dict[str, T]:
+    """What is to be kept of (id, text), by id."""
+    texts: dict[str, T] = {}
+    for where, row in _rows(path):
+        name, text = _id_of(row, where), row.get("text")
+        if not isinstance(text, str) or not text:
+            raise ServerError(f"{where}: text must be a text that is not empty")
+        if name in texts:
+            raise ServerError(f"{where}: id {name!r} occurs twice")
+        texts[name] = keep(name, text)
+    if not texts:
+        raise ServerError(f"{path}: no chunks")
+    return texts
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

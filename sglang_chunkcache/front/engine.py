@@ -40,6 +40,8 @@ class Engine:
 
     def __init__(self, manager: Any, books: Bookkeeper) -> None:
         self._manager, self._books = manager, books
+        self._unexplained: list[tuple[ExplainRequest, asyncio.Future[Explanation]]] = []
+        self._explaining: asyncio.Task[None] | None = None
         self.auditor = Auditor(books, self)
         self._expecting: set[asyncio.Future[list[RankState]]] = set()
 
@@ -130,15 +132,18 @@ class Engine:
         return found
 
     async def explain(self, planned: Planned) -> Explanation:
-        """What its rank would do with the request.
+        """What its rank would do with the request. What is asked while ranks answer is asked together: SGLang sends them one
+        message at a time, and they read it between two forwards.
 
         Raises:
             ChunkCacheError: the rank does not explain.
         """
-        for state in await self._ask(Asked(explain=self._unsent(planned))):
-            if state.dp_rank == planned.rank and state.explanation:
-                return state.explanation
-        raise ChunkCacheError(f"rank {planned.rank} does not explain")
+        asked = self._unsent(planned)
+        explained: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
+        self._unexplained.append((asked, explained))
+        if self._explaining is None or self._explaining.done():
+            self._explaining = asyncio.create_task(self._explain_all())
+        return await explained
 
     def expect(self, planned: Planned, guess: Guess) -> None:
         """Have its rank load what the request would need of the storage. Waits for nothing, nobody is told what came of it."""
@@ -175,6 +180,30 @@ class Engine:
 
     # Private, in order of use
 
+    async def _explain_all(self) -> None:
+        while self._unexplained:
+            waiting, self._unexplained = self._unexplained, []
+            try:
+                states = {
+                    state.dp_rank: state for state in await self._ask(Asked(tuple(asked for asked, _ in waiting)))
+                }
+                answers = {rank: iter(state.explanations) for rank, state in states.items()}
+                told = [next(answers.get(asked.dp_rank, iter(())), None) for asked, _ in waiting]
+            except BaseException as error:
+                for _, explained in waiting:
+                    if not explained.done():
+                        explained.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+                continue
+            for (asked, explained), answer in zip(waiting, told, strict=True):
+                if explained.done():  # its client has gone
+                    continue
+                if answer is None:
+                    explained.set_exception(ChunkCacheError(f"rank {asked.dp_rank} does not explain"))
+                else:
+                    explained.set_result(answer)
+
     @contextmanager
     def _listening(self, rag: RagRequest, obj: Any) -> Iterator[Listener | None]:
         """The audit's ear, if the request was drawn. A request that is given up is over, too."""
@@ -188,7 +217,7 @@ class Engine:
     def _unsent(self, planned: Planned) -> ExplainRequest:
         identity = planned.draft.identity
         told = self._books.told(planned, is_counted=False)
-        return ExplainRequest(planned.rank, planned.input_ids, told, identity.extra_key, identity.cache_salt)
+        return ExplainRequest(planned.input_ids, told, identity.extra_key, identity.cache_salt, planned.rank)
 
     async def _ask(self, asked: Asked) -> list[RankState]:
         """The answers of all ranks that run with the chunk cache, in any order."""

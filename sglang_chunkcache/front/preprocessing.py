@@ -3,14 +3,17 @@
     prompt    head | n1 | n2 | n3 | chunk        only `chunk` is computed, after all of them
 
 A neighbour's KV is plain: computed after the head alone. The first one may be the exact prefix, the others are moved. One that
-a rank has no plain KV of is computed alone before, so the chunk's KV does not depend on the order of the corpus.
+a rank has no plain KV of is computed alone before, so the chunk's KV does not depend on the order of the corpus. What the rank's
+storage has of it is loaded instead. A rank that has the chunk itself already, in store or storage, computes nothing: work that
+was cut off goes on where it was.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,29 +27,35 @@ from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.request import Draft, Planned, RagRequest
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report
 
+WAIT_S = 10.0
+"""For what a rank's storage has to load or to write for one request, at most."""
+POLL_S = 0.01
+
 
 async def preprocess(parts: Parts, intake: Intake, body: PreprocessIn, raw_request: Request) -> dict[str, Any]:
-    """Compute the chunk on each rank; what became of the prompts' tokens and of the neighbours, over all ranks.
+    """Compute the chunk on all ranks at once; what became of the prompts' tokens and of the neighbours, over all ranks.
 
-    Neighbours are `moved` (plain KV was there), `computed` (alone before, then moved) or `missing`: still not there, so computed
-    in context.
+    Neighbours are `moved` (plain KV was there, or came from the storage), `computed` (alone before, then moved) or `missing`:
+    still not there, so computed in context. `kept`: every rank had the chunk, and nothing was computed.
 
     Raises:
         RequestError: names the field that is wrong.
     """
+    start = time.perf_counter()
+    planned = [await intake.preprocessing(body, raw_request, rank=rank) for rank in range(len(parts.books.mirrors))]
+    done = await asyncio.gather(*(_on_rank(parts, each, raw_request) for each in planned), return_exceptions=True)
     fates: Counter[str] = Counter()
     neighbors = Counter(moved=0, computed=0, missing=0)
-    start = time.perf_counter()
-    for rank in range(len(parts.books.mirrors)):
-        planned = await intake.preprocessing(body, raw_request, rank=rank)
-        computed = await _compute_absent(parts, planned, raw_request)
-        rag = await _run(parts, planned, raw_request)
-        fates.update(rag.fates() or {})
-        found = _found(planned, rag.report) if rag.report and Fallback.PASS_FAILED not in rag.fallbacks else ()
-        neighbors.update(_fate(index, found, computed) for index in range(len(planned.spans) - 1))
-    span = planned.spans[-1]
+    for each in done:
+        if isinstance(each, BaseException):
+            raise each
+        if each is not None:
+            fates.update(each[0])
+            neighbors.update(each[1])
+    span = planned[0].spans[-1]
     return {
         "chunk_tokens": span.end - span.start,
+        "kept": not any(done),
         "fates": fates,
         "neighbors": neighbors,
         "seconds": round(time.perf_counter() - start, 6),
@@ -56,17 +65,37 @@ async def preprocess(parts: Parts, intake: Intake, body: PreprocessIn, raw_reque
 # Private, in order of use
 
 
-async def _compute_absent(parts: Parts, planned: Planned, raw_request: Request) -> set[int]:
-    """Compute the neighbours alone that the rank has no plain KV of; their indices."""
-    computed: set[int] = set()
-    while len(computed) < len(planned.spans) - 1:
-        found = _found(planned, await parts.engine.explain(planned))
-        absent = next((i for i in range(len(planned.spans) - 1) if i not in found and i not in computed), None)
-        if absent is None:
-            break
+async def _on_rank(
+    parts: Parts, planned: Planned, raw_request: Request
+) -> tuple[Mapping[str, int], Counter[str]] | None:
+    """(tokens by fate, neighbours by fate). None: the rank has the chunk."""
+    deadline = time.monotonic() + WAIT_S
+    told = await _told(parts, planned, deadline)
+    if told.is_kept:
+        return None
+    computed = set[int]()
+    while (absent := _absent(planned, told, computed)) is not None:
         await _run(parts, parts.planner.plan(_alone(planned.draft, absent)), raw_request)
         computed.add(absent)
-    return computed
+        told = await _told(parts, planned, deadline)
+    rag = await _run(parts, planned, raw_request)
+    found = _found(planned, rag.report) if rag.report and Fallback.PASS_FAILED not in rag.fallbacks else ()
+    return rag.fates() or {}, Counter(_fate(index, found, computed) for index in range(len(planned.spans) - 1))
+
+
+async def _told(parts: Parts, planned: Planned, deadline: float) -> Explanation:
+    """What the rank has, once its storage has done what can be waited for."""
+    while True:
+        told = await parts.engine.explain(planned)
+        if not told.must_wait or time.monotonic() > deadline:
+            return told
+        await asyncio.sleep(POLL_S)
+
+
+def _absent(planned: Planned, told: Explanation, computed: Collection[int]) -> int | None:
+    """Index of the first neighbour that the rank has no plain KV of, and that was not computed alone. None: of all it has."""
+    found = _found(planned, told)
+    return next((i for i in range(len(planned.spans) - 1) if i not in found and i not in computed), None)
 
 
 def _found(planned: Planned, told: Explanation | Report) -> set[int]:

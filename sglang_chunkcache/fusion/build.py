@@ -97,7 +97,11 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
     if fuser.tier is not None:
         started = time.perf_counter()
         num_loaded = fuser.tier.load_most_used()
-        logger.info("chunk cache: %d chunks loaded in %.1f s", num_loaded, time.perf_counter() - started)
+        logger.info(
+            "chunk cache: %d chunks loaded from the storage into the store in %.1f s",
+            num_loaded,
+            time.perf_counter() - started,
+        )
     return fuser
 
 

@@ -64,6 +64,15 @@ class Captures(CaptureQueue):
         self.put_arrived()
         return 0
 
+    def drain(self) -> int:
+        """As `run`, until nothing is left. Waits for copies."""
+        num_failed = self.run()
+        while self._queue or self._under_way:
+            for _, captured in self._under_way:
+                captured.wait()
+            num_failed += self.run()
+        return num_failed
+
     def clear(self) -> None:
         super().clear()
         self.give_up(entry for entry, _ in self._under_way)

@@ -100,6 +100,10 @@ class Captured:
         """Whether it can be read. Does not wait."""
         return self._offload.is_done()
 
+    def wait(self) -> None:
+        """Until it can be read."""
+        self._offload.wait()
+
     def read(self) -> tuple[HostBlob, ChunkScores | None]:
         """What has arrived."""
         keys, values, *sums = self._offload.read()

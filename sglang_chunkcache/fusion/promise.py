@@ -263,15 +263,18 @@ class Fuser:
                 outcome_of(req).extends.append(extend)
                 outcome_of(req).is_alone &= len(batch.reqs) == 1
 
-    def after(self, *, first_tokens_wait: bool = False) -> None:
-        """Score and store some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
-        if first_tokens_wait:
+    def after(self, *, first_tokens_wait: bool = False, is_ahead: bool = False) -> None:
+        """Score and store some of what waits: after decoding, and after a prefill only if the forward before was one, too.
+
+        After one that was ahead of requests all of it: there as much comes with each forward, and nothing else makes room.
+        """
+        if first_tokens_wait or is_ahead:
             self.pricing.refresh()
         is_put_off = first_tokens_wait and not self._was_put_off
         self._was_put_off = is_put_off
         if is_put_off:
             return
-        if num_failed := self.captures.run():
+        if num_failed := self.captures.drain() if is_ahead else self.captures.run():
             self.fallbacks[Fallback.CAPTURE_FAILED] += num_failed
 
     def report(self, req: Req) -> Report:
@@ -309,7 +312,7 @@ class Fuser:
         )
 
     def explain(self, req: Req) -> Explanation | None:
-        """The plan of a request that was only matched."""
+        """The plan of a request that was only matched. For a chunk to preprocess the storage loads."""
         if state(req).promise is None:
             return None
         outcome, spans = outcome_of(req), state(req).spans
@@ -318,6 +321,7 @@ class Fuser:
         assert spans.fusion is not None
         costs = self.pricing.costs
         is_unpaid = self.tier is not None and self.tier.is_unpaid(req, spans, spans.fusion, self.sources, costs)
+        is_kept, must_wait = self._look_ahead(req, spans) if spans.is_preprocessing else (False, False)
         return Explanation(
             outcome.exact,
             outcome.fused_hit,
@@ -326,6 +330,8 @@ class Fuser:
             (*reasons_of(plan), *([Fallback.STORAGE_SLOW] if is_unpaid else [])),
             in_ms(plan),
             selector_of(req, plan),
+            is_kept=is_kept,
+            must_wait=must_wait,
         )
 
     def calibrate(self, prompts: Sequence[CalibrationPrompt]) -> None:
@@ -380,7 +386,13 @@ class Fuser:
         """For `/chunkcache/stats`."""
         num_shared, token_bytes = self.cache.shared.num_shared, self.fusion_pass.token_bytes
         return {
-            "store": {**self.store.stats()._asdict(), **self.captures.stats()},
+            "store": {
+                **self.store.stats()._asdict(),
+                "max_bytes": self.store.max_bytes,
+                "max_entries": self.store.max_entries,
+                "token_bytes": token_bytes,
+                **self.captures.stats(),
+            },
             "sources": len(self.cache.copies),
             "shared": {
                 "tokens": num_shared,
@@ -397,6 +409,29 @@ class Fuser:
         }
 
     # Private, in order of use
+
+    def _look_ahead(self, req: Req, spans: RequestSpans) -> tuple[bool, bool]:
+        """(whether store or storage has what the chunk is to become, whether to ask again before it is sent).
+
+        What the store alone has is written, if the storage has no place for it in its queue when it is asked again.
+        """
+        assert spans.fusion is not None
+        heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
+        chunks, scored = tuple(span.chunk for span in spans.spans), self.captures.scored_for(spans.fusion.selector)
+        is_behind = self.tier is not None and self.tier.storage.is_behind
+        must_wait = False
+        for index in spans.keep:
+            identity, prefix = ChunkIdentity(chunks[index], req.extra_key, req.cache_salt), chunks[:index]
+            if self.tier is not None and self.tier.has(identity, heads[index], prefix, scored):
+                continue
+            variant = self.store.get(identity, heads[index], prefix)
+            if variant is None or variant.preprocessed != bool(prefix) or variant.scored < scored:
+                is_coming = self.tier is not None and self.tier.fetch(req, spans, spans.fusion, self.sources)
+                return False, is_coming or is_behind
+            if self.tier is not None:
+                self.tier.write(identity, variant)
+                must_wait |= is_behind
+        return True, must_wait
 
     def _plan(self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]) -> ReusePlan:
         """The plan of what follows the cached prefix `[0, start)`."""

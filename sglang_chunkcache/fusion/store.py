@@ -113,6 +113,11 @@ class Offload:
         """Whether all of it has arrived. Does not wait."""
         return self._arrived is None or bool(self._arrived.query())
 
+    def wait(self) -> None:
+        """Until all of it has arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
     def read(self) -> tuple[Tensor, ...]:
         """The tensors in host memory; to be read once they have arrived."""
         return self._tensors

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from radix_ext import ChunkId, FusionRequest, text_before
-from radix_ext.cfo import Prefix
+from radix_ext.cfo import Prefix, Scored
 from radix_ext.costs import TRIED_EVERY, Costs, Phase, extend_work
 from radix_ext.loading import worth_loading
 from radix_ext.moved_plan import ReusePlan
@@ -104,6 +104,25 @@ class StorageTier:
                 self.storage.look_up(numbers, partial(self._found_of_others, list(left.values()), asked))
         return asked
 
+    def has(self, identity: ChunkIdentity, head: str, prefix: Prefix, scored: Scored) -> bool:
+        """Whether it has the chunk as it is preprocessed after these, or is alone after none, with so much of it measured."""
+        stored = self.storage.index.get(self._chunk(identity), head, prefix)
+        if stored is None or self.storage.is_off:
+            return False
+        known = self.storage.known(stored)
+        return known.preprocessed == bool(prefix) and known.scored >= scored
+
+    def fetch(self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources) -> bool:
+        """`ask` for what a chunk to preprocess is moved after. Whether to wait for some of it."""
+        self.ask(req, spans, fusion, sources, None)
+        if self.storage.is_off or self.storage.loader.is_paused:
+            return False
+        return any(
+            self._is_wanted(wish.identity, variant, wish.num_tokens)
+            for wish in self._wishes(req, spans, fusion, sources, None)
+            for variant in self._found(wish)
+        )
+
     def is_unpaid(
         self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
     ) -> bool:
@@ -128,7 +147,20 @@ class StorageTier:
             if twin is not None:
                 self.storage.use(twin, piece.cfo)
             elif (variant := self._store.get(identity, *place)) is not None:
-                self._write(identity, variant)
+                self.write(identity, variant)
+
+    def write(self, identity: ChunkIdentity, variant: Variant) -> None:
+        """Keep one of the store's, unless it is kept."""
+        if self.storage.is_off:
+            return
+        heads = self.storage.heads if variant.scores is not None or variant.outward is not None else ()
+        place = Place(*self._chunk(identity), variant.head, variant.prefix, variant.preprocessed)
+        measured = variant.scored, variant.outward is not None, heads
+        entry = entry_of(variant, heads)
+        row = Row(self.storage.names.entry(place, *measured), place, entry.num_tokens, 0, *measured)
+        told = partial(self._tell_store, place, variant)
+        if not self.storage.write(row, lambda: entry, told):
+            told()
 
     def _wishes(
         self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
@@ -188,23 +220,17 @@ class StorageTier:
     def _store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         if is_here:
             assert isinstance(identity, ChunkIdentity)
-            self._write(identity, variant)
+            self.write(identity, variant)
 
-    def _write(self, identity: ChunkIdentity, variant: Variant) -> None:
-        if self.storage.is_off:
-            return
-        heads = self.storage.heads if variant.scores is not None or variant.outward is not None else ()
-        place = Place(*self._chunk(identity), variant.head, variant.prefix, variant.preprocessed)
-        measured = variant.scored, variant.outward is not None, heads
-        entry = entry_of(variant, heads)
-        row = Row(self.storage.names.entry(place, *measured), place, entry.num_tokens, 0, *measured)
-        self.storage.write(row, lambda: entry)
+    def _tell_store(self, place: Place, variant: Variant) -> None:
+        """If it is kept, others may take its place."""
+        stored = self.storage.index.get(place.stored_chunk, place.head, place.prefix)
+        if stored is not None and stored.preprocessed == variant.preprocessed:
+            self._store.set_below(variant)
 
     def _load(self, identity: ChunkIdentity, variant: Variant, num_tokens: int, asked: Asked | None = None) -> None:
         """Unless it is under way, or the store would not have it, or too much is."""
-        nbytes = num_tokens * self.storage.layout.token_bytes
-        place = variant.head, variant.prefix
-        if not self._store.wants(identity, *place, preprocessed=variant.preprocessed, nbytes=nbytes):
+        if not self._is_wanted(identity, variant, num_tokens):
             return
 
         def done(entry: Entry | None) -> None:
@@ -212,6 +238,12 @@ class StorageTier:
                 self._store.put(identity, variant_of(entry, variant, self.storage.heads))
 
         self.storage.load(variant, num_tokens, done, asked=asked)
+
+    def _is_wanted(self, identity: ChunkIdentity, variant: Variant, num_tokens: int) -> bool:
+        """Whether the store would have it."""
+        nbytes = num_tokens * self.storage.layout.token_bytes
+        place = variant.head, variant.prefix
+        return self._store.wants(identity, *place, preprocessed=variant.preprocessed, nbytes=nbytes)
 
     def _chunk(self, identity: ChunkIdentity) -> StoredChunk:
         return self.storage.chunk(("unrotated",), identity.extra_key, identity.cache_salt, identity.chunk)
@@ -252,4 +284,5 @@ def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Varian
         outward,
         stored.reuse,
         stored.num_uses,
+        is_below=True,
     )

@@ -161,16 +161,17 @@ class ChunkRadixCache(SharingRadixCache):
     def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
         """Around a batch's forward, on its stream: what it was promised is filled first, what is worth keeping is copied last.
         Called by our hook."""
-        first_tokens_wait = batch.forward_mode.is_extend()
+        is_extend = batch.forward_mode.is_extend()
+        is_ahead = is_extend and all(map(self._is_preprocessing, batch.reqs))
         watching = self.promiser or self.host
         if self.promiser is not None:
             self.promiser.before(batch)
         with watching.watch(batch) if watching is not None else nullcontext():
             yield
         if self.promiser is not None:
-            self.promiser.after(first_tokens_wait=first_tokens_wait)
+            self.promiser.after(first_tokens_wait=is_extend and not is_ahead, is_ahead=is_ahead)
         if self.host is not None:
-            self.host.after(first_tokens_wait=first_tokens_wait)
+            self.host.after(first_tokens_wait=is_extend)
         if self.storage is not None:
             self.storage.poll(is_round=True)
 
@@ -320,7 +321,7 @@ class ChunkRadixCache(SharingRadixCache):
                 self.storage.clear()
             if self.promiser is not None:
                 cleared = self.promiser.clear_store()
-        if asked.expect is not None and asked.expect.rank == dp_rank:
+        if asked.expect is not None and asked.expect.dp_rank == dp_rank:
             self.expect(asked.expect, asked.guess)
         refusal = None
         if asked.calibrate is not None and self.promiser is not None:
@@ -338,7 +339,7 @@ class ChunkRadixCache(SharingRadixCache):
             chunk_nodes=self._num_chunk_nodes,
             counts=self.stats(),
             num_waiting=num_waiting,
-            explanation=self.explain(asked.explain) if asked.explain and asked.explain.rank == dp_rank else None,
+            explanations=tuple(self.explain(each) for each in asked.explain if each.dp_rank == dp_rank),
             cleared=cleared,
             refusal=refusal,
         )
@@ -521,6 +522,10 @@ class ChunkRadixCache(SharingRadixCache):
     def _is_audit(self, req: Req) -> bool:
         spans = self._spans_of(req)
         return spans is not None and spans.is_audit
+
+    def _is_preprocessing(self, req: Req) -> bool:
+        spans = self._spans_of(req)
+        return spans is not None and spans.is_preprocessing
 
     def _key(
         self, req: Req, token_ids: array[int], spans: RequestSpans, up_to: int, fused: Fused | None = None

@@ -42,8 +42,9 @@ class Promiser(Protocol):
     def report(self, req: Req) -> Report:
         """What became of the request."""
 
-    def after(self, *, first_tokens_wait: bool = False) -> None:
-        """Store some of what was noted; after a forward, whose result is told next."""
+    def after(self, *, first_tokens_wait: bool = False, is_ahead: bool = False) -> None:
+        """Store some of what was noted; after a forward, whose result is told next. `is_ahead`: all of it was sent ahead of
+        requests, so that nobody waits for its tokens."""
 
     def explain(self, req: Req) -> Explanation | None:
         """What was planned for a request that was only matched. None: nothing was."""

@@ -150,6 +150,12 @@ class Loader:
         return num >= MAX_WAITING or num_bytes >= MAX_WAITING_BYTES // 2
 
     @property
+    def is_behind(self) -> bool:
+        """Whether half of the writes that may wait do."""
+        num, num_bytes = self._waiting[Write]
+        return num >= MAX_WAITING // 2 or num_bytes >= MAX_WAITING_BYTES // 2
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing waits."""
         return not (self._loads or self._others)

@@ -197,7 +197,7 @@ class Storage:
         """Whether the storage has as much of it, or something better in its place, or would not take it."""
         old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
         if old is not None:
-            return not _known(row).replaces(self._known(old))
+            return not _known(row).replaces(self.known(old))
         return not self.index.wants(
             row.place.stored_chunk,
             row.place.head,
@@ -206,8 +206,18 @@ class Storage:
             nbytes=row.num_tokens * self.layout.token_bytes,
         )
 
+    def known(self, stored: Variant) -> Known:
+        """What can be used of one of the index's."""
+        return _known(self._in_these_heads(stored.blob.row))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has much to write: what would be written now may soon find no place in its queue."""
+        return not (self.is_off or self.loader.is_paused) and self.loader.is_behind
+
     def write(self, row: Row, entry: Callable[[], Entry], done: Callable[[], object] = lambda: None) -> bool:
-        """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` then. False: nothing is written."""
+        """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` when the index knows what has become of it.
+        False: nothing is written."""
         if self.is_off or self.loader.is_paused or row.name in self._under_way or self.has(row):
             return False
         num_bytes = row.num_tokens * self.layout.token_bytes + OVERHEAD_BYTES
@@ -342,6 +352,7 @@ class Storage:
             "num_entries": held.num_variants,
             "num_bytes": held.num_bytes,
             "max_bytes": self.index.max_bytes,
+            "max_entries": self.index.max_entries,
             "num_evicted": held.num_evicted,
             "late": self.num_late,
             "unpaid": self.num_unpaid,
@@ -386,7 +397,13 @@ class Storage:
         row = job.row
         self._under_way.discard(row.name)
         self._writing_bytes -= job.size
-        done()
+        try:
+            self._take_written(num_cleared, job)
+        finally:
+            done()
+
+    def _take_written(self, num_cleared: int, job: Write) -> None:
+        row = job.row
         if not job.is_confirmed:
             if row.num_bytes:  # another rank could not, or the manifest has it not
                 self._delete_own(job)
@@ -398,7 +415,7 @@ class Storage:
         if old is not None and old.blob.row.name == row.name:
             if old.blob.is_own or not job.is_own:
                 return
-        elif old is not None and not _known(row).replaces(self._known(old)):
+        elif old is not None and not _known(row).replaces(self.known(old)):
             self._delete_own(job)
             return
         stored = _variant(row, old.reuse if old else 0.0, old.num_uses if old else 0, is_own=job.is_own)
@@ -452,7 +469,7 @@ class Storage:
         if row.num_tokens != num_tokens or row.num_bytes > room or self.loader.is_refused(row.name):
             return
         old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
-        if old is not None and not _known(self._in_these_heads(row)).replaces(self._known(old)):
+        if old is not None and not _known(self._in_these_heads(row)).replaces(self.known(old)):
             return
         if old is not None:
             self.index.drop(old)
@@ -465,9 +482,6 @@ class Storage:
     def _tell_uses(self) -> None:
         self.loader.use(list(self._used.values()))
         self._used.clear()
-
-    def _known(self, stored: Variant) -> Known:
-        return _known(self._in_these_heads(stored.blob.row))
 
     def _in_these_heads(self, row: Row) -> Row:
         return row if row.heads in ((), self.heads) else row._replace(scored=0, has_outward=False)

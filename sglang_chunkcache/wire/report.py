@@ -229,6 +229,10 @@ class Explanation(Record, frozen=True):
     """Tokens behind `exact` that would come from host memory, byte for byte. The plan of moves counts them as not there."""
     stored: int = 0
     """Tokens behind these that the storage has. They come if there is time before the admission."""
+    is_kept: bool = False
+    """Of a chunk to preprocess: store or storage has what it is to become."""
+    must_wait: bool = False
+    """Of a chunk to preprocess: neighbours are on their way from the storage, or it has much to write. To be asked again."""
 
 
 class Answer(Record, frozen=True):

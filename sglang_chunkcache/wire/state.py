@@ -16,12 +16,12 @@ STATE_KEY = "chunkcache"
 class ExplainRequest(Record, frozen=True):
     """A request to explain or to expect, not to run: what SGLang would get of it."""
 
-    rank: int
-    """That it would be sent to. Others have nothing to say."""
     input_ids: list[int]
     spans: RequestSpans
     extra_key: str | None
     cache_salt: str | None
+    dp_rank: int = 0
+    """Who is to answer."""
 
 
 class CalibrationPrompt(Record, frozen=True):
@@ -39,7 +39,8 @@ class CalibrationPrompt(Record, frozen=True):
 class Asked(Record, frozen=True):
     """What the front asks of a rank, beside its state."""
 
-    explain: ExplainRequest | None = None
+    explain: tuple[ExplainRequest, ...] = ()
+    """Of any ranks."""
     expect: ExplainRequest | None = None
     """What it needs is loaded ahead."""
     guess: Guess = Guess.HINT
@@ -71,8 +72,8 @@ class RankState(Record, frozen=True):
     chunk_nodes: int
     counts: dict[str, Any]
     """For `/chunkcache/stats`: shown as they are."""
-    explanation: Explanation | None = None
-    """The answer to `explain`."""
+    explanations: tuple[Explanation, ...] = ()
+    """The answers to those of `explain` that this rank was to answer, in their order."""
     cleared: Cleared | None = None
     """The answer to `clear_store`."""
     refusal: str | None = None

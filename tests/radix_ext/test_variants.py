@@ -284,6 +284,19 @@ def test_preprocessed_variants_stay_until_their_first_use() -> None:
     store.check_integrity()
 
 
+def test_preprocessed_variants_that_a_slower_tier_has_are_ordinary() -> None:
+    """They can be had from there, so a store full of them takes others."""
+    store = make_store(tokens=2)
+    first, second = make_variant("x", preprocessed=True), make_variant("y", preprocessed=True)
+    store.put(chunk("a"), first)
+    store.put(chunk("b"), second)
+    assert not store.wants(chunk("c"), "", (), nbytes=TOKEN_BYTES)
+    store.set_below(second)
+    assert store.put(chunk("c"), make_variant())
+    assert [bool(store.find(chunk(name))) for name in "abc"] == [True, False, True]
+    store.check_integrity()
+
+
 def test_head_is_part_of_a_variants_place() -> None:
     """The same chunks before it behind another system prompt are other KV."""
     store = make_store()
@@ -565,11 +578,19 @@ class StoreMachine(RuleBasedStateMachine):
             self.naive.use(chosen, cfo)
             self.store.use(next(variant for variant, naive in self.pairs if naive is chosen), cfo)
 
+    @rule(data=st.data())
+    def keep_below(self, data: st.DataObject) -> None:
+        if self.naive.variants:
+            chosen = data.draw(st.sampled_from(self.naive.variants))
+            chosen.is_below = True
+            self.store.set_below(next(variant for variant, naive in self.pairs if naive is chosen))
+
     @rule()
     def use_what_has_left(self) -> None:
         for variant, naive in self.pairs:
             if naive not in self.naive.variants:
                 self.store.use(variant, 1.0)
+                self.store.set_below(variant)
 
     @invariant()
     def same(self) -> None:

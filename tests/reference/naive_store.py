@@ -23,6 +23,7 @@ class NaiveVariant:
     """0: not known."""
     reuse: float = 0
     num_uses: int = 0
+    is_below: bool = False
     last_used: int = 0
 
     @property
@@ -35,7 +36,7 @@ class NaiveVariant:
 
     @property
     def is_reserved(self) -> bool:
-        return self.preprocessed and self.num_uses == 0
+        return self.preprocessed and self.num_uses == 0 and not self.is_below
 
 
 class NaiveStore:

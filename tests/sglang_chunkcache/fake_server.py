@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -22,6 +23,15 @@ class FakeServer:
         self.refused: set[str] = set()
         self.neighbors = {"moved": 2, "computed": 1, "missing": 0}
         """Of every chunk that has some."""
+        self.kept: set[str] = set()
+        """Chunks that are there already."""
+        self.storage: list[dict[str, Any]] = []
+        """What the first rank's tells, one after the other; the last one for ever."""
+        self.missing_together: set[str] = set()
+        """Chunks that find no neighbour while others are in flight."""
+        self._lock = threading.Lock()
+        self._num_in_flight = self.most_in_flight = 0
+        self.delay_s = 0.0
         self.reply: tuple[int, bytes] | None = None
         fake = self
 
@@ -29,7 +39,13 @@ class FakeServer:
             def do_GET(self) -> None:
                 fake.keys.append(self.headers.get("Authorization"))
                 dropped = fake.num_lost if fake.posts else 0
-                ranks = [{"store": {"pending": n, "dropped": dropped}} for n in (fake.pending, 0)]
+                sizes = {"max_bytes": 1 << 20, "max_entries": 50, "token_bytes": 1024}
+                ranks: list[dict[str, Any]] = [
+                    {"store": {"pending": n, "dropped": dropped, **sizes}} for n in (fake.pending, 0)
+                ]
+                if fake.storage:
+                    told = fake.storage[0] if len(fake.storage) == 1 else fake.storage.pop(0)
+                    ranks[0]["storage"] = {"queue": 0, "problems": {}, **sizes, **told}
                 self._answer(*(fake.reply or (200, json.dumps({"reuse": fake.reuse, "ranks": ranks}).encode())))
 
             def do_POST(self) -> None:
@@ -41,13 +57,7 @@ class FakeServer:
                 elif body["chunk"]["id"] in fake.refused:
                     self._answer(400, b'{"message": "messages: too long"}')
                 else:
-                    fake.pending += 1
-                    told = {
-                        "chunk_tokens": 10,
-                        "neighbors": fake.neighbors if body["neighbors"] else {},
-                        "seconds": 0.5,
-                    }
-                    self._answer(200, json.dumps(told).encode())
+                    self._answer(200, json.dumps(fake._preprocess(body)).encode())
 
             def _answer(self, status: int, content: bytes) -> None:
                 self.send_response(status)
@@ -61,6 +71,21 @@ class FakeServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def _preprocess(self, body: dict[str, Any]) -> dict[str, Any]:
+        kept = body["chunk"]["id"] in self.kept
+        self.pending += not kept
+        with self._lock:
+            self._num_in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
+        time.sleep(self.delay_s)
+        with self._lock:
+            is_together = self._num_in_flight > 1
+            self._num_in_flight -= 1
+        neighbors = {} if kept or not body["neighbors"] else dict(self.neighbors)
+        if neighbors and is_together and body["chunk"]["id"] in self.missing_together:
+            neighbors = {"missing": len(body["neighbors"])}
+        return {"chunk_tokens": 10, "kept": kept, "neighbors": neighbors, "seconds": 0.5}
 
     def close(self) -> None:
         self._server.shutdown()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,24 +54,90 @@ def files(tmp_path: Path) -> list[str]:
 def test_every_chunk_alone_then_behind_its_neighbors(
     server: FakeServer, files: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the corpus' order. Neighbours nearest first, each once, never the chunk itself. Nothing is left waiting."""
-    assert main(["--url", server.url + "/", *files]) == 0
+    """One at a time in the corpus' order. Neighbours nearest first, each once, never itself. Then nothing waits."""
+    assert main(["--url", server.url + "/", *files, "--batch", "1"]) == 0
     assert server.chunks == [("A", []), ("B", []), ("C", []), ("A", ["B", "C"]), ("C", ["A"])]
     assert server.pending == 0
     *table, line = capsys.readouterr().out.splitlines()
     assert len(table) == 3
     assert table[-1].split(maxsplit=1) == ["neighbors", "4 moved, 2 computed, 0 missing"]
-    store = {"pending": 0, "dropped": 0}
-    one = {"seconds_per_chunk": 0.5, "refused": 0}
+    store = {"pending": 0, "dropped": 0, "max_bytes": 1 << 20, "max_entries": 50, "token_bytes": 1024}
     nobody, found = {"moved": 0, "computed": 0, "missing": 0}, {"moved": 4, "computed": 2, "missing": 0}
-    assert json.loads(line) == {
+    result = json.loads(line)
+    for name in ("alone", "behind_neighbors"):
+        seconds, rate = result[name].pop("seconds"), result[name].pop("chunks_per_s")
+        assert rate == pytest.approx(result[name]["chunks"] / seconds, rel=0.2)
+    assert result == {
         "url": server.url,
         "top_n": 10,
-        "alone": {"chunks": 3, "chunk_tokens": 30, "seconds": 1.5, **one, "neighbors": nobody},
-        "behind_neighbors": {"chunks": 2, "chunk_tokens": 20, "seconds": 1.0, **one, "neighbors": found},
+        "batch": 1,
+        "alone": {"chunks": 3, "kept": 0, "chunk_tokens": 30, "refused": 0, "neighbors": nobody},
+        "behind_neighbors": {"chunks": 2, "kept": 0, "chunk_tokens": 20, "refused": 0, "neighbors": found},
         "lost": 0,
+        "unwritten": 0,
         "stores": [store, store],
+        "storages": [],
     }
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_so_many_requests_are_in_flight(server: FakeServer, batch: int) -> None:
+    """The engine computes together what comes together. Every chunk alone comes before the first one behind others."""
+    server.delay_s = 0.02
+    texts = {str(number): f"text {number}" for number in range(12)}
+    near = {name: ["0"] for name in texts if name != "0"}
+    result = preprocess(Client(server.url, None, max_connections=batch), texts, near, top_n=1, batch=batch)
+    assert server.most_in_flight == batch
+    assert (result["alone"]["chunks"], result["behind_neighbors"]["chunks"]) == (12, 11)
+    assert [len(before) for _, before in server.chunks] == [0] * 12 + [1] * 11
+    assert {text for text, _ in server.chunks} == set(texts.values())
+
+
+def test_what_the_server_has_is_kept(server: FakeServer, files: list[str], capsys: Any) -> None:
+    """After a kill: counted apart, and in no rate. With all of it there the work is done."""
+    server.kept = {"a"}
+    assert main(["--url", server.url, *files]) == 0
+    server.kept = {"a", "b", "3"}
+    assert main(["--url", server.url, *files]) == 0
+    *first, line = capsys.readouterr().out.splitlines()
+    again, cut_off = json.loads(line), json.loads(first[3])
+    told = [
+        [run[name][key] for key in ("chunks", "kept")]
+        for run in (cut_off, again)
+        for name in ("alone", "behind_neighbors")
+    ]
+    assert told == [[2, 1], [1, 1], [0, 3], [0, 2]]
+    assert (again["alone"]["chunks_per_s"], again["alone"]["chunk_tokens"]) == (None, 30)
+    assert [row.split() for row in first[4:6]] == [
+        ["alone", "0", "chunks", "3", "kept"],
+        ["behind", "neighbors", "0", "chunks", "2", "kept"],
+    ]
+
+
+def test_chunks_that_others_in_flight_left_without_neighbors_are_tried_alone(
+    server: FakeServer, files: list[str]
+) -> None:
+    """What they were computed after depends on who else was there. One at a time it has all the room, and is tried no more."""
+    server.delay_s, server.missing_together = 0.05, {"a"}
+    result = preprocess(Client(server.url, None), TEXTS, {"a": ["b"], "b": ["a"], "3": ["a"]}, top_n=1, batch=3)
+    assert [text for text, before in server.chunks if before].count("A") == 2
+    assert (result["behind_neighbors"]["chunks"], result["behind_neighbors"]["neighbors"]["missing"]) == (3, 0)
+    server.neighbors = {"missing": 1}
+    preprocess(Client(server.url, None), TEXTS, {"a": ["b"]}, top_n=1, batch=1)
+    assert [text for text, before in server.chunks if before].count("A") == 3
+
+
+def test_storage_is_waited_for_and_its_failures_are_told(server: FakeServer, files: list[str], capsys: Any) -> None:
+    """Done is what is on the disk. What was not written is with the next start of the command."""
+    server.storage = [{}, {"queue": 2}, {"queue": 1}, {"problems": {"damaged": 1}}]
+    assert main(["--url", server.url, *files]) == 0
+    assert len(server.storage) == 1
+    capsys.readouterr()
+    server.storage = [{"problems": {"failed": 1}}, {"problems": {"failed": 3, "paused": 1}}]
+    assert main(["--url", server.url, *files]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["storages"][0]["problems"] == {"failed": 3, "paused": 1}
+    assert "the storage failed 3 times; start the command again" in err
 
 
 def test_neighbors_are_movable_before_they_are_needed(server: FakeServer, files: list[str]) -> None:
@@ -131,13 +200,96 @@ def test_progress_is_shown(server: FakeServer, files: list[str], monkeypatch: An
     """On stderr, so that stdout stays readable by programs."""
     monkeypatch.setattr(command, "PROGRESS_S", 0.0)
     main(["--url", server.url, *files])
-    assert "alone: 3/3, 500.0 ms per chunk" in capsys.readouterr().err
+    assert re.search(r"alone: 3/3, [\d.]+ chunks/s, 00:00 left", capsys.readouterr().err)
+
+
+def test_terminal_gets_a_bar(server: FakeServer, files: list[str], monkeypatch: Any, capsys: Any) -> None:
+    """With rate and time left, refusals between. Not with --json, for which the lines are."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    server.refused = {"a"}
+    main(["--url", server.url, *files])
+    shown = capsys.readouterr().err
+    assert re.search(r"alone: +0%.* 0/3 \[", shown)
+    assert "alone: 'a' is refused" in shown
+    main(["--url", server.url, *files, "--json"])
+    assert "0/3" not in capsys.readouterr().err
 
 
 def test_nothing_to_put_behind_neighbors(server: FakeServer) -> None:
     """An empty neighbour file: the first pass alone, and no division by zero."""
     result = preprocess(Client(server.url, None), TEXTS, {}, top_n=10)
-    assert (result["alone"]["chunks"], result["behind_neighbors"]["seconds_per_chunk"]) == (3, None)
+    assert (result["alone"]["chunks"], result["behind_neighbors"]["chunks_per_s"]) == (3, None)
+
+
+# The plan
+
+
+def test_plan_does_the_first_chunks_and_tells_what_all_would_take(
+    server: FakeServer, tmp_path: Path, capsys: Any
+) -> None:
+    """The first with neighbours, after what they need; tokens by characters, time by their rates. All is too much here."""
+    names = [f"n{number}" for number in range(100)]
+    corpus = write(tmp_path / "c.jsonl", [{"id": name, "text": name.ljust(40)} for name in names])
+    near = [
+        {"id": name, "neighbors": [names[number - 1], names[-1]]} for number, name in enumerate(names) if number % 2
+    ]
+    flags = ["--corpus", str(corpus), "--neighbors", str(write(tmp_path / "n.jsonl", near)), "--top-n", "1"]
+    server.delay_s, server.neighbors = 0.01, {"moved": 1}
+    assert main(["--url", server.url, *flags, "--plan", "4", "--batch", "1"]) == 1
+    sent = [(text.strip(), [each.strip() for each in before]) for text, before in server.chunks]
+    assert sent == [(name, []) for name in names[:8]] + [(names[at], [names[at - 1]]) for at in (1, 3, 5, 7)]
+    out, err = capsys.readouterr()
+    *table, line = out.splitlines()
+    told = json.loads(line)["plan"]
+    seconds = told.pop("seconds")
+    assert told == {
+        "chunks": 100,
+        "with_neighbors": 50,
+        "neighbors": 50,
+        "requests": 150,
+        "tokens": 1500,
+        "bytes": 1500 * 1024,
+        "max_bytes": 1 << 20,
+        "max_entries": 50,
+    }
+    assert 1.5 <= seconds <= 10
+    assert "150 requests, 100 chunks, 50 neighbors" in table[-4]
+    assert "too small: --chunkcache-store-mib 2 is needed" in err
+    assert "raise --chunkcache-store-chunks by the factor 3.0" in err
+
+
+def test_plan_of_what_is_there_fits_and_takes_no_time_that_is_known(
+    server: FakeServer, files: list[str], capsys: Any
+) -> None:
+    """Nothing was measured."""
+    server.kept = {"a", "b", "3"}
+    server.storage = [{"max_bytes": 1 << 30, "max_entries": 5}]
+    assert main(["--url", server.url, *files, "--plan"]) == 0
+    out = capsys.readouterr().out
+    assert "time unknown, all measured chunks were kept" in out
+    told = json.loads(out.splitlines()[-1])["plan"]
+    assert (told["seconds"], told["max_bytes"]) == (None, 1 << 30), "the storage counts where there is one"
+
+
+def test_plan_keeps_no_texts(server: FakeServer, tmp_path: Path, capsys: Any) -> None:
+    """Lengths, ids, and each id once: 70 MB for 100,000 chunks with ten neighbours each, however long they are."""
+    num, text = 20_000, "x" * 2000
+    corpus, neighbors = tmp_path / "c.jsonl", tmp_path / "n.jsonl"
+    with corpus.open("w") as texts, neighbors.open("w") as near:
+        for at in range(num):
+            texts.write(f'{{"id": "chunk{at}", "text": "{text}"}}\n')
+            near.write(
+                json.dumps({"id": f"chunk{at}", "neighbors": [f"chunk{(at + k) % num}" for k in range(1, 11)]}) + "\n"
+            )
+    tracemalloc.start()
+    try:
+        assert main(["--url", server.url, "--corpus", str(corpus), "--neighbors", str(neighbors), "--plan", "2"]) == 1
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]
+    assert (told["requests"], told["neighbors"]) == (2 * num, 10 * num)
+    assert peak < 700 * num
 
 
 # Files
@@ -217,6 +369,13 @@ def test_top_n_below_one_is_refused(files: list[str], capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="2"):
         main(["--url", "x", *files, "--top-n", "0"])
     assert "--top-n: must be at least 1" in capsys.readouterr().err
+    for batch in ("0", "65"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--url", "x", *files, "--batch", batch])
+        assert "--batch: must be from 1 to 64" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", "x", *files, "--plan", "0"])
+    assert "--plan: must be at least 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["--url", "x", *files, "--max-missing", "1.5"])
     assert "--max-missing: must be from 0 to 1" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 """Servers with host memory and a storage, killed at random moments of requests and of preprocessing: the next start finds what
-was confirmed and nothing torn, and answers as before."""
+was confirmed and nothing torn, answers as before, and goes on with preprocessing where it was."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -68,15 +70,6 @@ def ask_quietly(url: str, chunks: Any, extra: dict[str, Any]) -> None:
     post(url + "/rag/v1/chat/completions", body)
 
 
-def preprocess(url: str, seed: int) -> None:
-    """Chunk after chunk behind another one, until the server is gone."""
-    with suppress(CommandError, OSError):
-        for number in range(10_000):
-            chunk, neighbor = PASSAGES[number % 20], PASSAGES[(number + seed + 1) % 20]
-            told = [{"id": each.id, "text": each.text} for each in (chunk, neighbor)]
-            post(url + "/chunkcache/preprocess", {"chunk": told[0], "neighbors": told[1:]})
-
-
 def found_by_next_start(folder: Path) -> int:
     """How many entries; each has the bytes of its row, whole."""
     config = ChunkCacheConfig(
@@ -102,10 +95,9 @@ def found_by_next_start(folder: Path) -> int:
         manifest.close()
 
 
-@pytest.mark.parametrize(("work", "kills"), [(load, 10), (preprocess, 5)], ids=["requests", "preprocessing"])
-def test_killed_servers_tear_nothing(tmp_path: Path, work: Any, kills: int) -> None:
+def test_killed_servers_tear_nothing(tmp_path: Path) -> None:
     rng, expected, num_before = random.Random(0), "", 0
-    for kill in range(scaled(kills)):
+    for kill in range(scaled(10)):
         log = tmp_path / f"{kill}.log"
         with Server(flags(tmp_path / "kept"), log=log, launcher=mixed_load.POISONED, env=STRICT) as server:
             told = get(server.url + "/chunkcache/stats")["ranks"][0]["storage"]
@@ -113,7 +105,7 @@ def test_killed_servers_tear_nothing(tmp_path: Path, work: Any, kills: int) -> N
             answer = text_of(ask(server, PASSAGES[:4], QUESTION))
             assert answer == (expected or answer)
             expected = answer
-            clients = [threading.Thread(target=work, args=(server.url, 10 * kill + each)) for each in range(3)]
+            clients = [threading.Thread(target=load, args=(server.url, 10 * kill + each)) for each in range(3)]
             for client in clients:
                 client.start()
             time.sleep(rng.uniform(0.5, LONGEST_S))
@@ -124,3 +116,99 @@ def test_killed_servers_tear_nothing(tmp_path: Path, work: Any, kills: int) -> N
         assert mixed_load.problems_of_log(log) == []
         num_before = found_by_next_start(tmp_path / "kept")
     assert num_before > 0, "nothing was stored"
+
+
+NUM_AHEAD, TOP_N, BATCH = 200, 3, 4
+
+
+class Ahead:
+    """The command on a corpus of `NUM_AHEAD` passages."""
+
+    def __init__(self, folder: Path) -> None:
+        rng, passages = random.Random(1), World(31, NUM_AHEAD).passages
+        rows: dict[str, list[dict[str, Any]]] = {
+            "corpus": [{"id": each.id, "text": each.text} for each in passages],
+            "neighbors": [{"id": e.id, "neighbors": [n.id for n in rng.sample(passages, TOP_N + 1)]} for e in passages],
+        }
+        self._flags = ["--top-n", str(TOP_N), "--batch", str(BATCH)]
+        for name, lines in rows.items():
+            path = folder / f"{name}.jsonl"
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            self._flags += [f"--{name}", str(path)]
+
+    def start(self, server: Server) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", server.url, *self._flags]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def finish(self, server: Server) -> dict[str, Any]:
+        """From where it was to the end."""
+        running = self.start(server)
+        out, err = running.communicate(timeout=600)
+        assert running.returncode == 0, err
+        result: dict[str, Any] = json.loads(out.splitlines()[-1])
+        for name in ("alone", "behind_neighbors"):
+            assert result[name]["chunks"] + result[name]["kept"] == NUM_AHEAD
+        return result
+
+
+def kept_by(server: Server, at_least: int, running: subprocess.Popen[str]) -> tuple[int, int]:
+    """(entries in the storage, requests that were computed) as soon as there are so many entries."""
+    deadline = time.monotonic() + 300
+    while True:
+        told = get(server.url + "/chunkcache/stats")
+        num = told["ranks"][0]["storage"]["num_entries"]
+        if num >= at_least:
+            assert running.poll() is None, "the command was done before it was killed"
+            return num, told["requests"]["finished"]
+        assert time.monotonic() < deadline, told["ranks"][0]["storage"]
+        time.sleep(0.05)
+
+
+def test_killed_preprocessing_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Command and server in turn, ten kills: nothing that was kept is lost, or computed again."""
+    ahead, rng, kept = Ahead(tmp_path), random.Random(2), tmp_path / "kept"
+    storage = json.dumps({"directory": str(kept)})
+    flags = [
+        *(
+            *mixed_load.FLAGS,
+            "--chunkcache-store-mib",
+            "1",
+            "--chunkcache-calibrate",
+            "off",
+            "--chunkcache-audit-share",
+            "0",
+        ),
+        *("--chunkcache-storage-backend", "file", "--chunkcache-storage-backend-extra-config", storage),
+    ]
+    lives, num_kept, num_computed, num_loaded = scaled(5), 0, 0, 0
+    for life in range(lives + 1):
+        log = tmp_path / f"{life}.log"
+        with Server(flags, log=log, launcher=mixed_load.POISONED, env=STRICT) as server:
+            found = get(server.url + "/chunkcache/stats")["ranks"][0]["storage"]
+            assert (found["num_entries"], found["problems"]) == (num_kept, {})
+            if life == lives:
+                result = ahead.finish(server)
+                again = ahead.finish(server)
+                assert [again[name]["chunks"] for name in ("alone", "behind_neighbors")] == [0, 0]
+                num_computed += get(server.url + "/chunkcache/stats")["requests"]["finished"]
+                num_loaded = again["storages"][0]["loaded"]
+                break
+            for half in (0.3, 0.8):
+                running = ahead.start(server)
+                share = (life + half + rng.uniform(-0.1, 0.1)) / (lives + 1)
+                num_kept, finished = kept_by(server, round(2 * NUM_AHEAD * share), running)
+                if half < 0.5:
+                    running.kill()
+                else:
+                    os.killpg(server.pid, signal.SIGKILL)
+                _, err = running.communicate(timeout=60)
+            assert running.returncode == 2, err
+            num_computed += finished
+        assert mixed_load.problems_of_log(log) == []
+        num_found = found_by_next_start(kept)
+        assert num_found >= num_kept, "what was kept is lost"
+        num_kept = num_found
+    assert mixed_load.problems_of_log(log) == []
+    assert result["storages"][0]["num_entries"] == found_by_next_start(kept) == 2 * NUM_AHEAD
+    print(f"{num_computed} requests for {2 * NUM_AHEAD} chunks, {num_loaded} loads in the last life, {result}")
+    assert num_computed <= 2 * NUM_AHEAD + 2 * lives * (BATCH + 32)

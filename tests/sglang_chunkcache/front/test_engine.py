@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,11 @@ from radix_ext import FusionRequest
 from radix_ext.audit import AuditState, Terms
 from sglang_chunkcache.front.audit import Check
 from sglang_chunkcache.front.engine import Engine, hand_over, handed_over
-from sglang_chunkcache.wire.message import encode
-from sglang_chunkcache.wire.report import Report
+from sglang_chunkcache.wire.message import decode, encode
+from sglang_chunkcache.wire.report import Explanation, Report
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
+from sglang_chunkcache.wire.state import Asked as AskedOfRanks
 from tests.sglang_chunkcache.front.front_bench import SECRET, A, Asked, Bench, make_output
 
 
@@ -105,6 +107,70 @@ def test_scheduler_is_told_and_the_rank_named() -> None:
         run(manager, bench, make_request(rag))
         assert manager.asked[0].sampling_params == {"n": 1, "custom_params": rag.custom_params}
         assert manager.asked[0].routed_dp_rank == rank
+
+
+class Ranks:
+    """SGLang's communicator: one message at a time, which two ranks answer when they are told to."""
+
+    def __init__(self) -> None:
+        self.messages, self.gate = list[int](), asyncio.Event()
+        self.error: Exception | None = None
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    async def get_internal_state_communicator(self, message: Any) -> list[Any]:
+        asked = decode(message.rid, AskedOfRanks).explain
+        self.messages.append(len(asked))
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        states = []
+        for rank in (1, 0):
+            told = [Explanation(len(each.input_ids), 0, rank) for each in asked if each.dp_rank == rank]
+            states.append(RankState(rank, 0, 0, 0, 0, {}, tuple(told)))
+        return [SimpleNamespace(internal_state={STATE_KEY: encode(state)}) for state in states]
+
+
+def test_what_is_asked_while_ranks_answer_is_asked_together() -> None:
+    """A rank answers between two forwards: a message each would hold back all but one chunk of a batch. Each gets the answer to
+    its own question, by its own rank, whoever has gone meanwhile."""
+    bench, ranks = Bench(num_ranks=2), Ranks()
+    engine = Engine(ranks, bench.books)
+    plans = [replace(bench.plan("q" * number, A), rank=number % 2) for number in range(1, 6)]
+
+    async def ask() -> list[Any]:
+        asked = []
+        for plan in plans:
+            asked.append(asyncio.create_task(engine.explain(plan)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        asked[2].cancel()
+        ranks.gate.set()
+        return list(await asyncio.gather(*asked, return_exceptions=True))
+
+    told = asyncio.run(ask())
+    assert ranks.messages == [1, 4]
+    assert isinstance(told.pop(2), asyncio.CancelledError)
+    del plans[2]
+    assert [(each.exact, each.end) for each in told] == [(len(plan.input_ids), plan.rank) for plan in plans]
+
+
+def test_ranks_that_fail_fail_all_who_have_asked() -> None:
+    """And nobody who asks later."""
+    bench, ranks = Bench(), Ranks()
+    engine, ranks.error = Engine(ranks, bench.books), RuntimeError("lost")
+    ranks.gate.set()
+    plan = bench.plan("q", A)
+
+    async def ask() -> list[Any]:
+        failed = await asyncio.gather(engine.explain(plan), engine.explain(plan), return_exceptions=True)
+        ranks.error = None
+        return [*failed, await engine.explain(plan)]
+
+    *failed, told = asyncio.run(ask())
+    assert [str(error) for error in failed] == ["lost", "lost"]
+    assert told.exact == len(plan.input_ids)
 
 
 def test_requests_of_others_pass_unobserved() -> None:

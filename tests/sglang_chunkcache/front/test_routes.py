@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,12 @@ import httpx
 import openai
 from fastapi import FastAPI
 from fastapi.responses import ORJSONResponse
+from msgspec import structs
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, decide_request_auth
 
 from radix_ext.guesses import Guess
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.front import preprocessing
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.guard import Limits
 from sglang_chunkcache.front.parts import Parts
@@ -70,8 +73,11 @@ class Manager:
 
     async def get_internal_state_communicator(self, message: Any) -> list[Any]:
         asked = decode(message.rid, Asked)
-        self.sent.append(asked.explain or asked)
-        return [SimpleNamespace(internal_state=state) for state in self.states]
+        self.sent += asked.explain or [asked]
+        ranks = [rank for state in self.states if state for rank in [decode(state["chunkcache"], RankState)]]
+        asked_of = Counter(each.dp_rank for each in asked.explain)
+        told = [structs.replace(rank, explanations=asked_of[rank.dp_rank] * rank.explanations) for rank in ranks]
+        return [SimpleNamespace(internal_state={"chunkcache": encode(state)}) for state in told]
 
     async def generate_request(self, obj: Any, raw_request: Any) -> AsyncIterator[Any]:
         self.sent.append(obj)
@@ -91,7 +97,8 @@ def state_of(
     rank: int, explanation: Explanation | None = None, cleared: Cleared | None = None, **counts: Any
 ) -> dict[str, Any]:
     """A rank's internal state."""
-    state = RankState(rank, 5, seq=0, digest=0, chunk_nodes=0, counts=counts, explanation=explanation, cleared=cleared)
+    told = (explanation,) if explanation else ()
+    state = RankState(rank, 5, seq=0, digest=0, chunk_nodes=0, counts=counts, explanations=told, cleared=cleared)
     return {"chunkcache": encode(state)}
 
 
@@ -284,7 +291,7 @@ def test_hint_sends_its_rank_what_a_request_would(call: Any, body: Any) -> None:
     (asked,) = manager.sent
     send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS})
     request = manager.sent[1]
-    assert (asked.guess, asked.expect.rank, asked.expect.spans) == (Guess.HINT, 0, request.spans)
+    assert (asked.guess, asked.expect.dp_rank, asked.expect.spans) == (Guess.HINT, 0, request.spans)
     end = request.spans.spans[-1].end
     assert asked.expect.input_ids[:end] == request.input_ids[:end]
 
@@ -559,6 +566,71 @@ def test_neighbors_without_plain_kv_are_computed_alone_first(call: Any, report: 
     assert send(chunkcache_preprocess, body)[1]["neighbors"] == expected
     prompts = ["".join(map(chr, obj.input_ids)) for obj in manager.sent if not isinstance(obj, ExplainRequest)]
     assert [prompt[3:-3] for prompt in prompts] == [f"{D.text};", f"{B.text};{C.text};{D.text};{A.text};"]
+    assert bench.is_idle()
+
+
+def test_ranks_that_have_the_chunk_compute_nothing(call: Any) -> None:
+    """One of two has it: the other one computes it. Both: it is kept, and its tokens are told all the same."""
+    bench, manager, send = call(reuse="fused", num_ranks=2)
+    body = {"chunk": CHUNKS[0], "neighbors": [CHUNKS[1]]}
+    manager.states = [state_of(rank, Explanation(20, 0, 20, is_kept=rank == 0)) for rank in (0, 1)]
+    answer = send(chunkcache_preprocess, body)[1]
+    assert (answer["kept"], sum(answer["neighbors"].values())) == (False, 1)
+    assert [obj.routed_dp_rank for obj in manager.sent if not isinstance(obj, ExplainRequest)] == [1]
+    manager.sent.clear()
+    manager.states = [state_of(rank, Explanation(20, 0, 20, is_kept=True)) for rank in (0, 1)]
+    answer = send(chunkcache_preprocess, body)[1]
+    assert (answer["kept"], answer["chunk_tokens"], answer["fates"]) == (True, len(A.text) + 1, {})
+    assert [obj.dp_rank for obj in manager.sent] == [0, 1]
+    assert bench.is_idle()
+
+
+def test_all_ranks_compute_at_once(call: Any) -> None:
+    """None waits for another one's prefill."""
+    _, manager, send = call(reuse="fused", num_ranks=3)
+    manager.states = [state_of(rank, Explanation(20, 0, 20)) for rank in range(3)]
+    generate, barrier = manager.generate_request, asyncio.Barrier(3)
+
+    async def together(obj: Any, raw_request: Any) -> AsyncIterator[Any]:
+        async with asyncio.timeout(10):
+            await barrier.wait()
+        async for output in generate(obj, raw_request):
+            yield output
+
+    manager.generate_request = together
+    status, answer = send(chunkcache_preprocess, {"chunk": CHUNKS[0]})
+    assert (status, answer["kept"]) == (200, False)
+
+
+@pytest.mark.parametrize(("wait_s", "num_asked"), [(10.0, 4), (0.0, 1)])
+def test_chunk_waits_for_the_rank_s_storage(
+    call: Any, monkeypatch: pytest.MonkeyPatch, wait_s: float, num_asked: int
+) -> None:
+    """It is asked again until its neighbours have come, and for so long at most: then what has not come is computed."""
+    monkeypatch.setattr(preprocessing, "WAIT_S", wait_s)
+    _, manager, send = call(reuse="fused")
+    loading = state_of(0, Explanation(0, 0, 0, must_wait=True))
+    there = state_of(0, Explanation(20, 0, 20, (Source(3, 9, 0, "host"),)))
+    told = iter([loading, loading, loading, *[there] * 9])
+    ask = manager.get_internal_state_communicator
+
+    async def communicate(message: Any) -> list[Any]:
+        manager.states = [next(told)]
+        return list(await ask(message))
+
+    manager.get_internal_state_communicator = communicate
+    assert send(chunkcache_preprocess, {"chunk": CHUNKS[0], "neighbors": [CHUNKS[1]]})[0] == 200
+    prompts = [obj for obj in manager.sent if not isinstance(obj, ExplainRequest)]
+    first = manager.sent.index(prompts[0])
+    assert (first, len(prompts)) == (num_asked, 1 if num_asked == 4 else 2)
+
+
+def test_error_of_one_rank_is_the_answer(call: Any) -> None:
+    """When all are done."""
+    bench, manager, send = call(reuse="fused", num_ranks=2)
+    manager.states = [state_of(0, Explanation(20, 0, 20)), state_of(1)]
+    status, answer = send(chunkcache_preprocess, {"chunk": CHUNKS[0]})
+    assert (status, answer["message"]) == (500, "rank 1 does not explain")
     assert bench.is_idle()
 
 

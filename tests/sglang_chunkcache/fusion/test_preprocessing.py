@@ -115,7 +115,7 @@ def fill(server: Server, order: Sequence[str] = ORDERS[0]) -> dict[str, Any]:
     """Preprocess the corpus in this order."""
     client: Any = server
     texts = {name: TEXTS[name] for name in order}
-    result = preprocess(client, texts, {name: list(NEIGHBORS[name]) for name in order}, top_n=10)
+    result = preprocess(client, texts, {name: list(NEIGHBORS[name]) for name in order}, top_n=10, batch=1)
     server.scheduler.check()
     return result
 
@@ -160,6 +160,16 @@ def test_the_order_of_the_corpus_does_not_matter(runner: Any) -> None:
         assert got.keys() == expected.keys()
         for key, variant in got.items():
             assert_same(variant, expected[key])
+
+
+def test_what_is_there_is_not_computed_again(runner: Any) -> None:
+    """The whole work a second time, in another order: nothing runs and nothing enters the store."""
+    server = Server(runner)
+    fill(server)
+    num_put = len(server.put)
+    again = fill(server, ORDERS[1])
+    assert [(again[name]["chunks"], again[name]["kept"]) for name in ("alone", "behind_neighbors")] == [(0, 6), (0, 6)]
+    assert len(server.put) == num_put
 
 
 def test_neighbors_are_plain_though_the_store_holds_few(runner: Any) -> None:

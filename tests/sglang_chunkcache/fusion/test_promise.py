@@ -326,7 +326,7 @@ def test_explain_tells_the_plan_and_changes_nothing() -> None:
     spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=SECRET)
     assert spans is not None
     before = scheduler.tree_slots(), scheduler.cache.log.seq
-    asked = ExplainRequest(0, list(req.origin_input_ids), spans, None, None)
+    asked = ExplainRequest(list(req.origin_input_ids), spans, None, None)
     found = (Source(2, 6, 0, "gap"), Source(6, 9, 1, "device", 1, cfo=1))
     assert scheduler.cache.explain(asked) == Explanation(2, 0, 9, found)
     assert (scheduler.tree_slots(), scheduler.cache.log.seq) == before

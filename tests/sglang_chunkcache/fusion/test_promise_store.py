@@ -193,7 +193,7 @@ def test_explain_is_no_use() -> None:
     req = rag(A)
     spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=SECRET)
     assert spans is not None
-    scheduler.cache.explain(ExplainRequest(0, list(req.origin_input_ids), spans, None, None))
+    scheduler.cache.explain(ExplainRequest(list(req.origin_input_ids), spans, None, None))
     assert facts(node_of(scheduler, HEAD, A)).used == before
 
 

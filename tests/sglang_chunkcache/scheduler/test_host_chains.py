@@ -291,7 +291,7 @@ def test_explain_loads_nothing() -> None:
     scheduler.evict(CAPACITY)
     req = rag(A, B)
     spans = checked(scheduler.cache._spans_of(req), req.origin_input_ids)
-    told = scheduler.cache.explain(ExplainRequest(0, list(req.origin_input_ids), spans, None, None))
+    told = scheduler.cache.explain(ExplainRequest(list(req.origin_input_ids), spans, None, None))
     assert (told.exact, told.loaded) == (0, len(HEAD + A + B))
     assert scheduler.cache.host.stats()["loads"] == 0
 

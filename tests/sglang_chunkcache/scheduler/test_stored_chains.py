@@ -142,7 +142,7 @@ def test_arriving_request_has_its_chain_loaded(disk: ChainDisk) -> None:
 def unsent(req: FakeReq, rank: int = 0) -> ExplainRequest:
     spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=SECRET)
     assert spans is not None
-    return ExplainRequest(rank, list(req.origin_input_ids), spans, req.extra_key, req.cache_salt)
+    return ExplainRequest(list(req.origin_input_ids), spans, req.extra_key, req.cache_salt, rank)
 
 
 def expect(server: Server, req: FakeReq, guess: Guess = Guess.HINT, *, rank: int = 0) -> None:

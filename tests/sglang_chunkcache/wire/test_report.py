@@ -22,12 +22,10 @@ EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicte
         Answer(EVENTS),
         Answer(EVENTS, REPORT),
         Explanation(1, 2, 3, SOURCES, (Fallback.NO_SOURCE,)),
-        ExplainRequest(
-            1, [1, 2], RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2)), None, "salt"
-        ),
+        ExplainRequest([1, 2], RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2)), None, "salt"),
         Asked(clear_store=True),
         RankState(1, 2, 3, 4, 5, {}, cleared=Cleared(1, 2, 3)),
-        RankState(1, 2, 3, 2**63 - 1, 4, {"free": 1, "store": {"pending": 0}}, Explanation(0, 0, 0)),
+        RankState(1, 2, 3, 2**63 - 1, 4, {"free": 1, "store": {"pending": 0}}, (Explanation(0, 0, 0, is_kept=True),)),
     ],
     ids=lambda message: type(message).__name__,
 )
