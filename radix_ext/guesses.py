@@ -42,6 +42,7 @@ class GuessCounts:
     """Of one kind, since the start."""
 
     loads: int = 0
+    """Chunks."""
     used: int = 0
     wasted: int = 0
     over: int = 0
@@ -67,8 +68,9 @@ class Guesses:
         self._num_requests = 0
 
     def has_room(self, guess: Guess, tenant: Hashable, num_bytes: int) -> bool:
-        """Whether so much more may be under way for the tenant."""
-        has_room = self._under_way.get(tenant, 0) + num_bytes <= self.max_bytes
+        """Whether so much more may be under way for the tenant. One load may, whatever its size."""
+        under_way = self._under_way.get(tenant, 0)
+        has_room = not under_way or under_way + num_bytes <= self.max_bytes
         self._kinds[guess].counts.over += not has_room
         return has_room
 
@@ -81,10 +83,9 @@ class Guesses:
         self._under_way[tenant] -= num_bytes
         if not self._under_way[tenant]:
             del self._under_way[tenant]
-        if has_come:
+        if has_come and chunk not in self._open:
             self._kinds[guess].counts.loads += 1
-            if chunk not in self._open:
-                self._open[chunk] = _Open(guess, self._num_requests)
+            self._open[chunk] = _Open(guess, self._num_requests)
 
     def asked(self, chunk: Hashable) -> None:
         """A request asks for the chunk."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,7 +173,8 @@ class Retriever:
                 return self._search_dense(index, vectors, k=depth, nprobe=num_lists)
 
             if told_first is not None and 0 < first_nprobe < nprobe and index.has_lists:
-                told_first(_timed(ms, "first", lambda: _read(index, _merged([near(first_nprobe), *lists], k))))
+                with suppress(CorruptIndexError):  # of a passage that the whole search may not find
+                    told_first(_timed(ms, "first", lambda: _read(index, _merged([near(first_nprobe), *lists], k))))
             lists.insert(0, _timed(ms, "dense", lambda: near(nprobe)))
         return SearchResult(_timed(ms, "read", lambda: _read(index, _merged(lists, k))), ms)
 
@@ -188,11 +190,9 @@ class Retriever:
         if not rows:
             return []
         vectors = index.vector_file.read_rows(np.array(rows))
-        scores, found = index.search_dense(vectors, k=n + len(rows), nprobe=nprobe)
         best: dict[int, float] = {}
-        for row, score in zip(found.ravel().tolist(), scores.ravel().tolist(), strict=True):
-            if row >= 0 and row not in rows:
-                best[row] = max(score, best.get(row, score))
+        for found in self._search_dense(index, vectors, k=n + len(rows), nprobe=nprobe):
+            best.update((row, max(score, best.get(row, score))) for row, score in found if row not in rows)
         return index.store.get(sorted(best, key=lambda row: -best[row])[:n])
 
     def refresh(self) -> bool:

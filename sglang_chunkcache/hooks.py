@@ -91,7 +91,7 @@ def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
 def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     cache = _ours(scheduler.tree_cache)
     if cache is not None:
-        cache.look_ahead.queue = lambda: scheduler.waiting_queue
+        cache.look_ahead.queue, cache.look_ahead.is_stale = (lambda: scheduler.waiting_queue), True
         cache.arrived(req)
     return result
 

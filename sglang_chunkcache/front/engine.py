@@ -24,6 +24,9 @@ from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import STATE_KEY, Asked, CalibrationPrompt, Cleared, ExplainRequest, RankState
 
+MAX_EXPECTED = 16
+"""Requests that ranks are told to expect at once. More are let be: SGLang sends one message at a time, operators' as well."""
+
 
 def hand_over(raw_request: Request, rag: RagRequest) -> None:
     """Attach `rag` to the HTTP request: SGLang's chat serving passes nothing else on to the engine."""
@@ -146,7 +149,9 @@ class Engine:
         return await explained
 
     def expect(self, planned: Planned, guess: Guess) -> None:
-        """Have its rank load what the request would need of the storage. Waits for nothing, nobody is told what came of it."""
+        """Have its rank load what the request would need of the storage. Waits for nothing, nobody is told what comes of it."""
+        if len(self._expecting) >= MAX_EXPECTED:
+            return
         task = asyncio.ensure_future(self._ask(Asked(expect=self._unsent(planned), guess=guess)))
         self._expecting.add(task)
         task.add_done_callback(self._expecting.discard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -75,14 +75,14 @@ class Intake:
         body = await json_object(raw_request, self._config)
         ours = (*RagFields.model_fields, "texts")
         refuse_misspelt(body, ours=ours, theirs=ChatCompletionRequest.model_fields)
-        if not any(body.get(name) for name in ("texts", "chunks", "retrieve")):
+        if not (body.get("texts") or body.get("chunks") or body.get("retrieve") is not None):
             raise RequestError("texts: give texts, chunks or retrieve")
         texts, messages = body.pop("texts", None), body.get("messages") or []
         if texts is not None:
             if body.get("chunks") or not isinstance(texts, list):
                 raise RequestError("texts: must be a list of strings, and not together with chunks")
             body["chunks"] = [{"text": text} for text in texts]
-        if isinstance(messages, list) and not any(_is_users(message) for message in messages[-1:]):
+        if isinstance(messages, list) and body.get("retrieve") is None and _lacks_question(body, messages):
             body["messages"] = [*messages, UNKNOWN]
         return (await self._chat(body, raw_request, expects=False))[1]
 
@@ -130,7 +130,7 @@ class Intake:
                 prefill=prefill,
             )
             num_chars = sum(_num_chars(message.get("content")) for message in messages)
-            return await self._plan(draft, num_chars + _num_passage_chars(passages), raw_request)
+            return await self._plan(draft, num_chars + _num_passage_chars(passages), raw_request.is_disconnected)
 
         if fields.retrieve is None:
             return request, await plan(passages)
@@ -148,14 +148,16 @@ class Intake:
         if not (self._config.next_turn and self._loads_ahead):
             return
         passages = await self._search().near(planned.order, self._config.next_turn)
+        draft = partial(
+            self._parts.drafter.chat,
+            [UNKNOWN],
+            passages,
+            identity=planned.draft.identity,
+            options=Options(fusion=options.fusion, rank=planned.rank),
+        )
         with suppress(ChunkCacheError):
-            draft = self._parts.drafter.chat(
-                [UNKNOWN],
-                passages,
-                identity=planned.draft.identity,
-                options=Options(fusion=options.fusion, rank=planned.rank),
-            )
-            self._parts.engine.expect(self._parts.planner.plan(draft), Guess.NEXT_TURN)
+            expected = await self._plan(draft, _num_passage_chars(passages), _never)
+            self._parts.engine.expect(expected, Guess.NEXT_TURN)
 
     async def retrieval(self, raw_request: Request) -> tuple[RetrieveBody, Retrieval]:
         """The passages of a query or of messages, with what was asked for."""
@@ -182,7 +184,7 @@ class Intake:
         identity = _identity(raw_request, body.cache_salt, body.extra_key)
         draft = partial(self._parts.drafter.parts, parts, identity=identity, options=options)
         num_chars = sum(len(part) if isinstance(part, str) else _num_passage_chars(part) for part in parts)
-        return body, await self._plan(draft, num_chars, raw_request)
+        return body, await self._plan(draft, num_chars, raw_request.is_disconnected)
 
     async def preprocessing(self, body: PreprocessIn, raw_request: Request, *, rank: int) -> Planned:
         """A chunk after its neighbours, on one rank."""
@@ -197,7 +199,7 @@ class Intake:
             rank=rank,
         )
         num_chars = sum(len(message.content) for message in body.messages)
-        return await self._plan(draft, num_chars + _num_passage_chars([*neighbors, chunk]), raw_request)
+        return await self._plan(draft, num_chars + _num_passage_chars([*neighbors, chunk]), raw_request.is_disconnected)
 
     # Private, in order of use
 
@@ -218,13 +220,15 @@ class Intake:
         if num_chunks > self._config.max_chunks:
             raise RequestError(f"{field}: {num_chunks} given, at most {self._config.max_chunks}")
 
-    async def _plan(self, draft: Callable[..., Draft], num_chars: int, raw_request: Request) -> Planned:
+    async def _plan(
+        self, draft: Callable[..., Draft], num_chars: int, is_gone: Callable[[], Awaitable[bool]]
+    ) -> Planned:
         """Long drafts are made in a thread, plans here: they read the books."""
 
         def make(is_over: threading.Event) -> Draft:
             return draft(is_over=is_over)
 
-        made = await self._parts.drafts.run(make, num_chars=num_chars, is_gone=raw_request.is_disconnected)
+        made = await self._parts.drafts.run(make, num_chars=num_chars, is_gone=is_gone)
         return self._parts.planner.plan(made)
 
     def _openai_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
@@ -286,8 +290,16 @@ class Intake:
         return self._parts.search
 
 
-def _is_users(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "user"
+def _lacks_question(body: Mapping[str, Any], messages: Sequence[Any]) -> bool:
+    """Whether a user's message is still to come: none has, or the last one was answered."""
+    roles = [message.get("role") for message in messages if isinstance(message, dict)]
+    return len(roles) == len(messages) and not (
+        body.get("continue_final_message") or roles[-1:] in (["user"], ["tool"], ["function"])
+    )
+
+
+async def _never() -> bool:
+    return False
 
 
 def _num_chars(content: Any) -> int:

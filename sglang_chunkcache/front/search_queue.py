@@ -70,7 +70,7 @@ class _Settings(NamedTuple):
     first_nprobe: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     query: str
     settings: _Settings
@@ -213,9 +213,14 @@ class SearchQueue:
     def _tell_first(self, items: Sequence[_Waiting], hits: Sequence[list[Hit]]) -> None:
         assert self._loop is not None
         for item, found in zip(items, hits, strict=True):
-            if item.told_first is not None:
-                with contextlib.suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(item.told_first, found)
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._tell, item, found)
+
+    def _tell(self, item: _Waiting, found: list[Hit]) -> None:
+        """Once, though a search that fails is made again; not if the client has gone."""
+        told_first, item.told_first = item.told_first, None
+        if told_first is not None and not item.future.done():
+            told_first(found)
 
     def _settle(self, items: Sequence[_Waiting], outcome: SearchResult | Exception, start: float) -> None:
         """On the event loop: count, and answer the requests that still wait."""

@@ -99,6 +99,7 @@ class ChunkRadixCache(SharingRadixCache):
         self.storage: Storage | None = None
         self.stored: StoredChains | None = None
         self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
+        self.look_ahead = LookAhead(self._path_of)
         self.clock = 0
         self._clear_counts()
         super().__init__(params)
@@ -107,7 +108,7 @@ class ChunkRadixCache(SharingRadixCache):
             self.eviction_strategy = PromotedFirst(self.eviction_strategy)
         elif config.eviction == "reused":
             self.eviction_strategy = ReusedLonger(self.eviction_strategy, config.window_requests)
-        self.look_ahead = LookAhead(self.eviction_strategy, self._will_find)
+        self.look_ahead.base = self.eviction_strategy
         if config.eviction != "lru":
             self.eviction_strategy = self.look_ahead
 
@@ -136,7 +137,6 @@ class ChunkRadixCache(SharingRadixCache):
         result = super().match_prefix(params)
         if spans is not None and isinstance(params.key, ChunkKey):
             state(params.req).fused = None
-            state(params.req).last_node = result.last_device_node
             if is_admission and self.host is not None:
                 if self.stored is not None:
                     self.stored.planned(params.req)
@@ -174,6 +174,8 @@ class ChunkRadixCache(SharingRadixCache):
             self.host.after(first_tokens_wait=is_extend)
         if self.storage is not None:
             self.storage.poll(is_round=True)
+        if is_extend:
+            self.look_ahead.is_stale = True
 
     def evict(self, params: EvictParams) -> EvictResult:
         self.look_ahead.refresh()
@@ -207,6 +209,7 @@ class ChunkRadixCache(SharingRadixCache):
     def reset(self) -> None:
         """Empty tree, new epoch: the front drops this rank's mirror with the next answer."""
         super().reset()
+        self.look_ahead.clear()
         self.log.restart()
         self._clear_counts()
         self.copies.clear()
@@ -312,6 +315,8 @@ class ChunkRadixCache(SharingRadixCache):
     def rank_state(self, dp_rank: int, asked: Asked = NOTHING, *, num_waiting: int = 0) -> RankState:
         """What the front asks of this rank. The counts are those after the store was cleared. `num_waiting`: requests whose
         prefill has not begun or not ended."""
+        if self.storage is not None:
+            self.storage.poll(is_round=True)  # all ranks of a group are asked at once
         cleared = None
         if asked.clear_store:
             cleared = Cleared(0, 0, 0)
@@ -496,17 +501,15 @@ class ChunkRadixCache(SharingRadixCache):
                 self._fall_back(Fallback.BAD_SPANS, error)
         return known.spans
 
-    def _will_find(self, req: Req) -> None:
-        """For the look-ahead."""
+    def _path_of(self, req: Req) -> list[TreeNode]:
+        """What a waiting request finds on the device now. Its record gets the places of its chain in host memory."""
         spans, known = self._spans_of(req), state(req)
-        known.places = ()
         if spans is None or self.disable:
-            return
-        key = self._key(req, req.origin_input_ids, spans, len(req.origin_input_ids))
-        if self.host is not None:
-            known.places = self.host.places(key, spans.area_len)
-        if known.last_node is None:
-            known.last_node = next(reversed(self.path(key)), None)
+            return []
+        if known.key is None:
+            known.key = self._key(req, req.origin_input_ids, spans, len(req.origin_input_ids))
+            known.places = self.host.places(known.key, spans.area_len) if self.host is not None else ()
+        return self.path(known.key)
 
     def _with_host(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """The match with what host memory has behind it."""

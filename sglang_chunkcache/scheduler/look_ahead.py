@@ -19,34 +19,40 @@ AHEAD = 16
 
 
 class LookAhead(EvictionStrategy):  # type: ignore[misc]
-    """Wraps a strategy. Plain requests are not looked at.
+    """Wraps `base`. Plain requests are not looked at.
 
     The queue is SGLang's own, the same on all ranks of a tensor-parallel group, so they evict the same.
 
     Args:
-        find: notes in the request's record what it will find.
+        path_of: the nodes that a request finds on the device; notes in its record the places of its chain in host memory.
     """
 
-    def __init__(self, base: EvictionStrategy, find: Callable[[Req], None]) -> None:
-        self.base, self._find = base, find
+    base: EvictionStrategy
+
+    def __init__(self, path_of: Callable[[Req], Sequence[TreeNode]]) -> None:
+        self._path_of = path_of
         self.queue: Callable[[], Sequence[Req]] = tuple
+        self.is_stale = True
+        """Requests have come or gone, or chunks: looked at once between two prefills, since decoding evicts at each step."""
         self.nodes: set[TreeNode] = set()
         self.places: set[bytes] = set()
         """Of what is in host memory."""
 
     def refresh(self) -> None:
-        """Look at the queue: something is to be evicted."""
+        """Look at the queue, unless nothing has changed: something is to be evicted."""
+        if not self.is_stale:
+            return
+        self.clear()
+        self.is_stale = False
+        for req in islice(self.queue(), AHEAD):
+            self.nodes.update(self._path_of(req))
+            self.places.update(state(req).places)
+
+    def clear(self) -> None:
+        """Nothing is known of the queue."""
         self.nodes.clear()
         self.places.clear()
-        for req in islice(self.queue(), AHEAD):
-            known = state(req)
-            if known.places is None:
-                self._find(req)
-            self.places.update(known.places or ())
-            node = known.last_node
-            while node is not None and node not in self.nodes:
-                self.nodes.add(node)
-                node = node.parent
+        self.is_stale = True
 
     def needed_places(self) -> set[bytes]:
         """As the queue is now."""

@@ -95,10 +95,10 @@ class RequestState:
     is_reported: bool = False
     loaded: int = 0
     """Tokens that came from host memory for it; of one that is only asked for: would come."""
-    last_node: TreeNode | None = None
-    """Of what it would find on the device, while it waits."""
-    places: tuple[bytes, ...] | None = None
-    """Of its chain in host memory. None: not looked for yet."""
+    key: Any = None
+    """Its ChunkKey, while it waits (look_ahead.py)."""
+    places: tuple[bytes, ...] = ()
+    """Of its chain in host memory, while it waits."""
     outward: Any = None
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
     promise: Any = None

@@ -91,7 +91,7 @@ class StoredChains:
         guess = state(req).guess
         asked = state(req).chain = Asked(guess=guess, tenant=(req.extra_key, req.cache_salt))
         with self.storage.guard("nothing is loaded, the prompt is computed"):
-            self.storage.poll()
+            self.storage.poll(is_round=True)
             if self.storage.is_off or self.storage.loader.is_paused:
                 return
             links = self._links(key, spans)
@@ -112,7 +112,7 @@ class StoredChains:
         """(tokens that the storage has behind host memory and device, whether to load them is estimated to pay). Asks nobody."""
         if self.storage.is_off:
             return 0, True
-        missing, start = self._missing(self._links(key, spans), key)
+        missing, start = self._missing(self._links(key, spans), key, is_here=True)
         return (missing[-1].end - start, self._is_faster(missing, start)) if missing else (0, True)
 
     def planned(self, req: Req) -> None:
@@ -224,10 +224,11 @@ class StoredChains:
         if asked.is_planned:
             self.storage.planned(asked)
 
-    def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
+    def _missing(self, links: Sequence[_Link], key: ChunkKey, *, is_here: bool = False) -> tuple[Sequence[_Link], int]:
         """(what follows the last node in host memory, as far as the storage has it without a gap, unless the device has it;
-        how many tokens precede what would be computed of it)."""
-        num_here = sum(self.host.get(link.place) is not None for link in links)
+        how many tokens precede what would be computed of it). `is_here`: what is on its way is missing, too."""
+        found = [self.host.get(link.place) for link in links]
+        num_here = sum(host is not None and (host.is_here or not is_here) for host in found)
         num_found = num_here
         while num_found < len(links) and (links[num_found].is_empty or self._find(links[num_found])):
             num_found += 1
@@ -251,6 +252,8 @@ class StoredChains:
             return True
         variant = self._find(link)
         if variant is None and not link.is_empty:
+            return False
+        if variant is not None and not self.storage.takes(variant, asked):
             return False
         num_tokens = variant.blob.row.num_tokens if variant is not None else 0
         host = self.host.claim(link.place, link.parent, num_tokens)

@@ -78,7 +78,7 @@ class Loader:
         self._refused: dict[str, str] = {}  # name -> why
         self._in_a_row = 0
         self._paused_until: float | None = None
-        self._is_open = True
+        self._is_open, self._is_at_work = True, False
         self.problems: Counter[str] = Counter()
         """Loads and writes that came to nothing, by reason. Written by the thread."""
         self.num_loaded = self.num_written = self.num_full = self.num_pauses = self.num_unshared = 0
@@ -150,6 +150,12 @@ class Loader:
         return num >= MAX_WAITING or num_bytes >= MAX_WAITING_BYTES // 2
 
     @property
+    def has_spare(self) -> bool:
+        """Whether half of the loads that may wait do not."""
+        num, num_bytes = self._waiting[Load]
+        return num < MAX_WAITING // 2 and num_bytes < MAX_WAITING_BYTES // 2
+
+    @property
     def is_behind(self) -> bool:
         """Whether half of the writes that may wait do."""
         num, num_bytes = self._waiting[Write]
@@ -157,8 +163,8 @@ class Loader:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits."""
-        return not (self._loads or self._others)
+        """Whether nothing waits or is at work."""
+        return not (self._loads or self._others or self._is_at_work)
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and what waits now."""
@@ -225,7 +231,9 @@ class Loader:
 
     def _run(self) -> None:
         while self._wake.get():  # once a job, so all are done before the end
+            self._is_at_work = True
             self._do_next()
+            self._is_at_work = False
         for part in (self._backend, self._manifest):
             try:
                 part.close()

@@ -241,12 +241,10 @@ class Storage:
     ) -> bool:
         """Load one of the index's, for what was asked for. The thread calls `into` where there is an entry. `done` is told: None,
         there is none, or it is of other weights by now. False: it is under way, or too much is."""
+        if not self.takes(variant, asked):
+            return False
         row: Row = variant.blob.row
-        if row.name in self._under_way:
-            return False
         guess, tenant = (asked.guess, asked.tenant) if asked is not None else (None, ())
-        if guess is not None and not self.guesses.has_room(guess, tenant, row.num_bytes):
-            return False
         then = partial(self._loaded, self._era, variant, done, guess, tenant)
         job = Load(row.name, row.num_bytes, num_tokens, self.layout, into, then)
         if not self.loader.load(job):
@@ -257,6 +255,15 @@ class Storage:
         if asked is not None:
             asked.loads.append(job)
         return True
+
+    def takes(self, variant: Variant, asked: Asked | None) -> bool:
+        """Whether it may be loaded: not if it is under way, or for a guess if loads wait or the tenant has too much under way."""
+        row: Row = variant.blob.row
+        if row.name in self._under_way or self.loader.is_full:
+            return False
+        if asked is None or asked.guess is None:
+            return True
+        return self.loader.has_spare and self.guesses.has_room(asked.guess, asked.tenant, row.num_bytes)
 
     def is_worth_it(self, guess: Guess) -> bool:
         """Whether to load for such a guess. What nobody has said or searched for needs an idle disk, and ends where most of it is

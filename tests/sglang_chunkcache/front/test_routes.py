@@ -309,7 +309,9 @@ def test_hint_sends_its_rank_what_a_request_would(call: Any, body: Any) -> None:
         (STORED, {"texts": [1]}, "chunks.0.text"),
         (STORED, {"chunks": 5}, "chunks"),
         (STORED, {"texts": ["x"], "messages": 5}, "messages"),
-        (STORED, {"retrieve": True}, "retrieve"),
+        (STORED, {"retrieve": True, "messages": MESSAGES}, "retrieve"),
+        (STORED, {"retrieve": {}, "messages": MESSAGES}, "retrieve"),
+        (STORED, {"retrieve": {}}, "messages"),
     ],
 )
 def test_hint_is_refused_by_name(call: Any, knobs: dict[str, Any], body: Any, param: str) -> None:

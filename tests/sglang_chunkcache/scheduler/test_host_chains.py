@@ -49,8 +49,8 @@ class HostScheduler(Scheduler):
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         super().check(reqs)
+        rank = self.cache.rank_state(0)  # which takes in what has come
         self.mirror.apply(self.cache.log.unread(self.mirror.acknowledgement))
-        rank = self.cache.rank_state(0)
         assert self.tree.digest(0) == (rank.chunk_nodes, rank.digest)
         self.tree.check_integrity()
         chains = (facts(node).chain for _, node in walk(self.cache))

@@ -18,7 +18,7 @@ from sglang_chunkcache.storage.ranks import Ranks
 from tests.examples import examples
 from tests.reference.rank_group import RankGroup, on_ranks
 from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, rag
-from tests.sglang_chunkcache.scheduler.test_stored_chains import ChainDisk, Server
+from tests.sglang_chunkcache.scheduler.test_stored_chains import ChainDisk, Server, expect
 
 
 class Life:
@@ -67,6 +67,7 @@ class Life:
         held = sorted((each.blob.row.place, each.nbytes, each.reuse) for each in storage.index.variants())
         waiting = {kind.__name__: tuple(each) for kind, each in storage.loader._waiting.items()}
         return {
+            "guesses": storage.guesses.stats(),
             "nodes": nodes,
             "free": host.pool.num_free,
             "held": held,
@@ -94,6 +95,10 @@ def lives(steps: list[tuple[Any, ...]], **knobs: Any) -> list[list[Any]]:
                         chunks, head, settles, promoted = told
                         found = life.ask(*chunks, settles=settles, head=head, promoted_len=len(chunks) * promoted)
                         seen.append(found)
+                    elif kind == "hint":
+                        expect(life.server, rag(*told[0]))
+                        if life.disk.storage.gate.is_set():
+                            assert life.server.storage.loader.drain(10)
                     elif kind == "evict":
                         life.server.evict(told[0])
                     elif kind == "restart":
@@ -102,6 +107,8 @@ def lives(steps: list[tuple[Any, ...]], **knobs: Any) -> list[list[Any]]:
                         if kind == "damage":
                             for held in list(life.disk.storage.held.values()):
                                 held[-1] ^= 64
+                        elif kind == "lose":
+                            life.disk.storage.held.clear()
                         else:
                             life.become(kind)
                     life.server.check()
@@ -152,12 +159,27 @@ def test_one_pauses_for_both() -> None:
     assert len(first[-1]["held"]) == 4
 
 
+@pytest.mark.parametrize("problem", ["lose", "damage"])
+def test_what_one_cannot_read_now_and_the_other_never_both_forget(problem: str) -> None:
+    first, second = lives([*[ask(A, B)] * 3, ("restart", False, None), ("refusing", 0), (problem, 1), ask(A, B)])
+    assert first == second
+
+
+def test_hint_is_there_for_the_next_request_of_an_idle_server() -> None:
+    """Without a forward between."""
+    idle = ("ask", (A, B), HEAD, False, False)
+    first, second = lives([*[ask(A, B)] * 3, ("restart", False, None), ("hint", (A, B)), idle])
+    assert first == second
+    assert first[-2] == len(HEAD + A + B)
+
+
 CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(lambda each: st.integers(1, 4).map(lambda n: tuple(each[:n])))
 ASKS = st.tuples(st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans())
 OTHERS = st.one_of(
     st.tuples(st.just("evict"), st.integers(1, CAPACITY)),
     st.tuples(st.just("restart"), st.booleans(), st.sampled_from([None, None, 0, 1])),
-    st.tuples(st.sampled_from(["healthy", "refusing", "hanging", "damage"]), st.integers(0, 1)),
+    st.tuples(st.just("hint"), CHUNKS),
+    st.tuples(st.sampled_from(["healthy", "refusing", "hanging", "damage", "lose"]), st.integers(0, 1)),
 )
 
 
