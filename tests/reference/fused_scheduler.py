@@ -139,7 +139,9 @@ class FakePass:
             claimed.append(move.claim(sorted(gaps.union(critical))))
         for move, positions in zip(moves, claimed, strict=True):
             self._compute(move, positions)
-            move.filling = Watch(None, Work(1), FILLING_S) if len(moves) == 1 else None
+            move.filling = (
+                Watch(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))]) if len(moves) == 1 else None
+            )
 
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         captured = []
