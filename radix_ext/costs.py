@@ -33,7 +33,7 @@ class Phase(StrEnum):
     HOST = "host"
     """Moves from host memory, a call a chunk."""
     LOAD = "load"
-    """Exact chains from host memory, a call a request."""
+    """Exact chains from host memory, a call a forward."""
 
 
 class Work(NamedTuple):

@@ -217,6 +217,8 @@ class FusionPass:
             for blob, target, positions in blobs:
                 keys, values = blob.read()
                 write_blob(self.pool, self.table, keys, values, target_slots=target, target_positions=positions)
+        if copies:  # all layers at once: what is loaded beside this pass has to be there
+            self.pool.get_kv_buffer(self.pool.layer_num - 1)
         with self.pricing.watch(Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))):
             if copies:
                 slots, origins, targets, positions = (torch.cat(column) for column in zip(*copies, strict=True))

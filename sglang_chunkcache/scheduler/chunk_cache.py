@@ -159,15 +159,19 @@ class ChunkRadixCache(SharingRadixCache):
 
     @contextmanager
     def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
-        """Around a batch's forward, on its stream: what it was promised is filled first, what is worth keeping is copied last.
-        Called by our hook."""
+        """Around a batch's forward, on its stream: what it needs of host memory is loaded, what it was promised is filled first,
+        what is worth keeping is copied last. Called by our hook."""
         is_extend = batch.forward_mode.is_extend()
         is_ahead = is_extend and all(map(self._is_preprocessing, batch.reqs))
         watching = self.promiser or self.host
+        if self.host is not None:
+            self.host.before(batch)
         if self.promiser is not None:
             self.promiser.before(batch)
         with watching.watch(batch) if watching is not None else nullcontext():
             yield
+        if self.host is not None:
+            self.host.loaded()
         if self.promiser is not None:
             self.promiser.after(first_tokens_wait=is_extend and not is_ahead, is_ahead=is_ahead)
         if self.host is not None:
@@ -468,11 +472,15 @@ class ChunkRadixCache(SharingRadixCache):
         upper, lower = facts(node), facts(child)
         upper.is_filled = lower.is_filled
         upper.used = lower.used = self.clock  # SGLang splits a node that is being used, and counts both halves as used
+        if self.host is not None:
+            self.host.split(node, child)
         return node
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
         self.copies.drop(node)
+        if self.host is not None:
+            self.host.left(node)
         known = facts(node)
         if known.chain is None:
             return

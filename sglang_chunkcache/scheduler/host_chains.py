@@ -4,13 +4,16 @@ same tokens at the same position are a byte copy, so contract 1 stays as it is.
     root ── head tokens ── C1 ── C2         what is worth it is saved after a forward, C1 before C2
                             └─── C3         a chain leaves from its end, the least reused one first
 
-Where a request's prefix on the device ends and goes on here, the rest is copied at its admission, as nodes of the tree like any
-others. SGLang sees a longer prefix: no promise, no wait, no lock. The two trees know each other by `ChunkFacts.host` and
-`HostNode.node`. Decisions follow from requests, counts and costs that the ranks agree on, never from clocks.
+Where a request's prefix on the device ends and goes on here, the rest is in the tree from its admission on, as nodes like any
+others, and is copied with the next forward, layer by layer beside it (layer_loads.py). SGLang sees a longer prefix: no promise,
+no lock. The two trees know each other by `ChunkFacts.host` and `HostNode.node`. Decisions follow from requests, counts and costs
+that the ranks agree on, never from clocks.
 
 Invariants:
 - A node's parent is here, too.
-- A node that is busy, since another thread reads or writes its slots, stays, and its slots are given to nobody else.
+- A node that is busy, since another thread reads or writes its slots, or that is being loaded, stays, and its slots are given to
+  nobody else.
+- `_loads` has the nodes of the tree whose slots hold nothing yet, and only between an admission and the next forward.
 - `place` names all tokens up to the node's end, with extra_key and cache_salt, by hashes of the tokens themselves.
 - A node with a chain is known to the front as long as it is here or on the device.
 """
@@ -36,9 +39,12 @@ from torch import Tensor
 from radix_ext import ChainId, ChunkId, reused_priority
 from radix_ext.costs import TRIED_EVERY, Costs, Phase, Work, extend_work
 from radix_ext.offloading import worth_offloading
+from radix_ext.preloading import layers_ahead
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.layer_loads import Clock as LoadClock
 from sglang_chunkcache.scheduler.node import HostNode, facts
+from sglang_chunkcache.scheduler.pricing import prefill_work
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -80,30 +86,30 @@ class Slots(Protocol):
     """What `HostPool` does."""
 
     num_slots: int
+    num_layers: int
     token_bytes: int
+    is_layered: bool
 
     @property
     def num_free(self) -> int: ...
-    @property
-    def is_ready(self) -> bool: ...
     def follow(self) -> None: ...
     def alloc(self, num_tokens: int) -> Tensor | None: ...
     def free(self, slots: Tensor) -> None: ...
     def fence(self) -> Callable[[], None]: ...
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]: ...
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None: ...
-    def on_forward_stream(self) -> AbstractContextManager[None]: ...
     def save(self, device_slots: Tensor, slots: Tensor) -> None: ...
-    def load(self, slots: Tensor, device_slots: Tensor) -> None: ...
+    def prepare(self, slots: Tensor) -> Tensor: ...
+    def load(self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: LoadClock) -> None: ...
+    def finish(self) -> bool: ...
     def close(self) -> None: ...
 
 
-class Clock(Protocol):
+class Clock(LoadClock, Protocol):
     """What `Pricing` does."""
 
     @property
     def agreed(self) -> Costs: ...
-    def watch(self, phase: Phase | None, work: Work) -> AbstractContextManager[Any]: ...
     def watch_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Any]: ...
     def refresh(self) -> None: ...
 
@@ -123,7 +129,9 @@ class HostCounts:
     missed: int = 0
     """Nodes that left the device before they were saved, or did not fit, or whose copy failed."""
     failed: int = 0
-    """Copies that raised, in either direction."""
+    """Copies that raised, in either direction, and loads that could not be prepared."""
+    layers_ahead: int = 0
+    """Layers of the last load that were copied before its forward began; the rest was beside it."""
 
 
 class HostChains:
@@ -155,7 +163,11 @@ class HostChains:
         self._waiting: OrderedDict[TreeNode, None] = OrderedDict()
         self._was_put_off = False
         self._gone: set[HostNode] = set()
-        """Not here any more, and busy."""
+        """Not here any more, and busy or being loaded."""
+        self._loads: dict[TreeNode, Tensor] = {}
+        """Node of the device -> the slots that its KV is copied from with the next forward, as `Slots.prepare` gives them."""
+        self._being_loaded: set[HostNode] = set()
+        """Until that forward is queued."""
         self.needed: Callable[[], Collection[bytes]] = tuple
         """Places that leave last."""
         self.saved: Callable[[HostNode, TreeNode], None] = lambda host, node: None
@@ -165,11 +177,11 @@ class HostChains:
 
     def load(self, key: ChunkKey, spans: RequestSpans, result: MatchResult, priority: int) -> MatchResult:
         """Extend an exact match, at a request's admission, by what is here and not on the device. The new nodes are in the tree,
-        unlocked, and their KV is there before the next forward."""
+        unlocked, and their KV is there for whoever reads it by the pool's getters in the next forward."""
         cache, allocator = self.cache, self.cache.token_to_kv_pool_allocator
         start, last = len(result.device_indices), result.last_device_node
         found = list(self._after(key, spans.area_len, start))
-        if not found or not self.pool.is_ready or not self._pays(start, start + _num_tokens(found)):
+        if not found or not self._pays(start, start + _num_tokens(found)):
             return result
         num_asked = len(found)
         cache.inc_lock_ref(last)
@@ -187,16 +199,18 @@ class HostChains:
         if device_slots is None:
             return result
         try:
-            with self.pool.on_forward_stream(), self.pricing.watch(Phase.LOAD, Work(1, num_tokens)):
-                self.pool.load(torch.cat([slots for _, slots in found]), device_slots)
+            sources = self.pool.prepare(torch.cat([slots for _, slots in found]))
         except Exception as error:
             allocator.free(device_slots)
             self._copy_failed(error)
             return result
         row = torch.cat([result.device_indices, device_slots])
         _, path = cache.insert_segments(key[: len(row)], row, spans.namespace, priority, True, are_filled=False)
-        for node in path[-len(found) :]:  # what is above may be promised to another request, and not filled yet
-            cache.fill(node)
+        parts = torch.split(sources, [len(slots) for _, slots in found])
+        for node, part in zip(path[-len(found) :], parts, strict=True):
+            cache.fill(node)  # what is above may be promised to another request, and not filled yet
+            self._loads[node] = part
+        self._being_loaded.update(host for host, _ in found)
         chunks = [node for node in path if facts(node).chunk is not None]
         for index, (host, node) in enumerate(zip(self.of(chunks), chunks, strict=True)):
             if facts(node).chain is None:  # the new ones, and what is above and not filled yet
@@ -215,6 +229,20 @@ class HostChains:
             return ()
         first = root(key.token_ids[: area[0].start], key.extra_key, key.cache_salt)
         return tuple(itertools.accumulate((span.chunk for span in area), below, initial=first))
+
+    def before(self, batch: ScheduleBatch) -> None:
+        """A forward comes next: copy what it may read, as much of it beside as costs no wait (Cache-Craft, eq. 16)."""
+        loads, self._loads = self._loads, {}
+        if not loads:
+            return
+        slots, device_slots = _joined(list(loads.values())), _joined([node.value for node in loads])
+        self.counts.layers_ahead = self._num_ahead(len(slots), batch)
+        self.pool.load(slots, device_slots, num_ahead=self.counts.layers_ahead, clock=self.pricing)
+
+    def loaded(self) -> None:
+        """The forward is queued: what comes behind it finds all that was loaded."""
+        self.counts.failed += self.pool.finish()
+        self._let_go()
 
     def num_loadable(self, key: ChunkKey, spans: RequestSpans, start: int) -> int:
         """Tokens that `load` would find behind `start`."""
@@ -261,6 +289,15 @@ class HostChains:
         if self._metrics is not None and self._metrics.is_due:
             self.stats()
 
+    def left(self, node: TreeNode) -> None:
+        """The node leaves the device: its slots may be given to others before the next forward."""
+        self._loads.pop(node, None)
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """What was `lower` begins with `upper` now."""
+        if (part := self._loads.get(lower)) is not None:
+            self._loads[upper], self._loads[lower] = part[: len(upper.key)], part[len(upper.key) :]
+
     def off_device(self, node: TreeNode, host: HostNode) -> None:
         """The node leaves the device, and is here."""
         known = facts(node)
@@ -268,6 +305,8 @@ class HostChains:
 
     def reset(self) -> None:
         """Empty, as the tree is."""
+        self._loads.clear()
+        self._let_go()
         self._gone |= {host for host in self._nodes.values() if host.is_busy}
         if free := [host.slots for host in self._nodes.values() if not host.is_busy]:
             self.pool.free(torch.cat(free))
@@ -308,10 +347,10 @@ class HostChains:
         """No other thread reads or writes its slots any more. Whether it is still here."""
         host.is_busy = False
         is_here = self._nodes.get(host.place) is host
-        if not is_here:
+        if not is_here and not self._is_held(host):
             self._gone.remove(host)
             self.pool.free(host.slots)
-        elif not host.num_below:
+        elif is_here and not host.num_below:
             self._push(host)
         return is_here
 
@@ -320,7 +359,7 @@ class HostChains:
         for below_it in [each for each in self._nodes.values() if each.parent is host] if host.num_below else []:
             self.drop(below_it)
         del self._nodes[host.place]
-        if host.is_busy:
+        if self._is_held(host):
             self._gone.add(host)
         else:
             self.pool.free(host.slots)
@@ -373,8 +412,11 @@ class HostChains:
                 yield f"host node {place.hex()} is known before it is here"
             if host.node is not None and facts(host.node).host is not host:
                 yield f"host node {place.hex()} and its node on the device do not know each other"
-        if not all(host.is_busy for host in self._gone):
+        if not all(self._is_held(host) for host in self._gone):
             yield "slots on the host are kept for nobody"
+        for node, part in self._loads.items():
+            if len(part) != len(node.value) or node.parent.children.get(node.key.child_key()) is not node:
+                yield f"node {node.id} is to be loaded into other slots than its own"
         if num_held != self.pool.num_slots - self.pool.num_free:
             yield f"{num_held} slots are held on the host, {self.pool.num_slots - self.pool.num_free} are given out"
 
@@ -418,6 +460,29 @@ class HostChains:
         self.counts.unpaid += 1
         return self.counts.unpaid % TRIED_EVERY == 0
 
+    def _num_ahead(self, num_tokens: int, batch: ScheduleBatch) -> int:
+        """Layers to copy before the forward: all of them where nothing would wait for the others."""
+        is_asked = batch.forward_mode.is_extend() and any(batch.prefix_lens)  # else attention may leave the cache alone
+        if not (is_asked and self.pool.is_layered):
+            return self.pool.num_layers
+        load, extend = self.pricing.agreed[Phase.LOAD], self.pricing.agreed[Phase.EXTEND]
+        return layers_ahead(
+            self.pool.num_layers,
+            load=load.seconds(Work(1, num_tokens)),
+            compute=extend.seconds(prefill_work(batch)),
+        )
+
+    def _is_held(self, host: HostNode) -> bool:
+        return host.is_busy or host in self._being_loaded
+
+    def _let_go(self) -> None:
+        """Nothing is being loaded any more."""
+        loaded, self._being_loaded = self._being_loaded, set()
+        for host in loaded & self._gone:
+            if not host.is_busy:
+                self._gone.remove(host)
+                self.pool.free(host.slots)
+
     def _save(self, node: TreeNode) -> int:
         """How many tokens were copied."""
         known = facts(node)
@@ -441,11 +506,8 @@ class HostChains:
         if facts(node.parent).chunk is not None:
             return facts(node.parent).host
         place, above = self._head(node)
-        values = [torch.empty((0,), dtype=torch.int64, device=self.cache.device), *(each.value for each in above)]
-        for value in values:
-            if value.is_cuda:  # made on another stream, and may leave the tree before this one has read it
-                value.record_stream(torch.cuda.current_stream())
-        host = self._nodes.get(place) or self._add(place, None, torch.cat(values))
+        nothing = torch.empty((0,), dtype=torch.int64, device=self.cache.device)
+        host = self._nodes.get(place) or self._add(place, None, _joined([nothing, *(each.value for each in above)]))
         return host if host is not None and host.is_here else None
 
     def _head(self, node: TreeNode) -> tuple[bytes, list[TreeNode]]:
@@ -508,24 +570,30 @@ class HostChains:
     def _evict_one(self, needed: Collection[bytes]) -> bool:
         """The leaf of lowest priority leaves, one that is needed if there is no other. False: there is none."""
         kept: list[HostNode] = []
-        while self._leaves:
+        being_loaded: list[HostNode] = []
+        victim = None
+        while self._leaves and victim is None:
             stored, _, host = heapq.heappop(self._leaves)
-            if self._nodes.get(host.place) is not host or host.num_below or host.is_busy or host in kept:
+            if self._nodes.get(host.place) is not host or host.num_below or host.is_busy:
                 continue
-            if self._priority(host) > stored:  # it was used since
+            if host in kept or host in being_loaded:
+                continue
+            if host in self._being_loaded:
+                being_loaded.append(host)
+            elif self._priority(host) > stored:  # it was used since
                 self._push(host)
             elif host.place in needed:
                 kept.append(host)
             else:
-                break
-        else:
-            if not kept:
-                return False
-            host = kept.pop(0)
-        for each in kept:
+                victim = host
+        if victim is None and kept:
+            victim = kept.pop(0)
+        for each in (*kept, *being_loaded):
             self._push(each)
-        self.counts.evicted_tokens += len(host.slots)
-        self.drop(host)
+        if victim is None:
+            return False
+        self.counts.evicted_tokens += len(victim.slots)
+        self.drop(victim)
         return True
 
     def _lost_child(self, host: HostNode) -> None:
@@ -539,6 +607,14 @@ class HostChains:
     def _priority(self, host: HostNode) -> tuple[int, int]:
         known = host if host.node is None else facts(host.node)
         return reused_priority(hits=known.hits, last_access=known.used, window=self._window)
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    """One tensor, of the current stream."""
+    for value in values:
+        if value.is_cuda:  # made on another stream, and may be gone there before this one has read it
+            value.record_stream(torch.cuda.current_stream())
+    return torch.cat(values)
 
 
 def _num_tokens(found: Sequence[tuple[HostNode, Tensor]]) -> int:

@@ -12,6 +12,7 @@ GAUGES = {
         ("bytes", "bytes of host memory that hold KV"),
         ("max_bytes", "bytes of host memory that may hold KV"),
         ("waiting", "chunks that wait to be saved"),
+        ("layers_ahead", "layers of the last load that were copied before its forward, the others beside it"),
     )
 }
 COUNTERS = {

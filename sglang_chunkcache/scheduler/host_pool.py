@@ -1,24 +1,27 @@
 """Exact KV in host memory: HiCache's host pool without HiCache. All copies keep the order of the forward stream.
 
-A slot that is copied from, or to, was given out before and may be given out again at once: what reads or writes it later does so
-on the same stream. So a copy needs no lock and nobody waits for it.
+A slot that is copied from, or to, was given out before and may be given out again once the forward is queued: what reads or
+writes it later does so on the same stream, which has waited by then for copies beside it (layer_loads.py). So a copy needs no
+lock.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from torch import Tensor
 
+from radix_ext.costs import Work
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.scheduler.host_memory import EXACT_CHAINS, has_own_memory, machine_bytes
+from sglang_chunkcache.scheduler.layer_loads import Clock, LayerLoads
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +30,14 @@ class HostPool:
     """Slots of `token_bytes` each. On CUDA the memory is pinned and SGLang's kernels copy, else torch does.
 
     Args:
-        device_pool: SGLang's, one that `refusal` takes.
+        device_pool: SGLang's, one that `refusal` takes. Its getters wait for loads from now on.
+        is_layered: whether prefills ask the getters for each layer, so that loads may go on beside them.
 
     Raises:
         ValueError: so much host memory is not there.
     """
 
-    def __init__(self, device_pool: Any, num_bytes: int) -> None:
+    def __init__(self, device_pool: Any, num_bytes: int, *, is_layered: bool = True) -> None:
         self._device_pool, self._is_cuda = device_pool, torch.device(device_pool.device).type == "cuda"
         self._pool = MHATokenToKVPoolHost(
             device_pool,
@@ -49,6 +53,10 @@ class HostPool:
         self._bytes: list[Any] = [each.view(torch.uint8).numpy() for each in (self._pool.k_buffer, self._pool.v_buffer)]
         self._stream: Any = None
         """The forward stream, known with the first forward."""
+        self.num_layers: int = self._pool.layer_num
+        self.is_layered = is_layered
+        self._loads = LayerLoads(self.num_layers, is_cuda=self._is_cuda)
+        device_pool.register_layer_transfer_counter(self._loads)
 
     @property
     def num_free(self) -> int:
@@ -74,7 +82,7 @@ class HostPool:
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each, copied; on any thread, behind a `fence`.
-        By numpy, on one core: torch would take all cores from a forward."""
+        By numpy, on one core, as all that runs beside a forward: torch would take all cores from it."""
         keys, values = (torch.from_numpy(each.take(slots.numpy(), axis=1)) for each in self._bytes)
         return keys.view(self._pool.dtype), values.view(self._pool.dtype)
 
@@ -85,12 +93,8 @@ class HostPool:
 
     def close(self) -> None:
         """The process ends: memory that is still pinned then may hold that up for tens of seconds."""
+        self._device_pool.register_layer_transfer_counter(None)
         self._pool.destroy()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether copies to the device can be queued behind a forward."""
-        return not self._is_cuda or self._stream is not None
 
     def follow(self) -> None:
         """A forward was queued on the current stream."""
@@ -109,28 +113,31 @@ class HostPool:
             pool.k_buffer[layer, slots] = self._device_pool.k_buffer[layer][device_slots]
             pool.v_buffer[layer, slots] = self._device_pool.v_buffer[layer][device_slots]
 
-    @contextmanager
-    def on_forward_stream(self) -> Iterator[None]:
-        """What is queued here comes after the forward that is queued last, and before the next one."""
-        if not self._is_cuda:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
+    def prepare(self, slots: Tensor) -> Tensor:
+        """`slots` as `load` takes them. Waits for nothing."""
+        return upload(slots, self._device_pool.device)
 
-    def load(self, slots: Tensor, device_slots: Tensor) -> None:
-        """Copy KV to the device, [num_tokens] int64 each, inside `on_forward_stream`, if `is_ready`."""
-        pool = self._pool
-        if self._is_cuda:
-            device_slots.record_stream(self._stream)  # made on another one
-            slots = upload(slots, device_slots.device)
-            for layer in range(pool.layer_num):
-                pool.load_to_device_per_layer(self._device_pool, slots, device_slots, layer, "kernel")
-            return
-        for layer in range(pool.layer_num):
-            self._device_pool.k_buffer[layer][device_slots] = pool.k_buffer[layer, slots]
-            self._device_pool.v_buffer[layer][device_slots] = pool.v_buffer[layer, slots]
+    def load(self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: Clock) -> None:
+        """Copy KV to the device, [num_tokens] int64 each, on the forward stream before a forward: `num_ahead` layers at once, the
+        rest beside it until `finish`. Whoever reads a layer by the device pool's getters waits for it."""
+
+        def copy(layer: int) -> None:
+            if self._is_cuda:
+                self._pool.load_to_device_per_layer(self._device_pool, slots, device_slots, layer, "kernel")
+                return
+            sides = (self._device_pool.k_buffer[layer], self._device_pool.v_buffer[layer])
+            for held, side in zip(self._bytes, sides, strict=True):
+                side.view(torch.uint8).numpy()[device_slots.numpy()] = held[layer].take(slots.numpy(), axis=0)
+
+        self._loads.start(copy, Work(1, len(slots)), num_ahead=num_ahead, clock=clock)
+
+    def finish(self) -> bool:
+        """The forward is queued: what comes next, on its stream, finds all that was loaded. Whether copies were made again.
+
+        Raises:
+            IntegrityError: it has read layers that it did not wait for.
+        """
+        return self._loads.finish()
 
 
 def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
@@ -149,7 +156,9 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     pool, problem = None, refusal(device_pool, ctx.server_args)
     try:
         if problem is None:
-            pool = HostPool(device_pool, (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx))
+            size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
+            # A graph of whole prefills replays attention without asking for layers.
+            pool = HostPool(device_pool, size, is_layered=not check_cuda_graph_backend(Phase.PREFILL, Backend.FULL))
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error)
     if group.world_size > 1:
@@ -161,8 +170,8 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
             raise ValueError(f"{flag_name('host_mib')} {config.host_mib}: {problem}")
         logger.warning("chunk cache: no exact chains in host memory: %s", problem)
         return None
-    size = pool.num_slots * pool.token_bytes / (1 << 20)
-    logger.info("chunk cache: exact chains in host memory: %.0f MiB, %d tokens", size, pool.num_slots)
+    mib = pool.num_slots * pool.token_bytes / (1 << 20)
+    logger.info("chunk cache: exact chains in host memory: %.0f MiB, %d tokens", mib, pool.num_slots)
     return pool
 
 

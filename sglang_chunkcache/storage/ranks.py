@@ -1,5 +1,5 @@
-"""Tensor-parallel ranks take in what their storages have done at the same moment: one reduction a round, of what all have. A round is after each
-forward, and with each request that arrives or asks for the state.
+"""Tensor-parallel ranks take in what their storages have done at the same moment: one reduction a round, of what all have.
+A round is after each forward, and with each request that arrives or asks for the state.
 
     rank 0   load 1 done     load 2 done      load 3          write 1 done
     rank 1   load 1 done     load 2 failed    load 3 done     write 1          ──► both take in load 1, and load 2 as failed

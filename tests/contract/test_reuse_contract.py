@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import re
 from array import array
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("sglang")
 
+import torch
+from sglang.srt.layers import radix_attention
 from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy, match_prefix_for_req
@@ -22,6 +27,7 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams,
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -121,6 +127,39 @@ def test_pool_methods() -> None:
     assert parameters(ReqToTokenPool.alloc_rows) == ["need_size"]
     assert "self.free_slots" in source(ReqToTokenPool.__init__)
     assert {f.name for f in dataclasses.fields(EvictParams)} >= {"num_tokens"}
+
+
+def test_getters_wait_for_their_layer() -> None:
+    """Through the counter, before they give a layer away. By nothing else does attention read the cache, and in a graph of parts
+    of a prefill it runs anew."""
+    assert parameters(MHATokenToKVPool.register_layer_transfer_counter) == ["layer_transfer_counter"]
+    pool = MHATokenToKVPool(7, 1, torch.float32, 1, 8, 3, "cpu", False)
+    asked: list[int] = []
+    pool.register_layer_transfer_counter(SimpleNamespace(wait_until=asked.append))
+    assert pool.get_key_buffer(1).data_ptr() == pool.k_buffer[1].data_ptr()
+    pool.get_value_buffer(0)
+    pool.get_kv_buffer(2)
+    assert asked == [1, 0, 2, 2]
+    pool.register_layer_transfer_counter(None)
+    pool.get_kv_buffer(2)
+    for name in ("torch_native", "flashinfer", "flashattention", "triton"):
+        backend = importlib.util.find_spec(f"sglang.srt.layers.attention.{name}_backend")
+        assert backend is not None
+        assert not re.search(r"pool\.[kv]_buffer", Path(str(backend.origin)).read_text(encoding="utf-8"))
+    attention = re.sub(r"\s+", "", inspect.getsource(radix_attention))
+    assert "breakable_unified_attention_with_output=eager_on_graph(True)(" in attention
+
+
+def test_graphs_of_whole_prefills_can_be_told() -> None:
+    """In them attention asks for no layer. Without a server there are none."""
+    assert parameters(check_cuda_graph_backend) == ["phase", "backend"]
+    assert (Phase.PREFILL, Backend.FULL) == ("prefill", "full")
+    assert not check_cuda_graph_backend(Phase.PREFILL, Backend.FULL)
+
+
+def test_forward_stream_waits_for_the_scheduler() -> None:
+    """Slots that an admission has made are read on it."""
+    assert "self.forward_stream.wait_stream(self.schedule_stream)" in source(Scheduler.run_batch)
 
 
 def test_state_request_carries_a_name() -> None:

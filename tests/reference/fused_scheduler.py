@@ -139,7 +139,9 @@ class FakePass:
             claimed.append(move.claim(sorted(gaps.union(critical))))
         for move, positions in zip(moves, claimed, strict=True):
             self._compute(move, positions)
-            move.filling = Watch(None, Work(1), FILLING_S) if len(moves) == 1 else None
+            move.filling = (
+                Watch(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))]) if len(moves) == 1 else None
+            )
 
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         captured = []
@@ -255,11 +257,13 @@ class FusedScheduler(Scheduler):
         return [self.contents.slots.get(slot) for slot in self.slots(req, start, end)]
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
-        """Also: locks are what holders explain, and every slot holds what its node's key says."""
+        """Also: locks are what holders explain, and every slot holds what its node's key says, or will with the next forward."""
         super().check(reqs)
         self.store.check_integrity()
         assert self.store._on_device == set(self.cache.copies._nodes), "the store mistakes what is on the device"
         self._check_locks(reqs)
+        loads = self._loads()
+        assert not loads.keys() & self.contents.slots.keys(), "a slot is loaded that holds something"
         stack: list[tuple[Any, int, int | None, str | None]] = [(self.cache.root_node, 0, 0, None)]
         while stack:
             node, position, context, recipe = stack.pop()
@@ -270,7 +274,7 @@ class FusedScheduler(Scheduler):
             assert recipe is None or (taint is not None and taint.recipe == recipe), "exact or foreign below fused KV"
             for slot, token in zip(map(int, node.value), node.key.token_ids, strict=True):
                 context = self.contents.context(context, token)
-                kv = self.contents.read(slot, token, position)
+                kv = Contents(loads if slot in loads else self.contents.slots).read(slot, token, position)
                 assert taint is not None or kv.context == context, f"{kv} under an exact key"
                 position += 1
             for child in node.children.values():
@@ -278,6 +282,13 @@ class FusedScheduler(Scheduler):
         for req in reqs:
             if req.kv.req_pool_idx is not None:
                 self.contents.exact_len(self.slots(req, 0, req.filled), req.all_ids[: req.filled])
+
+    def _loads(self) -> dict[int, KV]:
+        """What comes from host memory with the next forward."""
+        host = self.cache.host
+        parts = host._loads.items() if host is not None else ()
+        pairs = [pair for node, part in parts for pair in zip(node.value.tolist(), part.tolist(), strict=True)]
+        return {slot: host.pool.contents[source] for slot, source in pairs}
 
     def _load_back(self, req: FakeReq, num_tokens: int) -> int | None:
         self.evict(self.evicted_before_load_back)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +20,12 @@ class MemoryHost:
     """`HostPool`. `contents()`: device slot -> what it holds, written by whoever computes."""
 
     token_bytes = 1
-    is_ready = True
+    num_layers = 4
+    is_layered = True
 
     def __init__(self, contents: Callable[[], dict[int, Any]], num_slots: int) -> None:
         self._device, self.num_slots = contents, num_slots
+        self._under_way: list[tuple[int, int]] = []
         self.clear()
 
     @property
@@ -66,16 +68,26 @@ class MemoryHost:
         for slot, number in zip(slots.tolist(), keys.flatten().tolist(), strict=True):
             self.contents[slot] = held[int(number)]
 
-    @contextmanager
-    def on_forward_stream(self) -> Iterator[None]:
-        yield
-
     def save(self, device_slots: Tensor, slots: Tensor) -> None:
         for source, slot in zip(device_slots.tolist(), slots.tolist(), strict=True):
             self.contents[slot] = self._device().get(source)
 
-    def load(self, slots: Tensor, device_slots: Tensor) -> None:
-        for slot, target in zip(slots.tolist(), device_slots.tolist(), strict=True):
+    def prepare(self, slots: Tensor) -> Tensor:
+        return slots
+
+    def load(self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: Any) -> None:
+        self.num_ahead, self._under_way = num_ahead, list(zip(slots.tolist(), device_slots.tolist(), strict=True))
+        with clock.watch(Phase.LOAD, Work(1, len(slots))):
+            self._copy()
+
+    def finish(self) -> bool:
+        """A layer may be copied as late as this: by now nobody else may have written either slot."""
+        self._copy()
+        self._under_way.clear()
+        return False
+
+    def _copy(self) -> None:
+        for slot, target in self._under_way:
             self._device()[target] = self.contents[slot]
 
 
@@ -89,6 +101,12 @@ class FixedCosts:
     def watch(self, phase: Phase | None, work: Work) -> Any:
         self.watched.append((phase, work))
         return nullcontext(SimpleNamespace(seconds=1.0))
+
+    def beside(self, watch: Any) -> Any:
+        return SimpleNamespace(mark=lambda: None)
+
+    def stall(self) -> Any:
+        return nullcontext()
 
     def watch_extend(self, batch: Any) -> Any:
         return self.watch(Phase.EXTEND, Work())

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext import ChunkId, Span, chunk_id
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -235,9 +236,13 @@ class Scheduler:
                 row = (req.kv.req_pool_idx, slice(0, req.filled))
                 self.rows.write(row, req.prefix_indices.to(torch.int32))
             self._allocate(req, end)
+        host = getattr(self.cache, "host", None)
+        if host is not None:
+            host.before(_told(batch))
         self._compute([(req, req.filled, end) for req, end in batch])
-        if getattr(self.cache, "host", None) is not None:
-            self.cache.host.after(first_tokens_wait=False)
+        if host is not None:
+            host.loaded()
+            host.after(first_tokens_wait=False)
         for req, end in batch:
             req.filled = req.kv.kv_committed_len = end
 
@@ -360,6 +365,15 @@ class Scheduler:
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         """What the model does with (request, start, end); nothing here."""
+
+
+def _told(batch: Sequence[tuple[FakeReq, int]]) -> Any:
+    """SGLang's batch, as far as host memory reads it."""
+    return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        prefix_lens=[req.filled for req, _ in batch],
+        extend_lens=[end - req.filled for req, end in batch],
+    )
 
 
 def walk(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -40,7 +40,7 @@ from sglang_chunkcache.fusion.fill import Capture, FusionPass
 from sglang_chunkcache.fusion.measure import question_evidence
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.recompute import run_virtual
-from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.scheduler.node import facts
 from tests import models
@@ -563,6 +563,24 @@ def test_a_copy_is_not_what_the_pool_holds_later(scene: Scene) -> None:
     for i, layer in enumerate(range(scene.runner.token_to_kv_pool.layer_num)):
         scene.runner.token_to_kv_pool.k_buffer[layer][SOURCE] = before[0][i]
         scene.runner.token_to_kv_pool.v_buffer[layer][SOURCE] = before[1][i]
+
+
+def test_moves_within_the_device_wait_for_all_that_is_being_loaded(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read all layers, not by the pool's getters, and a source may have come back for a request of the same batch."""
+    pool, moves = scene.runner.token_to_kv_pool, copy_moved
+    loaded: list[int] = []
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        assert pool.layer_num - 1 in loaded
+        moves(*args, **kwargs)
+
+    monkeypatch.setattr(pool, "layer_transfer_counter", SimpleNamespace(wait_until=loaded.append))
+    monkeypatch.setattr(fusion_pass, "copy_moved", checked)
+    move = scene.move(asked("none", 0.0))
+    scene.fusion_pass._move([move])
+    assert loaded
 
 
 def test_stats_count_tokens_and_seconds(scene: Scene) -> None:

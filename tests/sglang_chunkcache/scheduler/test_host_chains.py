@@ -41,12 +41,6 @@ class HostScheduler(Scheduler):
         self.tree = ChunkPrefixTree(max_nodes=10_000)
         self.mirror = RankMirror(self.tree, 0)
 
-    def add(self, req: FakeReq, num_tokens: int) -> int | None:
-        matched = super().add(req, num_tokens)
-        held = [self.allocator.contents.get(slot) for slot in req.prefix_indices.tolist()]
-        assert held == [content(req, n) for n in range(1, len(held) + 1)]
-        return matched
-
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         super().check(reqs)
         rank = self.cache.rank_state(0)  # which takes in what has come
@@ -70,6 +64,8 @@ class HostScheduler(Scheduler):
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         for req, start, end in batch:
+            held = [self.allocator.contents.get(slot) for slot in self.slots(req, 0, start)]
+            assert held == [content(req, n) for n in range(1, start + 1)]
             for position, slot in enumerate(self.slots(req, start, end), start):
                 self.allocator.contents[slot] = content(req, position + 1)
 
@@ -258,6 +254,117 @@ def test_worth_is_what_a_load_saves() -> None:
     assert scheduler.cache.host.worth == 1
 
 
+def matched_only(scheduler: HostScheduler, req: FakeReq) -> int:
+    """At an admission for which SGLang has no room after all."""
+    matched = scheduler.match(req)
+    assert scheduler.cache.host._loads
+    return matched
+
+
+def test_slots_that_are_freed_before_the_forward_are_not_written() -> None:
+    """They are another request's, which may have computed them when the late layers arrive."""
+    scheduler = HostScheduler(capacity=9)
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    assert matched_only(scheduler, rag(A)) == len(HEAD + A)
+    scheduler.evict(CAPACITY)
+    other = rag((50, 51, 52, 53), tail=(30, 31, 32))
+    scheduler.admit(other, 100)
+    held = [scheduler.allocator.contents[slot] for slot in scheduler.slots(other, 0, len(other.all_ids))]
+    assert held == [content(other, n) for n in range(1, len(held) + 1)]
+    scheduler.check([other])
+
+
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_head_that_is_split_before_the_forward_is_loaded_in_both_halves(is_evicted: bool) -> None:
+    """By a prompt that begins alike. The half that is evicted meanwhile is not."""
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    assert matched_only(scheduler, rag(A)) == len(HEAD + A)
+    assert scheduler.match(rag(C, head=(90, 92))) == 1
+    scheduler.check()
+    if is_evicted:
+        scheduler.evict(len(HEAD + A) - 1)
+        assert sum(map(len, scheduler.cache.host._loads.values())) == 1
+    scheduler.serve(rag(C, head=(90, 92)))
+    assert scheduler.serve(rag(A)) == len(HEAD + A)
+    scheduler.check()
+
+
+def test_slots_of_the_host_are_kept_until_they_are_copied() -> None:
+    """The storage's thread would write them at once."""
+    scheduler = HostScheduler(host_slots=len(HEAD + A))
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    matched_only(scheduler, rag(A))
+    host = scheduler.cache.host
+    assert host.claim(b"another", None, 1) is None
+    assert scheduler.on_host() == {chain(A)}
+    scheduler.serve(rag(A))
+    assert host.claim(b"another", None, 1) is not None
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_chain_that_is_dropped_while_it_is_loaded_is_given_back_afterwards(is_busy: bool) -> None:
+    """By the last of those that need it: the storage's thread may read it still."""
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    req = rag(A)
+    scheduler.add(req, 100)
+    host = scheduler.cache.host
+    (chunk,) = (each for each in host._nodes.values() if each.chain is not None)
+    chunk.is_busy = is_busy
+    host.drop(chunk)
+    scheduler.check([req])
+    assert host.stats()["tokens"] == len(HEAD + A)
+    scheduler.forward()
+    assert host.stats()["tokens"] == len(HEAD) + is_busy * len(A)
+    if is_busy:
+        host.released(chunk)
+    assert host.stats()["tokens"] == len(HEAD)
+    scheduler.check([req])
+
+
+def test_what_is_to_be_loaded_is_forgotten_with_the_tree() -> None:
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    matched_only(scheduler, rag(A))
+    scheduler.cache.reset()
+    scheduler.allocator.clear()
+    assert scheduler.cache.host.stats()["tokens"] == 0
+    assert scheduler.serve(rag(A)) == 0
+    scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefix_len", "is_layered", "expected"),
+    [
+        (ForwardMode.EXTEND, 6, True, 3),
+        (ForwardMode.MIXED, 6, True, 3),
+        (ForwardMode.DECODE, 6, True, 4),
+        (ForwardMode.EXTEND, 0, True, 4),
+        (ForwardMode.EXTEND, 6, False, 4),
+    ],
+)
+def test_layers_are_copied_ahead_as_far_as_the_prefill_is_too_short(
+    mode: ForwardMode, prefix_len: int, is_layered: bool, expected: int
+) -> None:
+    """And all of them where nothing would wait: decoding replays a graph, and a prefill without a prefix reads no cache."""
+    scheduler = HostScheduler()
+    known(scheduler, A)
+    scheduler.evict(CAPACITY)
+    matched_only(scheduler, rag(A))
+    host = scheduler.cache.host
+    host.pool.is_layered = is_layered
+    host.pricing.agreed = {Phase.LOAD: Line(each=0.5), Phase.EXTEND: Line(each=1.0)}  # 3 s, and 1.5 s of computing
+    batch = SimpleNamespace(forward_mode=mode, prefix_lens=[prefix_len], extend_lens=[1.5])
+    host.before(batch)
+    assert host.pool.num_ahead == host.stats()["layers_ahead"] == expected
+
+
 def test_load_takes_no_more_than_the_device_can_spare() -> None:
     scheduler = HostScheduler(capacity=20)
     known(scheduler, A, B, C)
@@ -351,13 +458,11 @@ def test_load_that_fails_is_computed(monkeypatch: pytest.MonkeyPatch, caplog: py
     """The scheduler must not die of what can be computed. It says so once."""
     scheduler = HostScheduler()
     known(scheduler, A, B)
-    load = scheduler.cache.host.pool.load
 
-    def fail(slots: Any, device_slots: Any) -> None:
-        load(slots, device_slots)
+    def fail(slots: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(scheduler.cache.host.pool, "load", fail)
+    monkeypatch.setattr(scheduler.cache.host.pool, "prepare", fail)
     for _ in range(2):
         scheduler.evict(CAPACITY)
         assert scheduler.serve(rag(A, B)) == 0
@@ -404,7 +509,7 @@ def test_failure_in_a_group_of_ranks_is_raised(monkeypatch: pytest.MonkeyPatch) 
     scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), window=100, num_ranks=2)
     known(scheduler, A)
     scheduler.evict(CAPACITY)
-    monkeypatch.setattr(pool, "load", lambda slots, device_slots: 1 / 0)
+    monkeypatch.setattr(pool, "prepare", lambda slots: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         scheduler.match(rag(A))
 
@@ -437,8 +542,8 @@ def test_integrity_names_what_is_wrong() -> None:
 @settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32), capacity=st.integers(24, 60), host_slots=st.sampled_from([12, 30, 1000]))
 def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_slots: int) -> None:
-    """Requests interleave, some are aborted. A match has its own tokens for contents. It is as long as what device and host hold,
-    unless the device has no room."""
+    """Requests interleave, share batches, are aborted, or are matched and not admitted. What one is computed after has its own
+    tokens for contents. A match is as long as what device and host hold, unless the device has no room."""
     rng = random.Random(seed)
     scheduler = HostScheduler(capacity, host_slots, window_requests=rng.choice([1, 5]))
     live: list[FakeReq] = []
@@ -448,6 +553,7 @@ def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_sl
         req = rag(*chunks, head=rng.choice(heads), cache_salt=rng.choice(salts), promoted_len=rng.choice([0, 0, 1]))
         step = rng.random()
         if (step < 0.2 and live) or len(live) == 8:
+            scheduler.forward()
             gone = live.pop(rng.randrange(len(live)))
             scheduler.release(gone, is_insert=scheduler.is_prefilled(gone))
         elif step < 0.4:
@@ -455,11 +561,16 @@ def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_sl
         else:
             expected = longest(scheduler, req)
             refused = scheduler.cache.host.counts.no_room
-            matched = scheduler.admit(req, rng.choice([3, 100]))
+            is_admitted = step > 0.5
+            matched = scheduler.add(req, rng.choice([3, 100])) if is_admitted else scheduler.match(req)
             if matched is not None:
                 assert matched == expected or scheduler.cache.host.counts.no_room > refused
+            if matched is not None and is_admitted:
                 live.append(req)
+            if rng.random() < 0.6:
+                scheduler.forward()
         scheduler.check(live)
+    scheduler.forward()
     for req in live:
         scheduler.release(req, is_insert=False)
     scheduler.evict(capacity)
@@ -468,9 +579,12 @@ def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_sl
 
 
 def longest(scheduler: HostScheduler, req: FakeReq) -> int:
-    """How many of the request's tokens the device holds, and behind them, whole, its head and chunks that are on the host."""
+    """How many of the request's tokens the device holds, or will with the next forward, and behind them, whole, its head and
+    chunks that are on the host."""
+    host = scheduler.cache.host
     on_device = {scheduler.allocator.contents.get(slot) for slot in scheduler.tree_slots()}
-    on_host = set(scheduler.cache.host.pool.contents.values())
+    on_device |= {host.pool.contents[slot] for part in host._loads.values() for slot in part.tolist()}
+    on_host = set(host.pool.contents.values())
     spans, limit = scheduler.cache._spans_of(req).spans, len(req.all_ids) - 1
     whole = [spans[0].start, *(span.end for span in spans)]
     ends = [*range(whole[0]), *whole, *range(whole[-1] + 1, limit + 1)]

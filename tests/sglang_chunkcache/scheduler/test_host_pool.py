@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,14 @@ pytest.importorskip("sglang")
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler import host_memory, host_pool
 from sglang_chunkcache.scheduler.host_pool import HostPool, create_host_pool
 from tests import models
+from tests.reference.memory_host import FixedCosts
 
 
 def context(pool: Any) -> Any:
@@ -31,16 +35,38 @@ def context(pool: Any) -> Any:
     )
 
 
+class Gate:
+    """Holds back the copies of a pool's layers on their thread."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._is_open = [Event() for _ in range(pool.num_layers)]
+        start = pool._loads.start
+
+        def held(copy: Any, *args: Any, **kwargs: Any) -> None:
+            def late(layer: int) -> None:
+                assert self._is_open[layer].wait(5)
+                copy(layer)
+
+            start(late, *args, **kwargs)
+
+        pool._loads.start = held  # type: ignore[method-assign]
+
+    def open(self, layer: int) -> None:
+        self._is_open[layer].set()
+
+
 @pytest.fixture
 def device() -> Any:
     """Other tests use it, too."""
     pool = models.runner("llama").token_to_kv_pool
     assert type(pool) is MHATokenToKVPool
-    return pool
+    yield pool
+    pool.register_layer_transfer_counter(None)
 
 
-def test_what_was_saved_is_loaded_bit_for_bit(device: Any) -> None:
-    """To other slots, from slots in no order, beside what others have there."""
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_what_was_saved_is_loaded_bit_for_bit(device: Any, num_ahead: int) -> None:
+    """To other slots, from slots in no order, beside what others have there: all layers in line, and beside who reads them."""
     pool = HostPool(device, 1 << 20)
     buffers = [*device.k_buffer, *device.v_buffer]
     for buffer in buffers:
@@ -53,8 +79,10 @@ def test_what_was_saved_is_loaded_bit_for_bit(device: Any) -> None:
     pool.save(sources, slots)
     for buffer in buffers:
         buffer[:31].zero_()
-    with pool.on_forward_stream():
-        pool.load(slots, targets)
+    pool.load(pool.prepare(slots), targets, num_ahead=num_ahead, clock=FixedCosts())
+    for layer in reversed(range(pool.num_layers)):
+        device.get_kv_buffer(layer)
+    assert not pool.finish()
     for buffer, want, other in zip(buffers, wanted, others, strict=True):
         assert torch.equal(buffer[targets], want)
         assert torch.equal(buffer[31:40], other)
@@ -76,9 +104,41 @@ def test_slots_are_uploaded_without_a_wait(device: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(host_pool, "upload", lambda slots, device: on_device)
     device_slots: Any = SimpleNamespace(device="cuda", record_stream=lambda stream: None)
     pool.save(device_slots, torch.tensor([7]))
-    pool.load(torch.tensor([7]), device_slots)
+    pool.load(pool.prepare(torch.tensor([7])), device_slots, num_ahead=pool.num_layers, clock=FixedCosts())
     assert all(slots is on_device for slots in copied)
-    assert len(copied) == 2
+    assert len(copied) == 1 + pool.num_layers
+
+
+def test_reader_waits_for_its_layer(device: Any) -> None:
+    """By SGLang's getters."""
+    pool = HostPool(device, 1 << 20)
+    gate = Gate(pool)
+    slots = pool.alloc(1)
+    assert slots is not None
+    pool.load(pool.prepare(slots), torch.tensor([7]), num_ahead=0, clock=FixedCosts())
+    for layer in range(pool.num_layers):
+        reader = Thread(target=device.get_value_buffer if layer else device.get_key_buffer, args=(layer,))
+        reader.start()
+        reader.join(0.05)
+        assert reader.is_alive()
+        gate.open(layer)
+        reader.join(5)
+        assert not reader.is_alive()
+    pool.finish()
+
+
+def test_a_graph_of_whole_prefills_asks_for_no_layers(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is replayed without a call: all layers have to be there before."""
+    made = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
+    assert made is not None
+    assert made.is_layered
+    graphs = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.FULL))
+    monkeypatch.setattr(
+        cuda_graph_config, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
+    )
+    made = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
+    assert made is not None
+    assert not made.is_layered
 
 
 def test_slots_are_counted(device: Any) -> None:

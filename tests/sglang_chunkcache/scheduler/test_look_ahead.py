@@ -26,7 +26,13 @@ class Waiting(HostScheduler):
         super().__init__(**knobs)  # type: ignore[arg-type]
         self.waiting: list[FakeReq] = []
         self.cache.look_ahead.queue = lambda: self.waiting
+        self.wait()
         self.cache.host.needed = self.cache.look_ahead.needed_places
+
+    def wait(self, *reqs: FakeReq) -> None:
+        """They arrive, and nobody else waits."""
+        self.waiting = list(reqs)
+        self.cache.look_ahead.is_stale = True
 
     def found(self, *chunks: tuple[int, ...]) -> int:
         return self.cached(rag(*chunks, tail=()))
@@ -46,7 +52,7 @@ def test_waiting_chain_outlives_one_that_was_asked_for_more_often(waits: bool) -
     server = Waiting()
     server.serve(rag(A, D))
     asked_for_twice(server, B)
-    server.waiting = [rag(A, D)] if waits else []
+    server.wait(*[rag(A, D)] * waits)
     whole = len(HEAD + A + D), len(HEAD + B)
     while (found := (server.found(A, D), server.found(B))) == whole:
         server.evict(1)
@@ -59,7 +65,7 @@ def test_requests_far_behind_and_plain_ones_keep_nothing() -> None:
     server.serve(rag(A, D))
     asked_for_twice(server, B)
     plain = FakeReq([*HEAD, *A, *D, 30])
-    server.waiting = [plain] * AHEAD + [rag(A, D)]
+    server.wait(*[plain] * AHEAD, rag(A, D))
     while server.found(B) == len(HEAD + B) and server.found(A, D) == len(HEAD + A + D):
         server.evict(1)
     assert server.found(A, D) < len(HEAD + A + D)
@@ -68,7 +74,7 @@ def test_requests_far_behind_and_plain_ones_keep_nothing() -> None:
 def test_all_may_leave_in_the_end() -> None:
     server = Waiting()
     server.serve(rag(A, B))
-    server.waiting = [rag(A, B)]
+    server.wait(rag(A, B))
     server.evict(CAPACITY)
     assert server.found(A, B) == 0
     server.check()
@@ -81,7 +87,7 @@ def test_waiting_chain_stays_in_host_memory(waits: bool) -> None:
     known(server, A)
     known(server, B)
     assert server.on_host() == {chain(A), chain(B)}
-    server.waiting = [rag(A)] if waits else [rag(B)]
+    server.wait(rag(A) if waits else rag(B))
     known(server, D)
     assert server.on_host() == ({chain(A), chain(D)} if waits else {chain(B), chain(D)})
     server.check()
@@ -91,7 +97,7 @@ def test_host_memory_gives_what_is_waited_for_where_there_is_nothing_else() -> N
     server = Waiting(host_slots=len(HEAD + A + B))
     known(server, A)
     known(server, B)
-    server.waiting = [rag(A), rag(B)]
+    server.wait(rag(A), rag(B))
     known(server, D)
     assert chain(D) in server.on_host()
     assert len(server.on_host()) == 2
@@ -113,7 +119,7 @@ def test_nothing_that_is_needed_leaves_before_the_others(
     server = Waiting()
     for chunks in served:
         server.serve(rag(*chunks))
-    server.waiting = [rag(*chunks) for chunks in waiting]
+    server.wait(*(rag(*chunks) for chunks in waiting))
     before = [server.cached(req) for req in server.waiting]
     server.evict(amount)
     server.check()

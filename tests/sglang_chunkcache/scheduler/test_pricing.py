@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,10 +74,43 @@ def test_work_on_a_gpu_is_learnt_when_it_is_done(monkeypatch: pytest.MonkeyPatch
         Event.now += 0.5
     pricing.poll()
     assert watch.seconds is None
-    Event.is_done = True
+    monkeypatch.setattr(Event, "is_done", True)
     pricing.poll()
     assert watch.seconds == 0.5
     assert pricing.model.num_observed[Phase.EXTEND] == 1
+
+
+def test_more_of_it_beside_counts_when_it_is_over() -> None:
+    """A load goes on beside the forward, on another thread."""
+    pricing = make_pricing()
+    with pricing.watch(Phase.LOAD, Work(1, 5)) as watch:
+        beside = pricing.beside(watch)
+    beside.mark()
+    pricing.poll()
+    assert watch.seconds is None
+    time.sleep(0.01)
+    beside.mark()
+    pricing.poll()
+    assert watch.seconds is not None
+    assert 0.01 <= watch.seconds < 1
+    assert pricing.model.num_observed[Phase.LOAD] == 1
+
+
+def test_waiting_for_other_work_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prefill that waits for its layers, nor of what is watched around it. Else waiting would look like computing, and less
+    would be copied ahead for it."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    pricing = make_pricing(device="cuda")
+    with pricing.watch(None, Work(1)) as around:
+        with pricing.watch(Phase.EXTEND, Work(1, 100, 100)) as extend:
+            Event.now += 0.5
+            with pricing.stall():
+                Event.now += 2.0
+        with pricing.watch(Phase.HOST, Work(1, 5)) as later:
+            Event.now += 0.25
+    monkeypatch.setattr(Event, "is_done", True)
+    pricing.poll()
+    assert (extend.seconds, later.seconds, around.seconds) == (0.5, 0.25, 0.75)
 
 
 def test_all_ranks_plan_by_the_figures_of_rank_0() -> None:
