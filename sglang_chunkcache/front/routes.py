@@ -22,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import BackgroundTasks, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import ORJSONResponse
 from msgspec.structs import asdict
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
+from starlette.background import BackgroundTask
 
 from radix_ext.guesses import Guess
 from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, SearchFailedError
@@ -39,6 +40,7 @@ from sglang_chunkcache.front.intake import Intake
 from sglang_chunkcache.front.parse import json_object, parse
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.preprocessing import preprocess
+from sglang_chunkcache.front.request import Planned
 
 Handler = Callable[..., Awaitable[Any]]
 
@@ -75,10 +77,8 @@ class Routes:
         except ChunkCacheError as error:
             return self._refuse(error)
         response = await self._parts.chat.serve(request, planned, raw_request)
-        if response.status_code == 200:
-            tasks = BackgroundTasks([response.background] if response.background else [])  # SGLang's: an abort
-            tasks.add_task(self._intake.expect_next_turn, planned)
-            response.background = tasks
+        if self._parts.config.next_turn and response.status_code == 200:
+            response.background = BackgroundTask(self._after, response.background, planned)
         return response
 
     async def rag_retrieve(self, raw_request: Request) -> Any:
@@ -165,6 +165,12 @@ class Routes:
             return ORJSONResponse(await calibrate(self._parts, body))
         except ChunkCacheError as error:
             return error_response(error)
+
+    async def _after(self, theirs: BackgroundTask | None, planned: Planned) -> None:
+        """The answer is out. `theirs`: SGLang's task, which aborts what a client has given up."""
+        if theirs is not None:
+            await theirs()
+        await self._intake.expect_next_turn(planned)
 
     def _refuse(self, error: ChunkCacheError) -> ORJSONResponse:
         if not isinstance(error, EngineRefusedError):

@@ -16,7 +16,7 @@ pytest.importorskip("sglang")
 
 import httpx
 import openai
-from fastapi import FastAPI
+from fastapi import BackgroundTasks, FastAPI
 from fastapi.responses import ORJSONResponse
 from msgspec import structs
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, decide_request_auth
@@ -59,6 +59,8 @@ class Manager:
     def __init__(self, bench: Bench) -> None:
         self.bench, self.sent = bench, list[Any]()
         self.states: list[dict[str, Any]] = []
+        self.aborted: list[Any] = []
+        """Requests whose answer's own task has run."""
         self.error: Exception | None = None
         self.report = Report(3, 1, 0, fused_hit=0, gap=0, shared=0, sources=(), focused=None, fallbacks=(), ms={})
 
@@ -110,9 +112,12 @@ def call() -> Iterator[MakeServer]:
     """(bench, manager, how to call an endpoint with a body) for a server of these settings, with a retriever or none."""
 
     searches: list[RagSearch] = []
+    aborted: list[Any] = []
 
     async def served(*request: Any) -> ORJSONResponse:
-        return ORJSONResponse({})
+        aborts = BackgroundTasks()  # as SGLang's answers have them
+        aborts.add_task(lambda: aborted.append(request[1]))
+        return ORJSONResponse({}, background=aborts)
 
     def make(retriever: FakeRetriever | None = None, **knobs: Any) -> tuple[Bench, Manager, Send]:
         bench = Bench(**knobs, retrieve_refresh_s=0.0)
@@ -156,6 +161,7 @@ def call() -> Iterator[MakeServer]:
 
             return asyncio.run(answered())
 
+        manager.aborted = aborted
         return bench, manager, send
 
     yield make
@@ -354,6 +360,7 @@ def test_next_turn_is_expected_when_the_answer_is_out(
     assert send(rag_chat_completions, {"messages": MESSAGES, "retrieve": {"query": "alpha beta"}, **body})[0] == 200
     told = [(obj.guess, len(obj.expect.spans.spans)) for obj in manager.sent]
     assert told == ([(Guess.NEXT_TURN, 2)] if expects else [])
+    assert len(manager.aborted) == 1
 
 
 # Stats
