@@ -56,6 +56,8 @@ PLACE_BYTES = 16
 """Nobody finds two of one name."""
 MAX_SAVED_TOKENS = 512
 """After one forward: the answers under way wait for them."""
+WORTH_HIDING_S = 0.002
+"""Of a load. A shorter one is over before a thread has begun, and what it takes beside a forward says little of it."""
 MAX_WAITING = 1024
 """Nodes that wait to be saved. More are not taken: they come again with their next hit."""
 
@@ -465,12 +467,11 @@ class HostChains:
         is_asked = batch.forward_mode.is_extend() and any(batch.prefix_lens)  # else attention may leave the cache alone
         if not (is_asked and self.pool.is_layered):
             return self.pool.num_layers
-        load, extend = self.pricing.agreed[Phase.LOAD], self.pricing.agreed[Phase.EXTEND]
-        return layers_ahead(
-            self.pool.num_layers,
-            load=load.seconds(Work(1, num_tokens)),
-            compute=extend.seconds(prefill_work(batch)),
-        )
+        load = self.pricing.agreed[Phase.LOAD].seconds(Work(1, num_tokens))
+        if load < WORTH_HIDING_S:
+            return self.pool.num_layers
+        compute = self.pricing.agreed[Phase.EXTEND].seconds(prefill_work(batch))
+        return layers_ahead(self.pool.num_layers, load=load, compute=compute)
 
     def _is_held(self, host: HostNode) -> bool:
         return host.is_busy or host in self._being_loaded
