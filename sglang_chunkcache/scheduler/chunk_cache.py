@@ -182,7 +182,8 @@ class ChunkRadixCache(SharingRadixCache):
             self.look_ahead.is_stale = True
 
     def evict(self, params: EvictParams) -> EvictResult:
-        self.look_ahead.refresh()
+        if self.eviction_strategy is self.look_ahead:
+            self.look_ahead.refresh()
         return super().evict(params)
 
     def insert(self, params: InsertParams) -> InsertResult:
