@@ -367,6 +367,7 @@ class Storage:
             "load_ms_per_mib": None if (taken := self._times.seconds(1 << 20)) is None else 1000 * taken,
             "off": self.is_off,
             "guesses": self.guesses.stats(),
+            "guessed_bytes": self.guesses.num_bytes,
             **({"found": self.num_found} if self.loader.is_shared else {}),
             **self.loader.stats(),
         }
