@@ -127,16 +127,14 @@ def with_hints(tasks: Sequence[Task], seed: int, *, takes_hints: bool) -> list[T
             if rng.random() < 0.5:
                 turn = rng.choice(tasks[number : number + 8]).turns[0]
                 texts = [chunk["text"] for chunk in turn["chunks"]]
-                reuse = {key: turn[key] for key in ("reuse", "cache_salt") if key in turn}
-                act, bodies = rng.choices(
-                    (
-                        (REQUEST_HINT, (turn, {"chunks": turn["chunks"], **reuse}, {"texts": texts, **reuse})),
-                        (STRANGE_HINT, ({"texts": [one.text for one in rng.sample(strangers, 3)], **reuse},)),
-                        (REFUSED_HINT, ({"text": texts}, {"texts": texts[0]}, {"texts": []}, {**turn, "texts": texts})),
-                    ),
-                    (6, 2, 2),
-                )[0]
-                hinted.append(Task(act if takes_hints else REFUSED_HINT, (rng.choice(bodies),)))
+                reuse: dict[str, Any] = {key: turn[key] for key in ("reuse", "cache_salt") if key in turn}
+                bodies: dict[str, tuple[dict[str, Any], ...]] = {
+                    REQUEST_HINT: (turn, {"chunks": turn["chunks"], **reuse}, {"texts": texts, **reuse}),
+                    STRANGE_HINT: ({"texts": [one.text for one in rng.sample(strangers, 3)], **reuse},),
+                    REFUSED_HINT: ({"text": texts}, {"texts": texts[0]}, {"texts": []}, {**turn, "texts": texts}),
+                }
+                act = rng.choices(list(bodies), (6, 2, 2))[0]
+                hinted.append(Task(act if takes_hints else REFUSED_HINT, (rng.choice(bodies[act]),)))
         hinted.append(task)
     return hinted
 
