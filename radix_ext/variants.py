@@ -147,6 +147,11 @@ class VariantIndex:
         return self._max_bytes
 
     @property
+    def max_variants(self) -> int:
+        """That a chunk gets without asking how often."""
+        return self._max_variants
+
+    @property
     def max_entries(self) -> int:
         """Variants of all chunks together."""
         return self._max_in_all

@@ -43,6 +43,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from radix_ext.filling import Filling
+from radix_ext.variants import VariantIndex
 from sglang_chunkcache.client import Client, RefusedError, ServerError, settle
 
 T = TypeVar("T")
@@ -227,8 +229,9 @@ def preprocess(
 
 
 def plan(client: Client, corpus: Path, neighbors: Path, *, measured: int, top_n: int, **options: Any) -> dict[str, Any]:
-    """`preprocess` the first `measured` chunks that have neighbours, with these. Tells as `plan` what all would take. No more of
-    the corpus is kept in memory than lengths and ids.
+    """`preprocess` the first `measured` chunks that have neighbours, with these. Tells as `plan` what all would take, which is
+    simulated request by request on an empty store and storage of the server's size. No more of the corpus is kept in memory than
+    lengths and ids.
 
     Raises:
         ServerError: as `preprocess`.
@@ -239,7 +242,8 @@ def plan(client: Client, corpus: Path, neighbors: Path, *, measured: int, top_n:
     needed = {*_first(measured, lengths), *first, *(name for near in first.values() for name in near)}
     found = _read_corpus(corpus, lambda name, text: text if name in needed else "")
     result = preprocess(client, {name: text for name, text in found.items() if text}, first, top_n=top_n, **options)
-    return {**result, "plan": _estimate(result, lengths, listed, sum(lengths[name] for name in needed))}
+    num_chars = sum(lengths[name] for name in needed)
+    return {**result, "plan": _estimate(result, lengths, listed, num_chars, has_bar=options.get("has_bar", False))}
 
 
 # Private, in order of use
@@ -302,26 +306,74 @@ def _first(num: int, names: Iterable[str]) -> list[str]:
 
 
 def _estimate(
-    result: Mapping[str, Any], lengths: Mapping[str, int], listed: Mapping[str, Sequence[str]], num_chars: int
+    result: Mapping[str, Any],
+    lengths: Mapping[str, int],
+    listed: Mapping[str, Sequence[str]],
+    num_chars: int,
+    *,
+    has_bar: bool,
 ) -> dict[str, Any]:
     """What all takes, by the tokens a character and the chunks a second of `result`, which has read `num_chars` characters."""
     tokens_a_char = result["alone"]["chunk_tokens"] / num_chars
     num_tokens = tokens_a_char * (sum(lengths.values()) + sum(lengths[name] for name in listed))
-    kept = [*result["storages"], *([] if result["storages"] else result["stores"])]
+    kept = result["storages"] or result["stores"]
+    token_bytes = result["stores"][0]["token_bytes"]
+    num_bytes = {name: round(tokens_a_char * length * token_bytes) for name, length in lengths.items()}
+    simulated = _simulated(result["stores"], result["storages"], num_bytes, listed, has_bar=has_bar)
+    nums = len(lengths) + simulated["neighbors_again"], len(listed)
     rates = result["alone"]["chunks_per_s"], result["behind_neighbors"]["chunks_per_s"]
-    parts = [
-        num and (num / rate if rate else None) for num, rate in zip((len(lengths), len(listed)), rates, strict=True)
-    ]
+    parts = [num and (num / rate if rate else None) for num, rate in zip(nums, rates, strict=True)]
     return {
         "chunks": len(lengths),
         "with_neighbors": len(listed),
         "neighbors": sum(map(len, listed.values())),
         "requests": len(lengths) + len(listed),
         "tokens": round(num_tokens),
-        "bytes": round(num_tokens * result["stores"][0]["token_bytes"]),
+        "bytes": round(num_tokens * token_bytes),
         "max_bytes": min(each["max_bytes"] for each in kept),
         "max_entries": min(each["max_entries"] for each in kept),
         "seconds": None if None in parts else round(sum(part for part in parts if part)),
+        "simulated": simulated,
+    }
+
+
+def _simulated(
+    stores: Sequence[Mapping[str, Any]],
+    storages: Sequence[Mapping[str, Any]],
+    num_bytes: Mapping[str, int],
+    listed: Mapping[str, Sequence[str]],
+    *,
+    has_bar: bool,
+) -> dict[str, Any]:
+    """Both passes on the smallest of these, and once more: with a storage on a server that was started anew."""
+
+    def create(sizes: Sequence[Mapping[str, Any]]) -> VariantIndex:
+        max_bytes, max_entries = (min(each[name] for each in sizes) for name in ("max_bytes", "max_entries"))
+        max_variants = stores[0]["max_variants"]
+        return VariantIndex(
+            max_bytes=max_bytes, max_chunks=max_entries // max_variants, max_variants=max_variants, window=1
+        )
+
+    def run(filling: Filling) -> Filling:
+        for near in (dict.fromkeys(num_bytes, ()), listed):
+            for chunk in num_bytes:
+                if chunk in near:
+                    filling.request(chunk, near[chunk])
+                    progress.update()
+        return filling
+
+    storage = create(storages) if storages else None
+    with _Progress("simulated", 2 * (len(num_bytes) + len(listed)), has_bar=has_bar) as progress:
+        first = run(Filling(create(stores), storage, num_bytes))
+        held = (storage or first.store).stats()
+        again = run(Filling(create(stores) if storages else first.store, storage, num_bytes))
+    return {
+        "entries": held.num_variants,
+        "bytes": held.num_bytes,
+        "evicted": held.num_evicted,
+        "neighbors_loaded": first.counts.loads,
+        "neighbors_again": first.counts.again,
+        "started_again": {"kept": again.counts.kept, "computed": again.counts.computed},
     }
 
 
@@ -344,6 +396,11 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"                  {told['tokens']} tokens, {told['bytes'] / 2**20:.0f} of {told['max_bytes'] / 2**20:.0f} MiB"
         yield f"                  {told['requests']} of {told['max_entries']} entries"
         yield f"                  time {left}"
+        found = told["simulated"]
+        again = found["started_again"]
+        yield f"simulated         {found['entries']} entries, {found['bytes'] / 2**20:.0f} MiB, {found['evicted']} evicted"
+        yield f"                  neighbors: {found['neighbors_loaded']} loaded, {found['neighbors_again']} computed again"
+        yield f"                  started again: {again['kept']} kept, {again['computed']} computed"
 
 
 def _troubles(result: Mapping[str, Any], max_missing: float) -> Iterator[str]:

@@ -390,6 +390,7 @@ class Fuser:
                 **self.store.stats()._asdict(),
                 "max_bytes": self.store.max_bytes,
                 "max_entries": self.store.max_entries,
+                "max_variants": self.store.max_variants,
                 "token_bytes": token_bytes,
                 **self.captures.stats(),
             },

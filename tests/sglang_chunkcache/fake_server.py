@@ -39,9 +39,10 @@ class FakeServer:
             def do_GET(self) -> None:
                 fake.keys.append(self.headers.get("Authorization"))
                 dropped = fake.num_lost if fake.posts else 0
-                sizes = {"max_bytes": 1 << 20, "max_entries": 50, "token_bytes": 1024}
+                sizes = {"max_bytes": 1 << 20, "max_entries": 50}
                 ranks: list[dict[str, Any]] = [
-                    {"store": {"pending": n, "dropped": dropped, **sizes}} for n in (fake.pending, 0)
+                    {"store": {"pending": n, "dropped": dropped, "max_variants": 5, "token_bytes": 1024, **sizes}}
+                    for n in (fake.pending, 0)
                 ]
                 if fake.storage:
                     told = fake.storage[0] if len(fake.storage) == 1 else fake.storage.pop(0)

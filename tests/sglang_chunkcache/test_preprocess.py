@@ -61,7 +61,8 @@ def test_every_chunk_alone_then_behind_its_neighbors(
     *table, line = capsys.readouterr().out.splitlines()
     assert len(table) == 3
     assert table[-1].split(maxsplit=1) == ["neighbors", "4 moved, 2 computed, 0 missing"]
-    store = {"pending": 0, "dropped": 0, "max_bytes": 1 << 20, "max_entries": 50, "token_bytes": 1024}
+    sizes = {"max_bytes": 1 << 20, "max_entries": 50, "max_variants": 5, "token_bytes": 1024}
+    store = {"pending": 0, "dropped": 0, **sizes}
     nobody, found = {"moved": 0, "computed": 0, "missing": 0}, {"moved": 4, "computed": 2, "missing": 0}
     result = json.loads(line)
     for name in ("alone", "behind_neighbors"):
@@ -150,7 +151,7 @@ def test_neighbors_are_movable_before_they_are_needed(server: FakeServer, files:
 
 def test_options_reach_the_server(server: FakeServer, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Fewer neighbours, a system message, a key, and no table."""
-    options = ["--top-n", "1", "--system", "Be brief.", "--api-key", "k", "--json"]
+    options = ["--top-n", "1", "--batch", "1", "--system", "Be brief.", "--api-key", "k", "--json"]
     assert main(["--url", server.url, *files, *options]) == 0
     assert server.chunks[3:] == [("A", ["B"]), ("C", ["A"])]
     assert server.posts[0][1]["messages"] == [{"role": "system", "content": "Be brief."}]
@@ -251,9 +252,22 @@ def test_plan_does_the_first_chunks_and_tells_what_all_would_take(
         "bytes": 1500 * 1024,
         "max_bytes": 1 << 20,
         "max_entries": 50,
+        "simulated": {
+            "entries": 50,
+            "bytes": 50 * 10 * 1024,
+            "evicted": 150,
+            "neighbors_loaded": 0,
+            "neighbors_again": 50,
+            "started_again": {"kept": 50, "computed": 100},
+        },
     }
-    assert 1.5 <= seconds <= 10
-    assert "150 requests, 100 chunks, 50 neighbors" in table[-4]
+    assert 2 <= seconds <= 10, "neighbors are computed again"
+    assert "150 requests, 100 chunks, 50 neighbors" in table[-7]
+    assert table[-3:] == [
+        "simulated         50 entries, 0 MiB, 150 evicted",
+        "                  neighbors: 0 loaded, 50 computed again",
+        "                  started again: 50 kept, 100 computed",
+    ]
     assert "too small: --chunkcache-store-mib 2 is needed" in err
     assert "raise --chunkcache-store-chunks by the factor 3.0" in err
 
@@ -272,7 +286,8 @@ def test_plan_of_what_is_there_fits_and_takes_no_time_that_is_known(
 
 
 def test_plan_keeps_no_texts(server: FakeServer, tmp_path: Path, capsys: Any) -> None:
-    """Lengths, ids, and each id once: 70 MB for 100,000 chunks with ten neighbours each, however long they are."""
+    """Lengths, ids, and each id once: 70 MB for 100,000 chunks with ten neighbours each, however long they are, beside what the
+    simulated store has."""
     num, text = 20_000, "x" * 2000
     corpus, neighbors = tmp_path / "c.jsonl", tmp_path / "n.jsonl"
     with corpus.open("w") as texts, neighbors.open("w") as near:

@@ -136,16 +136,21 @@ class Ahead:
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
             self._flags += [f"--{name}", str(path)]
 
-    def start(self, server: Server) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", server.url, *self._flags]
+    def start(self, server: Server, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", server.url, *self._flags, *more]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def finish(self, server: Server) -> dict[str, Any]:
-        """From where it was to the end."""
-        running = self.start(server)
+    def finish(self, server: Server, *more: str) -> dict[str, Any]:
+        """What the command says in the end."""
+        running = self.start(server, *more)
         out, err = running.communicate(timeout=600)
         assert running.returncode == 0, err
-        result: dict[str, Any] = json.loads(out.splitlines()[-1])
+        found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return found
+
+    def complete(self, server: Server) -> dict[str, Any]:
+        """From where it was to the end."""
+        result = self.finish(server)
         for name in ("alone", "behind_neighbors"):
             assert result[name]["chunks"] + result[name]["kept"] == NUM_AHEAD
         return result
@@ -187,11 +192,12 @@ def test_killed_preprocessing_goes_on_where_it_was(tmp_path: Path) -> None:
             found = get(server.url + "/chunkcache/stats")["ranks"][0]["storage"]
             assert (found["num_entries"], found["problems"]) == (num_kept, {})
             if life == lives:
-                result = ahead.finish(server)
-                again = ahead.finish(server)
+                result = ahead.complete(server)
+                again = ahead.complete(server)
                 assert [again[name]["chunks"] for name in ("alone", "behind_neighbors")] == [0, 0]
                 num_computed += get(server.url + "/chunkcache/stats")["requests"]["finished"]
                 num_loaded = again["storages"][0]["loaded"]
+                simulated = ahead.finish(server, "--plan", "1")["plan"]["simulated"]
                 break
             for half in (0.3, 0.8):
                 running = ahead.start(server)
@@ -210,5 +216,11 @@ def test_killed_preprocessing_goes_on_where_it_was(tmp_path: Path) -> None:
         num_kept = num_found
     assert mixed_load.problems_of_log(log) == []
     assert result["storages"][0]["num_entries"] == found_by_next_start(kept) == 2 * NUM_AHEAD
+    assert (simulated["entries"], simulated["evicted"], simulated["neighbors_again"]) == (2 * NUM_AHEAD, 0, 0)
+    assert simulated["bytes"] == pytest.approx(result["storages"][0]["num_bytes"], rel=0.1)
+    assert simulated["started_again"] == {
+        "kept": again["alone"]["kept"] + again["behind_neighbors"]["kept"],
+        "computed": 0,
+    }
     print(f"{num_computed} requests for {2 * NUM_AHEAD} chunks, {num_loaded} loads in the last life, {result}")
     assert num_computed <= 2 * NUM_AHEAD + 2 * lives * (BATCH + 32)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,26 +14,31 @@ pytest.importorskip("sglang")
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from radix_ext import chunk_id
 from radix_ext.cfo import Scored
+from radix_ext.filling import Filling
+from radix_ext.variants import VariantIndex
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.storage import loader
 from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.state import Asked, ExplainRequest, RankState
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq
-from tests.sglang_chunkcache.fusion.test_promise import OTHER_HEAD, A, B, C, D, asks, make_scheduler, rag
-from tests.sglang_chunkcache.fusion.test_tier import Disk, disk, held, identity, store, wheres
+from tests.sglang_chunkcache.fusion.test_promise import HEAD, OTHER_HEAD, A, B, C, D, asks, make_scheduler, rag
+from tests.sglang_chunkcache.fusion.test_tier import WINDOW, Disk, disk, held, identity, store, wheres
 
 __all__ = ["disk"]
 
 HERE, NOT_YET, COMING = (True, False), (False, False), (False, True)
 """Is kept, must wait."""
+_numbers = count()
 
 
 def ahead(*chunks: list[int], **fields: Any) -> FakeReq:
     """The last chunk after its neighbours, as the front sends it."""
-    last = len(chunks) - 1
-    return rag(*chunks, fusion=replace(asks(fresh=[last]), plain=True), keep=[last], is_preprocessing=True, **fields)
+    last, recipe = len(chunks) - 1, f"prompt {next(_numbers)}"
+    fusion = replace(asks(recipe=recipe, fresh=[last]), plain=True)
+    return rag(*chunks, fusion=fusion, keep=[last], is_preprocessing=True, **fields)
 
 
 def explain(scheduler: FusedScheduler, req: FakeReq) -> Explanation:
@@ -101,6 +108,59 @@ def test_next_server_keeps_what_is_in_the_storage(disk: Disk) -> None:
     second.weights = 1
     second.flush()
     assert found(second, A) == NOT_YET
+
+
+def fill(scheduler: FusedScheduler, disk: Disk, *chunks: list[int]) -> bool:
+    """As the front does: neighbours that are nowhere are computed alone before. Whether the chunk was kept."""
+    told = explain(scheduler, ahead(*chunks))
+    while told.must_wait:
+        disk.settle()
+        told = explain(scheduler, ahead(*chunks))
+    if not told.is_kept:
+        there, end = {source.span for source in told.sources if source.where != "gap"}, len(HEAD)
+        for number, chunk in enumerate(chunks[:-1]):
+            end += len(chunk)
+            if number not in there and end > told.exact:
+                preprocess(scheduler, chunk)
+        preprocess(scheduler, *chunks)
+    disk.settle()
+    return told.is_kept
+
+
+def in_order(index: VariantIndex) -> list[tuple[Any, ...]]:
+    """What each variant was computed after, the one that leaves first at the front."""
+    return [variant.prefix for variant in sorted(index.variants(), key=lambda variant: variant.last_used)]
+
+
+@pytest.mark.parametrize("room", [6.5, 9.5, 20])
+def test_storage_has_what_is_simulated(disk: Disk, room: float) -> None:
+    """Which entries, and how many of them a second server keeps. All are of nearly one size."""
+    rng = random.Random(0)
+    corpus = [[10 * number + k for k in range(1, 5)] for number in range(8)]
+    work = [[chunk] for chunk in corpus]
+    work += [[*rng.sample([each for each in corpus if each is not chunk], 2), chunk] for chunk in corpus]
+    scheduler = disk.server(capacity=200)
+    for chunks in work:
+        fill(scheduler, disk, *chunks)
+    size = max(variant.nbytes for variant in disk.tier.storage.index.variants())
+    disk.tier.storage.clear()
+    disk.stop()
+
+    def create(max_bytes: float) -> VariantIndex:
+        return VariantIndex(max_bytes=int(max_bytes), max_chunks=1000, max_variants=5, window=WINDOW)
+
+    storage = create(room * size)
+    for life in range(2):
+        scheduler = disk.server(capacity=200, storage_bytes=int(room * size))
+        filling = Filling(create(1 << 30), storage, {chunk_id(chunk): size for chunk in corpus})
+        num_kept = 0
+        for chunks in work:
+            num_kept += fill(scheduler, disk, *chunks)
+            filling.request(chunk_id(chunks[-1]), [chunk_id(chunk) for chunk in chunks[:-1]])
+        assert in_order(disk.tier.storage.index) == in_order(storage), life
+        assert num_kept == filling.counts.kept
+        assert (room < 16) == (storage.stats().num_evicted > 0)
+        disk.stop()
 
 
 def test_neighbors_are_loaded_before_the_chunk_is_sent(disk: Disk) -> None:
