@@ -1,0 +1,177 @@
+"""How many chunks a second does preprocessing fill a store with, by requests in flight?
+
+    python -m eval bench preprocess [--batch 1 10 32] [--chunks 64] [--neighbors 10] [--rounds 8] [-- FLAGS]
+
+One server with moved KV, and the command a user runs (`python -m sglang_chunkcache.preprocess`). In each round every arm, so many
+requests in flight, gets a block of chunks that nobody has seen: all alone, then each behind --neighbors others of its block.
+Store and KV pool are emptied between. A ratio is that of medians, of the first arm's seconds over an arm's: above 1, the arm is
+faster. Seconds are the command's own, without its start. The random model has the shape of --params cut to --layers; only times
+are meaningful. It runs in the repository's root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from eval.bench.rounds import by_cell, take_rounds, told_ratio
+from eval.data.random_text import WORDS, random_text
+from eval.errors import CommandError
+from eval.http import post
+from eval.outcome import Row, add_out_option, open_run, table, tell
+from eval.random_model import SHAPES, write_random_model
+from eval.run import Sample
+from eval.serve import arms as serve_arms
+from eval.server import Server
+from eval.stats import quantile
+
+PASSES = {"alone": "alone_s", "behind_neighbors": "behind_s"}
+"""Of the command -> seconds a chunk."""
+
+
+class Blocks:
+    """Chunks for one server."""
+
+    def __init__(self, url: str, args: argparse.Namespace, folder: Path) -> None:
+        self._url, self._args, self._folder = url, args, folder
+        count = int(post(url + "/tokenize", {"prompt": random_text("tokenizer", 1000)})["count"])
+        self._num_words = round(args.chunk_tokens * 1000 / count)
+
+    def sample(self, batch: int, number: int) -> Sample:
+        """One block, `batch` requests in flight."""
+        result = self._run(f"{number}.{batch}", batch)
+        for path in ("/chunkcache/clear_store", "/flush_cache?timeout=10"):
+            post(self._url + path)
+        metrics = {seconds: result[name]["seconds"] / result[name]["chunks"] for name, seconds in PASSES.items()}
+        return {
+            "metrics": {**metrics, "chunk_s": sum(metrics.values())},
+            "chunk_tokens": result["alone"]["chunk_tokens"] / result["alone"]["chunks"],
+            "neighbors": result["behind_neighbors"]["neighbors"],
+        }
+
+    def _run(self, seed: str, batch: int) -> dict[str, Any]:
+        """What the command says. Chunks that were refused, kept, lost or lack neighbours make a rate of nothing."""
+        rng, names = random.Random(seed), [f"{seed}.{n}" for n in range(self._args.chunks)]
+        rows: dict[str, list[dict[str, Any]]] = {
+            "corpus": [{"id": name, "text": random_text(name, self._num_words)} for name in names],
+            "neighbors": [
+                {"id": name, "neighbors": rng.sample([each for each in names if each != name], self._args.neighbors)}
+                for name in names
+            ],
+        }
+        command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", self._url, "--json"]
+        command += ["--batch", str(batch), "--top-n", str(self._args.neighbors)]
+        for name, lines in rows.items():
+            path = self._folder / f"{name}.jsonl"
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            command += [f"--{name}", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CommandError(f"preprocess: {done.stderr.strip()[-500:]}")
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if any(found[name]["chunks"] != len(names) for name in PASSES):
+            raise CommandError(f"preprocess: not every chunk was computed: {found}")
+        return found
+
+
+def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
+    """One row an arm."""
+    rows = [_row(arm, next(iter(arms.values())), taken) for _, arms in by_cell(samples) for arm, taken in arms.items()]
+    verdict = [
+        f"{row['requests in flight']} in flight: {row['chunks/s']} chunks a second, {row['faster']} times as fast as "
+        f"{rows[0]['requests in flight']}."
+        for row in rows
+    ]
+    note = "chunks/s: both passes, each chunk alone and behind its neighbors; faster: above 1, than the first row"
+    return {"verdict": verdict, "tables": [table("Chunks a second by requests in flight", rows, note)]}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run."""
+    args = _parse(argv)
+    with open_run("preprocess", args, summarize, without=("logs",)) as run, ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        shape = replace(SHAPES[args.params], layers=args.layers)
+        model = str(write_random_model(folder / "model", shape, [" ".join(WORDS)] * 50))
+        blocks = Blocks(stack.enter_context(_server(args, model)).url, args, folder)
+        cell = {"chunk_tokens": args.chunk_tokens, "neighbors": args.neighbors}
+        take_rounds(run, cell, {str(batch): partial(blocks.sample, batch) for batch in args.batch}, args.rounds)
+    tell(run)
+    return 0
+
+
+# Private, in order of use
+
+
+def _row(arm: str, base: Sequence[Sample], taken: Sequence[Sample]) -> Row:
+    def rate(metric: str) -> float:
+        return round(1 / quantile([one["metrics"][metric] for one in taken], 0.5), 2)
+
+    found: Mapping[str, int] = {
+        kind: sum(one["neighbors"][kind] for one in taken) for kind in ("moved", "computed", "missing")
+    }
+    return {
+        "requests in flight": int(arm),
+        "rounds": len(taken),
+        "chunk tokens": round(quantile([one["chunk_tokens"] for one in taken], 0.5)),
+        "alone, chunks/s": rate("alone_s"),
+        "behind, chunks/s": rate("behind_s"),
+        "chunks/s": rate("chunk_s"),
+        "alone, faster": told_ratio(base, taken, "alone_s", 2),
+        "behind, faster": told_ratio(base, taken, "behind_s", 2),
+        "faster": told_ratio(base, taken, "chunk_s", 2),
+        **found,
+    }
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval bench preprocess",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--batch", type=int, nargs="+", default=[1, 10, 32], help="requests in flight; the first one is compared with")
+    add("--chunks", type=int, default=64, help="in a block")
+    add("--neighbors", type=int, default=10, help="before a chunk")
+    add("--chunk-tokens", type=int, default=256)
+    add("--rounds", type=int, default=8, help="measured blocks of each arm, after one of warm-up")
+    add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")
+    add("--layers", type=int, default=2, help="of the random model")
+    add("--threads", type=int, help="OMP_NUM_THREADS of the server (default: its own)")
+    add("--start-limit-s", type=float, default=300.0, help="seconds until the server must be ready")
+    add("--logs", type=Path, default=Path("logs"))
+    add_out_option(parser)
+    add("server_flags", nargs="*", metavar="-- FLAGS", help="more flags for the server")
+    args = parser.parse_args(argv)
+    if args.chunks <= args.neighbors:
+        parser.error("--chunks: must be more than --neighbors")
+    return args
+
+
+def _server(args: argparse.Namespace, model: str) -> Server:
+    chunk = args.chunk_tokens + 16
+    prompt = (args.neighbors + 1) * chunk
+    budget = max(2 * prompt, max(args.batch) * chunk)
+    # A block's chunks, what is in flight with its neighbours, and what a prefill may take: nothing is evicted and computed again.
+    pool = 2 * args.chunks * chunk + 2 * max(args.batch) * prompt + budget
+    flags = [
+        *("--model-path", model, "--reuse", "fused", "--max-total-tokens", str(pool)),
+        *("--max-running-requests", str(max(args.batch))),
+        *("--chunkcache-calibrate", "off", *serve_arms.UNAUDITED, *serve_arms.EVERY_SERVER),
+        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
+        *("--chunked-prefill-size", "-1", "--max-prefill-tokens", str(budget)),
+    ]
+    env = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
+    log = args.logs / "preprocess.log"
+    return Server([*flags, *args.server_flags], log=log, env=env, timeout_s=args.start_limit_s)
