@@ -194,7 +194,7 @@ class StorageTier:
 
     def _load_for(self, wish: _Wish, asked: Asked) -> bool:
         """Load what the index has, where that pays. Whether it has anything behind this head."""
-        found = self._found(wish)
+        found, computed_s = self._found(wish), 0.0
         for variant in found:
             if not self._is_faster(wish, variant.blob.row):
                 asked.is_unpaid = True
@@ -203,6 +203,8 @@ class StorageTier:
             else:
                 self.storage.pays = True
             self._load(wish.identity, variant, wish.num_tokens, asked)
+            computed_s = wish.computed_s or 0.0
+        asked.computed_s += computed_s
         return bool(found) and found[0].head == wish.head
 
     def _is_faster(self, wish: _Wish, row: Row) -> bool:

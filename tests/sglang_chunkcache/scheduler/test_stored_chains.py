@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from radix_ext import Tier
 from radix_ext.costs import TRIED_EVERY, Line, Phase
 from radix_ext.guesses import Guess
+from radix_ext.loading import Patience
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage.ranks import Ranks
@@ -330,6 +331,85 @@ def test_what_comes_too_late_serves_the_next_request(disk: ChainDisk) -> None:
     server.check()
     assert server.ask(rag(A, B)) == len(HEAD + A + B)
     server.check()
+
+
+def patient(disk: ChainDisk, **knobs: Any) -> Server:
+    """A server whose requests wait half of what computing takes, a second a token. What is stored hangs."""
+    disk.patience = Patience(0.5)
+    server = Server(disk, **knobs)
+    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
+    disk.storage.gate.clear()
+    return server
+
+
+def come(server: Server, disk: ChainDisk) -> None:
+    """The storage answers."""
+    disk.storage.gate.set()
+    server.settle()
+
+
+@pytest.mark.parametrize("is_hinted", [False, True])
+def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
+    """Also for those that another has begun."""
+    stored(disk, A, B)
+    server = patient(disk)
+    if is_hinted:
+        expect(server, rag(A, B))
+    req = rag(A, B)
+    server.cache.arrived(req)
+    assert server.admit(req, 10**6) is None
+    disk.now = 0.5 * len(HEAD + A + B) - 0.01
+    assert server.admit(req, 10**6) is None
+    come(server, disk)
+    assert server.serve(req) == len(HEAD + A + B)
+    counts = server.storage.stats()
+    assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 0, 0)
+    server.check()
+
+
+def test_request_that_has_waited_in_vain_is_computed(disk: ChainDisk) -> None:
+    """It is as if it had not waited, and the next one does not."""
+    stored(disk, A, B)
+    server = patient(disk)
+    req = rag(A, B)
+    server.cache.arrived(req)
+    assert server.admit(req, 10**6) is None
+    disk.now = 0.5 * len(HEAD + A + B)
+    assert server.serve(req) == 0
+    counts = server.storage.stats()
+    assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 1, 3)
+    other = rag(A, B, extra_key="other")
+    server.cache.arrived(other)
+    assert server.serve(other) == 0
+    assert server.storage.stats()["waits"] == 1
+    come(server, disk)
+    server.check()
+
+
+def test_request_does_not_wait_where_nothing_comes(disk: ChainDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for what takes too long, though it is loaded."""
+    stored(disk, A)
+    server = patient(disk)
+    assert server.ask(rag(A, extra_key="other"), settles=False) == 0
+    half = 0.3 * len(HEAD + A)
+    monkeypatch.setattr(
+        server.storage._times, "seconds", lambda num_bytes: half
+    )  # more than half for both, less than all
+    assert server.ask(rag(A), settles=False) == 0
+    assert (server.storage.stats()["waits"], server.storage.stats()["late"]) == (0, 2)
+    come(server, disk)
+    server.check()
+
+
+def test_what_is_explained_waits_for_nothing(disk: ChainDisk) -> None:
+    stored(disk, A)
+    server = patient(disk)
+    req = rag(A)
+    server.cache.arrived(req)
+    assert server.admit(req, 10**6) is None
+    assert server.cache.explain(unsent(rag(A))).stored == len(HEAD + A)
+    come(server, disk)
+    assert server.serve(req) == len(HEAD + A)
 
 
 @pytest.mark.parametrize("fails", [False, True])
