@@ -181,7 +181,7 @@ class ChunkCacheConfig:
     """What is free and what the storage holds already, at the start. `dynamic` has no file system, so it needs a number."""
     storage_wait: float = knob(
         0.1,
-        "how long a request waits for the storage, as a share of what computing takes instead; 0: not at all",
+        "how long a request waits for the storage, as a share of what computing takes; 0: not at all",
         low=0.0,
         high=1.0,
     )

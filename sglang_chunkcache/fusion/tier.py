@@ -99,9 +99,10 @@ class StorageTier:
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
                 wishes = list(self._wishes(req, spans, fusion, sources, costs))
+                asked.computed_s = sum(wish.computed_s or 0.0 for wish in wishes)
                 left = {self._chunk(wish.identity): wish for wish in wishes if not self._load_for(wish, asked)}
                 numbers = {chunk: wish.num_tokens for chunk, wish in left.items()}
-                self.storage.look_up(numbers, partial(self._found_of_others, list(left.values()), asked))
+                self.storage.look_up(numbers, partial(self._found_of_others, list(left.values()), asked), asked)
         return asked
 
     def has(self, identity: ChunkIdentity, head: str, prefix: Prefix, scored: Scored) -> bool:
@@ -194,7 +195,7 @@ class StorageTier:
 
     def _load_for(self, wish: _Wish, asked: Asked) -> bool:
         """Load what the index has, where that pays. Whether it has anything behind this head."""
-        found, computed_s = self._found(wish), 0.0
+        found = self._found(wish)
         for variant in found:
             if not self._is_faster(wish, variant.blob.row):
                 asked.is_unpaid = True
@@ -203,8 +204,6 @@ class StorageTier:
             else:
                 self.storage.pays = True
             self._load(wish.identity, variant, wish.num_tokens, asked)
-            computed_s = wish.computed_s or 0.0
-        asked.computed_s += computed_s
         return bool(found) and found[0].head == wish.head
 
     def _is_faster(self, wish: _Wish, row: Row) -> bool:

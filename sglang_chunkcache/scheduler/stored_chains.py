@@ -105,8 +105,10 @@ class StoredChains:
                 for each in asked_for
                 if self.host.get(each.place) is None and self._find(each) is None
             }
+            if links:
+                asked.computed_s = self._computed_s(self._num_cached(key[: links[-1].end]), links[-1].end)
             self._load(links, key, asked)
-            self.storage.look_up(unknown, partial(self._load, links, key, asked))
+            self.storage.look_up(unknown, partial(self._load, links, key, asked), asked)
 
     def stored(self, key: ChunkKey, spans: RequestSpans) -> tuple[int, bool]:
         """(tokens that the storage has behind host memory and device, whether to load them is estimated to pay). Asks nobody."""
@@ -221,7 +223,6 @@ class StoredChains:
             for link in missing:
                 if not self._claim(link, key, asked):
                     break
-                asked.computed_s = self._computed_s(start, link.end)
         if asked.is_planned:
             self.storage.planned(asked)
 
@@ -234,7 +235,7 @@ class StoredChains:
         while num_found < len(links) and (links[num_found].is_empty or self._find(links[num_found])):
             num_found += 1
         missing = links[num_here:num_found]
-        cached = sum(len(node.key) for node in self.host.cache.path(key[: missing[-1].end])) if missing else 0
+        cached = self._num_cached(key[: missing[-1].end]) if missing else 0
         if not missing or missing[-1].end <= cached:
             return (), 0
         return missing, max(cached, links[num_here - 1].end if num_here else 0)
@@ -246,6 +247,10 @@ class StoredChains:
         loaded = sum(self.storage.seconds(variant.blob.row.num_bytes) or 0.0 for variant in variants)
         computed = self._computed_s(start, end)
         return not loaded or not computed or loaded + costs[Phase.LOAD].seconds(Work(1, end - start)) <= computed
+
+    def _num_cached(self, key: ChunkKey) -> int:
+        """Tokens that the device has of it."""
+        return sum(len(node.key) for node in self.host.cache.path(key))
 
     def _computed_s(self, start: int, end: int) -> float:
         return self.host.pricing.agreed[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))

@@ -119,7 +119,7 @@ class Loader:
         for job in self._taken(is_round):
             waiting = self._waiting[type(job)]
             waiting[0], waiting[1] = waiting[0] - 1, waiting[1] - job.size
-            if isinstance(job, Load):
+            if not isinstance(job, Write):
                 job.is_done = True
             yield job
 

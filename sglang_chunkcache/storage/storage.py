@@ -62,6 +62,7 @@ class Asked:
     """What was asked of the storage for one request."""
 
     loads: list[Load] = field(default_factory=list)
+    lookup: Lookup | None = None
     is_planned: bool = False
     """What comes from now on is late."""
     is_unpaid: bool = False
@@ -71,7 +72,7 @@ class Asked:
     tenant: tuple[str | None, ...] = ()
     """Who is expected: extra_key and cache_salt."""
     computed_s: float = 0.0
-    """What computing what is loaded is estimated to take."""
+    """What computing is estimated to take, if nothing comes."""
     until: float | None = None
     """When its request waits no longer. None: it did not wait yet."""
 
@@ -287,17 +288,17 @@ class Storage:
         self._num_next_turns += 1
         return self.loader.is_idle and (self.guesses.pays(guess) or self._num_next_turns % TRIED_EVERY == 0)
 
-    def look_up(self, chunks: Mapping[StoredChunk, int], then: Callable[[], None]) -> None:
+    def look_up(self, chunks: Mapping[StoredChunk, int], then: Callable[[], None], asked: Asked) -> None:
         """Ask what others have of these chunks of so many tokens, unless that is known or being asked. `then` is told when the
         index knows it."""
         if not self.loader.is_shared:
             return
         now = self._clock()
         unknown = {chunk: number for chunk, number in chunks.items() if now >= self._looked_up.get(chunk, now)}
-        if not unknown or not self.loader.look_up(
-            Lookup(list(unknown), partial(self._found, self._era, unknown, then))
-        ):
+        job = Lookup(list(unknown), partial(self._found, self._era, unknown, then))
+        if not unknown or not self.loader.look_up(job):
             return
+        asked.lookup = job
         for chunk in unknown:
             self._looked_up.pop(chunk, None)
             self._looked_up[chunk] = now + LOOKED_UP_S
@@ -320,7 +321,8 @@ class Storage:
         parts = [each for each in asked if each is not None and not each.is_planned]
         if not parts or self.ranks is not None:
             return False
-        is_coming = not all(load.is_done for each in parts for load in each.loads)
+        jobs = [job for each in parts for job in (each.lookup, *each.loads) if job is not None]
+        is_coming = not all(job.is_done for job in jobs)
         now, first = self._clock(), parts[0]
         if first.until is not None:
             is_waiting = is_coming and now < first.until

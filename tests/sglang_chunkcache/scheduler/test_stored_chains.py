@@ -53,7 +53,7 @@ class Server(HostScheduler):
         **knobs: Any,
     ) -> None:
         super().__init__(**knobs)
-        self.weights = disk.weights
+        self.disk, self.weights = disk, disk.weights
         self.cache.storage = self.storage = disk.opened(storage_bytes, beside=beside, ranks=ranks)
         self.cache.stored = StoredChains(
             self.cache.host, self.storage, how=("exact",), fingerprint=lambda: self.weights
@@ -61,13 +61,20 @@ class Server(HostScheduler):
         disk.opened_ones.append(self.storage)
 
     def ask(self, req: FakeReq, *, settles: bool = True) -> int:
-        """It waits until its loads have come, and is served. Returns what it found."""
+        """It waits until its loads have come, or as long as it may, and is served. Returns what it found."""
         self.cache.arrived(req)
         if settles:
             self.settle()
+        while self.disk.patience.share and self.is_put_off(req):
+            self.disk.now += 1.0
         found = self.serve(req)
         self.idle()
         return found
+
+    def is_put_off(self, req: FakeReq) -> bool:
+        """Whether it waits for the storage."""
+        self.match(req)
+        return state(req).waits
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         super().check(reqs)
@@ -161,7 +168,7 @@ def test_explain_says_what_the_storage_has_behind_the_other_tiers(disk: ChainDis
     assert (told.exact, told.stored) == (len(HEAD + A), len(B))
     for _ in range(8):
         server.storage._times.observe(1, 100.0)
-    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
+    costly(server)
     told = server.cache.explain(unsent(rag(A, B, C)))
     assert (told.stored, told.fallbacks) == (len(B), (Fallback.STORAGE_SLOW,))
     assert server.cache.explain(unsent(rag(C))).stored == 0
@@ -334,11 +341,16 @@ def test_what_comes_too_late_serves_the_next_request(disk: ChainDisk) -> None:
 
 
 def patient(disk: ChainDisk, **knobs: Any) -> Server:
-    """A server whose requests wait half of what computing takes, a second a token. What is stored hangs."""
+    """A server whose requests wait half of what computing takes. What is stored hangs."""
     disk.patience = Patience(0.5)
-    server = Server(disk, **knobs)
-    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
+    server = costly(Server(disk, **knobs))
     disk.storage.gate.clear()
+    return server
+
+
+def costly(server: Server) -> Server:
+    """Computing takes a second a token."""
+    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
     return server
 
 
@@ -582,6 +594,25 @@ def test_servers_share_what_one_has_written(disk: ChainDisk) -> None:
     second.check()
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_request_waits_for_what_others_have(disk: ChainDisk, is_there: bool) -> None:
+    """Until they are asked, and if they have something, until that has come."""
+    if is_there:
+        first = Server(disk, beside="first")
+        for _ in range(3):
+            first.ask(rag(A, B))
+        first.settle()
+    second = patient(disk, beside="second")
+    req = rag(A, B)
+    second.cache.arrived(req)
+    assert second.admit(req, 10**6) is None
+    come(second, disk)
+    assert second.serve(req) == (len(HEAD + A + B) if is_there else 0)
+    counts = second.storage.stats()
+    assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 0, 0)
+    second.check()
+
+
 CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(lambda each: st.integers(1, 4).map(lambda n: tuple(each[:n])))
 ASKS = st.tuples(st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans())
 OTHERS = st.one_of(
@@ -600,7 +631,8 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
     """Whatever is loaded has the contents of its place, which `HostScheduler` checks; nothing leaks, the front agrees."""
     with tempfile.TemporaryDirectory() as folder:
         disk = ChainDisk(Path(folder))
-        server = Server(disk, host_slots=slots, storage_bytes=4000)
+        disk.patience = Patience(0.5)
+        server = costly(Server(disk, host_slots=slots, storage_bytes=4000))
         for kind, *told in steps:
             if kind == "ask":
                 chunks, head, settles, promoted = told
@@ -625,7 +657,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
             else:
                 disk.storage.become("healthy")
                 server.stop()
-                server = Server(disk, host_slots=slots, storage_bytes=4000)
+                server = costly(Server(disk, host_slots=slots, storage_bytes=4000))
                 if told[0]:
                     server.cache.stored.load_most_used(5)
             server.check()
