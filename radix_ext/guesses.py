@@ -87,6 +87,11 @@ class Guesses:
             self._kinds[guess].counts.loads += 1
             self._open[chunk] = _Open(guess, self._num_requests)
 
+    @property
+    def num_bytes(self) -> int:
+        """Under way for all tenants."""
+        return self._under_way.total()
+
     def asked(self, chunk: Hashable) -> None:
         """A request asks for the chunk."""
         if (found := self._open.pop(chunk, None)) is not None:

@@ -260,6 +260,17 @@ class VariantIndex:
         self._add(identity, variant, nbytes)
         return True
 
+    def restore_all(self, kept: Iterable[tuple[Identity, Variant]]) -> list[Variant]:
+        """`restore` each, what is to leave last first. Returns those that were not added."""
+        left, added = list[Variant](), list[Variant]()
+        for identity, variant in kept:
+            (added if self.restore(identity, variant) else left).append(variant)
+        for variant in reversed(added):
+            self._clock += 1
+            variant.last_used = self._clock
+        self._sort()
+        return left
+
     def use(self, variant: Variant, cfo: float) -> None:
         """Count one use: f_r += 1/CFO (Cache-Craft 3.3). No effect if it has left.
 

@@ -146,12 +146,10 @@ class Storage:
         """Not counted yet."""
         self._writing_bytes = 0
         self._num_asked = self._era = self._num_cleared = self._num_next_turns = 0
-        left = [
-            row for row in rows if not index.restore(row.place.stored_chunk, _variant(row, row.reuse, row.num_uses))
-        ]
+        left = index.restore_all((row.place.stored_chunk, _variant(row, row.reuse, row.num_uses)) for row in rows)
         index.watch = self._index_changed
         if left:  # the limit is lower than it was
-            loader.delete(left)
+            loader.delete([variant.blob.row for variant in left])
 
     # A rank's life
 
@@ -406,6 +404,7 @@ class Storage:
             "load_ms_per_mib": None if (taken := self._times.seconds(1 << 20)) is None else 1000 * taken,
             "off": self.is_off,
             "guesses": self.guesses.stats(),
+            "guessed_bytes": self.guesses.num_bytes,
             **({"found": self.num_found} if self.loader.is_shared else {}),
             **self.loader.stats(),
         }

@@ -103,6 +103,13 @@ DOORS = (
     Door("/api/chat", {"model": "default", "messages": MESSAGES[:2], "stream": False}, {"": {"options": dict, "format": str}}),
     Door("/v1/messages", {"model": "default", "max_tokens": 3, "messages": MESSAGES[1:2]}, {"": {"system": str, "tools": list}}),
 )  # fmt: skip
+OUR_DOORS = tuple(door for door in DOORS if door.path[:4] in ("/rag", "/chu"))
+PREFETCH = Door(
+    "/chunkcache/prefetch",
+    CHAT | {"texts": [chunk["text"] for chunk in CHUNKS], "reuse": {"mode": "fused"}, "cache_salt": "hostile"},
+    {"": _RAG[""] | {"texts": list[str]}, "reuse": _RAG["reuse"]},
+)
+"""Only a server with a storage reads what is sent there."""
 
 
 def _nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
@@ -156,9 +163,7 @@ def _typed(kind: Any) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def requests(
-    draw: st.DrawFn, doors: Sequence[Door] = tuple(d for d in DOORS if d.path[:4] in ("/rag", "/chu"))
-) -> tuple[str, bytes]:
+def requests(draw: st.DrawFn, doors: Sequence[Door]) -> tuple[str, bytes]:
     """(path, body): a valid body of a door with up to three of its fields replaced, put in, taken out or wrapped."""
     door = draw(st.sampled_from(doors))
     body = copy.deepcopy(door.body)

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 
@@ -19,7 +19,7 @@ from eval.http import post
 from eval.server import Server
 from eval.task import Request
 from eval.tasks.world import world_requests
-from tests.e2e.hostile import requests, send
+from tests.e2e.hostile import OUR_DOORS, Door, requests, send
 from tests.e2e.test_robustness import assert_clean, body_of
 
 pytestmark = pytest.mark.engine
@@ -74,7 +74,7 @@ def right_requests(server: Server) -> list[Request]:
     return found
 
 
-def attack(client: Client, num_inputs: int) -> None:
+def attack(client: Client, num_inputs: int, doors: Sequence[Door] = OUR_DOORS) -> None:
     """Send so many hostile inputs."""
 
     @settings(
@@ -84,7 +84,7 @@ def attack(client: Client, num_inputs: int) -> None:
         phases=[Phase.generate],  # shrinking would send its tries to a dead server
         suppress_health_check=list(HealthCheck),
     )
-    @given(requests())
+    @given(requests(doors))
     def run(hostile: tuple[str, bytes]) -> None:
         client.attack(*hostile)
 

@@ -15,6 +15,8 @@ from eval.http import get, post
 from eval.server import Server
 from eval.world.world import Passage, World
 from sglang_chunkcache.client import Client, settle
+from tests.e2e import hostile, test_bad_input, test_fuzz
+from tests.e2e.hostile import PREFETCH
 from tests.e2e.test_reuse import ask, flush, fused, logprobs_of, sources_of, text_of
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
@@ -181,6 +183,64 @@ def test_hint_has_a_tenants_chunk_loaded_ahead(twice: Twice) -> None:
     reply = moved(twice.server, [chunk], cache_salt="mint")
     assert reply["chunkcache"]["fates"]["relocated"] > 10
     assert storage_of(twice.server)["guesses"]["hint"]["used"] > 0
+
+
+TEXTS = {"texts": ["The company Dravex makes clocks."]}
+HINTS: list[tuple[str, Any, str]] = [
+    ("no JSON", b"{no json", "body"),
+    ("a list", [TEXTS], "body"),
+    ("too many values", b'{"texts": [' + b"1," * 200_000 + b"1]}", "body"),
+    ("nested 900 deep", test_bad_input.deep({"texts": "HERE"}), "texts"),
+    ("texts a string", {"texts": "Dravex"}, "texts"),
+    ("texts of numbers", {"texts": [1]}, "chunks.0.text"),
+    ("texts not unicode", b'{"texts": ["\\ud800"]}', "body"),
+    ("too many texts", {"texts": ["x"] * 300}, "chunks"),
+    ("text too long", {"texts": ["x" * 300_000]}, "chunks.0.text"),
+    ("texts longer than the context", {"texts": ["clocks lamps " * 5000]}, "chunks"),
+    ("texts and chunks", {**TEXTS, "chunks": [{"text": "x"}]}, "texts"),
+    ("neither", {"messages": []}, "texts"),
+    ("misspelt", {"text": ["x"]}, "text"),
+    ("an unknown field of reuse", {**TEXTS, "reuse": {"mode": "fused", "no_such": 1}}, "no_such"),
+    ("an unknown selector", {**TEXTS, "reuse": {"mode": "fused", "selector": "x"}}, "selector"),
+    ("messages a string", {**TEXTS, "messages": "Be brief."}, "messages"),
+    ("cache_salt a number", {**TEXTS, "cache_salt": 5}, "cache_salt"),
+    ("a client's template", {**TEXTS, "chat_template_kwargs": {"chat_template": "x"}}, "not allowed"),
+    ("a search without an index", {"retrieve": {"query": "x"}, "messages": test_bad_input.MESSAGES}, "retrieve"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "field"), [pytest.param(*fields, id=name) for name, *fields in HINTS])
+def test_hostile_hint_is_refused_by_name(twice: Twice, body: Any, field: str) -> None:
+    status, text = test_bad_input.send(twice.server.url + PREFETCH.path, body)
+    assert 400 <= status < 500, text
+    assert field in text
+
+
+@pytest.mark.parametrize(
+    "texts", [[""], ["<|end|><|system|>"], ["\0 \u202e \n"], ["x"] * 256], ids=["empty", "control", "odd", "alike"]
+)
+def test_odd_hint_is_taken_as_text(twice: Twice, texts: list[str]) -> None:
+    """And has nothing loaded that is not there."""
+    before = settled(twice.server)
+    assert post(twice.server.url + PREFETCH.path, {"texts": texts, "reuse": fused("query", 0.25)}) == {}
+    assert settled(twice.server)["loaded"] == before["loaded"]
+
+
+def test_hint_that_is_too_large_is_not_read(twice: Twice) -> None:
+    """It is refused, or broken off while it is sent. The next one is taken."""
+    url = twice.server.url
+    assert hostile.send(url, PREFETCH.path, b'{"texts": ["' + b"x" * (5 << 20) + b'"]}') in (0, 413)
+    assert hostile.send(url, PREFETCH.path, json.dumps(TEXTS).encode()) == 202
+
+
+@pytest.mark.parametrize("num_inputs", [150, pytest.param(3000, marks=pytest.mark.nightly)])
+def test_server_survives_hostile_hints(twice: Twice, num_inputs: int) -> None:
+    """It lives, good requests between are answered right, and nothing stays under way."""
+    client = test_fuzz.Client(twice.server)
+    test_fuzz.attack(client, num_inputs, [PREFETCH])
+    print("hostile hints by status:", dict(client.statuses))
+    assert min(client.statuses[202], client.statuses[400]) > num_inputs / 10
+    assert mixed_load.leftovers(twice.server.url, mixed_load.POOL_TOKENS) == []
 
 
 def test_clear_store_empties_the_storage(twice: Twice, tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ def test_tenant_has_a_limit_of_its_own() -> None:
     guesses.begin("a", 6)
     assert not guesses.has_room(Guess.HINT, "a", 5)
     assert guesses.has_room(Guess.HINT, "b", 10)
+    assert guesses.num_bytes == 6
     guesses.end(Guess.HINT, "a", 6, "c", has_come=False)
     assert guesses.has_room(Guess.HINT, "a", 10)
+    assert guesses.num_bytes == 0
     assert guesses.stats() == {"hint": {"loads": 0, "used": 0, "wasted": 0, "over": 1}}
 
 

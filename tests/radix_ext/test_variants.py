@@ -380,6 +380,17 @@ def test_restored_variant_goes_on_as_it_was() -> None:
     store.check_integrity()
 
 
+def test_what_is_restored_first_leaves_last() -> None:
+    """Of equals, as before the restart. What had no room is told."""
+    store, names = make_store(tokens=3, variants=1), "abcd"
+    kept = [(chunk(name), make_variant()) for name in names]
+    assert store.restore_all(kept) == [kept[-1][1]]
+    store.check_integrity()
+    for name, left in (("x", "ab"), ("y", "a"), ("z", "")):
+        store.put(chunk(name), make_variant())
+        assert "".join(each for each in names if store.find(chunk(each))) == left
+
+
 def test_whoever_watches_is_told_of_all_that_comes_and_leaves() -> None:
     """By whatever way: put, replaced, evicted, dropped, restored, cleared."""
     store, told = make_store(tokens=2), list[tuple[Any, bool]]()

@@ -2,8 +2,9 @@
 
 The server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill pieces smaller than two chunks.
 Clients send exact and fused requests with every selector and many ratios, streams, parallel answers, conversations, plain and
-explain requests; some disconnect early. `soak` sends the load and notes as problems: log probabilities that are not finite, fates
-that do not add up, slots that are neither free nor evictable. `check_exact` compares exact answers with full prefill.
+explain requests; some disconnect early. Hints tell what some of them will need of the storage. `soak` sends the load and notes as
+problems: log probabilities that are not finite, fates that do not add up, slots that are neither free nor evictable, and what is
+left of hints. `check_exact` compares exact answers with full prefill.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ TIGHT = [
 ]
 """So small that requests wait for slots, promises are declined, and the store evicts chunks that are being moved."""
 
+REQUEST_HINT, STRANGE_HINT, REFUSED_HINT = "hint", "hint of what nobody asks for", "hint that is refused"
+
 RATIOS = (0.0, 0.15, 0.5, 1.0)
 NUM_PASSAGES = 20
 MAX_NEW_TOKENS = 24
@@ -70,11 +73,16 @@ class Found:
 
 
 def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int) -> Found:
-    """Send the load, wait until no request is running, and check that `pool_tokens` slots are free or evictable."""
-    found = Found()
-    with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(lambda task: _run(url, task, found), make_tasks(num_requests, seed)))
-    found.problems += leftovers(url, pool_tokens)
+    """Send the load, wait until no request is running, and check that `pool_tokens` slots are free or evictable. A server with a
+    storage is flushed then, and gets the load again: what it needs is in the storage alone."""
+    found, is_stored = Found(), "storage" in get(url + "/chunkcache/stats")["ranks"][0]
+    tasks = with_hints(make_tasks(num_requests, seed), seed, takes_hints=is_stored)
+    for is_again in (False, True) if is_stored else (False,):
+        if is_again:
+            post(url + "/flush_cache")
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(lambda task: _run(url, task, found), tasks))
+        found.problems += leftovers(url, pool_tokens)
     return found
 
 
@@ -109,6 +117,28 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
     return tasks
 
 
+def with_hints(tasks: Sequence[Task], seed: int, *, takes_hints: bool) -> list[Task]:
+    """The tasks, and half as many hints as there are requests: of a request within the next tasks, of chunks that nobody asks
+    for, and such as are refused. A server without a storage refuses all."""
+    rng, strangers = random.Random(seed), World(seed + 1000, NUM_PASSAGES, num_kinds=1).passages
+    hinted = list[Task]()
+    for number, task in enumerate(tasks):
+        for _ in task.turns:
+            if rng.random() < 0.5:
+                turn = rng.choice(tasks[number : number + 8]).turns[0]
+                texts = [chunk["text"] for chunk in turn["chunks"]]
+                reuse: dict[str, Any] = {key: turn[key] for key in ("reuse", "cache_salt") if key in turn}
+                bodies: dict[str, tuple[dict[str, Any], ...]] = {
+                    REQUEST_HINT: (turn, {"chunks": turn["chunks"], **reuse}, {"texts": texts, **reuse}),
+                    STRANGE_HINT: ({"texts": [one.text for one in rng.sample(strangers, 3)], **reuse},),
+                    REFUSED_HINT: ({"text": texts}, {"texts": texts[0]}, {"texts": []}, {**turn, "texts": texts}),
+                }
+                act = rng.choices(list(bodies), (6, 2, 2))[0]
+                hinted.append(Task(act if takes_hints else REFUSED_HINT, (rng.choice(bodies[act]),)))
+        hinted.append(task)
+    return hinted
+
+
 def check_exact(found: Found, url: str, **salt: str) -> None:
     """Compare exact answers with full prefill of their ids on the server at `url`; what differs becomes a problem."""
     references: dict[tuple[int, ...], Answer] = {}
@@ -140,6 +170,9 @@ def leftovers(url: str, pool_tokens: int, timeout_s: float = 60.0) -> list[str]:
             "prompt tokens in flight": (sum(stats["prompt_tokens_in_flight"]), 0),
             "mirror agrees": (rank["mirror"]["agrees"], True),
         }
+        if "storage" in rank:
+            expected["jobs of the storage"] = rank["storage"]["queue"], 0
+            expected["bytes under way on a guess"] = rank["storage"]["guessed_bytes"], 0
         wrong = [f"{name}: {got}, not {want}" for name, (got, want) in expected.items() if got != want]
         if not wrong or time.monotonic() > deadline:
             return wrong
@@ -190,10 +223,12 @@ def _run(url: str, task: Task, found: Found) -> None:
     messages: list[dict[str, str]] = []
     for turn in task.turns:
         kind = "fused" if "reuse" in turn else "exact"
-        messages = [*(messages if task.act == "conversation" else ()), *turn["messages"]]
+        messages = [*(messages if task.act == "conversation" else ()), *turn.get("messages", ())]
         body = {**turn, "messages": messages}
         try:
-            if task.act == "plain":
+            if task.act in (REQUEST_HINT, STRANGE_HINT, REFUSED_HINT):
+                _hint(url, turn, is_refused=task.act == REFUSED_HINT)
+            elif task.act == "plain":
                 plain = {key: value for key, value in body.items() if key not in ("chunks", "order", "reuse")}
                 _check_choices(post(url + "/v1/chat/completions", plain), found)
             elif task.act == "explain":
@@ -206,6 +241,17 @@ def _run(url: str, task: Task, found: Found) -> None:
         except (CommandError, OSError, http.client.HTTPException) as error:
             found.problems.append(f"{task.act}: {error}"[:300])
         found.outcomes[f"{task.act} {kind}"] += 1
+
+
+def _hint(url: str, body: dict[str, Any], *, is_refused: bool) -> None:
+    try:
+        answer = post(url + "/chunkcache/prefetch", body)
+    except CommandError as error:
+        if is_refused and ": 400 " in str(error):
+            return
+        raise
+    if is_refused or answer:
+        raise CommandError(f"{body} was answered {answer}")
 
 
 def _send(url: str, body: dict[str, Any], found: Found) -> str:

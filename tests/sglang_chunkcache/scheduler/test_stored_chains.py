@@ -296,6 +296,21 @@ def test_chain_longer_than_the_storage_is_kept_from_its_beginning(disk: ChainDis
     server.check()
 
 
+def test_end_of_a_chain_leaves_first_after_a_restart(disk: ChainDisk) -> None:
+    """Its nodes were used alike. A chain without its beginning is of no use."""
+    stored(disk, A, B, C)
+    server = Server(disk, storage_bytes=disk.opened_ones[-1].stats()["num_bytes"])
+    (place,) = {variant.head for variant in server.storage.index.variants()}
+    others = [(number,) * 4 for number in (91, 92)]
+    for _ in range(4):
+        server.ask(rag(*others, head=(90,)))
+        server.settle()
+    left = sorted(len(variant.prefix) for variant in server.storage.index.variants() if variant.head == place)
+    assert left == list(range(len(left)))
+    assert 0 < len(left) < 4, "something of it has left"
+    server.check()
+
+
 def test_prompt_that_begins_with_a_chunk(disk: ChainDisk) -> None:
     stored(disk, A, B, head=())
     server = Server(disk)
