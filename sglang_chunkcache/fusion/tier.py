@@ -124,6 +124,10 @@ class StorageTier:
             for variant in self._found(wish)
         )
 
+    def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
+        """As `Storage.reserve`, for what a request will preprocess."""
+        return self.storage.reserve(self._chunk(identity), head, prefix, num_tokens)
+
     def is_unpaid(
         self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
     ) -> bool:

@@ -37,6 +37,8 @@ LOOKED_UP_S = 10.0
 """How long what was looked up counts as known: a miss costs one question."""
 MAX_LOOKED_UP = 10_000
 """Chunks of which that is remembered, about three megabytes."""
+RESERVED_S = 10.0
+"""A place in the queue for what a request will write: as long as the front waits for one."""
 START_S = 10.0
 """What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
 MAX_OVERHEAD_BYTES = 1 << 20
@@ -75,6 +77,13 @@ class Asked:
     """What computing is estimated to take, if nothing comes."""
     until: float | None = None
     """When its request waits no longer. None: it did not wait yet."""
+
+
+class _Reserved(NamedTuple):
+    """A place in the queue of writes."""
+
+    size: int
+    until: float
 
 
 class Known(NamedTuple):
@@ -145,6 +154,7 @@ class Storage:
         self._asked: list[tuple[Identity, str, Prefix]] = []
         """Not counted yet."""
         self._writing_bytes = 0
+        self._reserved: dict[tuple[StoredChunk, str, Prefix], _Reserved] = {}
         self._num_asked = self._era = self._num_cleared = self._num_next_turns = 0
         left = index.restore_all((row.place.stored_chunk, _variant(row, row.reuse, row.num_uses)) for row in rows)
         index.watch = self._index_changed
@@ -221,9 +231,24 @@ class Storage:
         """Whether it has much to write: what would be written now may soon find no place in its queue."""
         return not (self.is_off or self.loader.is_paused) and self.loader.is_behind
 
+    def reserve(self, chunk: StoredChunk, head: str, prefix: Prefix, num_tokens: int) -> bool:
+        """Whether the entry that a request will make finds a place in the queue, beside those of others that were told so in the
+        last `RESERVED_S` and have not written yet."""
+        if self.is_off or self.loader.is_paused:
+            return True
+        now, key = self._clock(), (chunk, head, prefix)
+        others = {each: held for each, held in self._reserved.items() if each != key and held.until > now}
+        size = num_tokens * self.layout.token_bytes + OVERHEAD_BYTES
+        has_room = not self.loader.is_behind and self.loader.has_room(
+            1 + len(others), size + sum(each.size for each in others.values())
+        )
+        self._reserved = {**others, key: _Reserved(size, now + RESERVED_S)} if has_room else others
+        return has_room
+
     def write(self, row: Row, entry: Callable[[], Entry], done: Callable[[], object] = lambda: None) -> bool:
         """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` when the index knows what has become of it.
         False: nothing is written."""
+        self._reserved.pop((row.place.stored_chunk, row.place.head, row.place.prefix), None)
         if self.is_off or self.loader.is_paused or row.name in self._under_way or self.has(row):
             return False
         num_bytes = row.num_tokens * self.layout.token_bytes + OVERHEAD_BYTES
