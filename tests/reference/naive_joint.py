@@ -1,0 +1,70 @@
+"""Fast Fusion from the paper's text: algorithm 1 block by block, its equations term by term, in Python's own floats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Vector = list[float]
+
+
+@dataclass
+class Block:
+    """A shared block: two directions and the blocks that point to it, the first one its leader."""
+
+    keys: Vector
+    values: Vector
+    members: list[int]
+
+
+@dataclass
+class Trace:
+    """`compared`: every similarity that was taken. `fused_at`: block -> the one at which it joined another."""
+
+    compared: list[float] = field(default_factory=list)
+    fused_at: dict[int, float] = field(default_factory=dict)
+
+
+def normalize(vector: Vector) -> Vector:
+    """Over its norm; zeros stay."""
+    norm = math.sqrt(math.fsum(x * x for x in vector))
+    return [x / norm for x in vector] if norm else list(vector)
+
+
+def dot(left: Vector, right: Vector) -> float:
+    return math.fsum(a * b for a, b in zip(left, right, strict=True))
+
+
+def fast_fusion(units: Sequence[Sequence[tuple[Vector, Vector]]], threshold: float, trace: Trace) -> list[Block]:
+    """Algorithm 1 for units of (keys, values) blocks. A right block joins the most similar left one, not each of them."""
+    numbered, at = [], 0
+    for unit in units:
+        numbered.append([Block(list(keys), list(values), [at + i]) for i, (keys, values) in enumerate(unit)])
+        at += len(unit)
+    return _fused(numbered, threshold, trace) if numbered else []
+
+
+def _fused(units: list[list[Block]], threshold: float, trace: Trace) -> list[Block]:
+    if len(units) == 1:
+        return [Block(normalize(block.keys), normalize(block.values), block.members) for block in units[0]]
+    left = _fused(units[: len(units) // 2], threshold, trace)
+    right = _fused(units[len(units) // 2 :], threshold, trace)
+    similarity = [[dot(row.keys, block.keys) for block in right] for row in left]
+    trace.compared += [each for row in similarity for each in row]
+    joined: set[int] = set()
+    for row, block in enumerate(left):
+        fused = []
+        for i in range(len(right)):
+            column = [similarity[other][i] for other in range(len(left))]
+            if similarity[row][i] > threshold and column.index(max(column)) == row:
+                fused.append(i)
+                trace.fused_at[right[i].members[0]] = similarity[row][i]
+        if fused:
+            block.keys = normalize([sum(xs) for xs in zip(block.keys, *(right[i].keys for i in fused), strict=True)])
+            block.values = normalize(
+                [sum(xs) for xs in zip(block.values, *(right[i].values for i in fused), strict=True)]
+            )
+            block.members += [member for i in fused for member in right[i].members]
+            joined.update(fused)
+    return left + [block for i, block in enumerate(right) if i not in joined]
