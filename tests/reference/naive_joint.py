@@ -68,3 +68,39 @@ def _fused(units: list[list[Block]], threshold: float, trace: Trace) -> list[Blo
             block.members += [member for i in fused for member in right[i].members]
             joined.update(fused)
     return left + [block for i, block in enumerate(right) if i not in joined]
+
+
+def normal_cdf(z: float) -> float:
+    """Phi."""
+    return (1 + math.erf(z / math.sqrt(2))) / 2
+
+
+def kernel_density(x: float, samples: Sequence[float], h: float) -> float:
+    """f_h as written."""
+    kernels = [math.exp(-(((x - sample) / h) ** 2) / 2) / math.sqrt(2 * math.pi) for sample in samples]
+    return sum(kernels) / (len(samples) * h)
+
+
+def kernel_distribution(x: float, samples: Sequence[float], h: float) -> float:
+    """Eq. 1 as written."""
+    return sum(normal_cdf((x - sample) / h) for sample in samples) / len(samples)
+
+
+def extreme_rate(u: float, samples: Sequence[float], h: float) -> float:
+    """Eq. 2 as written."""
+    n = len(samples)
+    a_n = (2 * math.log(n)) ** (-1 / 2)
+    b_n = (2 * math.log(n)) ** (1 / 2) - 1 / 2 * (2 * math.log(n)) ** (-1 / 2) * (
+        math.log(math.log(n)) + math.log(4 * math.pi)
+    )
+    return sum(math.exp(-(u - (h * b_n + sample)) / (h * a_n)) for sample in samples) / n
+
+
+def attention_drift(before: Sequence[float], after: Sequence[float]) -> float:
+    """|s' - s|_1 of two vectors of logits."""
+
+    def softmax(logits: Sequence[float]) -> list[float]:
+        weights = [math.exp(each - max(logits)) for each in logits]
+        return [each / math.fsum(weights) for each in weights]
+
+    return math.fsum(abs(a - b) for a, b in zip(softmax(before), softmax(after), strict=True))
