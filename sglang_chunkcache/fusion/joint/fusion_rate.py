@@ -3,9 +3,9 @@
     similarities of a layer --> kernel density (eq. 1) or a Gaussian --> rate: pairs over the threshold --> blocks that join
 
 The rate L is that of a Poisson variable, so nothing fuses with probability exp(-L). The paper's compression ratio takes L itself
-for the number of blocks that are saved. But several of the L pairs may have the same right block, which joins once:
-`expected_joins` spreads them over the right blocks at random. Similarities of real blocks are not independent, so that is a
-prediction, no bound.
+for the number of blocks that join, but several of the L pairs may have the same right block, which joins once. So there are two
+predictions. `most_joins`, the paper's, takes each right block to be in one pair at most, as in variants of one chunk.
+`expected_joins` spreads the pairs over the right blocks at random.
 
 NOTE: a kernel knows no limit, cosines end at 1. Where similarities lie in several heaps or near 1, the bandwidth that suits a
 Gaussian puts mass over thresholds that nothing exceeds: eq. 1 can predict fusing at .999 where no pair is over .99.
@@ -16,12 +16,15 @@ Everything is computed in float64, on the sample's device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from sglang_chunkcache.fusion.joint.fast_fusion import cosine, normalize
+
+Joins = Callable[[float, float], float]
+"""Rate and number of right blocks -> how many of them join."""
 
 
 def unit_similarities(blocks: Tensor, lens: Sequence[int]) -> Tensor:
@@ -97,7 +100,12 @@ def compression_ratio(num_left: int, num_right: int, rates: Sequence[float]) -> 
         rates: of each layer. More than `num_right` cannot join; the paper's formula would then have no meaning.
     """
     before = len(rates) * (num_left + num_right)
-    return before / (before - sum(min(rate, num_right) for rate in rates))
+    return before / (before - sum(most_joins(rate, num_right) for rate in rates))
+
+
+def most_joins(rate: float, num_right: float) -> float:
+    """Right blocks with a pair over the threshold, if no two pairs have the same one as long as there are others."""
+    return min(rate, num_right)
 
 
 def expected_joins(rate: float, num_right: float) -> float:
@@ -105,17 +113,19 @@ def expected_joins(rate: float, num_right: float) -> float:
     return num_right * -math.expm1(-rate / num_right) if num_right else 0.0
 
 
-def expected_blocks(lens: Sequence[int], exceedance: float) -> float:
+def expected_blocks(lens: Sequence[int], exceedance: float, joins: Joins = expected_joins) -> float:
     """Shared blocks that the whole tree is expected to leave of units with these numbers of blocks.
 
     Args:
         lens: blocks of each unit.
         exceedance: probability that a pair of blocks is over the threshold, at every level the same.
+        joins: `expected_joins` or `most_joins`.
     """
     if len(lens) < 2:
         return float(sum(lens))
-    left, right = (expected_blocks(half, exceedance) for half in (lens[: len(lens) // 2], lens[len(lens) // 2 :]))
-    return left + right - expected_joins(left * right * exceedance, right)
+    halves = lens[: len(lens) // 2], lens[len(lens) // 2 :]
+    left, right = (expected_blocks(half, exceedance, joins) for half in halves)
+    return left + right - joins(left * right * exceedance, right)
 
 
 def _upper_tail(z: float) -> float:

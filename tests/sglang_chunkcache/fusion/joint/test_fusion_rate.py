@@ -19,6 +19,7 @@ from sglang_chunkcache.fusion.joint.fusion_rate import (
     extreme_rate,
     gaussian_rate,
     kernel_rate,
+    most_joins,
     no_fusion,
     normal_bandwidth,
     num_pairs,
@@ -140,7 +141,13 @@ def test_compression_ratio_is_the_corollarys() -> None:
 def test_joins_have_their_limits(left: int, right: int, exceedance: float) -> None:
     """Never more than pairs, nor than right blocks."""
     joins = expected_joins(left * right * exceedance, right)
-    assert 0 <= joins <= min(right, left * right * exceedance) + 1e-9
+    most = most_joins(left * right * exceedance, right)
+    assert 0 <= joins <= most + 1e-9
+    assert most <= min(right, left * right * exceedance)
+    if right:
+        assert compression_ratio(1, right, [left * right * exceedance]) == pytest.approx(
+            (1 + right) / (1 + right - most)
+        )
 
 
 def test_expected_blocks_against_drawing() -> None:
@@ -158,6 +165,15 @@ def test_expected_blocks_against_drawing() -> None:
     mean = sum(drawn(lens) for _ in range(2_000)) / 2_000
     assert expected_blocks(lens, exceedance) == pytest.approx(mean, abs=0.1)
     assert sum(lens) - mean > 2
+
+
+def test_most_joins_are_those_of_variants() -> None:
+    """Eight units of the same ten blocks: each block has one partner in each other unit, so one in ten pairs is over .9."""
+    lens = [10] * 8
+    assert expected_blocks(lens, 0.1, most_joins) == pytest.approx(10)
+    assert expected_blocks(lens, 0.1) > 20
+    blocks = torch.eye(10).repeat(8, 1)
+    assert len(fast_fusion(blocks, blocks, lens, 0.9).leaders) == 10
 
 
 def test_expected_blocks_against_the_tree() -> None:
