@@ -50,6 +50,7 @@ COPIED = 10
 """Tokens of an answer while which about a prompt's chunks are copied to host memory, for 500 of its tokens 2 more."""
 NUM_LISTS, PER_LIST = 128, 40
 """Of the index, and the passages that make faiss content with them."""
+NOTE = "computed / arm: above 1, the arm is faster. Loads on a guess count where they were used, whoever had begun them."
 LAYERS, SEARCH = ("computed", "in line", "beside"), ("computed", "arrival", "provisional", "hint")
 
 
@@ -59,6 +60,8 @@ class Lane:
     def __init__(self, url: str, switch: Path, prompts: Mapping[str, Sequence[str]], args: argparse.Namespace) -> None:
         self._url, self._switch, self._prompts, self._args = url, switch, prompts, args
         self._turn = 0
+        self._texts: dict[str, list[str]] = {}
+        """Of a kept prompt's chunks, in its order."""
 
     def keep(self, tokens: int, *, retrieves: bool) -> None:
         """Ask for the prompts until they are where they will be looked for."""
@@ -78,7 +81,7 @@ class Lane:
             prompt = f"kept{self._turn % KEPT}"
         before = self._stats()
         if arm == "hint":
-            hint = {"messages": [{"role": "system", "content": SYSTEM}], "texts": self._prompts[prompt]}
+            hint = {"messages": [{"role": "system", "content": SYSTEM}], "texts": self._texts[prompt]}
             post(self._url + "/chunkcache/prefetch", {**hint, "order": "retriever"})
             time.sleep(self._args.ahead_ms / 1000)
         seconds, answer = self._ask(prompt, f"{number} {arm}", 1, retrieves=is_search)
@@ -105,8 +108,11 @@ class Lane:
         ]
         body = {"messages": messages, "order": "retriever", "max_tokens": num_tokens, "ignore_eos": True}
         started = time.perf_counter()
-        answer = post(self._url + "/rag/v1/chat/completions", {**body, **(found if retrieves else sent)})
-        return time.perf_counter() - started, answer["chunkcache"]
+        answer = post(self._url + "/rag/v1/chat/completions", {**body, **(found if retrieves else sent)})["chunkcache"]
+        seconds = time.perf_counter() - started
+        by_id = {chunk["id"]: chunk["text"] for chunk in sent["chunks"]}
+        self._texts[prompt] = [by_id[name] for name in answer["order"]]
+        return seconds, answer
 
     def _stats(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = get(self._url + "/chunkcache/stats")["ranks"][0]
@@ -132,7 +138,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             for arm, taken in arms.items()
         ]
         if rows:
-            tables.append(table(title, rows, "computed / arm: above 1, the arm is faster"))
+            tables.append(table(title, rows, NOTE))
     shown = [row for one in tables for row in one["rows"] if row["arm"] not in ("computed", "in line", "arrival")]
     verdict = [
         ", ".join(f"{name} {row[name]}" for name in row if name in ("tokens", "us_per_token", "search_ms", "arm"))
