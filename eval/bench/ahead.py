@@ -50,7 +50,9 @@ COPIED = 10
 """Tokens of an answer while which about a prompt's chunks are copied to host memory, for 500 of its tokens 2 more."""
 NUM_LISTS, PER_LIST = 128, 40
 """Of the index, and the passages that make faiss content with them."""
-NOTE = "computed / arm: above 1, the arm is faster. Loads on a guess count where they were used, whoever had begun them."
+NOTE = (
+    "computed / arm: above 1, the arm is faster. Loads on a guess count where they were used, whoever had begun them."
+)
 LAYERS, SEARCH = ("computed", "in line", "beside"), ("computed", "arrival", "provisional", "hint")
 
 

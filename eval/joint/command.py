@@ -4,7 +4,8 @@
 
 Variants of one chunk, different chunks, and requests of a batch are cut into blocks and fused at rising thresholds, in each layer
 (sglang_chunkcache/fusion/joint). A ratio is the number of blocks over that of shared blocks, all layers and draws together;
-`bytes` counts norms, table and tails, too. Of blocks that share one: `key error` and `value error` are the mean distance of
+`bytes` counts norms, table and tails, too; `all layers` is the share of blocks that are over the threshold with one block of
+another unit in every layer: only these could share slots on a device, where a token has one for all layers. Of blocks that share one: `key error` and `value error` are the mean distance of
 decoded blocks over their norm, `below` is the share that is less similar to what it is decoded from than the threshold.
 
 Predictions come from other draws than the measured ones, from the similarities of blocks of different units: how many are over
@@ -40,7 +41,7 @@ from eval.run import Run, Sample
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.fusion.joint.drift import distance, least_drift_bound, logit_scale
 from sglang_chunkcache.fusion.joint.encoding import JointLayer, decode, encode, relative_errors
-from sglang_chunkcache.fusion.joint.fast_fusion import NEVER
+from sglang_chunkcache.fusion.joint.fast_fusion import NEVER, cosine, normalize
 from sglang_chunkcache.fusion.joint.fusion_rate import (
     expected_blocks,
     expected_joins,
@@ -136,8 +137,19 @@ def measured(drawn: Blocks, threshold: float) -> Row:
     metrics = {name: round(mean(map(float, each)), 5) for name, each in errors_of.items() if each}
     before = drawn.units.keys.nbytes + drawn.units.values.nbytes
     blocks = len(shared) * sum(drawn.lens)
+    metrics["in_all_layers"] = round(float((similar_in_all_layers(drawn) > threshold).float().mean()), 4)
     metrics |= {"blocks": blocks, "shared": sum(shared), "bytes": before, "kept": kept, "fused": len(keys)}
     return {"metrics": metrics, "shared": shared}
+
+
+def similar_in_all_layers(drawn: Blocks) -> Tensor:
+    """[num_blocks] float32: of each block's pairs with blocks of other units the largest similarity that holds in every layer."""
+    unit = torch.repeat_interleave(torch.arange(len(drawn.lens)), torch.tensor(drawn.lens))
+    least = torch.full((len(unit), len(unit)), torch.inf)
+    for layer in range(len(drawn.units.keys)):
+        keys = normalize(drawn.keys(layer))
+        least = torch.minimum(least, cosine(keys, keys))
+    return least.masked_fill(unit[:, None] == unit, -1.0).amax(1)
 
 
 def predicted(predictors: Sequence[Predictor], lens: Sequence[int], threshold: float) -> dict[str, list[float]]:
@@ -235,6 +247,7 @@ def _compression(cell: Row, taken: Sequence[Sample]) -> Row:
     by_layer = [sum(each) for each in zip(*(one["shared"] for one in taken), strict=True)]
     row = {**cell, "measured": _ratio(total["blocks"], total["shared"]), "bytes": _ratio(total["bytes"], total["kept"])}
     row["by layer"] = " ".join(f"{total['blocks'] / len(by_layer) / each:.2f}" for each in by_layer)
+    row["all layers"] = round(mean(one["metrics"]["in_all_layers"] for one in taken), 3)
     row |= {method: _ratio(total["blocks"], sum(sum(one["predicted"][method]) for one in taken)) for method in METHODS}
     none = [each * len(by_layer) == one["metrics"]["blocks"] for one in taken for each in one["shared"]]
     row |= {"nothing fused": round(mean(none), 3)}

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from eval.joint.command import Blocks, logits, main, measured
+from eval.joint.command import Blocks, logits, main, measured, similar_in_all_layers
 from eval.joint.kv import ModelKv
 from eval.joint.units import DRAWN, Sizes, Units
 from eval.recorded import read_recorded
@@ -113,3 +113,16 @@ def test_command_writes_a_record(tmp_path: Path) -> None:
         assert row["drift"] <= row["allowed by epsilon"] + 0.01
         assert row["epsilon"] <= row["epsilon by errors"] * 1.01 + 0.1
     assert all(row["reached"] >= 1 for row in tables[3])
+
+
+def test_a_block_is_similar_in_all_layers_or_it_is_not() -> None:
+    """To one and the same block of another unit, pair by pair."""
+    blocks = Blocks(drawn("chunks", "un-rotated"), 8)
+    ends = torch.tensor(blocks.lens).cumsum(0).tolist()
+    owner = [sum(number >= end for end in ends) for number in range(sum(blocks.lens))]
+    keys = [torch.nn.functional.normalize(blocks.keys(layer).float(), dim=1) for layer in range(4)]
+    expected = [
+        max(min(float(each[i] @ each[j]) for each in keys) for j in range(len(owner)) if owner[j] != owner[i])
+        for i in range(len(owner))
+    ]
+    assert similar_in_all_layers(blocks).tolist() == pytest.approx(expected, abs=1e-5)
