@@ -5,8 +5,9 @@
 Variants of one chunk, different chunks, and requests of a batch are cut into blocks and fused at rising thresholds, in each layer
 (sglang_chunkcache/fusion/joint). A ratio is the number of blocks over that of shared blocks, all layers and draws together;
 `bytes` counts norms, table and tails, too; `all layers` is the share of blocks that are over the threshold with one block of
-another unit in every layer: only these could share slots on a device, where a token has one for all layers. Of blocks that share one: `key error` and `value error` are the mean distance of
-decoded blocks over their norm, `below` is the share that is less similar to what it is decoded from than the threshold.
+another unit in every layer: only these could share slots on a device, where a token has one for all layers. Of blocks that share
+one: `key error` and `value error` are the mean distance of decoded blocks over their norm, `below` is the share that is less
+similar to what it is decoded from than the threshold.
 
 Predictions come from other draws than the measured ones, from the similarities of blocks of different units: how many are over
 the threshold by counting, by a kernel density (eq. 1), by its extreme-value form (eq. 2), by a Gaussian. Pairs are spread over
