@@ -61,6 +61,7 @@ class Lane:
 
     def __init__(self, url: str, switch: Path, prompts: Mapping[str, Sequence[str]], args: argparse.Namespace) -> None:
         self._url, self._switch, self._prompts, self._args = url, switch, prompts, args
+        self._passages = _passages(prompts)
         self._turn = 0
         self._texts: dict[str, list[str]] = {}
         """Of a kept prompt's chunks, in its order."""
@@ -112,8 +113,7 @@ class Lane:
         started = time.perf_counter()
         answer = post(self._url + "/rag/v1/chat/completions", {**body, **(found if retrieves else sent)})["chunkcache"]
         seconds = time.perf_counter() - started
-        by_id = {chunk["id"]: chunk["text"] for chunk in sent["chunks"]}
-        self._texts[prompt] = [by_id[name] for name in answer["order"]]
+        self._texts[prompt] = [self._passages[name] for name in answer["order"]]
         return seconds, answer
 
     def _stats(self) -> Mapping[str, Any]:
@@ -266,11 +266,16 @@ def _prompts(tokens: int, args: argparse.Namespace) -> dict[str, list[str]]:
     return found
 
 
+def _passages(prompts: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Text by id, of the prompts' chunks and of others."""
+    others = {f"other{n}": random_text(f"other{n}", 30) for n in range(NUM_LISTS * PER_LIST)}
+    return {f"{name}.{n}": text for name, texts in prompts.items() for n, text in enumerate(texts)} | others
+
+
 def _index(folder: Path, prompts: Mapping[str, Sequence[str]]) -> Path:
     source = folder.with_suffix(".jsonl")
-    others = [(f"other{n}", random_text(f"other{n}", 30)) for n in range(NUM_LISTS * PER_LIST)]
-    mine = [(f"{name}.{n}", text) for name, texts in prompts.items() for n, text in enumerate(texts)]
-    source.write_text("".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in [*mine, *others]))
+    rows = [json.dumps({"id": name, "text": text}) + "\n" for name, text in _passages(prompts).items()]
+    source.write_text("".join(rows), encoding="utf-8")
     command = [sys.executable, "-m", "retrieval", "build", str(source), "--out", str(folder), "--no-split"]
     command += ["--factory", f"IVF{NUM_LISTS},Flat", "--bm25", "off", "--device", "cpu"]
     subprocess.run(command, check=True, capture_output=True)
