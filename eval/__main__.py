@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": ("eval.serve.command", "times under load, ours against stock SGLang"),
     "quality": ("eval.quality.command", "the effect of reuse on the answers"),
     "recall": ("eval.recall", "what words, vectors and rank fusion find; no server"),
+    "joint": ("eval.joint.command", "how much of the KV fuses with similar KV, predicted and measured; no server"),
     "bench": ("eval.bench.command", "a part: tree reuse relocate attention ann bundled-model"),
     "compare": ("eval.compare", "two records, or two arms of one: differences beyond chance"),
     "report": ("eval.report.command", "one page of records"),

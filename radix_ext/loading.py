@@ -1,4 +1,4 @@
-"""What is loaded from a slower tier for a request: the variants that its plan will choose among, where that pays."""
+"""What is loaded from a slower tier for a request, where that pays, and how long the request waits for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import combinations
 from statistics import median
 
 from radix_ext.chunk import ChunkId
+from radix_ext.costs import TRIED_EVERY
 from radix_ext.variants import Variant
 
 MEMORY = 8
@@ -68,3 +69,34 @@ class LoadTimes:
     def seconds(self, num_bytes: int) -> float | None:
         """An estimate. None: nothing was loaded yet."""
         return self._fixed + self._each * num_bytes if self._seen else None
+
+
+class Patience:
+    """How long a request that could be admitted waits for its loads.
+
+    At most a share of what computing them instead takes, so a wait in vain costs no more than that. After one, only one of
+    `TRIED_EVERY` requests waits, until loads come in time again.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.num_waits = self.num_in_vain = 0
+        self._left_out: int | None = None
+        """Requests that have not waited since the last wait in vain."""
+
+    def seconds(self, load: float | None, compute: float) -> float:
+        """How long to wait. `load`: what the loads are estimated to take from now on; None: nothing was loaded yet."""
+        most = self.share * compute
+        if not most or (load or 0.0) > most:
+            return 0.0
+        if self._left_out is not None:
+            self._left_out += 1
+            if self._left_out % TRIED_EVERY:
+                return 0.0
+        self.num_waits += 1
+        return most
+
+    def ended(self, *, in_vain: bool) -> None:
+        """A wait is over."""
+        self.num_in_vain += in_vain
+        self._left_out = 0 if in_vain else None

@@ -179,6 +179,14 @@ class ChunkCacheConfig:
         0, "bytes that each rank's storage may take, in MiB; 0: a quarter of what its file system can spare", low=0
     )
     """What is free and what the storage holds already, at the start. `dynamic` has no file system, so it needs a number."""
+    storage_wait: float = knob(
+        0.1,
+        "how long a request waits for the storage, as a share of what computing takes; 0: not at all",
+        low=0.0,
+        high=1.0,
+    )
+    """It waits where the load is estimated to be there by then. A wait in vain costs that share, and most of the next requests do
+    not wait then."""
     prefetch_mib: int = knob(
         64,
         "bytes that one tenant may have under way from the storage for requests that may come, in MiB; 0: none",

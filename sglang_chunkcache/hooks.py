@@ -6,6 +6,8 @@
   host memory is copied there, too.
 - AFTER `Scheduler._add_request_to_queue`: what a request needs is loaded from a storage while it waits, and evicted last. SGLang
   asks a cache for a waiting request under some queue policies only, and shows it no queue.
+- AROUND `PrefillAdder.add_one_req`, with a storage only: a request waits for what is loaded for it, and all behind it do. A cache
+  can put off a request itself (None for a load), but is only asked for what it has found already.
 - BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the client asks for no flush, or
   an update fails half-way, nothing else tells that KV is of other weights, and what outlives the process is named by them.
 - AROUND `TokenizerManager.generate_request`, in the main process and with `--chunkcache-guard on` only: the one place that every
@@ -14,6 +16,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.state import NOTHING, STATE_KEY, Asked
 
@@ -32,12 +36,15 @@ if TYPE_CHECKING:
 GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 ADD_TO_QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+ADD_TO_BATCH = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = [
     *(f"{UPDATER}.update_weights_from_{where}" for where in ("disk", "distributed", "tensor", "ipc")),
     f"{UPDATER}.begin_weight_update",
 ]
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+POLL_S = 0.0002
+"""Between two looks at what is loaded, where there is nothing else to do."""
 
 
 def register_hooks(settings: ChunkCacheConfig | None, *, guard: Guard | None = None) -> None:
@@ -49,6 +56,7 @@ def register_hooks(settings: ChunkCacheConfig | None, *, guard: Guard | None = N
         HookRegistry.register(FORWARD, _fill_first, HookType.AROUND)
     HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
     if settings.storage_backend is not None:
+        HookRegistry.register(ADD_TO_BATCH, _wait_for_loads, HookType.AROUND)
         for target in UPDATES:
             HookRegistry.register(target, _tell_update, HookType.BEFORE)
     if guard is not None:
@@ -61,7 +69,7 @@ def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
     if settings.needs_forward:
         targets.append(FORWARD)
     if settings.storage_backend is not None:
-        targets += UPDATES
+        targets += [ADD_TO_BATCH, *UPDATES]
     if is_main and settings.guard == "on":
         targets.append(GENERATE_REQUEST)
     return [target for target in targets if target not in HookRegistry._patched]
@@ -94,6 +102,17 @@ def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: A
         cache.look_ahead.queue, cache.look_ahead.is_stale = (lambda: scheduler.waiting_queue), True
         cache.arrived(req)
     return result
+
+
+def _wait_for_loads(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    cache = _ours(adder.tree_cache)
+    if cache is None or not state(req).waits or adder.preempt_list:  # who was preempted would be lost
+        return add(adder, req, *args, **kwargs)
+    if not adder.can_run_list and (adder.running_batch is None or adder.running_batch.is_empty()):
+        time.sleep(POLL_S)  # SGLang asks again at once, and would keep the loader's thread from Python
+    return AddReqResult.OTHER
 
 
 def _tell_update(updater: Any, *args: Any, **kwargs: Any) -> None:

@@ -184,7 +184,7 @@ def preprocess(
     def post(chunk: str, before: Sequence[str]) -> dict[str, Any] | RefusedError:
         body = {
             "chunk": {"id": chunk, "text": texts[chunk]},
-            "neighbors": [{"id": item, "text": texts[item]} for item in before],
+            "neighbors": [{"id": item, "text": texts[item]} for item in before if texts[item] != texts[chunk]],
             "messages": messages,
         }
         try:
@@ -298,7 +298,8 @@ class _Progress:
 
 
 def _num_problems(ranks: Iterable[Mapping[str, Any]]) -> int:
-    return sum(rank["storage"]["problems"].get(name, 0) for rank in ranks if "storage" in rank for name in PROBLEMS)
+    storages = [rank["storage"] for rank in ranks if "storage" in rank]
+    return sum(each["unwritten"] + sum(each["problems"].get(name, 0) for name in PROBLEMS) for each in storages)
 
 
 def _first(num: int, names: Iterable[str]) -> list[str]:
@@ -416,7 +417,7 @@ def _troubles(result: Mapping[str, Any], max_missing: float) -> Iterator[str]:
     if lost := result["lost"]:
         yield f"{lost} chunks did not get into a store: they left the KV pool before; start the command again"
     if unwritten := result["unwritten"]:
-        yield f"the storage failed {unwritten} times; start the command again"
+        yield f"the storage has failed, or not taken an entry, {unwritten} times; start the command again"
     if told := result.get("plan"):
         flag = "--chunkcache-storage-mib" if result["storages"] else "--chunkcache-store-mib"
         if told["bytes"] > told["max_bytes"]:

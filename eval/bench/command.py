@@ -17,6 +17,10 @@ BENCHES = {
         "eval.bench.tiers",
         "time to first token with loads from host memory, disk and network against computing",
     ),
+    "ahead": (
+        "eval.bench.ahead",
+        "time to first token with loads that begin before their request or run beside its forward",
+    ),
     "preprocess": ("eval.bench.preprocess", "chunks a second into the store, by requests in flight"),
     "relocate": ("eval.bench.relocate", "rate of moving KV against the device's copy rate"),
     "attention": ("eval.bench.attention.command", "attention of scattered tokens against dense and masked ones; GPU"),

@@ -8,6 +8,8 @@ others follow it until it has left all faster tiers:
     compute    a KV pool of less than two prompts      disk       host memory of less than two, and a storage in a folder
     host       host memory of all prompts as well      network    the same in a Redis server at --redis; without it there is none
 
+With --waits there is a server on disk for each: requests wait for their loads so long, as a share of computing.
+
 A prompt is measured alone; right behind two half as long that share nothing with it, one request running at a time: while the
 second is computed, a load from disk or network may come; and alone after a hint (`/chunkcache/prefetch`) --ahead-ms before. A
 ratio is that of medians, of computing over the tier: above 1, the load is faster. Weights are random. It runs in the repository's
@@ -43,7 +45,7 @@ from eval.task import Request, TextChunk
 
 HEAD_START_S = 0.02
 """Of a prompt over the next one."""
-PLACES, STORED = ("alone", "behind", "hinted"), ("disk", "network")
+PLACES, LOADLESS = ("alone", "behind", "hinted"), ("compute", "host")
 PROMPTS = 1.7
 """What a tier holds that must not hold two, and the KV pool beside the prompt before."""
 
@@ -75,7 +77,7 @@ class Lane:
         """One request, at its place."""
         url, chunks = self._urls[arm], self._chunks[number]
         if place == "hinted":
-            if arm in STORED:
+            if arm not in LOADLESS:
                 hint = {"messages": [{"role": "system", "content": SYSTEM}], "texts": [chunk.text for chunk in chunks]}
                 post(url + "/chunkcache/prefetch", {**hint, "order": "retriever"})
             time.sleep(self._ahead_s)
@@ -147,6 +149,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def mib_of(args: argparse.Namespace, tokens: int) -> float:
+    """KV of so many tokens."""
+    shape, num_bytes = SHAPES[args.params], {"bfloat16": 2, "float32": 4}[args.dtype]
+    return 2 * num_bytes * shape.layers * shape.kv_heads * shape.hidden // shape.heads * tokens / (1 << 20)
+
+
 # Private, in order of use
 
 
@@ -173,10 +181,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--rounds", type=int, default=20, help="measured prompts of each server, length and place, after one of warm-up"
     )
     add("--places", nargs="+", choices=PLACES, default=PLACES, help="where a prompt is measured")
+    add("--waits", type=float, nargs="+", default=[0.1], help="--chunkcache-storage-wait of the servers on disk")
     add("--ahead-ms", type=int, default=100, help="of a hint before its request")
     add("--chunk-tokens", type=int, default=250)
     add("--redis", type=int, metavar="PORT", help="a Redis server on this machine, for the tier `network`")
     add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
     add("--threads", type=int, help="OMP_NUM_THREADS of the servers (default: theirs)")
     add("--start-limit-s", type=float, default=300.0, help="seconds until a server must be ready")
     add("--logs", type=Path, default=Path("logs"))
@@ -187,19 +197,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, list[str]]:
     """Tier -> what its server adds."""
-    shape = SHAPES[args.params]
-    token_bytes = 2 * 2 * shape.layers * shape.kv_heads * shape.hidden // shape.heads
-    mib = token_bytes * tokens / (1 << 20)
+    mib = mib_of(args, tokens)
     one, every = (str(max(10, round(number * mib))) for number in (PROMPTS, args.rounds + 3))
     flag = "--chunkcache-storage"
     kept = ["--chunkcache-host-mib", one, f"{flag}-mib", "4096", f"{flag}-backend"]
     redis = {"backend_name": "redis", "module_path": "tests.reference.redis_storage", "class_name": "RedisStorage"}
-    disk = {"directory": str(folder / f"disk-{tokens}")}
     network = {**redis, "port": args.redis, "directory": str(folder / f"network-{tokens}")}
     found = {
         "compute": ["--chunkcache-host-mib", "0"],
         "host": ["--chunkcache-host-mib", every],
-        "disk": [*kept, "file", f"{flag}-backend-extra-config", json.dumps(disk)],
+        **{
+            "disk" if wait == args.waits[0] else f"disk, wait {wait:g}": [
+                *(*kept, "file", f"{flag}-backend-extra-config"),
+                *(json.dumps({"directory": str(folder / f"disk-{tokens}-{wait}")}), f"{flag}-wait", str(wait)),
+            ]
+            for wait in args.waits
+        },
         "network": [*kept, "dynamic", f"{flag}-backend-extra-config", json.dumps(network)],
     }
     if args.redis is None:
@@ -210,7 +223,7 @@ def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, lis
 def _server(args: argparse.Namespace, name: str, tokens: int, model: str, flags: Sequence[str]) -> Server:
     pool = round(PROMPTS * tokens) + 200
     shared = [
-        *("--model-path", model, "--max-total-tokens", str(pool), *serve_arms.EVERY_SERVER),
+        *("--model-path", model, "--dtype", args.dtype, "--max-total-tokens", str(pool), *serve_arms.EVERY_SERVER),
         # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
         *("--chunked-prefill-size", "-1", "--max-prefill-tokens", str(2 * tokens), "--max-running-requests", "1"),
     ]

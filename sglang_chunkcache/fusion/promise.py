@@ -230,7 +230,8 @@ class Fuser:
     def keep(self, req: Req, path: Sequence[TreeNode]) -> None:
         """Tell the store what was asked for, and queue the request's chunks that have earned it.
 
-        A chunk that was to be preprocessed after neighbours some of which were computed in context is none of them.
+        A chunk that was to be preprocessed after neighbours is none of them if some were computed in context, as all are after a
+        failed pass.
         """
         spans, move = state(req).spans, outcome_of(req).move
         assert spans is not None
@@ -244,7 +245,10 @@ class Fuser:
             if self.tier is not None:
                 self.tier.count_asked(asked)
         else:
-            moved = {piece.span for piece in (move.plan.pieces if move else ()) if piece.source is not None}
+            is_filled = move is not None and Fallback.PASS_FAILED not in move.fallbacks
+            moved = {
+                piece.span for piece in (move.plan.pieces if move and is_filled else ()) if piece.source is not None
+            }
             if not moved.issuperset(range(1, len(spans.spans) - 1)):
                 return
         selector = spans.fusion.selector if spans.fusion else None
@@ -428,7 +432,10 @@ class Fuser:
             variant = self.store.get(identity, heads[index], prefix)
             if variant is None or variant.preprocessed != bool(prefix) or variant.scored < scored:
                 is_coming = self.tier is not None and self.tier.fetch(req, spans, spans.fusion, self.sources)
-                return False, is_coming or is_behind
+                if is_coming or self.tier is None:
+                    return False, is_coming
+                num_tokens = spans.spans[index].end - spans.spans[index].start
+                return False, not self.tier.reserve(identity, heads[index], prefix, num_tokens)
             if self.tier is not None:
                 self.tier.write(identity, variant)
                 must_wait |= is_behind

@@ -99,9 +99,10 @@ class StorageTier:
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
                 wishes = list(self._wishes(req, spans, fusion, sources, costs))
+                asked.computed_s = sum(wish.computed_s or 0.0 for wish in wishes)
                 left = {self._chunk(wish.identity): wish for wish in wishes if not self._load_for(wish, asked)}
                 numbers = {chunk: wish.num_tokens for chunk, wish in left.items()}
-                self.storage.look_up(numbers, partial(self._found_of_others, list(left.values()), asked))
+                self.storage.look_up(numbers, partial(self._found_of_others, list(left.values()), asked), asked)
         return asked
 
     def has(self, identity: ChunkIdentity, head: str, prefix: Prefix, scored: Scored) -> bool:
@@ -122,6 +123,10 @@ class StorageTier:
             for wish in self._wishes(req, spans, fusion, sources, None)
             for variant in self._found(wish)
         )
+
+    def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
+        """As `Storage.reserve`, for what a request will preprocess."""
+        return self.storage.reserve(self._chunk(identity), head, prefix, num_tokens)
 
     def is_unpaid(
         self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None

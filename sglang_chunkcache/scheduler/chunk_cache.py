@@ -55,7 +55,7 @@ from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.look_ahead import LookAhead
-from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of, state
+from sglang_chunkcache.scheduler.node import HostNode, RequestState, facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
@@ -136,7 +136,10 @@ class ChunkRadixCache(SharingRadixCache):
             params = dataclasses.replace(params, key=key)
         result = super().match_prefix(params)
         if spans is not None and isinstance(params.key, ChunkKey):
-            state(params.req).fused = None
+            known = state(params.req)
+            known.fused = None
+            known.waits = is_admission and not known.is_asked_only and self._awaits(known)
+            is_admission = is_admission and not known.waits
             if is_admission and self.host is not None:
                 if self.stored is not None:
                     self.stored.planned(params.req)
@@ -509,6 +512,13 @@ class ChunkRadixCache(SharingRadixCache):
             except ValueError as error:
                 self._fall_back(Fallback.BAD_SPANS, error)
         return known.spans
+
+    def _awaits(self, known: RequestState) -> bool:
+        """Whether what its request needs of the storage is worth waiting for."""
+        if self.storage is None or (known.chain is None and known.loads is None):
+            return False
+        self.storage.poll()
+        return self.storage.awaits(known.chain, known.loads)
 
     def _path_of(self, req: Req) -> list[TreeNode]:
         """What a waiting request finds on the device now. Its record gets the places of its chain in host memory."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
@@ -158,7 +159,9 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
         if problem is None:
             size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
             # A graph of whole prefills replays attention without asking for layers.
-            pool = HostPool(device_pool, size, is_layered=not check_cuda_graph_backend(Phase.PREFILL, Backend.FULL))
+            is_replayed = check_cuda_graph_backend(Phase.PREFILL, Backend.FULL)
+            is_layered = not is_replayed and _attends_in_all(ctx.tp_worker.model_runner.model, device_pool.layer_num)
+            pool = HostPool(device_pool, size, is_layered=is_layered)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error)
     if group.world_size > 1:
@@ -184,3 +187,8 @@ def refusal(device_pool: Any, args: Any) -> str | None:
     if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:
         return "keys and values of different sizes, or layers that are shared out, are not supported"
     return None
+
+
+def _attends_in_all(model: Any, num_layers: int) -> bool:
+    """Whether every layer of the pool is asked for. Some models have layers without attention (DeciLM)."""
+    return len({module.layer_id for module in model.modules() if isinstance(module, RadixAttention)}) == num_layers

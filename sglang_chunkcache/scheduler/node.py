@@ -109,6 +109,8 @@ class RequestState:
     """What was asked of the storage for its moved chunks (fusion/tier.py). None: nothing was yet."""
     chain: Asked | None = None
     """And for its exact chain."""
+    waits: bool = False
+    """It could be admitted, and waits for these."""
 
 
 def facts(node: TreeNode) -> ChunkFacts:

@@ -105,14 +105,16 @@ class StoredChains:
                 for each in asked_for
                 if self.host.get(each.place) is None and self._find(each) is None
             }
+            if links:
+                asked.computed_s = self._computed_s(self._num_cached(key[: links[-1].end]), links[-1].end)
             self._load(links, key, asked)
-            self.storage.look_up(unknown, partial(self._load, links, key, asked))
+            self.storage.look_up(unknown, partial(self._load, links, key, asked), asked)
 
     def stored(self, key: ChunkKey, spans: RequestSpans) -> tuple[int, bool]:
         """(tokens that the storage has behind host memory and device, whether to load them is estimated to pay). Asks nobody."""
         if self.storage.is_off:
             return 0, True
-        missing, start = self._missing(self._links(key, spans), key, is_here=True)
+        missing, start = self._missing(self._links(key, spans), key)
         return (missing[-1].end - start, self._is_faster(missing, start)) if missing else (0, True)
 
     def planned(self, req: Req) -> None:
@@ -224,16 +226,16 @@ class StoredChains:
         if asked.is_planned:
             self.storage.planned(asked)
 
-    def _missing(self, links: Sequence[_Link], key: ChunkKey, *, is_here: bool = False) -> tuple[Sequence[_Link], int]:
+    def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
         """(what follows the last node in host memory, as far as the storage has it without a gap, unless the device has it;
-        how many tokens precede what would be computed of it). `is_here`: what is on its way is missing, too."""
+        how many tokens precede what would be computed of it). What is on its way is missing, too."""
         found = [self.host.get(link.place) for link in links]
-        num_here = sum(host is not None and (host.is_here or not is_here) for host in found)
+        num_here = sum(host is not None and host.is_here for host in found)
         num_found = num_here
         while num_found < len(links) and (links[num_found].is_empty or self._find(links[num_found])):
             num_found += 1
         missing = links[num_here:num_found]
-        cached = sum(len(node.key) for node in self.host.cache.path(key[: missing[-1].end])) if missing else 0
+        cached = self._num_cached(key[: missing[-1].end]) if missing else 0
         if not missing or missing[-1].end <= cached:
             return (), 0
         return missing, max(cached, links[num_here - 1].end if num_here else 0)
@@ -243,14 +245,23 @@ class StoredChains:
         costs, end = self.host.pricing.agreed, links[-1].end
         variants = [variant for variant in map(self._find, links) if variant is not None]
         loaded = sum(self.storage.seconds(variant.blob.row.num_bytes) or 0.0 for variant in variants)
-        computed = costs[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))
+        computed = self._computed_s(start, end)
         return not loaded or not computed or loaded + costs[Phase.LOAD].seconds(Work(1, end - start)) <= computed
+
+    def _num_cached(self, key: ChunkKey) -> int:
+        """Tokens that the device has of it."""
+        return sum(len(node.key) for node in self.host.cache.path(key))
+
+    def _computed_s(self, start: int, end: int) -> float:
+        return self.host.pricing.agreed[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))
 
     def _claim(self, link: _Link, key: ChunkKey | None, asked: Asked | None = None) -> bool:
         """Begin to load a node, unless it is here. False: no room, too much is under way, or what is above is not here."""
-        if self.host.get(link.place) is not None:
-            return True
         variant = self._find(link)
+        if self.host.get(link.place) is not None:
+            if variant is not None:
+                self.storage.join(variant, asked)
+            return True
         if variant is None and not link.is_empty:
             return False
         if variant is not None and not self.storage.takes(variant, asked):

@@ -73,6 +73,8 @@ class Lookup:
     done: Callable[[Any], None] = _nothing
     found: dict[StoredChunk, list[Row]] = field(default_factory=dict)
     """Of the chunks that were asked for."""
+    is_done: bool = False
+    """Polled."""
 
     @property
     def size(self) -> int:

@@ -82,6 +82,7 @@ class Loader:
         self.problems: Counter[str] = Counter()
         """Loads and writes that came to nothing, by reason. Written by the thread."""
         self.num_loaded = self.num_written = self.num_full = self.num_pauses = self.num_unshared = 0
+        self.num_unwritten = 0
         self._thread = threading.Thread(target=self._run, name="chunkcache-storage", daemon=True)
         self._thread.start()
 
@@ -96,6 +97,7 @@ class Loader:
     def write(self, job: Write) -> bool:
         """Keep it, unless the entry is there. False: too much waits."""
         if not self._takes(job):
+            self.num_unwritten += 1
             return False
         self._do(job)
         return True
@@ -119,7 +121,7 @@ class Loader:
         for job in self._taken(is_round):
             waiting = self._waiting[type(job)]
             waiting[0], waiting[1] = waiting[0] - 1, waiting[1] - job.size
-            if isinstance(job, Load):
+            if not isinstance(job, Write):
                 job.is_done = True
             yield job
 
@@ -161,6 +163,13 @@ class Loader:
         num, num_bytes = self._waiting[Write]
         return num >= MAX_WAITING // 2 or num_bytes >= MAX_WAITING_BYTES // 2
 
+    def has_room(self, num: int, num_bytes: int) -> bool:
+        """Whether so many writes more would be taken."""
+        waiting = self._waiting[Write]
+        return waiting[0] + num <= MAX_WAITING and (
+            waiting[1] + num_bytes <= MAX_WAITING_BYTES or waiting[0] + num == 1
+        )
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits or is at work."""
@@ -173,6 +182,7 @@ class Loader:
             "written": self.num_written,
             "problems": dict(self.problems),
             "full": self.num_full,
+            "unwritten": self.num_unwritten,
             **({"unshared": self.num_unshared} if self.is_shared else {}),
             "queue": len(self._loads) + len(self._others),
             "pauses": self.num_pauses,

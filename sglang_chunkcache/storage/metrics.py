@@ -13,6 +13,8 @@ COUNTERS = {
     "loads": ("loaded", "entries loaded"),
     "writes": ("written", "entries written"),
     "late": ("late", "loads that came after their request was planned"),
+    "waits": ("waits", "requests that waited for their loads"),
+    "waits_in_vain": ("waits_in_vain", "of these, those whose loads were not there in the time"),
     "unpaid": ("unpaid", "loads left out because computing was estimated to be faster"),
     "problems": ("problems", "loads and writes that came to nothing, by reason"),
 }

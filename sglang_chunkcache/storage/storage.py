@@ -21,7 +21,7 @@ from radix_ext import ChunkId
 from radix_ext.cfo import Prefix
 from radix_ext.costs import TRIED_EVERY
 from radix_ext.guesses import Guess, Guesses
-from radix_ext.loading import LoadTimes
+from radix_ext.loading import LoadTimes, Patience
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.storage.entry import OVERHEAD_BYTES, Entry, Layout
@@ -37,6 +37,8 @@ LOOKED_UP_S = 10.0
 """How long what was looked up counts as known: a miss costs one question."""
 MAX_LOOKED_UP = 10_000
 """Chunks of which that is remembered, about three megabytes."""
+RESERVED_S = 10.0
+"""A place in the queue for what a request will write: as long as the front waits for one."""
 START_S = 10.0
 """What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
 MAX_OVERHEAD_BYTES = 1 << 20
@@ -62,6 +64,7 @@ class Asked:
     """What was asked of the storage for one request."""
 
     loads: list[Load] = field(default_factory=list)
+    lookup: Lookup | None = None
     is_planned: bool = False
     """What comes from now on is late."""
     is_unpaid: bool = False
@@ -70,6 +73,17 @@ class Asked:
     """Why the request is expected. None: it is here."""
     tenant: tuple[str | None, ...] = ()
     """Who is expected: extra_key and cache_salt."""
+    computed_s: float = 0.0
+    """What computing is estimated to take, if nothing comes."""
+    until: float | None = None
+    """When its request waits no longer. None: it did not wait yet."""
+
+
+class _Reserved(NamedTuple):
+    """A place in the queue of writes."""
+
+    size: int
+    until: float
 
 
 class Known(NamedTuple):
@@ -92,6 +106,7 @@ class Storage:
     Args:
         index: empty.
         max_guessed_bytes: that a tenant may have under way for requests that may come.
+        patience: how long a request waits. None: not at all.
         model_of: names model, weights (by their fingerprint) and what else KV depends on.
         window: requests after which every f_r halves, as the index's.
         rows: what the manifest has, the most used first.
@@ -110,6 +125,7 @@ class Storage:
         layout: Layout,
         model_of: Callable[..., str],
         max_guessed_bytes: int = 64 << 20,
+        patience: Patience | None = None,
         rows: Iterable[Row] = (),
         metrics: RankMetrics | None = None,
         ranks: Ranks | None = None,
@@ -127,8 +143,9 @@ class Storage:
         self.num_late = self.num_unpaid = self.num_found = 0
         self._tenant: tuple[tuple[str | None, str | None], str] = (None, None), names.tenant(None, None)
         """The last one, and its name."""
-        self._under_way: set[str] = set()
-        """Names that are being loaded or written."""
+        self._patience = patience or Patience(0.0)
+        self._under_way: dict[str, Load | None] = {}
+        """Names that are being loaded or, None, written."""
         self._looked_up: dict[StoredChunk, float] = {}
         """When that is asked again. The oldest first."""
         self._times, self._metrics, self._clock = LoadTimes(), metrics, clock
@@ -137,6 +154,7 @@ class Storage:
         self._asked: list[tuple[Identity, str, Prefix]] = []
         """Not counted yet."""
         self._writing_bytes = 0
+        self._reserved: dict[tuple[StoredChunk, str, Prefix], _Reserved] = {}
         self._num_asked = self._era = self._num_cleared = self._num_next_turns = 0
         left = index.restore_all((row.place.stored_chunk, _variant(row, row.reuse, row.num_uses)) for row in rows)
         index.watch = self._index_changed
@@ -213,15 +231,30 @@ class Storage:
         """Whether it has much to write: what would be written now may soon find no place in its queue."""
         return not (self.is_off or self.loader.is_paused) and self.loader.is_behind
 
+    def reserve(self, chunk: StoredChunk, head: str, prefix: Prefix, num_tokens: int) -> bool:
+        """Whether the entry that a request will make finds a place in the queue, beside those of others that were told so in the
+        last `RESERVED_S` and have not written yet."""
+        if self.is_off or self.loader.is_paused:
+            return True
+        now, key = self._clock(), (chunk, head, prefix)
+        others = {each: held for each, held in self._reserved.items() if each != key and held.until > now}
+        size = num_tokens * self.layout.token_bytes + OVERHEAD_BYTES
+        has_room = not self.loader.is_behind and self.loader.has_room(
+            1 + len(others), size + sum(each.size for each in others.values())
+        )
+        self._reserved = {**others, key: _Reserved(size, now + RESERVED_S)} if has_room else others
+        return has_room
+
     def write(self, row: Row, entry: Callable[[], Entry], done: Callable[[], object] = lambda: None) -> bool:
         """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` when the index knows what has become of it.
         False: nothing is written."""
+        self._reserved.pop((row.place.stored_chunk, row.place.head, row.place.prefix), None)
         if self.is_off or self.loader.is_paused or row.name in self._under_way or self.has(row):
             return False
         num_bytes = row.num_tokens * self.layout.token_bytes + OVERHEAD_BYTES
         if not self.loader.write(Write(row, entry, num_bytes, partial(self._written, self._num_cleared, done))):
             return False
-        self._under_way.add(row.name)
+        self._under_way[row.name] = None
         self._writing_bytes += num_bytes
         return True
 
@@ -240,6 +273,7 @@ class Storage:
         """Load one of the index's, for what was asked for. The thread calls `into` where there is an entry. `done` is told: None,
         there is none, or it is of other weights by now. False: it is under way, or too much is."""
         if not self.takes(variant, asked):
+            self.join(variant, asked)
             return False
         row: Row = variant.blob.row
         guess, tenant = (asked.guess, asked.tenant) if asked is not None else (None, ())
@@ -247,12 +281,18 @@ class Storage:
         job = Load(row.name, row.num_bytes, num_tokens, self.layout, into, then)
         if not self.loader.load(job):
             return False
-        self._under_way.add(row.name)
+        self._under_way[row.name] = job
         if guess is not None:
             self.guesses.begin(tenant, row.num_bytes)
         if asked is not None:
             asked.loads.append(job)
         return True
+
+    def join(self, variant: Variant, asked: Asked | None) -> None:
+        """If it is on its way for another request, this one waits for it, too."""
+        job = self._under_way.get(variant.blob.row.name)
+        if job is not None and asked is not None and job not in asked.loads:
+            asked.loads.append(job)
 
     def takes(self, variant: Variant, asked: Asked | None) -> bool:
         """Whether it may be loaded: not if it is under way, or for a guess if loads wait or the tenant has too much under way."""
@@ -271,17 +311,17 @@ class Storage:
         self._num_next_turns += 1
         return self.loader.is_idle and (self.guesses.pays(guess) or self._num_next_turns % TRIED_EVERY == 0)
 
-    def look_up(self, chunks: Mapping[StoredChunk, int], then: Callable[[], None]) -> None:
+    def look_up(self, chunks: Mapping[StoredChunk, int], then: Callable[[], None], asked: Asked) -> None:
         """Ask what others have of these chunks of so many tokens, unless that is known or being asked. `then` is told when the
         index knows it."""
         if not self.loader.is_shared:
             return
         now = self._clock()
         unknown = {chunk: number for chunk, number in chunks.items() if now >= self._looked_up.get(chunk, now)}
-        if not unknown or not self.loader.look_up(
-            Lookup(list(unknown), partial(self._found, self._era, unknown, then))
-        ):
+        job = Lookup(list(unknown), partial(self._found, self._era, unknown, then))
+        if not unknown or not self.loader.look_up(job):
             return
+        asked.lookup = job
         for chunk in unknown:
             self._looked_up.pop(chunk, None)
             self._looked_up[chunk] = now + LOOKED_UP_S
@@ -297,6 +337,28 @@ class Storage:
         self.pays = False
         self.num_unpaid += 1
         return self.num_unpaid
+
+    def awaits(self, *asked: Asked | None) -> bool:
+        """Whether a request, which could be admitted, waits for what was asked for it. If not, it is `planned` next. Those of a
+        group of ranks do not wait, whose clocks differ."""
+        parts = [each for each in asked if each is not None and not each.is_planned]
+        if not parts or self.ranks is not None:
+            return False
+        jobs = [job for each in parts for job in (each.lookup, *each.loads) if job is not None]
+        is_coming = not all(job.is_done for job in jobs)
+        now, first = self._clock(), parts[0]
+        if first.until is not None:
+            is_waiting = is_coming and now < first.until
+            if not is_waiting:
+                self._patience.ended(in_vain=is_coming)
+            return is_waiting
+        if not is_coming:
+            return False
+        loads = [self._times.seconds(job.num_bytes) for job in self._under_way.values() if job is not None]
+        load_s = None if None in loads else sum(filter(None, loads))
+        wait_s = self._patience.seconds(load_s, sum(each.computed_s for each in parts))
+        first.until = now + wait_s
+        return wait_s > 0
 
     def planned(self, asked: Asked | None) -> None:
         """The request is planned with what has come: what is under way for it serves the next one."""
@@ -360,6 +422,8 @@ class Storage:
             "max_entries": self.index.max_entries,
             "num_evicted": held.num_evicted,
             "late": self.num_late,
+            "waits": self._patience.num_waits,
+            "waits_in_vain": self._patience.num_in_vain,
             "unpaid": self.num_unpaid,
             "pays": self.pays,
             "load_ms_per_mib": None if (taken := self._times.seconds(1 << 20)) is None else 1000 * taken,
@@ -401,7 +465,7 @@ class Storage:
     def _written(self, num_cleared: int, done: Callable[[], object], job: Write) -> None:
         """The entry is there: the index has it, and another one leaves for it."""
         row = job.row
-        self._under_way.discard(row.name)
+        self._under_way.pop(row.name, None)
         self._writing_bytes -= job.size
         try:
             self._take_written(num_cleared, job)
@@ -446,7 +510,7 @@ class Storage:
         job: Load,
     ) -> None:
         """Unless it is no entry: then the storage has none."""
-        self._under_way.discard(job.name)
+        self._under_way.pop(job.name, None)
         if guess is not None:
             chunk = variant.blob.row.place.stored_chunk
             self.guesses.end(guess, tenant, job.num_bytes, chunk, has_come=job.entry is not None)

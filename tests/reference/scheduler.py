@@ -39,6 +39,7 @@ from radix_ext import ChunkId, Span, chunk_id
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.events import Acknowledgement
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
@@ -203,6 +204,8 @@ class Scheduler:
             Tokens that need not be prefilled; None: not with this batch.
         """
         self.match(req)
+        if state(req).waits:  # our hook
+            return None
         node = req.last_node
         self.cache.inc_lock_ref(node)
         try:

@@ -46,7 +46,7 @@ class FakeServer:
                 ]
                 if fake.storage:
                     told = fake.storage[0] if len(fake.storage) == 1 else fake.storage.pop(0)
-                    ranks[0]["storage"] = {"queue": 0, "problems": {}, **sizes, **told}
+                    ranks[0]["storage"] = {"queue": 0, "problems": {}, "unwritten": 0, **sizes, **told}
                 self._answer(*(fake.reply or (200, json.dumps({"reuse": fake.reuse, "ranks": ranks}).encode())))
 
             def do_POST(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_chunkcache import config, hooks, launch_server
@@ -19,6 +20,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.guard import Guard, Limits
 from sglang_chunkcache.front.metrics import Metrics
+from sglang_chunkcache.scheduler.node import RequestState
 
 MANAGER = SimpleNamespace()
 
@@ -59,7 +61,7 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(hooks.missing_hooks(ChunkCacheConfig(), is_main=True)) == every
     assert hooks.missing_hooks(exact, is_main=False) == [hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE]
     stored = hooks.missing_hooks(ChunkCacheConfig(reuse="fused", storage_backend="file"), is_main=True)
-    assert set(stored) - every == {*hooks.UPDATES}
+    assert set(stored) - every == {hooks.ADD_TO_BATCH, *hooks.UPDATES}
     monkeypatch.setattr(HookRegistry, "_patched", every)
     assert hooks.missing_hooks(fused, is_main=True) == []
 
@@ -81,6 +83,21 @@ def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatc
     hooks._tell_update(SimpleNamespace(scheduler=nobody), "request")
     hooks._tell_update(SimpleNamespace(scheduler=None), "request")
     assert told == ["req", "doubt"]
+
+
+@pytest.mark.parametrize("preempted", [[], ["another"]])
+def test_request_that_waits_for_its_loads_is_put_off(preempted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all behind it. SGLang loses who was preempted for it, so it does not wait then."""
+    monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
+    adder = SimpleNamespace(tree_cache="ours", preempt_list=preempted, can_run_list=[], running_batch=None)
+    waits = SimpleNamespace(chunkcache=RequestState(waits=True))
+    asked = [
+        hooks._wait_for_loads(lambda *args: "added", adder, req)
+        for req in (SimpleNamespace(), waits, SimpleNamespace(chunkcache=RequestState()))
+    ]
+    assert asked == ["added", "added" if preempted else AddReqResult.OTHER, "added"]
+    adder.tree_cache = None
+    assert hooks._wait_for_loads(lambda *args: "added", adder, waits) == "added"
 
 
 def test_start_without_the_guard_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,10 @@ def test_storage_is_waited_for_and_its_failures_are_told(server: FakeServer, fil
     assert main(["--url", server.url, *files]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["storages"][0]["problems"] == {"failed": 3, "paused": 1}
-    assert "the storage failed 3 times; start the command again" in err
+    assert "the storage has failed, or not taken an entry, 3 times; start the command again" in err
+    server.storage = [{"unwritten": 1}, {"unwritten": 3}]
+    assert main(["--url", server.url, *files]) == 1
+    assert "2 times" in capsys.readouterr().err
 
 
 def test_neighbors_are_movable_before_they_are_needed(server: FakeServer, files: list[str]) -> None:

@@ -19,7 +19,7 @@ from radix_ext.cfo import Scored
 from radix_ext.filling import Filling
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.scheduler.node import state
-from sglang_chunkcache.storage import loader
+from sglang_chunkcache.storage import loader, storage
 from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.state import Asked, ExplainRequest, RankState
 from tests.reference.fused_scheduler import FusedScheduler
@@ -221,6 +221,22 @@ def test_chunks_wait_while_the_storage_has_much_to_write(disk: Disk, monkeypatch
     assert disk.settle()["written"] == 2
     assert [found(scheduler, chunk) for chunk in (D, C)] == [NOT_YET, HERE]
     assert disk.settle()["written"] == 3
+
+
+def test_chunks_that_come_together_find_a_place_in_the_queue(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many are let through as it takes, until they are written or time has passed."""
+    monkeypatch.setattr(loader, "MAX_WAITING", 2)
+    scheduler = disk.server(capacity=100)
+    every = [A, B, C, D]
+    assert [found(scheduler, chunk) for chunk in every] == [NOT_YET, NOT_YET, COMING, COMING]
+    assert found(scheduler, A) == NOT_YET, "its own place"
+    for chunk in (A, B):
+        preprocess(scheduler, chunk)
+    assert disk.settle()["unwritten"] == 0
+    assert [found(scheduler, chunk) for chunk in (C, D)] == [NOT_YET, NOT_YET]
+    assert found(scheduler, A, B, C) == COMING
+    disk.now += storage.RESERVED_S
+    assert found(scheduler, A, B, C) == NOT_YET
 
 
 def test_paused_storage_keeps_nobody_waiting(disk: Disk) -> None:

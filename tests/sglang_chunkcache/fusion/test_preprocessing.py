@@ -22,6 +22,8 @@ from radix_ext.variants import Variant
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes
+from sglang_chunkcache.fusion import fill as fill_module
+from sglang_chunkcache.fusion.relocate import copy_moved
 from sglang_chunkcache.preprocess import preprocess
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import ANSWER_KEY
@@ -182,6 +184,26 @@ def test_neighbors_are_plain_though_the_store_holds_few(runner: Any) -> None:
     expected = {(identity, variant.prefix): variant for identity, variant in roomy.put}
     for identity, variant in tight.put:
         assert_same(variant, expected[identity, variant.prefix])
+
+
+def test_chunk_whose_pass_has_failed_is_not_stored(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbours were computed in context. It is missing, and the next run makes it."""
+    clean, server = Server(runner), Server(runner)
+    fill(clean)
+    left = iter([RuntimeError("once")])
+
+    def failing(*args: Any, **options: Any) -> None:
+        if error := next(left, None):
+            raise error
+        copy_moved(*args, **options)
+
+    monkeypatch.setattr(fill_module, "copy_moved", failing)
+    assert fill(server)["behind_neighbors"]["neighbors"]["missing"] > 0
+    assert fill(server)["behind_neighbors"]["chunks"] == 1
+    expected, got = variants(clean), variants(server)
+    assert got.keys() == expected.keys()
+    for key, variant in got.items():
+        assert_same(variant, expected[key])
 
 
 def test_neighbors_that_nothing_can_hold_are_missing(runner: Any) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("sglang")
 
 from radix_ext import ChunkId, FusionRequest, chunk_id
 from radix_ext.cfo import Scored
+from radix_ext.loading import Patience
 from radix_ext.variants import Variant, VariantIndex
 from sglang_chunkcache.fusion import tier as module
 from sglang_chunkcache.fusion.calibration import Calibration
@@ -59,6 +60,7 @@ class Disk:
         self.tiers: list[StorageTier] = []
         self.now = 0.0
         """The tiers' clock."""
+        self.patience = Patience(0.0)
         self.shown: list[Mapping[str, Any]] = []
         """Figures for Prometheus."""
 
@@ -86,6 +88,7 @@ class Disk:
             model_of=lambda *how: " ".join(map(str, how)),
             rows=ranks.common(manifest.rows())[0] if ranks else manifest.rows(),
             ranks=ranks,
+            patience=self.patience,
             metrics=Shown(self),
             clock=lambda: self.now,
         )

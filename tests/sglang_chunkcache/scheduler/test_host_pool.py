@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+from torch import nn
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler import host_memory, host_pool
@@ -27,7 +29,10 @@ def context(pool: Any) -> Any:
     allocator = SimpleNamespace(get_kvcache=lambda: pool, device="cuda")
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     group = SimpleNamespace(world_size=1, broadcast_object=lambda told: told)
-    worker = SimpleNamespace(model_runner=SimpleNamespace(tp_group=group))
+    model = nn.ModuleList(
+        RadixAttention(2, 16, 1.0, 1, layer_id=layer) for layer in range(getattr(pool, "layer_num", 0))
+    )
+    worker = SimpleNamespace(model_runner=SimpleNamespace(tp_group=group, model=model))
     return SimpleNamespace(
         params=params,
         server_args=SimpleNamespace(dp_size=1, enable_dp_attention=False, enable_pdmux=False, pp_size=1),
@@ -137,6 +142,15 @@ def test_a_graph_of_whole_prefills_asks_for_no_layers(device: Any, monkeypatch: 
         cuda_graph_config, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
     )
     made = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
+    assert made is not None
+    assert not made.is_layered
+
+
+def test_layers_without_attention_are_asked_for_by_nobody(device: Any) -> None:
+    """As DeciLM's: nothing is loaded beside a forward that would not wait for it."""
+    asked = context(device)
+    del asked.tp_worker.model_runner.model[1]
+    made = create_host_pool(asked, ChunkCacheConfig(host_mib=1))
     assert made is not None
     assert not made.is_layered
 

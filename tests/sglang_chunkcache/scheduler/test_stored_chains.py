@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from radix_ext import Tier
 from radix_ext.costs import TRIED_EVERY, Line, Phase
 from radix_ext.guesses import Guess
+from radix_ext.loading import Patience
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage.ranks import Ranks
@@ -52,7 +53,7 @@ class Server(HostScheduler):
         **knobs: Any,
     ) -> None:
         super().__init__(**knobs)
-        self.weights = disk.weights
+        self.disk, self.weights = disk, disk.weights
         self.cache.storage = self.storage = disk.opened(storage_bytes, beside=beside, ranks=ranks)
         self.cache.stored = StoredChains(
             self.cache.host, self.storage, how=("exact",), fingerprint=lambda: self.weights
@@ -60,13 +61,20 @@ class Server(HostScheduler):
         disk.opened_ones.append(self.storage)
 
     def ask(self, req: FakeReq, *, settles: bool = True) -> int:
-        """It waits until its loads have come, and is served. Returns what it found."""
+        """It waits until its loads have come, or as long as it may, and is served. Returns what it found."""
         self.cache.arrived(req)
         if settles:
             self.settle()
+        while self.disk.patience.share and self.is_put_off(req):
+            self.disk.now += 1.0
         found = self.serve(req)
         self.idle()
         return found
+
+    def is_put_off(self, req: FakeReq) -> bool:
+        """Whether it waits for the storage."""
+        self.match(req)
+        return state(req).waits
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         super().check(reqs)
@@ -160,7 +168,7 @@ def test_explain_says_what_the_storage_has_behind_the_other_tiers(disk: ChainDis
     assert (told.exact, told.stored) == (len(HEAD + A), len(B))
     for _ in range(8):
         server.storage._times.observe(1, 100.0)
-    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
+    costly(server)
     told = server.cache.explain(unsent(rag(A, B, C)))
     assert (told.stored, told.fallbacks) == (len(B), (Fallback.STORAGE_SLOW,))
     assert server.cache.explain(unsent(rag(C))).stored == 0
@@ -347,6 +355,90 @@ def test_what_comes_too_late_serves_the_next_request(disk: ChainDisk) -> None:
     server.check()
 
 
+def patient(disk: ChainDisk, **knobs: Any) -> Server:
+    """A server whose requests wait half of what computing takes. What is stored hangs."""
+    disk.patience = Patience(0.5)
+    server = costly(Server(disk, **knobs))
+    disk.storage.gate.clear()
+    return server
+
+
+def costly(server: Server) -> Server:
+    """Computing takes a second a token."""
+    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
+    return server
+
+
+def come(server: Server, disk: ChainDisk) -> None:
+    """The storage answers."""
+    disk.storage.gate.set()
+    server.settle()
+
+
+@pytest.mark.parametrize("is_hinted", [False, True])
+def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
+    """Also for those that another has begun."""
+    stored(disk, A, B)
+    server = patient(disk)
+    if is_hinted:
+        expect(server, rag(A, B))
+    req = rag(A, B)
+    server.cache.arrived(req)
+    assert server.admit(req, 10**6) is None
+    disk.now = 0.5 * len(HEAD + A + B) - 0.01
+    assert server.admit(req, 10**6) is None
+    come(server, disk)
+    assert server.serve(req) == len(HEAD + A + B)
+    counts = server.storage.stats()
+    assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 0, 0)
+    server.check()
+
+
+def test_request_that_has_waited_in_vain_is_computed(disk: ChainDisk) -> None:
+    """It is as if it had not waited, and the next one does not."""
+    stored(disk, A, B)
+    server = patient(disk)
+    req = rag(A, B)
+    server.cache.arrived(req)
+    assert server.admit(req, 10**6) is None
+    disk.now = 0.5 * len(HEAD + A + B)
+    assert server.serve(req) == 0
+    counts = server.storage.stats()
+    assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 1, 3)
+    other = rag(A, B, extra_key="other")
+    server.cache.arrived(other)
+    assert server.serve(other) == 0
+    assert server.storage.stats()["waits"] == 1
+    come(server, disk)
+    server.check()
+
+
+def test_request_does_not_wait_where_nothing_comes(disk: ChainDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for what takes too long, though it is loaded."""
+    stored(disk, A)
+    server = patient(disk)
+    assert server.ask(rag(A, extra_key="other"), settles=False) == 0
+    half = 0.3 * len(HEAD + A)
+    monkeypatch.setattr(
+        server.storage._times, "seconds", lambda num_bytes: half
+    )  # more than half for both, less than all
+    assert server.ask(rag(A), settles=False) == 0
+    assert (server.storage.stats()["waits"], server.storage.stats()["late"]) == (0, 2)
+    come(server, disk)
+    server.check()
+
+
+def test_what_is_explained_waits_for_nothing(disk: ChainDisk) -> None:
+    stored(disk, A)
+    server = patient(disk)
+    req = rag(A)
+    server.cache.arrived(req)
+    assert server.admit(req, 10**6) is None
+    assert server.cache.explain(unsent(rag(A))).stored == len(HEAD + A)
+    come(server, disk)
+    assert server.serve(req) == len(HEAD + A)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_chain_of_which_a_part_is_under_way(disk: ChainDisk, fails: bool) -> None:
     """It ends there for now: nothing under way is loaded, linked, built upon or evicted."""
@@ -517,6 +609,25 @@ def test_servers_share_what_one_has_written(disk: ChainDisk) -> None:
     second.check()
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_request_waits_for_what_others_have(disk: ChainDisk, is_there: bool) -> None:
+    """Until they are asked, and if they have something, until that has come."""
+    if is_there:
+        first = Server(disk, beside="first")
+        for _ in range(3):
+            first.ask(rag(A, B))
+        first.settle()
+    second = patient(disk, beside="second")
+    req = rag(A, B)
+    second.cache.arrived(req)
+    assert second.admit(req, 10**6) is None
+    come(second, disk)
+    assert second.serve(req) == (len(HEAD + A + B) if is_there else 0)
+    counts = second.storage.stats()
+    assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 0, 0)
+    second.check()
+
+
 CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(lambda each: st.integers(1, 4).map(lambda n: tuple(each[:n])))
 ASKS = st.tuples(st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans())
 OTHERS = st.one_of(
@@ -535,7 +646,8 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
     """Whatever is loaded has the contents of its place, which `HostScheduler` checks; nothing leaks, the front agrees."""
     with tempfile.TemporaryDirectory() as folder:
         disk = ChainDisk(Path(folder))
-        server = Server(disk, host_slots=slots, storage_bytes=4000)
+        disk.patience = Patience(0.5)
+        server = costly(Server(disk, host_slots=slots, storage_bytes=4000))
         for kind, *told in steps:
             if kind == "ask":
                 chunks, head, settles, promoted = told
@@ -560,7 +672,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
             else:
                 disk.storage.become("healthy")
                 server.stop()
-                server = Server(disk, host_slots=slots, storage_bytes=4000)
+                server = costly(Server(disk, host_slots=slots, storage_bytes=4000))
                 if told[0]:
                     server.cache.stored.load_most_used(5)
             server.check()

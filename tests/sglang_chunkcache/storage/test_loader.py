@@ -100,7 +100,7 @@ def test_nothing_waits_for_a_storage_that_hangs(rig: Rig) -> None:
     taken = sum(rig.loader.write(keeping(make_row(next(names)), make_entry())) for _ in range(2 * MAX_WAITING))
     assert taken == MAX_WAITING
     assert list(rig.loader.poll()) == []
-    assert rig.loader.stats()["full"] == MAX_WAITING
+    assert (rig.loader.stats()["full"], rig.loader.stats()["unwritten"]) == (MAX_WAITING, MAX_WAITING)
     assert time.monotonic() - started < 5
     assert rig.load() is not None, "loads have a queue of their own"
     rig.storage.gate.set()

@@ -14,6 +14,7 @@ from prometheus_client import generate_latest
 from sglang_chunkcache.storage.metrics import StorageMetrics
 
 stats = {"num_bytes": 500, "num_entries": 3, "load_ms_per_mib": None, "loaded": 2, "written": 3, "late": 1, "unpaid": 0}
+stats |= {"waits": 2, "waits_in_vain": 1}
 metrics = StorageMetrics("network")
 metrics.show({**stats, "problems": {}})
 metrics.show({**stats, "num_bytes": 400, "loaded": 5, "load_ms_per_mib": 1.5, "problems": {"gone": 2}})
@@ -33,6 +34,8 @@ def test_figures_are_those_of_the_stats() -> None:
         'chunkcache:storage_loads_total{tier="network"}': 5,
         'chunkcache:storage_writes_total{tier="network"}': 3,
         'chunkcache:storage_late_total{tier="network"}': 1,
+        'chunkcache:storage_waits_total{tier="network"}': 2,
+        'chunkcache:storage_waits_in_vain_total{tier="network"}': 1,
         'chunkcache:storage_unpaid_total{tier="network"}': 0,
         'chunkcache:storage_problems_total{reason="gone",tier="network"}': 2,
     }

@@ -1,0 +1,80 @@
+"""KV of prompts as the server caches it, and of their chunks as the store keeps it, from stock transformers. No server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.bench.relocate import Pool
+from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
+from sglang_chunkcache.fusion.relocate import RotaryTable, read_blob, write_blob
+
+define_torchvision_ops()  # must run before transformers is imported
+
+from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """A prompt's KV in the KV pool, with the queries that read it."""
+
+    pool: Pool
+    """Slot i is position i; [num_tokens, num_kv_heads, head_dim] per layer, keys rotated."""
+    queries: list[Tensor]
+    """[num_tokens, num_heads, head_dim] per layer, rotated."""
+    spans: list[tuple[int, int]]
+    """Of the prompt's pieces, in order."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.queries[0])
+
+
+class ModelKv:
+    """A Llama and its tokenizer, in the weights' own bfloat16, as the server runs it."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        angles = (
+            torch.arange(self._model.config.max_position_embeddings)[:, None]
+            * self._model.model.rotary_emb.inv_freq.float()
+        )
+        self._table = RotaryTable(angles.cos(), angles.sin(), is_neox=True)
+        self._queries: list[Tensor] = []
+        for layer in self._model.model.layers:
+            layer.self_attn.q_proj.register_forward_hook(self._keep)
+
+    @torch.inference_mode()
+    def cached(self, pieces: Sequence[str]) -> Cached:
+        """Compute a prompt of these pieces, each tokenised apart."""
+        encoded = [self._tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
+        ends = list(accumulate(map(len, encoded)))
+        self._queries = []
+        layers = self._model(torch.tensor([[*chain.from_iterable(encoded)]]), use_cache=True).past_key_values.layers
+        keys, values = (
+            [getattr(each, side)[0].transpose(0, 1).contiguous() for each in layers] for side in ("keys", "values")
+        )
+        return Cached(Pool(keys, values), self._rotated(self._queries), list(zip([0, *ends], ends, strict=False)))
+
+    def stored(self, cached: Cached, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Keys, un-rotated, and values of a piece: [num_layers, num_tokens, num_kv_heads, head_dim]."""
+        return read_blob(cached.pool, self._table, torch.arange(*span), torch.arange(*span))
+
+    # Private, in order of use
+
+    def _keep(self, _module: Any, _inputs: Any, output: Tensor) -> None:
+        self._queries.append(output[0].unflatten(-1, (-1, self._table.rotary_dim)))  # type: ignore[no-untyped-call]
+
+    def _rotated(self, queries: list[Tensor]) -> list[Tensor]:
+        at = torch.arange(len(queries[0]))
+        stacked = torch.stack(queries)
+        pool = Pool(list(torch.empty_like(stacked)), list(torch.empty_like(stacked)))
+        write_blob(pool, self._table, stacked, stacked, target_slots=at, target_positions=at)
+        return pool.k_buffer

@@ -1,0 +1,179 @@
+"""Tokens to shared blocks and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglang_chunkcache.fusion.joint.encoding import JointLayer, decode, decode_unit, encode, relative_errors
+from sglang_chunkcache.fusion.joint.fast_fusion import NEVER
+
+HEADS, SIZE, VALUE_SIZE = 2, 4, 3
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def made(lens: list[int], seed: int, dtype: torch.dtype, noise: float) -> tuple[Tensor, Tensor]:
+    """Units that begin like one text, with noise."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for size in (SIZE, VALUE_SIZE):
+        text = torch.randn(max(lens), HEADS, size, generator=generator)
+        tokens = torch.cat([text[:length] for length in lens])
+        found.append((tokens + noise * torch.randn(tokens.shape, generator=generator)).to(dtype))
+    return found[0], found[1]
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+layers = st.tuples(
+    st.lists(st.integers(0, 11), min_size=1, max_size=5),
+    st.integers(0, 10**6),
+    st.sampled_from(DTYPES),
+    st.sampled_from((0.0, 0.1, 0.5)),
+)
+
+
+@given(layers, st.integers(1, 4))
+def test_nothing_is_lost_above_one(case: tuple[list[int], int, torch.dtype, float], block_size: int) -> None:
+    """Threshold 1 and above: every bit comes back, in every dtype."""
+    keys, values = made(*case)
+    found = decode(encode(keys, values, case[0], block_size=block_size, threshold=NEVER))
+    assert same_bits(found[0], keys)
+    assert same_bits(found[1], values)
+
+
+@given(layers, st.integers(1, 4), st.sampled_from((0.3, 0.8, 0.98)))
+def test_what_was_not_fused_comes_back_bit_by_bit(
+    case: tuple[list[int], int, torch.dtype, float], block_size: int, threshold: float
+) -> None:
+    """Tails and blocks that nothing joined; and counts of blocks add up."""
+    lens, *_ = case
+    keys, values = made(*case)
+    layer = encode(keys, values, lens, block_size=block_size, threshold=threshold)
+    assert int(layer.references.sum()) == sum(length // block_size for length in lens)
+    assert len(layer.tail_keys) == sum(length % block_size for length in lens)
+    alone = iter((layer.references[layer.table] == 1).tolist())
+    own = [
+        [next(alone)] * block_size if whole else [True] * (length % block_size)
+        for length in lens
+        for whole in [True] * (length // block_size) + [False]
+    ]
+    mask = torch.tensor([token for part in own for token in part], dtype=torch.bool)
+    for found, given_ in zip(decode(layer), (keys, values), strict=True):
+        assert found.shape == given_.shape
+        assert same_bits(found[mask], given_[mask])
+
+
+@given(layers, st.integers(1, 4))
+def test_units_are_decoded_alone(case: tuple[list[int], int, torch.dtype, float], block_size: int) -> None:
+    """A variant is loaded without its siblings."""
+    lens, *_ = case
+    layer = encode(*made(*case), lens, block_size=block_size, threshold=0.8)
+    for side, whole in enumerate(decode(layer)):
+        parts = [decode_unit(layer, unit)[side] for unit in range(len(lens))]
+        assert same_bits(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("num_units", [2, 3, 5, 8])
+def test_equal_units_share_and_keep_every_bit(dtype: torch.dtype, num_units: int) -> None:
+    """What is equal, as layer 0 of a chunk's variants, costs nothing; only the tails are kept each."""
+    keys, values = made([11] * num_units, 0, dtype, 0.0)
+    layer = encode(keys, values, [11] * num_units, block_size=4, threshold=0.999)
+    assert len(layer.keys) == 2
+    assert layer.references.tolist() == [num_units] * 2
+    for found, given_ in zip(decode(layer), (keys, values), strict=True):
+        assert same_bits(found, given_)
+    assert [each.tolist() for each in relative_errors(layer, keys, values)] == [[0.0] * 2 * num_units] * 2
+
+
+@given(layers, st.integers(1, 4))
+def test_norms_are_kept(case: tuple[list[int], int, torch.dtype, float], block_size: int) -> None:
+    """A fused block has the shared direction and its own norm; so a block is never further off than twice its norm."""
+    lens, _, dtype, _ = case
+    keys, values = made(*case)
+    layer = encode(keys, values, lens, block_size=block_size, threshold=0.5)
+    precision = 4 * torch.finfo(dtype).eps
+    for found, given_, errors in zip(decode(layer), (keys, values), relative_errors(layer, keys, values), strict=True):
+        for now, before in zip(blocks(found, lens, block_size), blocks(given_, lens, block_size), strict=True):
+            assert abs(now.norm() / before.norm() - 1) < precision
+        assert bool((errors <= 2 + precision).all())
+
+
+def blocks(tokens: Tensor, lens: list[int], block_size: int) -> list[Tensor]:
+    """One by one, without what `encode` uses."""
+    return [
+        block.float()
+        for unit in torch.split(tokens, lens)
+        for block in torch.split(unit, block_size)
+        if len(block) == block_size
+    ]
+
+
+def test_error_of_a_pair_is_as_its_angle_says() -> None:
+    """Two unit blocks at similarity s share the direction between them: each is off by sqrt(2 - 2 cos(angle / 2))."""
+    angle = torch.tensor(0.6)
+    keys = torch.stack([torch.tensor([1.0, 0.0]), torch.stack([angle.cos(), angle.sin()])]).view(2, 1, 2)
+    layer = encode(keys, keys, [1, 1], block_size=1, threshold=0.5)
+    errors, _ = relative_errors(layer, keys, keys)
+    torch.testing.assert_close(errors, (2 - 2 * (angle / 2).cos()).sqrt().expand(2))
+
+
+def test_leader_of_zeros() -> None:
+    """Values of zeros that are not the only ones: each block keeps its own norm, 0 and 5."""
+    keys, values = torch.ones(2, 1, 2), torch.tensor([[[0.0, 0.0]], [[3.0, 4.0]]])
+    layer = encode(keys, values, [1, 1], block_size=1, threshold=0.5)
+    assert layer.table.tolist() == [0, 0]
+    torch.testing.assert_close(decode(layer)[1], values)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_block_that_is_not_finite_comes_back(bad: float) -> None:
+    """A norm that is no number scales nothing."""
+    keys, values = torch.ones(4, 1, 2), torch.ones(4, 1, 2)
+    keys[1, 0, 0] = bad
+    for found, given_ in zip(
+        decode(encode(keys, values, [2, 2], block_size=1, threshold=0.5)), (keys, values), strict=True
+    ):
+        torch.testing.assert_close(found, given_, equal_nan=True)
+
+
+def test_bytes_shrink_with_what_is_shared() -> None:
+    """Counted: what has to be kept, not what was given."""
+
+    def num_bytes(threshold: float) -> int:
+        keys, values = made([64, 64, 64, 64], 0, torch.bfloat16, 0.0)
+        layer: JointLayer = encode(keys, values, [64] * 4, block_size=16, threshold=threshold)
+        assert layer.nbytes >= keys.nbytes * len(layer.keys) // 16
+        return layer.nbytes
+
+    kept = 64 * HEADS * (SIZE + VALUE_SIZE) * 2
+    assert num_bytes(0.9) == kept + 16 * 12
+    assert num_bytes(NEVER) == 4 * kept + 16 * 12
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size", "names"),
+    [
+        ((4, 2, 4), 2, r"keys: expected \[5, num_kv_heads, head_dim\], got \[4, 2, 4\]"),
+        ((5, 8), 2, r"keys: expected \[5, num_kv_heads, head_dim\], got \[5, 8\]"),
+        ((5, 2, 4), 0, "block_size: expected 1 or more, got 0"),
+    ],
+)
+def test_wrong_arguments(shape: tuple[int, ...], block_size: int, names: str) -> None:
+    """Named before anything is computed."""
+    with pytest.raises(ValueError, match=names):
+        encode(torch.ones(shape), torch.ones(5, 2, 3), [2, 3], block_size=block_size, threshold=0.5)
+
+
+def test_unit_that_is_not_there() -> None:
+    """An index from the end would be a caller's mistake."""
+    layer = encode(torch.ones(4, 1, 1), torch.ones(4, 1, 1), [2, 2], block_size=1, threshold=0.5)
+    for unit in (-1, 2):
+        with pytest.raises(IndexError, match="expected 0 to 1"):
+            decode_unit(layer, unit)

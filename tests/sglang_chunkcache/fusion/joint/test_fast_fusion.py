@@ -1,0 +1,207 @@
+"""Algorithm 1 at once against algorithm 1 block by block, and what must hold whatever the blocks are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglang_chunkcache.fusion.joint.fast_fusion import FusedBlocks, fast_fusion
+from tests.reference import naive_joint
+
+MARGIN = 1e-4
+"""A similarity nearer to the threshold may fall on either side of it by rounding."""
+
+
+class Case(NamedTuple):
+    keys: Tensor
+    values: Tensor
+    lens: list[int]
+    threshold: float
+
+    def fused(self) -> FusedBlocks:
+        return fast_fusion(*self)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *thresholds: float) -> Case:
+    """Up to nine units of 0 to 4 blocks: a few directions with noise, so that some fuse, some more than once; a few zeros."""
+    lens = draw(st.lists(st.integers(0, 4), min_size=1, max_size=9))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    size, noise = draw(st.sampled_from((3, 6))), draw(st.sampled_from((0.02, 0.2, 0.7)))
+    centres = torch.randn(3, size, generator=generator)
+    picked = torch.randint(3, (sum(lens),), generator=generator)
+    keys = centres[picked] + noise * torch.randn(sum(lens), size, generator=generator)
+    keys *= torch.rand(sum(lens), 1, generator=generator) + 0.5
+    if draw(st.booleans()):
+        keys[::5] = 0
+    values = torch.randn(sum(lens), 3, generator=generator)
+    return Case(keys, values, lens, draw(st.sampled_from(thresholds or (0.0, 0.5, 0.8, 0.95))))
+
+
+def slow(case: Case) -> tuple[list[naive_joint.Block], naive_joint.Trace]:
+    """The reference's blocks in its order. Cases in which rounding decides are left out."""
+    blocks = list(zip(case.keys.tolist(), case.values.tolist(), strict=True))
+    parts = torch.split(torch.arange(len(blocks)), case.lens)
+    trace = naive_joint.Trace()
+    shared = naive_joint.fast_fusion([[blocks[i] for i in part] for part in parts], case.threshold, trace)
+    assume(all(abs(each - case.threshold) > MARGIN for each in trace.compared))
+    over = sorted(each for each in trace.compared if each > case.threshold)
+    assume(all(b - a > 1e-6 for a, b in pairwise(over)))  # which one is the most similar
+    return shared, trace
+
+
+def table_of(shared: Sequence[naive_joint.Block], num_blocks: int) -> list[int]:
+    table = [-1] * num_blocks
+    for number, block in enumerate(shared):
+        for member in block.members:
+            assert table[member] == -1, "a block has one entry"
+            table[member] = number
+    return table
+
+
+@given(cases(0.3, 0.5, 0.8, 0.95))
+def test_fast_equals_slow(case: Case) -> None:
+    """The same table in the same order, the same directions, the same similarities."""
+    shared, trace = slow(case)
+    fused = case.fused()
+    assert fused.table.tolist() == table_of(shared, sum(case.lens))
+    assert fused.leaders.tolist() == [block.members[0] for block in shared]
+    for found, expected in ((fused.keys, [b.keys for b in shared]), (fused.values, [b.values for b in shared])):
+        torch.testing.assert_close(found, torch.tensor(expected).view(found.shape), atol=1e-5, rtol=0)
+    at = fused.fused_at.tolist()
+    assert {i for i, each in enumerate(at) if each == each} == trace.fused_at.keys()
+    assert all(abs(at[i] - each) < 1e-5 for i, each in trace.fused_at.items())
+
+
+@given(cases())
+def test_tables_and_references_add_up(case: Case) -> None:
+    """Each block points to one shared block, each shared block is its leader's, and no two blocks of a unit share one."""
+    fused = case.fused()
+    num_blocks = sum(case.lens)
+    assert fused.table.shape == (num_blocks,)
+    assert fused.references.sum() == num_blocks
+    assert bool((fused.references >= 1).all())
+    assert fused.table[fused.leaders].tolist() == list(range(len(fused.leaders)))
+    assert len(fused.keys) == len(fused.values) == len(fused.leaders)
+    assert int((~fused.fused_at.isnan()).sum()) == num_blocks - len(fused.leaders)
+
+
+@given(cases())
+def test_every_fused_pair_was_over_the_threshold(case: Case) -> None:
+    """What a block joined was more similar than the threshold at that time; the leaders have joined nothing."""
+    fused = case.fused()
+    joined = fused.fused_at[~fused.fused_at.isnan()]
+    assert bool((joined > case.threshold).all())
+    assert bool(fused.fused_at[fused.leaders].isnan().all())
+
+
+@given(cases(1.0, 1.5))
+@example(Case(torch.ones(6, 3), torch.ones(6, 3), [2, 2, 2], 1.0))
+def test_nothing_fuses_from_one_on(case: Case) -> None:
+    """No similarity is over 1, not even by rounding."""
+    fused = case.fused()
+    assert fused.table.tolist() == list(range(sum(case.lens)))
+    assert bool(fused.fused_at.isnan().all())
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.sampled_from((0.0, 0.9, 1 - 1e-5)), st.integers(0, 99))
+def test_equal_units_become_one(num_units: int, num_blocks: int, threshold: float, seed: int) -> None:
+    """The same blocks in every unit: those of the first one remain, with a reference from each."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(num_blocks, size, generator=generator) for size in (32, 16))
+    similarity = torch.nn.functional.cosine_similarity(keys[:, None], keys[None], dim=2)
+    assume(num_blocks == 1 or bool((similarity - 2 * torch.eye(num_blocks) < threshold).all()))
+    fused = fast_fusion(keys.repeat(num_units, 1), values.repeat(num_units, 1), [num_blocks] * num_units, threshold)
+    assert fused.table.tolist() == list(range(num_blocks)) * num_units
+    assert fused.references.tolist() == [num_units] * num_blocks
+
+
+def canonical(fused: FusedBlocks, names: Sequence[int]) -> set[frozenset[int]]:
+    """Which blocks are one, by name."""
+    return {
+        frozenset(name for name, shared in zip(names, fused.table.tolist(), strict=True) if shared == each)
+        for each in range(len(fused.leaders))
+    }
+
+
+@given(cases(0.5, 0.8), st.randoms(use_true_random=False))
+def test_order_within_units_changes_nothing(case: Case, rng: object) -> None:
+    """The tree orders units, not their blocks nor a block's numbers."""
+    slow(case)  # where rounding decides, ties would depend on the order
+    order: list[int] = []
+    at = 0
+    for num_blocks in case.lens:
+        order += rng.sample(range(at, at + num_blocks), num_blocks)  # type: ignore[attr-defined]
+        at += num_blocks
+    fused, other = case.fused(), case._replace(keys=case.keys[order].flip(1), values=case.values[order]).fused()
+    assert canonical(fused, range(at)) == canonical(other, order)
+    leaders = {int(leader): row for row, leader in enumerate(fused.leaders)}
+    for row, leader in enumerate(other.leaders.tolist()):
+        before = leaders[order[leader]]
+        torch.testing.assert_close(other.keys[row].flip(0), fused.keys[before], atol=1e-5, rtol=0)
+
+
+@given(cases())
+def test_tensors_are_only_read(case: Case) -> None:
+    """The blocks may be views of a cache."""
+    keys, values = case.keys.clone(), case.values.clone()
+    case.fused()
+    assert torch.equal(keys, case.keys)
+    assert torch.equal(values, case.values)
+
+
+def test_units_are_halved_as_in_the_paper() -> None:
+    """Of three units the last two are fused first: b with c at .8, so that a, too far from b + c, stays alone."""
+    angles = torch.tensor([0.0, 0.5, 1.1])
+    keys = torch.stack([angles.cos(), angles.sin()], 1)
+    fused = fast_fusion(keys, keys, [1, 1, 1], 0.8)
+    assert fused.table.tolist() == [0, 1, 1]
+    assert fast_fusion(keys[[2, 1, 0]], keys, [1, 1, 1], 0.8).table.tolist() == [0, 1, 1]
+
+
+def test_blocks_of_one_unit_are_not_compared() -> None:
+    """A leaf is returned as it is."""
+    assert fast_fusion(torch.ones(4, 2), torch.ones(4, 2), [4], 0.5).table.tolist() == [0, 1, 2, 3]
+
+
+def test_block_joins_the_most_similar() -> None:
+    """Both left blocks are over the threshold; the second is nearer, and the first keeps its direction."""
+    left, right = torch.tensor([[1.0, 0.0], [0.6, 0.8]]), torch.tensor([[0.7, 0.7]])
+    fused = fast_fusion(torch.cat([left, right]), torch.ones(3, 1), [2, 1], 0.5)
+    assert fused.table.tolist() == [0, 1, 1]
+    assert fused.keys[0].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize(("place", "table"), [(1, [0, 1, 0, 0]), (3, [0, 1, 0, 2])])
+def test_block_that_is_not_finite_stays_alone(bad: float, side: str, place: int, table: list[int]) -> None:
+    """It must not get into the directions of others, nor keep them from fusing."""
+    blocks = {"keys": torch.ones(4, 2), "values": torch.ones(4, 2)}
+    blocks[side][place, 0] = bad
+    fused = fast_fusion(blocks["keys"], blocks["values"], [2, 2], 0.5)
+    assert fused.table.tolist() == table
+    assert bool(fused.keys[0].isfinite().all())
+    assert bool(fused.values[0].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "threshold", "names"),
+    [
+        (torch.ones(3, 2), torch.ones(2, 2), 0.5, r"keys: expected \[2, size\], got \[3, 2\]"),
+        (torch.ones(2, 2), torch.ones(2), 0.5, r"values: expected \[2, size\], got \[2\]"),
+        (torch.ones(2, 2), torch.ones(2, 2), -0.1, "threshold: expected 0 or more, got -0.1"),
+        (torch.ones(2, 2), torch.ones(2, 2), float("nan"), "threshold: expected 0 or more, got nan"),
+    ],
+)
+def test_wrong_arguments(keys: Tensor, values: Tensor, threshold: float, names: str) -> None:
+    """Named before anything is computed."""
+    with pytest.raises(ValueError, match=names):
+        fast_fusion(keys, values, [1, 1], threshold)

@@ -1,0 +1,187 @@
+"""Rates against the paper's formulas term by term, against counting, and against drawing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_chunkcache.fusion.joint.fast_fusion import fast_fusion
+from sglang_chunkcache.fusion.joint.fusion_rate import (
+    compression_ratio,
+    density,
+    distribution,
+    expected_blocks,
+    expected_joins,
+    extreme_rate,
+    gaussian_rate,
+    kernel_rate,
+    most_joins,
+    no_fusion,
+    normal_bandwidth,
+    num_pairs,
+    unit_similarities,
+)
+from tests.reference import naive_joint
+
+samples = st.lists(st.floats(-1, 1, width=32), min_size=2, max_size=30)
+bandwidths = st.floats(0.01, 1)
+thresholds = st.floats(-1, 1)
+
+
+@given(samples, bandwidths, thresholds)
+def test_equations_are_the_papers(drawn: list[float], h: float, u: float) -> None:
+    """Density, eq. 1, eq. 2."""
+    similarities, at = torch.tensor(drawn), torch.tensor([u, -u], dtype=torch.float64)
+    for found, expected in (
+        (density(at, similarities, h), naive_joint.kernel_density),
+        (distribution(at, similarities, h), naive_joint.kernel_distribution),
+    ):
+        assert found.tolist() == pytest.approx([expected(float(x), drawn, h) for x in at], abs=1e-9)
+    n_above = len(drawn) * (1 - naive_joint.kernel_distribution(u, drawn, h))
+    assert kernel_rate(u, similarities, h) == pytest.approx(n_above, abs=1e-9)
+    try:
+        rate = naive_joint.extreme_rate(u, drawn, h)
+    except OverflowError:
+        rate = math.inf
+    assert extreme_rate(u, similarities, h) == pytest.approx(rate, rel=1e-6)
+
+
+@given(samples, thresholds)
+def test_rate_without_smoothing_is_the_count(drawn: list[float], u: float) -> None:
+    """A narrow kernel counts what is over the threshold."""
+    similarities = torch.tensor([each for each in drawn if abs(each - u) > 1e-3])
+    assert kernel_rate(u, similarities, 1e-6) == pytest.approx(int((similarities > u).sum()))
+
+
+@pytest.mark.parametrize(("mean", "std", "u"), [(0.2, 0.1, 0.45), (0.5, 0.2, 0.5), (0.0, 0.3, 0.8)])
+def test_gaussian_similarities_are_counted(mean: float, std: float, u: float) -> None:
+    """Both forms against 100,000 drawn ones, within three standard deviations of the count."""
+    drawn = mean + std * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    counted = int((drawn > u).sum())
+    gaussian = gaussian_rate(u, float(drawn.double().mean()), float(drawn.double().std(correction=0)), len(drawn))
+    assert abs(gaussian - counted) < 3 * math.sqrt(counted)
+    assert abs(kernel_rate(u, drawn, normal_bandwidth(drawn)) - counted) < 0.1 * counted + 3 * math.sqrt(counted)
+
+
+def test_normal_bandwidth_is_near_the_best() -> None:
+    """On Gaussian samples half and double of it estimate the density worse."""
+    generator = torch.Generator().manual_seed(0)
+    at = torch.linspace(-3, 3, 61, dtype=torch.float64)
+    true = (at.square() / -2).exp() / math.sqrt(2 * math.pi)
+    losses = {
+        factor: sum(
+            float((density(at, drawn, factor * normal_bandwidth(drawn)) - true).square().sum())
+            for drawn in torch.randn(20, 200, generator=generator)
+        )
+        for factor in (0.5, 1.0, 2.0)
+    }
+    assert min(losses, key=lambda factor: losses[factor]) == 1.0
+
+
+def test_kernels_reach_beyond_what_there_is() -> None:
+    """Two heaps, none over .99: the bandwidth that suits a Gaussian expects some over .999."""
+    similarities = torch.cat([torch.linspace(-0.2, 0.2, 900), torch.linspace(0.9, 0.98, 100)])
+    assert kernel_rate(0.999, similarities, normal_bandwidth(similarities)) > 10
+
+
+@pytest.mark.parametrize("num", [1_000, 1_000_000])
+def test_extreme_rate_holds_where_one_of_n_exceeds(num: int) -> None:
+    """All similarities equal, the threshold where a kernel has one of n over it: 1 by both, nearer with more samples."""
+    h = 0.1
+    z = -float(torch.special.ndtri(torch.tensor(1 / num, dtype=torch.float64)))
+    similarities = torch.zeros(num)
+    assert kernel_rate(z * h, similarities, h) == pytest.approx(1, rel=1e-6)
+    assert extreme_rate(z * h, similarities, h) == pytest.approx(1, rel=0.11 if num == 1_000 else 0.07)
+
+
+def test_extreme_rate_is_far_too_large_elsewhere() -> None:
+    """A thousand similarities one bandwidth below the threshold: 159 kernels' worth exceed it, eq. 2 has thousands."""
+    similarities = torch.full((1000,), 0.7)
+    assert kernel_rate(0.8, similarities, 0.1) == pytest.approx(159, abs=1)
+    assert extreme_rate(0.8, similarities, 0.1) > 2_000
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 99))
+def test_similarities_are_of_different_units(lens: list[int], seed: int) -> None:
+    """Each pair once, none inside a unit, by hand."""
+    blocks = torch.randn(sum(lens), 3, generator=torch.Generator().manual_seed(seed))
+    units = [torch.split(blocks, lens)[i].tolist() for i in range(len(lens))]
+    by_hand = [
+        naive_joint.dot(naive_joint.normalize(a), naive_joint.normalize(b))
+        for i in range(len(units))
+        for j in range(i + 1, len(units))
+        for a in units[i]
+        for b in units[j]
+    ]
+    found = unit_similarities(blocks, lens)
+    assert len(found) == num_pairs(lens) == len(by_hand)
+    assert sorted(found.tolist()) == pytest.approx(sorted(by_hand), abs=1e-6)
+    assert bool((found <= 1).all())
+
+
+def test_no_fusion_against_drawing() -> None:
+    """Of independent pairs the share of batches without any over the threshold."""
+    pairs, probability = 200, 0.004
+    drawn = torch.rand(20_000, pairs, generator=torch.Generator().manual_seed(0)) < probability
+    assert float((~drawn).all(1).float().mean()) == pytest.approx(no_fusion(pairs * probability), abs=0.01)
+
+
+def test_compression_ratio_is_the_corollarys() -> None:
+    """Two layers of 4 + 6 blocks, 3 and 2 over the threshold: 20 / 15. More than six cannot join."""
+    assert compression_ratio(4, 6, [3, 2]) == pytest.approx(20 / 15)
+    assert compression_ratio(4, 6, [100, 0]) == pytest.approx(20 / 14)
+    assert compression_ratio(4, 6, [0.0, 0.0]) == 1
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.floats(0, 1))
+def test_joins_have_their_limits(left: int, right: int, exceedance: float) -> None:
+    """Never more than pairs, nor than right blocks."""
+    joins = expected_joins(left * right * exceedance, right)
+    most = most_joins(left * right * exceedance, right)
+    assert 0 <= joins <= most + 1e-9
+    assert most <= min(right, left * right * exceedance)
+    if right:
+        assert compression_ratio(1, right, [left * right * exceedance]) == pytest.approx(
+            (1 + right) / (1 + right - most)
+        )
+
+
+def test_expected_blocks_against_drawing() -> None:
+    """The tree with pairs drawn independently: each right block joins if any of its pairs is over the threshold."""
+    generator = torch.Generator().manual_seed(0)
+    exceedance, lens = 0.01, [6, 9, 3, 12, 7]
+
+    def drawn(units: list[int]) -> int:
+        if len(units) == 1:
+            return units[0]
+        left, right = drawn(units[: len(units) // 2]), drawn(units[len(units) // 2 :])
+        over = torch.rand(left, right, generator=generator) < exceedance
+        return left + int((~over.any(0)).sum())
+
+    mean = sum(drawn(lens) for _ in range(2_000)) / 2_000
+    assert expected_blocks(lens, exceedance) == pytest.approx(mean, abs=0.1)
+    assert sum(lens) - mean > 2
+
+
+def test_most_joins_are_those_of_variants() -> None:
+    """Eight units of the same ten blocks: each block has one partner in each other unit, so one in ten pairs is over .9."""
+    lens = [10] * 8
+    assert expected_blocks(lens, 0.1, most_joins) == pytest.approx(10)
+    assert expected_blocks(lens, 0.1) > 20
+    blocks = torch.eye(10).repeat(8, 1)
+    assert len(fast_fusion(blocks, blocks, lens, 0.9).leaders) == 10
+
+
+def test_expected_blocks_against_the_tree() -> None:
+    """Random directions: what the rate predicts of a sample is what fast_fusion leaves."""
+    blocks = torch.randn(160, 8, generator=torch.Generator().manual_seed(0))
+    lens = [20] * 8
+    similarities = unit_similarities(blocks, lens)
+    exceedance = kernel_rate(0.75, similarities, normal_bandwidth(similarities)) / len(similarities)
+    measured = len(fast_fusion(blocks, blocks, lens, 0.75).leaders)
+    assert measured < 130
+    assert expected_blocks(lens, exceedance) == pytest.approx(measured, rel=0.12)

@@ -1,0 +1,134 @@
+"""From a wish to thresholds, and what observing corrects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_chunkcache.fusion.joint.drift import distance, least_drift_bound
+from sglang_chunkcache.fusion.joint.fast_fusion import NEVER, fast_fusion
+from sglang_chunkcache.fusion.joint.fusion_rate import unit_similarities
+from sglang_chunkcache.fusion.joint.thresholds import (
+    LayerStatistics,
+    ThresholdController,
+    predicted_ratio,
+    thresholds_for_drift,
+)
+
+LENS = [12] * 6
+
+
+def made_blocks(seed: int, noise: float) -> torch.Tensor:
+    """Six units of twelve blocks around eight directions."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(8, 16, generator=generator)
+    picked = torch.randint(8, (sum(LENS),), generator=generator)
+    return centres[picked] + noise * torch.randn(sum(LENS), 16, generator=generator)
+
+
+NOISES, SCALES = (0.3, 0.5, 0.7), (4.0, 4.0, 4.0)
+
+
+def made_layers(noises: tuple[float, ...] = NOISES, scales: tuple[float, ...] = SCALES) -> list[LayerStatistics]:
+    return [
+        LayerStatistics(unit_similarities(made_blocks(100 + i, noise), LENS), scale)
+        for i, (noise, scale) in enumerate(zip(noises, scales, strict=True))
+    ]
+
+
+def fused(thresholds: list[float], noises: tuple[float, ...], seed: int) -> int:
+    """Shared blocks of all layers."""
+    layers = [made_blocks(1000 * seed + i, noise) for i, noise in enumerate(noises)]
+    return sum(len(fast_fusion(each, each, LENS, u).leaders) for each, u in zip(layers, thresholds, strict=True))
+
+
+def test_drift_is_that_of_each_layers_threshold() -> None:
+    """Two blocks as similar as the threshold drift by what was asked for; larger norms, higher threshold."""
+    layers = made_layers((0.3, 0.3, 0.3), (1.0, 4.0, 16.0))
+    found = thresholds_for_drift(layers, LENS, 1.2)
+    assert found == sorted(found)
+    for layer, u in zip(layers, found, strict=True):
+        if 0 < u < NEVER:
+            assert least_drift_bound(layer.scale * distance(u)) == pytest.approx(1.2)
+    assert 0 < found[1] < NEVER
+
+
+def test_layers_where_nothing_fuses_are_skipped() -> None:
+    """Similarities far below the threshold: not even compared. Those at 1 are."""
+    low, high = torch.linspace(-0.2, 0.2, 500), torch.linspace(0.95, 1, 500)
+    found = thresholds_for_drift([LayerStatistics(each, 4.0) for each in (low, high)], LENS, 1.0)
+    assert found[0] == NEVER
+    assert 0.95 < found[1] < 0.97
+
+
+def test_equal_similarities() -> None:
+    """A layer 0 of one chunk's variants: all or nothing."""
+    layer = LayerStatistics(torch.ones(9), 4.0)
+    assert layer.exceedance(0.999) == 1
+    assert layer.exceedance(1.0) == 0
+
+
+def test_prediction_is_the_ratio_asked_for() -> None:
+    """Before anything was observed; a higher ratio has lower thresholds in every layer."""
+    layers = made_layers()
+    before = [NEVER] * 3
+    for ratio in (1.2, 1.6, 2.0):
+        found = ThresholdController(layers, LENS, ratio=ratio, drift=2).thresholds
+        assert predicted_ratio(layers, LENS, found) == pytest.approx(ratio, rel=0.02)
+        assert all(now <= then for now, then in zip(found, before, strict=True))
+        assert found != before
+        before = found
+
+
+def test_prediction_is_what_is_measured() -> None:
+    """Other blocks of the same kind fuse as predicted, within a tenth."""
+    layers = made_layers()
+    for ratio in (1.2, 1.5):
+        thresholds = ThresholdController(layers, LENS, ratio=ratio, drift=2).thresholds
+        shared = sum(fused(thresholds, NOISES, seed) for seed in range(5))
+        assert 5 * 3 * sum(LENS) / shared == pytest.approx(ratio, rel=0.1)
+
+
+def test_observing_finds_the_ratio_from_a_wrong_start() -> None:
+    """Statistics of blocks that are nothing like the traffic's: after 30 batches the ratio is within 15% for ten more."""
+    controller = ThresholdController(made_layers(noises=(0.1, 0.1, 0.1)), LENS, ratio=1.5, drift=2)
+    noises, ratios = (0.8, 0.8, 0.8), []
+    for seed in range(40):
+        shared = fused(controller.thresholds, noises, seed)
+        ratios.append(3 * sum(LENS) / shared)
+        controller.observe(3 * sum(LENS), shared)
+    assert abs(ratios[0] - 1.5) > 0.2
+    assert sum(ratios[30:]) / 10 == pytest.approx(1.5, rel=0.15)
+
+
+@pytest.mark.parametrize(("num_shared", "is_lower"), [(100, True), (90, True), (60, False), (20, False)])
+def test_too_few_lower_and_too_many_raise(num_shared: int, is_lower: bool) -> None:
+    """Remark 4.2. Asked for 1.25: 80 of 100 would be right."""
+    controller = ThresholdController(made_layers(), LENS, ratio=1.25, drift=2)
+    before = controller.thresholds
+    controller.observe(100, num_shared)
+    assert all((now < then) == is_lower for now, then in zip(controller.thresholds, before, strict=True))
+
+
+def test_drift_is_kept_whatever_the_ratio() -> None:
+    """A ratio that the bound does not allow is not reached, however often it is missed."""
+    layers = made_layers()
+    controller = ThresholdController(layers, LENS, ratio=10, drift=0.5)
+    limit = thresholds_for_drift(layers, LENS, 0.5)
+    assert controller.thresholds == pytest.approx(limit)
+    for _ in range(10):
+        controller.observe(100, 99)
+    assert controller.thresholds == pytest.approx(limit)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "drift", "names"), [(1.0, 1.0, "ratio: expected more than 1"), (2.0, 0.0, "drift"), (2.0, 2.5, "drift")]
+)
+def test_wrong_wishes(ratio: float, drift: float, names: str) -> None:
+    """Named at once."""
+    with pytest.raises(ValueError, match=names):
+        ThresholdController(made_layers(), LENS, ratio=ratio, drift=drift)
+    with pytest.raises(ValueError, match="layers"):
+        ThresholdController([], LENS, ratio=2.0, drift=1.0)
+    with pytest.raises(ValueError, match="drift: expected a number between 0 and 2, got 2"):
+        thresholds_for_drift(made_layers(), LENS, 2)
