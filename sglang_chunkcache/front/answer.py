@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import to_builtins
+
 from sglang_chunkcache.front.request import Planned, RagRequest
 from sglang_chunkcache.wire.report import Explanation, Report, Source
 
@@ -27,6 +29,7 @@ def answer(rag: RagRequest) -> dict[str, Any]:
         "turns_departed": planned.draft.num_departed,
         "dp_rank": rag.served_by,
         "reuse": _fused(rag) if planned.fusion else None,
+        "joint": _encoded(rag),
         "retrieval": planned.draft.options.retrieval,
         "fallbacks": rag.fallbacks,
     }
@@ -51,6 +54,7 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
             for label, span in zip(labels, planned.spans, strict=True)
         ],
         "reuse": _asked(planned),
+        "joint": _to_encode(planned, found),
         "retrieval": planned.draft.options.retrieval,
         "exact": found.exact,
         "loaded": found.loaded,
@@ -87,6 +91,45 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
         "estimated_ms": report.estimated_ms if report else {},
         "selected_by": report.selector if report else None,
         "sampled": rag.is_sampled,
+    }
+
+
+def _encoded(rag: RagRequest) -> dict[str, Any] | None:
+    """What joint encoding has done; what was asked for alone where it failed. None: not asked for."""
+    joint = rag.planned.draft.options.joint
+    if joint is None:
+        return None
+    report = rag.decoded.joint if rag.decoded else None
+    if report is None:
+        return to_builtins(joint)  # type: ignore[no-any-return]
+    num_blocks = len(report.shared) * report.blocks
+    return {
+        **to_builtins(joint),
+        "requests": report.requests,
+        "units": report.units,
+        "blocks": report.blocks,
+        "exact_blocks": report.exact,
+        "shared": report.shared,
+        "thresholds": report.thresholds,
+        "compression": round(num_blocks / sum(report.shared), 4) if num_blocks else 1.0,
+        "ms": report.ms,
+    }
+
+
+def _to_encode(planned: Planned, found: Explanation) -> dict[str, Any] | None:
+    """The blocks that joint encoding would compare. Of a batch: what this request has to offer."""
+    joint, cached = planned.draft.options.joint, found.exact + found.loaded
+    if joint is None:
+        return None
+    parts = [(span.start, span.end) for span in planned.spans]
+    if joint.over == "batch":
+        parts = [(0, len(planned.input_ids))]
+    starts = [start for first, end in parts for start in range(first, end - joint.block + 1, joint.block)]
+    return {
+        **to_builtins(joint),
+        "units": sum(end - start >= joint.block for start, end in parts),
+        "blocks": len(starts),
+        "exact_blocks": sum(start < cached for start in starts),
     }
 
 

@@ -133,6 +133,7 @@ class Bookkeeper:
             keep=fusion.fresh if is_preprocessing and fusion else often,
             is_preprocessing=is_preprocessing,
             fusion=fusion,
+            joint=planned.draft.options.joint,
             is_later_turn=planned.draft.num_turns > 0,
             exact_gaps=planned.exact_gaps,
         )
@@ -280,6 +281,8 @@ class Bookkeeper:
             self._fall_back(rag, Fallback.PLAIN_TEXT)
         elif has_tokens and fusion and rag.report is None:
             self._fall_back(rag, Fallback.NO_REPORT)
+        if answer and answer.joint is None and rag.planned.draft.options.joint:
+            self._fall_back(rag, Fallback.JOINT_FAILED)
         if rag.planned.draft.options.num_answers > 1:
             self._fall_back(rag, Fallback.PARALLEL_SAMPLING)
             return

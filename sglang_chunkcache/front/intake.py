@@ -95,7 +95,7 @@ class Intake:
         request = self._openai_request(body)
         messages = searched = _messages(request)
         identity = _identity(raw_request, request.cache_salt, request.extra_key, _adapter(request))
-        fusion = fields.fusion_request(self._config)
+        fusion, joint = fields.fusion_request(self._config), fields.joint_request(self._config)
         passages = self._passages(fields.chunks)
         prefill = ""
         if request.continue_final_message:
@@ -115,6 +115,7 @@ class Intake:
                 length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
                 order=fields.order,
                 fusion=fusion,
+                joint=joint,
                 num_answers=request.n,
                 retrieval=found.answer() if found else None,
             )
@@ -180,6 +181,7 @@ class Intake:
             length_field="sampling_params.max_new_tokens",
             order=body.order,
             fusion=body.fusion_request(self._config),
+            joint=body.joint_request(self._config),
         )
         identity = _identity(raw_request, body.cache_salt, body.extra_key)
         draft = partial(self._parts.drafter.parts, parts, identity=identity, options=options)

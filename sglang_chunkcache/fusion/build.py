@@ -13,6 +13,8 @@ from sglang_chunkcache.fusion.calibration_places import Means
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
+from sglang_chunkcache.fusion.joint.metrics import JointMetrics
+from sglang_chunkcache.fusion.joint.slots import SlotEncoder
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
 from sglang_chunkcache.fusion.promise import Fuser
@@ -103,6 +105,13 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             time.perf_counter() - started,
         )
     return fuser
+
+
+def create_encoder(ctx: Any) -> SlotEncoder:
+    """Joint encoding, on a model that `create_fuser` accepts."""
+    runner = ctx.tp_worker.model_runner
+    metrics = JointMetrics() if ctx.server_args.enable_metrics else None
+    return SlotEncoder(runner.req_to_token_pool, runner.token_to_kv_pool, metrics)
 
 
 def _judge(figures: GateFigures, attention: str, policy: str) -> None:

@@ -10,6 +10,9 @@ Requests that opted into moved KV (`--reuse fused`) are promised more than is ca
 their admission plans, `init_load_back` allocates and inserts empty nodes under fused keys, which are filled before the batch
 runs. A moved chunk that keeps its source's position holds the source's slots (shared_cache.py).
 
+Requests that asked for joint encoding have their own slots rewritten after the prefill (encoder.py). Like audits they match
+what is exact, and none of their slots ever gets into the tree.
+
 Exact chains that leave the device may stay in host memory (host_chains.py). The `match_prefix` of an admission brings them back.
 
 Invariants in addition to SGLang's own:
@@ -51,6 +54,7 @@ from radix_ext.guesses import Guess
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
+from sglang_chunkcache.scheduler.encoder import Encoder
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
 from sglang_chunkcache.scheduler.host_chains import HostChains
@@ -95,6 +99,7 @@ class ChunkRadixCache(SharingRadixCache):
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.match_seconds = self.insert_seconds = 0.0
         self.promiser: Promiser | None = None
+        self.encoder: Encoder | None = None
         self.host: HostChains | None = None
         self.storage: Storage | None = None
         self.stored: StoredChains | None = None
@@ -163,7 +168,7 @@ class ChunkRadixCache(SharingRadixCache):
     @contextmanager
     def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
         """Around a batch's forward, on its stream: what it needs of host memory is loaded, what it was promised is filled first,
-        what is worth keeping is copied last. Called by our hook."""
+        what is encoded jointly is rewritten and what is worth keeping is copied last. Called by our hook."""
         is_extend = batch.forward_mode.is_extend()
         is_ahead = is_extend and all(map(self._is_preprocessing, batch.reqs))
         watching = self.promiser or self.host
@@ -175,6 +180,8 @@ class ChunkRadixCache(SharingRadixCache):
             yield
         if self.host is not None:
             self.host.loaded()
+        if self.encoder is not None and is_extend:
+            self.encoder.encode(batch)
         if self.promiser is not None:
             self.promiser.after(first_tokens_wait=is_extend and not is_ahead, is_ahead=is_ahead)
         if self.host is not None:
@@ -200,18 +207,17 @@ class ChunkRadixCache(SharingRadixCache):
         return InsertResult(prefix_len=matched, last_device_node=path[-1] if path else self.root_node)
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
-        if self._is_audit(req):  # its slots stay its own, as in SGLang's cache without a tree
+        if self._is_private(req):  # its slots stay its own, as in SGLang's cache without a tree
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(req.get_fill_ids())]
             req.prefix_indices = row.to(dtype=torch.int64, copy=True)
-            return
-        super().cache_unfinished_req(req, chunked=chunked)
+        else:
+            super().cache_unfinished_req(req, chunked=chunked)
         if not chunked:
             self._report(req)
 
     def insert_req(self, req: Req, *, up_to: int) -> None:
-        if self._is_audit(req):
-            return
-        super().insert_req(req, up_to=up_to)
+        if not self._is_private(req):
+            super().insert_req(req, up_to=up_to)
         self._report(req)  # a request that ends on its first token never gets to cache_unfinished_req
 
     def reset(self) -> None:
@@ -373,6 +379,7 @@ class ChunkRadixCache(SharingRadixCache):
             "fallbacks": dict(self.fallbacks),
             **({"host": self.host.stats()} if self.host is not None else {}),
             **({"storage": self.storage.stats()} if self.storage is not None else {}),
+            **({"joint": self.encoder.stats()} if self.encoder is not None else {}),
             **(self.promiser.stats() if self.promiser is not None else {}),
         }
 
@@ -541,9 +548,9 @@ class ChunkRadixCache(SharingRadixCache):
         known.loaded = max(known.loaded, len(result.device_indices) - start)
         return result
 
-    def _is_audit(self, req: Req) -> bool:
+    def _is_private(self, req: Req) -> bool:
         spans = self._spans_of(req)
-        return spans is not None and spans.is_audit
+        return spans is not None and spans.is_private
 
     def _is_preprocessing(self, req: Req) -> bool:
         spans = self._spans_of(req)
@@ -604,11 +611,12 @@ class ChunkRadixCache(SharingRadixCache):
     def _report(self, req: Req) -> None:
         """Attach the unread events to the request's first token, once."""
         spans, known = self._spans_of(req), state(req)
-        if spans is None or self.disable or known.is_reported:
+        if spans is None or spans.is_audit or self.disable or known.is_reported:
             return
         known.is_reported = True
         report = self.promiser.report(req) if self.promiser is not None and spans.fusion is not None else None
-        answer = encode(Answer(self.log.unread(spans.ack), report, known.loaded, self.host.worth if self.host else 1.0))
+        worth = self.host.worth if self.host else 1.0
+        answer = encode(Answer(self.log.unread(spans.ack), report, known.loaded, worth, known.joint))
         req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [answer]}
 
     def _fall_back(self, reason: Fallback, error: Exception) -> None:

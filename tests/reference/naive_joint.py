@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 Vector = list[float]
 
 
 @dataclass
 class Block:
-    """A shared block: two directions and the blocks that point to it, the first one its leader."""
+    """A shared block: two directions and the blocks that point to it, the first one its leader. A fixed one never changes."""
 
     keys: Vector
     values: Vector
     members: list[int]
+    is_fixed: bool = False
 
 
 @dataclass
@@ -36,18 +37,23 @@ def dot(left: Vector, right: Vector) -> float:
     return math.fsum(a * b for a, b in zip(left, right, strict=True))
 
 
-def fast_fusion(units: Sequence[Sequence[tuple[Vector, Vector]]], threshold: float, trace: Trace) -> list[Block]:
-    """Algorithm 1 for units of (keys, values) blocks. A right block joins the most similar left one, not each of them."""
+def fast_fusion(
+    units: Sequence[Sequence[tuple[Vector, Vector]]], threshold: float, trace: Trace, fixed: Collection[int] = ()
+) -> list[Block]:
+    """Algorithm 1 for units of (keys, values) blocks. A right block joins the most similar left one, not each of them.
+    `fixed`: blocks that join none, and whose directions stay."""
     numbered, at = [], 0
     for unit in units:
-        numbered.append([Block(list(keys), list(values), [at + i]) for i, (keys, values) in enumerate(unit)])
+        numbered.append(
+            [Block(list(keys), list(values), [at + i], at + i in fixed) for i, (keys, values) in enumerate(unit)]
+        )
         at += len(unit)
     return _fused(numbered, threshold, trace) if numbered else []
 
 
 def _fused(units: list[list[Block]], threshold: float, trace: Trace) -> list[Block]:
     if len(units) == 1:
-        return [Block(normalize(block.keys), normalize(block.values), block.members) for block in units[0]]
+        return [replace(block, keys=normalize(block.keys), values=normalize(block.values)) for block in units[0]]
     left = _fused(units[: len(units) // 2], threshold, trace)
     right = _fused(units[len(units) // 2 :], threshold, trace)
     similarity = [[dot(row.keys, block.keys) for block in right] for row in left]
@@ -57,16 +63,16 @@ def _fused(units: list[list[Block]], threshold: float, trace: Trace) -> list[Blo
         fused = []
         for i in range(len(right)):
             column = [similarity[other][i] for other in range(len(left))]
-            if similarity[row][i] > threshold and column.index(max(column)) == row:
+            if similarity[row][i] > threshold and column.index(max(column)) == row and not right[i].is_fixed:
                 fused.append(i)
                 trace.fused_at[right[i].members[0]] = similarity[row][i]
-        if fused:
+        if fused and not block.is_fixed:
             block.keys = normalize([sum(xs) for xs in zip(block.keys, *(right[i].keys for i in fused), strict=True)])
             block.values = normalize(
                 [sum(xs) for xs in zip(block.values, *(right[i].values for i in fused), strict=True)]
             )
-            block.members += [member for i in fused for member in right[i].members]
-            joined.update(fused)
+        block.members += [member for i in fused for member in right[i].members]
+        joined.update(fused)
     return left + [block for i, block in enumerate(right) if i not in joined]
 
 

@@ -1,10 +1,10 @@
 """Mixed load on a tiny poisoned pool: does fused reuse ever read KV of a free slot, lose a slot, or change an exact answer?
 
 The server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill pieces smaller than two chunks.
-Clients send exact and fused requests with every selector and many ratios, streams, parallel answers, conversations, plain and
-explain requests; some disconnect early. Hints tell what some of them will need of the storage. `soak` sends the load and notes as
-problems: log probabilities that are not finite, fates that do not add up, slots that are neither free nor evictable, and what is
-left of hints. `check_exact` compares exact answers with full prefill.
+Clients send exact requests, fused ones with every selector and many ratios, and some with joint encoding: streams, parallel
+answers, conversations, plain and explain requests; some disconnect early. Hints tell what some of them will need of the storage.
+`soak` sends the load and notes as problems: log probabilities that are not finite, fates that do not add up, slots that are
+neither free nor evictable, and what is left of hints. `check_exact` compares exact answers with full prefill.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ TIGHT = [
 REQUEST_HINT, STRANGE_HINT, REFUSED_HINT = "hint", "hint of what nobody asks for", "hint that is refused"
 
 RATIOS = (0.0, 0.15, 0.5, 1.0)
+JOINT: tuple[dict[str, Any], ...] = (
+    {"threshold": 0.5, "block": 4},
+    {"threshold": 0.7, "block": 8, "over": "batch"},
+    {"ratio": 1.5, "block": 4},
+)
+"""All of them change answers."""
+APPROXIMATE = ("reuse", "joint")
+"""Fields with which an answer need not be that of full prefill."""
 NUM_PASSAGES = 20
 MAX_NEW_TOKENS = 24
 TIE = 0.126
@@ -106,12 +114,13 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
             turns.append(_body(rng, question.question, passages[: 2 if number else None], act))
         if act == "conversation":
             turns = [{**turn, "conversation_id": f"soak{len(tasks)}"} for turn in turns]
-        if act == "again":  # in another order, moved, then exact: the exact request must not match the moved KV
-            exact = {key: value for key, value in turns[0].items() if key != "reuse"}
+        if act == "again":  # in another order, moved, encoded, then exact: that must match neither KV
+            exact = {key: value for key, value in turns[0].items() if key not in APPROXIMATE}
             exact |= {"order": "retriever", "cache_salt": f"again{len(tasks)}", "max_tokens": MAX_NEW_TOKENS}
             exact["messages"] = [{"role": "user", "content": "Which passage comes last?"}]
             moved = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": 0.0}
-            turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, exact]
+            joint = exact | {"joint": rng.choice(JOINT)}
+            turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, joint, exact]
         tasks.append(Task(act, tuple(turns)))
         total += len(turns)
     return tasks
@@ -180,7 +189,14 @@ def leftovers(url: str, pool_tokens: int, timeout_s: float = 60.0) -> list[str]:
 
 def problems_of_log(log: Path) -> list[str]:
     """Log lines of errors, ours or SGLang's."""
-    marks = ("Traceback", "IntegrityError", "moving chunk KV failed", "memory leak", "Scheduler hit an exception")
+    marks = (
+        "Traceback",
+        "joint encoding of",
+        "IntegrityError",
+        "moving chunk KV failed",
+        "memory leak",
+        "Scheduler hit an exception",
+    )
     return [line[:200] for line in log.read_text(errors="replace").splitlines() if any(m in line for m in marks)]
 
 
@@ -212,6 +228,8 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) 
             body["reuse"]["alpha"] = rng.choice((0.0, 0.5, 2.0))
         if body["reuse"]["selector"] == "critical" and rng.random() < 0.3:
             body["reuse"] |= {"ratio": "auto", "quality": rng.choice((0.9, 0.99))}
+    elif rng.random() < 0.5:
+        body["joint"] = rng.choice(JOINT)
     if act == "parallel":
         body |= {"n": 2, "temperature": 1.0}
     if act in ("stream", "hang up"):
@@ -222,17 +240,17 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) 
 def _run(url: str, task: Task, found: Found) -> None:
     messages: list[dict[str, str]] = []
     for turn in task.turns:
-        kind = "fused" if "reuse" in turn else "exact"
+        kind = "fused" if "reuse" in turn else "joint" if "joint" in turn else "exact"
         messages = [*(messages if task.act == "conversation" else ()), *turn.get("messages", ())]
         body = {**turn, "messages": messages}
         try:
             if task.act in (REQUEST_HINT, STRANGE_HINT, REFUSED_HINT):
                 _hint(url, turn, is_refused=task.act == REFUSED_HINT)
             elif task.act == "plain":
-                plain = {key: value for key, value in body.items() if key not in ("chunks", "order", "reuse")}
+                plain = {key: value for key, value in body.items() if key not in ("chunks", "order", *APPROXIMATE)}
                 _check_choices(post(url + "/v1/chat/completions", plain), found)
             elif task.act == "explain":
-                asked = {key: body[key] for key in ("messages", "chunks", "reuse") if key in body}
+                asked = {key: body[key] for key in ("messages", "chunks", *APPROXIMATE) if key in body}
                 post(url + "/chunkcache/explain", asked)
             elif "stream" in body:
                 _stream(url, body, found, hang_up=task.act == "hang up")
@@ -257,7 +275,7 @@ def _hint(url: str, body: dict[str, Any], *, is_refused: bool) -> None:
 def _send(url: str, body: dict[str, Any], found: Found) -> str:
     reply = post(url + "/rag/v1/chat/completions", {**body, **LOGPROBS})
     _check_object(reply["chunkcache"], reply["usage"]["prompt_tokens"], found)
-    if _check_choices(reply, found) and "reuse" not in body and "n" not in body:
+    if _check_choices(reply, found) and not body.keys() & {*APPROXIMATE, "n"}:
         found.exact.append((prompt_ids(reply), answer_of(reply["choices"][0]["meta_info"]), body["max_tokens"]))
     return reply["choices"][0]["message"]["content"] or ""
 
@@ -277,8 +295,8 @@ def _check_object(cached: dict[str, Any], prompt_tokens: int | None, found: Foun
         if prompt_tokens is not None and sum(fates.values()) != prompt_tokens:
             found.problems.append(f"fates do not add up to {prompt_tokens}: {cached}"[:500])
     found.fallbacks.update(cached["fallbacks"])
-    if "pass_failed" in cached["fallbacks"]:
-        found.problems.append(f"a pass failed: {cached}"[:500])
+    if failed := {"pass_failed", "joint_failed"}.intersection(cached["fallbacks"]):
+        found.problems.append(f"{failed}: {cached}"[:500])
 
 
 def _stream(url: str, body: dict[str, Any], found: Found, *, hang_up: bool) -> None:

@@ -53,7 +53,15 @@ class JointLayer:
         return 4 * len(self.table) + sum(each.nbytes for each in kept)
 
 
-def encode(keys: Tensor, values: Tensor, lens: Sequence[int], *, block_size: int, threshold: float) -> JointLayer:
+def encode(
+    keys: Tensor,
+    values: Tensor,
+    lens: Sequence[int],
+    *,
+    block_size: int,
+    threshold: float,
+    fixed: Tensor | None = None,
+) -> JointLayer:
     """Fuse similar blocks of different units in one layer.
 
     Args:
@@ -63,6 +71,7 @@ def encode(keys: Tensor, values: Tensor, lens: Sequence[int], *, block_size: int
         lens: tokens of each unit.
         block_size: tokens of a block, at least 1.
         threshold: as in `fast_fusion`; from `NEVER` on all blocks stay their own.
+        fixed: as in `fast_fusion`, of whole blocks. A fixed block comes back bit by bit, whatever joins it.
     Returns:
         New tensors, on the same device.
     Raises:
@@ -76,9 +85,10 @@ def encode(keys: Tensor, values: Tensor, lens: Sequence[int], *, block_size: int
     whole = _in_blocks(lens, block_size).to(keys.device)
     key_blocks, value_blocks = (each[whole].reshape(-1, block_size, *each.shape[1:]) for each in (keys, values))
     flat = key_blocks.flatten(1), value_blocks.flatten(1)
-    fused = fast_fusion(*flat, [length // block_size for length in lens], threshold)
+    fused = fast_fusion(*flat, [length // block_size for length in lens], threshold, fixed=fixed)
     (shared_keys, key_scales), (shared_values, value_scales) = (
-        _share(blocks, directions, fused) for blocks, directions in zip(flat, (fused.keys, fused.values), strict=True)
+        _share(blocks, directions, fused, fixed)
+        for blocks, directions in zip(flat, (fused.keys, fused.values), strict=True)
     )
     return JointLayer(
         tuple(lens),
@@ -139,13 +149,14 @@ def _in_blocks(lens: Sequence[int], block_size: int) -> Tensor:
     return torch.arange(sum(lens)) < ends.repeat_interleave(lengths)
 
 
-def _share(blocks: Tensor, directions: Tensor, fused: FusedBlocks) -> tuple[Tensor, Tensor]:
+def _share(blocks: Tensor, directions: Tensor, fused: FusedBlocks, fixed: Tensor | None) -> tuple[Tensor, Tensor]:
     """The shared blocks, at their leaders' norms, and each block's scale."""
     norms = torch.linalg.vector_norm(blocks.float(), dim=1)
     kept = norms[fused.leaders]
     kept = kept.masked_fill(kept == 0, 1)  # a leader of zeros, whose direction is that of what joined it
     is_shared = (fused.references > 1).unsqueeze(1)
-    shared = torch.where(is_shared, (directions * kept.unsqueeze(1)).to(blocks.dtype), blocks[fused.leaders])
+    turned = is_shared if fixed is None else is_shared & ~fixed[fused.leaders].unsqueeze(1)
+    shared = torch.where(turned, (directions * kept.unsqueeze(1)).to(blocks.dtype), blocks[fused.leaders])
     scales = norms / kept[fused.table]
     return shared, torch.where(is_shared[fused.table, 0], scales, 1.0)
 

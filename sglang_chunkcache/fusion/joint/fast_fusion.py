@@ -22,6 +22,7 @@ What the paper leaves open, and what was chosen:
 - Values join where keys do. Their own similarity is not asked for.
 - Figure 2 pairs six requests two by two, the algorithm's halves give 1 + 2 and 1 + 2. The algorithm counts.
 - The order of units is the caller's (remark 4.1: units with fewer blocks first).
+- Some blocks may be fixed, which the paper has not: others join them in their direction, and they join nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class FusedBlocks:
         return torch.bincount(self.table, minlength=len(self.leaders))
 
 
-def fast_fusion(keys: Tensor, values: Tensor, lens: Sequence[int], threshold: float) -> FusedBlocks:
+def fast_fusion(
+    keys: Tensor, values: Tensor, lens: Sequence[int], threshold: float, *, fixed: Tensor | None = None
+) -> FusedBlocks:
     """Fuse similar blocks of different units in one layer (algorithm 1).
 
     Args:
@@ -67,11 +70,12 @@ def fast_fusion(keys: Tensor, values: Tensor, lens: Sequence[int], threshold: fl
         values: [num_blocks, value_size], otherwise likewise.
         lens: number of blocks of each unit, 0 included.
         threshold: cosine similarity, at least 0. Only what is more similar fuses; from `NEVER` on nothing does.
+        fixed: [num_blocks] bool, on the blocks' device: blocks that may lead and never change. None: no block is.
     Returns:
         New tensors. On CUDA one synchronisation a level; sums of three blocks and more depend on the order of additions.
     Raises:
         ValueError: keys and values are no matrices of as many rows as the lens sum to; names what was expected and got. Or the
-            threshold is below 0, where sums could cancel out, or NaN.
+            threshold is below 0, where sums could cancel out, or NaN. Or `fixed` has another shape.
     Equals tests/reference/naive_joint.py: the same table, directions within 1e-5.
     """
     num_blocks = sum(lens)
@@ -80,6 +84,10 @@ def fast_fusion(keys: Tensor, values: Tensor, lens: Sequence[int], threshold: fl
             raise ValueError(f"{name}: expected [{num_blocks}, size], got {list(blocks.shape)}")
     if not threshold >= 0:
         raise ValueError(f"threshold: expected 0 or more, got {threshold}")
+    if fixed is None:
+        fixed = torch.zeros(num_blocks, dtype=torch.bool, device=keys.device)
+    if fixed.shape != (num_blocks,):
+        raise ValueError(f"fixed: expected [{num_blocks}], got {list(fixed.shape)}")
     key_units, value_units = normalize(keys), normalize(values)
     key_units[~value_units.isfinite().all(1)] = torch.nan
     owner = torch.arange(num_blocks, device=keys.device)
@@ -92,11 +100,12 @@ def fast_fusion(keys: Tensor, values: Tensor, lens: Sequence[int], threshold: fl
             continue
         similarity = cosine(key_units[left_ids], key_units[right_ids]).nan_to_num(nan=-torch.inf)
         best, row = similarity.masked_fill(~is_left.unsqueeze(2), -torch.inf).max(1)
-        joins = is_right & (best > threshold)
+        joins = is_right & (best > threshold) & ~fixed[right_ids]
         joined, into = right_ids[joins], left_ids.gather(1, row)[joins]
-        touched = torch.unique(into)
+        turns = ~fixed[into]
+        touched = torch.unique(into[turns])
         for units in (key_units, value_units):
-            units.index_add_(0, into, units[joined])
+            units.index_add_(0, into[turns], units[joined[turns]])
             units[touched] = normalize(units[touched])
         owner[joined], fused_at[joined] = into, best[joins]
         alive = (owner == torch.arange(num_blocks, device=keys.device)).nonzero()[:, 0]

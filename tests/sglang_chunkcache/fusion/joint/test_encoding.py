@@ -69,6 +69,21 @@ def test_what_was_not_fused_comes_back_bit_by_bit(
         assert same_bits(found[mask], given_[mask])
 
 
+@given(layers, st.integers(1, 4), st.integers(0, 99))
+def test_fixed_blocks_come_back_bit_by_bit(
+    case: tuple[list[int], int, torch.dtype, float], block_size: int, seed: int
+) -> None:
+    """Whatever joins them: others decode to their direction, they to themselves."""
+    lens, *_ = case
+    keys, values = made(*case)
+    generator = torch.Generator().manual_seed(seed)
+    fixed = torch.rand(sum(length // block_size for length in lens), generator=generator) < 0.5
+    layer = encode(keys, values, lens, block_size=block_size, threshold=0.3, fixed=fixed)
+    for found, given_ in zip(decode(layer), (keys, values), strict=True):
+        pairs = zip(blocks(found, lens, block_size), blocks(given_, lens, block_size), strict=True)
+        assert all(torch.equal(now, before) for (now, before), kept in zip(pairs, fixed, strict=True) if kept)
+
+
 @given(layers, st.integers(1, 4))
 def test_units_are_decoded_alone(case: tuple[list[int], int, torch.dtype, float], block_size: int) -> None:
     """A variant is loaded without its siblings."""

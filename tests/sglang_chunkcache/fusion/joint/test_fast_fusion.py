@@ -24,9 +24,10 @@ class Case(NamedTuple):
     values: Tensor
     lens: list[int]
     threshold: float
+    fixed: Tensor | None = None
 
     def fused(self) -> FusedBlocks:
-        return fast_fusion(*self)
+        return fast_fusion(*self[:4], fixed=self.fixed)
 
 
 @st.composite
@@ -42,7 +43,9 @@ def cases(draw: st.DrawFn, *thresholds: float) -> Case:
     if draw(st.booleans()):
         keys[::5] = 0
     values = torch.randn(sum(lens), 3, generator=generator)
-    return Case(keys, values, lens, draw(st.sampled_from(thresholds or (0.0, 0.5, 0.8, 0.95))))
+    share = draw(st.sampled_from((0.0, 0.3)))
+    fixed = torch.rand(sum(lens), generator=generator) < share if share else None
+    return Case(keys, values, lens, draw(st.sampled_from(thresholds or (0.0, 0.5, 0.8, 0.95))), fixed)
 
 
 def slow(case: Case) -> tuple[list[naive_joint.Block], naive_joint.Trace]:
@@ -50,7 +53,8 @@ def slow(case: Case) -> tuple[list[naive_joint.Block], naive_joint.Trace]:
     blocks = list(zip(case.keys.tolist(), case.values.tolist(), strict=True))
     parts = torch.split(torch.arange(len(blocks)), case.lens)
     trace = naive_joint.Trace()
-    shared = naive_joint.fast_fusion([[blocks[i] for i in part] for part in parts], case.threshold, trace)
+    fixed = () if case.fixed is None else case.fixed.nonzero()[:, 0].tolist()
+    shared = naive_joint.fast_fusion([[blocks[i] for i in part] for part in parts], case.threshold, trace, fixed)
     assume(all(abs(each - case.threshold) > MARGIN for each in trace.compared))
     over = sorted(each for each in trace.compared if each > case.threshold)
     assume(all(b - a > 1e-6 for a, b in pairwise(over)))  # which one is the most similar
@@ -140,7 +144,9 @@ def test_order_within_units_changes_nothing(case: Case, rng: object) -> None:
     for num_blocks in case.lens:
         order += rng.sample(range(at, at + num_blocks), num_blocks)  # type: ignore[attr-defined]
         at += num_blocks
-    fused, other = case.fused(), case._replace(keys=case.keys[order].flip(1), values=case.values[order]).fused()
+    fixed = None if case.fixed is None else case.fixed[order]
+    other = case._replace(keys=case.keys[order].flip(1), values=case.values[order], fixed=fixed).fused()
+    fused = case.fused()
     assert canonical(fused, range(at)) == canonical(other, order)
     leaders = {int(leader): row for row, leader in enumerate(fused.leaders)}
     for row, leader in enumerate(other.leaders.tolist()):
@@ -155,6 +161,29 @@ def test_tensors_are_only_read(case: Case) -> None:
     case.fused()
     assert torch.equal(keys, case.keys)
     assert torch.equal(values, case.values)
+
+
+@given(cases())
+def test_fixed_blocks_lead_as_they_are(case: Case) -> None:
+    """They join nothing, and whatever joins them, their directions are their own."""
+    fused = case.fused()
+    for row, leader in enumerate(fused.leaders.tolist()):
+        if case.fixed is not None and case.fixed[leader]:
+            for units, blocks in ((fused.keys, case.keys), (fused.values, case.values)):
+                own = torch.nn.functional.normalize(blocks[leader], dim=0, eps=1e-30)
+                torch.testing.assert_close(units[row], own, atol=1e-6, rtol=0)
+    if case.fixed is not None:
+        assert set(case.fixed.nonzero()[:, 0].tolist()) <= set(fused.leaders.tolist())
+
+
+def test_block_joins_a_fixed_one_from_the_right_only() -> None:
+    """Equal blocks: the second joins the first, which is fixed; the third, fixed too, stays."""
+    blocks = torch.ones(3, 2)
+    assert fast_fusion(blocks, blocks, [1, 1, 1], 0.5, fixed=torch.tensor([True, False, True])).table.tolist() == [
+        0,
+        0,
+        1,
+    ]
 
 
 def test_units_are_halved_as_in_the_paper() -> None:
@@ -205,3 +234,8 @@ def test_wrong_arguments(keys: Tensor, values: Tensor, threshold: float, names: 
     """Named before anything is computed."""
     with pytest.raises(ValueError, match=names):
         fast_fusion(keys, values, [1, 1], threshold)
+
+
+def test_wrong_number_of_fixed_blocks() -> None:
+    with pytest.raises(ValueError, match=r"fixed: expected \[2\], got \[3\]"):
+        fast_fusion(torch.ones(2, 2), torch.ones(2, 2), [1, 1], 0.5, fixed=torch.ones(3, dtype=torch.bool))

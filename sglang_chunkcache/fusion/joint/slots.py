@@ -1,0 +1,248 @@
+"""Joint encoding of running requests, in their slots: similar blocks are fused after the prefill and copied back.
+
+That is how the paper measured accuracy (6.1 to 6.3).
+
+    CFF   over "chunks"   units are a prompt's chunks                                  each request alone
+    BFF   over "batch"    units are the prompts whose prefill ended with one forward   of one tenant, with one wish
+
+    head | A: block block tail | B: block block | question            what is between the blocks stays as it is
+
+No memory is freed: each block keeps its slots, fused ones hold the shared direction at their own norms. Decoding reads that; the
+first token was computed before. A block of which the tree owns a slot is fixed: others join it, it is never written. What is
+written is the request's own, and the tree never gets it (`RequestSpans.is_private`).
+
+Keys are compared as they are in the pool, rotated, as in the paper.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_chunkcache.fusion.joint.drift import logit_scale
+from sglang_chunkcache.fusion.joint.encoding import decode, encode
+from sglang_chunkcache.fusion.joint.fast_fusion import NEVER, fast_fusion
+from sglang_chunkcache.fusion.joint.fusion_rate import unit_similarities
+from sglang_chunkcache.fusion.joint.thresholds import LayerStatistics, ThresholdController
+from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.wire.report import JointReport
+from sglang_chunkcache.wire.spans import JointRequest
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_chunkcache.fusion.joint.metrics import JointMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_ROUNDS = 8
+"""Thresholds that are tried for a ratio. Each takes the comparison of all blocks once."""
+NEAR = 1.05
+"""A ratio off by less is what was asked for."""
+MAX_BLOCKS = 4096
+"""Compared at once: a layer's similarities take 64 MiB."""
+MAX_PAIRS = 1 << 16
+"""Similarities of a layer that are kept of those of all pairs, at equal distances."""
+
+
+class Write(NamedTuple):
+    """What a layer's slots become."""
+
+    layer: int
+    slots: Tensor
+    """[num_tokens] int64."""
+    keys: Tensor
+    """[num_tokens, num_kv_heads, head_dim], the pool's dtype."""
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """Blocks of several units, one unit after the other."""
+
+    slots: Tensor
+    """[num_blocks * block] int64, on the pool's device."""
+    lens: tuple[int, ...]
+    """Blocks of each unit, at least 1."""
+    fixed: Tensor
+    """[num_blocks] bool, on the pool's device."""
+    block: int
+    """Tokens."""
+
+
+class SlotEncoder:
+    """Of one rank, a `scheduler.encoder.Encoder`.
+
+    Args:
+        rows: SGLang's ReqToTokenPool.
+        pool: its KV pool, `k_buffer` and `v_buffer` by layer, [num_slots, num_kv_heads, head_dim].
+        metrics: None: Prometheus is told nothing.
+    """
+
+    def __init__(self, rows: Any, pool: Any, metrics: JointMetrics | None = None) -> None:
+        self._rows, self._pool, self._metrics = rows, pool, metrics
+        self._counts = dict.fromkeys(("requests", "failed", "blocks", "shared"), 0)
+        self._seconds = 0.0
+
+    def encode(self, batch: ScheduleBatch) -> None:
+        """Encode the batch's requests that asked for it and are prefilled. An error leaves their KV as it was computed.
+
+        On CUDA it waits for the forward, whose blocks it compares.
+        """
+        for wish, ends in _groups(batch):
+            try:
+                report = self._encode(wish, ends)
+            except Exception:  # the answer is as good without
+                logger.exception("chunk cache: joint encoding of %d request(s) failed", len(ends))
+                self._counts["failed"] += len(ends)
+                continue
+            for req, _ in ends:
+                state(req).joint = report
+            self._counts["requests"] += len(ends)
+            self._counts["blocks"] += len(report.shared) * report.blocks
+            self._counts["shared"] += sum(report.shared)
+            self._seconds += report.ms / 1000
+        if self._metrics is not None and self._metrics.is_due:
+            self._metrics.show(self._counts)
+
+    def stats(self) -> dict[str, Any]:
+        """Requests and blocks since the start; blocks of all layers."""
+        return {**self._counts, "seconds": round(self._seconds, 6)}
+
+    # Private, in order of use
+
+    def _encode(self, wish: JointRequest, ends: Sequence[tuple[Req, int]]) -> JointReport:
+        if self._pool.k_buffer[0].is_cuda:
+            torch.cuda.current_stream().synchronize()  # else the forward would count as ours
+        started = time.perf_counter()
+        units = self._units(wish, ends)
+        if len(units.fixed) > MAX_BLOCKS:
+            raise ValueError(f"{len(units.fixed)} blocks, at most {MAX_BLOCKS}: larger blocks are needed")
+        thresholds = self._thresholds(wish, units)
+        writes, shared = list[Write](), list[int]()
+        for layer, threshold in enumerate(thresholds):
+            write, num_shared = self._fused(layer, units, threshold)
+            shared.append(num_shared)
+            writes += [] if write is None else [write]
+        for write in writes:  # only when all of it is there
+            self._pool.k_buffer[write.layer][write.slots] = write.keys
+            self._pool.v_buffer[write.layer][write.slots] = write.values
+        return JointReport(
+            requests=len(ends),
+            units=len(units.lens),
+            blocks=sum(units.lens),
+            exact=int(units.fixed.sum()),
+            shared=tuple(shared),
+            thresholds=tuple(each if each < NEVER else None for each in thresholds),
+            ms=round(1000 * (time.perf_counter() - started), 3),
+        )
+
+    def _units(self, wish: JointRequest, ends: Sequence[tuple[Req, int]]) -> Units:
+        """The units with a block, those with fixed blocks first, then by length (remark 4.1).
+
+        Requests of a batch may have matched the same node: its blocks count once.
+        """
+        found: list[tuple[list[list[int]], list[bool]]] = []
+        seen = set[tuple[int, ...]]()
+        for req, end in ends:
+            row = self._rows.req_to_token[req.kv.req_pool_idx, :end].tolist()
+            for first, last in _parts(wish, req, end):
+                blocks, fixed = list[list[int]](), list[bool]()
+                for start in range(first, last - wish.block + 1, wish.block):
+                    slots, is_fixed = row[start : start + wish.block], start < req.kv.cache_protected_len
+                    if is_fixed and tuple(slots) in seen:
+                        continue
+                    seen.update([tuple(slots)] if is_fixed else [])
+                    blocks.append(slots)
+                    fixed.append(is_fixed)
+                found.append((blocks, fixed))
+        ordered = sorted((unit for unit in found if unit[0]), key=lambda unit: (not any(unit[1]), len(unit[0])))
+        device = self._pool.k_buffer[0].device
+        return Units(
+            torch.tensor([slot for blocks, _ in ordered for block in blocks for slot in block], dtype=torch.int64).to(
+                device
+            ),
+            tuple(len(blocks) for blocks, _ in ordered),
+            torch.tensor([each for _, fixed in ordered for each in fixed], dtype=torch.bool).to(device),
+            wish.block,
+        )
+
+    def _thresholds(self, wish: JointRequest, units: Units) -> list[float]:
+        """Of each layer. For a ratio those of a few rounds that came nearest: what was predicted is corrected by what fused."""
+        num_layers = len(self._pool.k_buffer)
+        if wish.threshold is not None or len(units.lens) < 2:
+            return [wish.threshold if wish.threshold is not None else NEVER] * num_layers
+        assert wish.ratio is not None
+        controller = ThresholdController(
+            [self._statistics(layer, units) for layer in range(num_layers)], units.lens, ratio=wish.ratio, drift=2
+        )
+        num_blocks, nearest, best = num_layers * sum(units.lens), math.inf, list[float]()
+        for _ in range(MAX_ROUNDS):
+            thresholds = controller.thresholds
+            num_shared = sum(self._num_shared(layer, units, each) for layer, each in enumerate(thresholds))
+            controller.observe(num_blocks, num_shared)
+            off = abs(math.log(num_blocks / num_shared / wish.ratio))
+            if off < nearest:
+                nearest, best = off, thresholds
+            if off < math.log(NEAR):
+                break
+        return best
+
+    def _statistics(self, layer: int, units: Units) -> LayerStatistics:
+        """NOTE: queries are not there, so all layers' count as equally long."""
+        keys = self._pool.k_buffer[layer][units.slots]
+        blocks = keys.reshape(sum(units.lens), -1)
+        similarities = unit_similarities(blocks, units.lens)
+        similarities = similarities[:: -(-len(similarities) // MAX_PAIRS)]
+        norm = float(torch.linalg.vector_norm(blocks.float(), dim=1).max())
+        return LayerStatistics(similarities, logit_scale(norm, 1.0, keys.shape[-1]))
+
+    def _num_shared(self, layer: int, units: Units, threshold: float) -> int:
+        if threshold >= NEVER:
+            return sum(units.lens)
+        keys, values = (
+            buffers[layer][units.slots].reshape(sum(units.lens), -1)
+            for buffers in (self._pool.k_buffer, self._pool.v_buffer)
+        )
+        return len(fast_fusion(keys, values, units.lens, threshold, fixed=units.fixed).leaders)
+
+    def _fused(self, layer: int, units: Units, threshold: float) -> tuple[Write | None, int]:
+        """What the layer's slots become, and how many blocks are left."""
+        if threshold >= NEVER or not units.lens:
+            return None, sum(units.lens)
+        keys, values = (buffers[layer][units.slots] for buffers in (self._pool.k_buffer, self._pool.v_buffer))
+        lens = [length * units.block for length in units.lens]
+        fused = encode(keys, values, lens, block_size=units.block, threshold=threshold, fixed=units.fixed)
+        changed = ((fused.references > 1)[fused.table] & ~units.fixed).repeat_interleave(units.block)
+        if not changed.any():
+            return None, len(fused.keys)
+        keys, values = decode(fused)
+        return Write(layer, units.slots[changed], keys[changed], values[changed]), len(fused.keys)
+
+
+def _groups(batch: ScheduleBatch) -> Iterator[tuple[JointRequest, list[tuple[Req, int]]]]:
+    """The batch's requests that asked for it and whose prefill ends here, with their lengths: what is compared together."""
+    together: defaultdict[Any, list[tuple[Req, int]]] = defaultdict(list)
+    for req, start, num_tokens in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        spans, end = state(req).spans, start + num_tokens
+        if spans is None or spans.joint is None or end < len(req.origin_input_ids) + len(req.output_ids):
+            continue
+        tenant = id(req) if spans.joint.over == "chunks" else (req.extra_key, req.cache_salt)
+        together[spans.joint, tenant].append((req, end))
+    for (wish, _), ends in together.items():
+        yield wish, ends
+
+
+def _parts(wish: JointRequest, req: Req, end: int) -> list[tuple[int, int]]:
+    """What is a unit each."""
+    spans = state(req).spans
+    assert spans is not None
+    return [(0, end)] if wish.over == "batch" else [(span.start, span.end) for span in spans.spans]
