@@ -48,6 +48,9 @@ MAX_CAPTURED_TOKENS = 512
 STORAGE_BACKENDS = ("file", "dynamic")
 """Of HiCache's, those that read and write one tensor by its key."""
 
+STORE_CODECS = ("none", "int8", "int4")
+"""Of storage/codec.py, which needs torch."""
+
 
 def cache_folder() -> Path:
     """For what is kept beyond the process where no folder is named."""
