@@ -214,9 +214,9 @@ def main(argv: Sequence[str]) -> int:
 
         for number in tracked("variants of chunks", range(args.draws)):
             drawn = variants(model, random.Random(f"{args.seed} {number}"), sizes)
-            kv = [each.unflatten(1, (args.variants, -1)).transpose(0, 1) for each in (drawn.keys, drawn.values)]
+            kv = [torch.stack(each.chunk(args.variants, 1)) for each in (drawn.keys, drawn.values)]
             for setting in SETTINGS:
-                keep("kept", setting, number, taken(setting, *(each.contiguous() for each in kv)))
+                keep("kept", setting, number, taken(setting, *kv))
         for number in tracked("questions", range(args.questions)):
             of = asked(model, random.Random(f"{args.seed} asked {number}"), args.passages, args.variants)
             for setting in ANSWERED:

@@ -79,7 +79,9 @@ class ModelKv:
         past = DynamicCache()
         for layer, kv in enumerate(zip(cached.pool.k_buffer, cached.pool.v_buffer, strict=True)):
             past.update(*(each.transpose(0, 1).unsqueeze(0) for each in kv), layer)
-        found = self._model(torch.tensor([[*token_ids]]), past_key_values=past).logits[0].float().log_softmax(-1)
+        found: Tensor = (
+            self._model(torch.tensor([[*token_ids]]), past_key_values=past).logits[0].float().log_softmax(-1)
+        )
         self._queries = []
         return found
 

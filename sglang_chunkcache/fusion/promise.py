@@ -390,7 +390,7 @@ class Fuser:
                 **self.store.stats()._asdict(),
                 "max_bytes": self.store.max_bytes,
                 "max_entries": self.store.max_entries,
-                "token_bytes": token_bytes,
+                "token_bytes": self.fusion_pass.stored_token_bytes,
                 **self.captures.stats(),
             },
             "sources": len(self.cache.copies),

@@ -91,7 +91,8 @@ class Plain(Codec):
 
     def sizes(self, parts: Sequence[Tensor]) -> Sizes:
         keys, values = parts
-        return Sizes(*keys.shape, values.shape[-1], keys.dtype)
+        layers, tokens, heads, key_dim = keys.shape
+        return Sizes(layers, tokens, heads, key_dim, values.shape[-1], keys.dtype)
 
     def shapes(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         rows = sizes[:3]
@@ -110,24 +111,23 @@ class Quantized(Codec):
     Equals tests/reference/naive_codec.py bit by bit.
 
     Args:
-        bits: of a number, 2 to 8. Heads must be multiples of 8.
+        bits: of a number, 2 to 8. A head must fill whole bytes.
     """
 
     def __init__(self, bits: int) -> None:
         if not 2 <= bits <= 8:
             raise ValueError(f"bits: expected 2 to 8, got {bits}")
-        self.name, self.bits, self._most = f"int{bits}", bits, 2 ** (bits - 1) - 1
+        self.name, self.bits, self._most = f"int{bits}", bits, (1 << bits - 1) - 1
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """As `Codec` says. What is not finite gets a scale that is not, which `check` refuses.
 
         Raises:
-            ValueError: the size of a head is no multiple of 8.
+            ValueError: a head fills no whole bytes.
         """
-        if keys.shape[-1] % 8 or values.shape[-1] % 8:
-            raise ValueError(
-                f"{self.name}: expected heads of a multiple of 8, got {keys.shape[-1]} and {values.shape[-1]}"
-            )
+        for name, each in (("keys", keys), ("values", values)):
+            if each.shape[-1] * self.bits % 8:
+                raise ValueError(f"{name}: expected heads of whole bytes in {self.name}, got heads of {each.shape[-1]}")
         (key_data, key_scales), (value_data, value_scales) = map(self._encoded, (keys, values))
         return key_data, value_data, key_scales, value_scales
 
@@ -137,8 +137,9 @@ class Quantized(Codec):
 
     def sizes(self, parts: Sequence[Tensor]) -> Sizes:
         keys, values = parts[:2]
+        layers, tokens, heads = keys.shape[:3]
         key_dim, value_dim = (each.shape[-1] * 8 // self.bits for each in (keys, values))
-        return Sizes(*keys.shape[:3], key_dim, value_dim, parts[-1].dtype)
+        return Sizes(layers, tokens, heads, key_dim, value_dim, parts[-1].dtype)
 
     def shapes(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         rows = sizes[:3]
@@ -225,9 +226,10 @@ def _unpacked(data: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return data
     widths = _widths(bits)
-    stretch = data.shape[-1] // bits  # an eighth of a head
     levels: Tensor | None = None
-    for width, plane in zip(widths, data.split([width * stretch for width in widths], -1), strict=True):
+    for width, plane in zip(
+        widths, torch.split(data, [data.shape[-1] * width // bits for width in widths], -1), strict=True
+    ):
         part = torch.cat([(plane >> at) & (2**width - 1) for at in range(0, 8, width)], -1)
         levels = part if levels is None else (levels << width) | part
     assert levels is not None

@@ -26,7 +26,7 @@ def naive_decode(data: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def _most(bits: int) -> int:
-    return 2 ** (bits - 1) - 1
+    return (1 << bits - 1) - 1
 
 
 def _row(row: Tensor, bits: int) -> tuple[list[int], float]:

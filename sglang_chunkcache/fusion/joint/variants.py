@@ -73,7 +73,8 @@ def encode_variants(
     kinds[torch.minimum(*likeness) > EQUAL_FROM] = EQUAL
     own, like = (_tokens(kinds == kind, block_size, keys.shape[2]) for kind in (OWN, LIKE))
     of_own = codec.encode(*(each[1:][own].unsqueeze(0) for each in (keys, values)))
-    residuals, norms = (), keys.new_zeros((2, 0), dtype=torch.float32)
+    residuals: tuple[Tensor, ...] = ()
+    norms = keys.new_zeros((2, 0), dtype=torch.float32)
     pairs = list(zip((keys[1:], values[1:]), codec.decode(leader), strict=True))
     if bits:
         left = [(each[like].float() - base.expand_as(each)[like].float()).to(each.dtype) for each, base in pairs]
@@ -112,7 +113,8 @@ def decode_variants(joint: JointVariants) -> tuple[Tensor, Tensor]:
 def _blocks(tensor: Tensor, block_size: int) -> Tensor:
     """[.., num_tokens, num_kv_heads, head_dim] as [.., num_blocks, size], the last one filled up with zeros."""
     missing = -tensor.shape[-3] % block_size
-    return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, missing)).unflatten(-3, (-1, block_size)).flatten(-3)
+    padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, missing))
+    return padded.reshape(*tensor.shape[:-3], -1, block_size * tensor.shape[-2:].numel())
 
 
 def _tokens(is_taken: Tensor, block_size: int, num_tokens: int) -> Tensor:
