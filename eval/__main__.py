@@ -17,6 +17,10 @@ COMMANDS = {
     "quality": ("eval.quality.command", "the effect of reuse on the answers"),
     "recall": ("eval.recall", "what words, vectors and rank fusion find; no server"),
     "joint": ("eval.joint.command", "how much of the KV fuses with similar KV, predicted and measured; no server"),
+    "codecs": (
+        "eval.joint.codecs",
+        "stored KV in fewer bytes: what it saves, errs, takes and does to answers; no server",
+    ),
     "bench": ("eval.bench.command", "a part: tree reuse relocate attention ann bundled-model"),
     "compare": ("eval.compare", "two records, or two arms of one: differences beyond chance"),
     "report": ("eval.report.command", "one page of records"),

@@ -48,6 +48,9 @@ MAX_CAPTURED_TOKENS = 512
 STORAGE_BACKENDS = ("file", "dynamic")
 """Of HiCache's, those that read and write one tensor by its key."""
 
+STORE_CODECS = ("none", "int8", "int4")
+"""Of storage/codec.py, which needs torch."""
+
 
 def cache_folder() -> Path:
     """For what is kept beyond the process where no folder is named."""
@@ -159,6 +162,12 @@ class ChunkCacheConfig:
     )
     """Default: the device's pool, without a GPU 1 GiB; at least 1 GiB and at most an eighth of the memory that is available. The
     start prints it. A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
+    store_codec: str = knob(
+        "none",
+        "how the store keeps KV: none (bit by bit), int8 or int4 (numbers of so many bits)",
+        choices=STORE_CODECS,
+    )
+    """Its entries in a storage, too. Smaller entries are more chunks in `store_mib`."""
     store_chunks: int = knob(10_000, "chunks in the store, if all have all their variants", low=1, high=100_000_000)
     """Cache-Craft's N: N x M variants in all. On any real model `store_mib` is reached first."""
     store_variants: int = knob(5, "variants that a chunk gets without asking how often", low=1, high=1000)

@@ -17,7 +17,7 @@ from sglang_chunkcache.fusion.relocate import RotaryTable, read_blob, write_blob
 
 define_torchvision_ops()  # must run before transformers is imported
 
-from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
+from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM  # noqa: E402
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,32 @@ class ModelKv:
     def stored(self, cached: Cached, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Keys, un-rotated, and values of a piece: [num_layers, num_tokens, num_kv_heads, head_dim]."""
         return read_blob(cached.pool, self._table, torch.arange(*span), torch.arange(*span))
+
+    @torch.inference_mode()
+    def restore(self, cached: Cached, span: tuple[int, int], kv: tuple[Tensor, Tensor]) -> None:
+        """Write what `stored` gave, or what has become of it, into the pool at a piece's place."""
+        at = torch.arange(*span)
+        write_blob(cached.pool, self._table, *kv, target_slots=at, target_positions=at)
+
+    @torch.inference_mode()
+    def log_probs(self, cached: Cached, token_ids: Sequence[int]) -> Tensor:
+        """[len(token_ids), vocab_size] float32: of the token after each of these, which follow the prompt."""
+        past = DynamicCache()
+        for layer, kv in enumerate(zip(cached.pool.k_buffer, cached.pool.v_buffer, strict=True)):
+            past.update(*(each.transpose(0, 1).unsqueeze(0) for each in kv), layer)
+        found: Tensor = (
+            self._model(torch.tensor([[*token_ids]]), past_key_values=past).logits[0].float().log_softmax(-1)
+        )
+        self._queries = []
+        return found
+
+    def answer(self, cached: Cached, tail: str, *, max_tokens: int) -> tuple[list[int], list[int]]:
+        """(the tail's token ids, those of the answer to it, its end included, by the largest probability)."""
+        asked = self._tokenizer.encode(tail, add_special_tokens=False)
+        answered: list[int] = []
+        while len(answered) < max_tokens and answered[-1:] != [self._tokenizer.eos_token_id]:
+            answered.append(int(self.log_probs(cached, [*asked, *answered])[-1].argmax()))
+        return asked, answered
 
     # Private, in order of use
 

@@ -23,6 +23,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.host_memory import STORE, machine_bytes
 from sglang_chunkcache.scheduler.pricing import Pricing
+from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
 
@@ -38,6 +39,10 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
     runner, args = ctx.tp_worker.model_runner, ctx.server_args
     if reasons := unsupported(runner, args):
         raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
+    pool, codec = runner.token_to_kv_pool, CODECS[config.store_codec]
+    codec.encode(
+        *(each[0][:0].unsqueeze(0) for each in (pool.k_buffer, pool.v_buffer))
+    )  # refuses heads that do not fit
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     sparse, attention, figures = gated_attention(runner, table, ctx.params, config.recompute_attention)
     logger.info("chunk cache: attention of the recompute pass: %s", attention)
@@ -67,6 +72,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             sparse=sparse,
             window=limits.question_window,
             max_tokens=prefill_budget,
+            codec=codec,
         )
         if longest:
             pricing.start()
@@ -93,7 +99,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,
         ),
-        tier=StorageTier(store, cache.storage) if cache.storage is not None else None,
+        tier=StorageTier(store, cache.storage, codec) if cache.storage is not None else None,
     )
     fuser.gate = figures.as_dict()
     if fuser.tier is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,10 +39,12 @@ class Captures(CaptureQueue):
             selector=fusion_pass.config.selector,
             max_waiting=MAX_WAITING_CAPTURES,
             max_tokens=MAX_CAPTURED_TOKENS,
-            token_bytes=fusion_pass.token_bytes,
+            token_bytes=fusion_pass.stored_token_bytes,
         )
         self._pass = fusion_pass
         self._under_way: deque[tuple[Waiting, Captured]] = deque()
+        self._num_failed = 0
+        """Not told yet."""
 
     def run(self) -> int:
         """Store what has arrived, in order, then score and copy what comes first in the queue. Waits for nothing.
@@ -48,21 +52,16 @@ class Captures(CaptureQueue):
         One batch is under way at a time, which bounds the memory that its copies take on the device.
 
         Returns:
-            How many chunks could not be copied.
+            How many chunks could not be copied since the last time.
         """
         self.put_arrived()
-        batch = [] if self._under_way else self.next_batch()
-        if not batch:
-            return 0
-        try:
-            captured = self._pass.capture([_capture_of(entry) for entry in batch])
-        except Exception:  # the answers are there; the store can wait
-            logger.exception("chunk cache: storing %d chunk(s) failed", len(batch))
-            self.give_up(batch)
-            return len(batch)
-        self._under_way.extend(zip(batch, captured, strict=True))
+        if batch := [] if self._under_way else self.next_batch():
+            with self._guard(batch):
+                captured = self._pass.capture([_capture_of(entry) for entry in batch])
+                self._under_way.extend(zip(batch, captured, strict=True))
         self.put_arrived()
-        return 0
+        num_failed, self._num_failed = self._num_failed, 0
+        return num_failed
 
     def drain(self) -> int:
         """As `run`, until nothing is left. Waits for copies."""
@@ -87,7 +86,20 @@ class Captures(CaptureQueue):
         """Store what has arrived, in order. Waits for nothing."""
         while self._under_way and self._under_way[0][1].is_done():
             entry, captured = self._under_way.popleft()
-            self.put(entry, *captured.read())
+            with self._guard([entry]):
+                self.put(entry, *captured.read())
+
+    # Private, in order of use
+
+    @contextmanager
+    def _guard(self, batch: Sequence[Waiting]) -> Iterator[None]:
+        """The answers are there; the store can wait."""
+        try:
+            yield
+        except Exception:
+            logger.exception("chunk cache: storing %d chunk(s) failed", len(batch))
+            self.give_up(batch)
+            self._num_failed += len(batch)
 
 
 def _capture_of(entry: Waiting) -> Capture:

@@ -52,6 +52,7 @@ from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
 from sglang_chunkcache.scheduler.pricing import Pricing
+from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Sizes
 from sglang_chunkcache.wire.report import Fallback
 
 logger = logging.getLogger(__name__)
@@ -86,15 +87,22 @@ class Captured:
     """A chunk's KV and scores on their way to host memory.
 
     Args:
+        kv: keys and values on the device; what is copied is what the codec makes of them.
         scores: known before; None: not, or measured with this copy.
         measured: the probe, and `score_chunks`' sums on the device.
     """
 
     def __init__(
-        self, kv: tuple[Tensor, Tensor], scores: ChunkScores | None, measured: tuple[ScoreProbe, Tensor] | None = None
+        self,
+        kv: tuple[Tensor, Tensor],
+        scores: ChunkScores | None,
+        measured: tuple[ScoreProbe, Tensor] | None = None,
+        codec: Codec = NONE,
     ) -> None:
-        self._scores, self._probe = scores, measured and measured[0]
-        self._offload = Offload(kv if measured is None else (*kv, measured[1]))
+        self._scores, self._probe, self._codec = scores, measured and measured[0], codec
+        parts = codec.encode(*kv)
+        self._num_parts = len(parts)
+        self._offload = Offload(parts if measured is None else (*parts, measured[1]))
 
     def is_done(self) -> bool:
         """Whether it can be read. Does not wait."""
@@ -105,10 +113,15 @@ class Captured:
         self._offload.wait()
 
     def read(self) -> tuple[HostBlob, ChunkScores | None]:
-        """What has arrived."""
-        keys, values, *sums = self._offload.read()
+        """What has arrived.
+
+        Raises:
+            ValueError: the codec cannot keep it.
+        """
+        arrived = self._offload.read()
+        parts, sums = arrived[: self._num_parts], arrived[self._num_parts :]
         scores = self._scores if self._probe is None else scores_of(self._probe, *sums)
-        return HostBlob(keys, values), scores
+        return HostBlob(*parts, codec=self._codec), scores
 
 
 class FusionPass:
@@ -134,6 +147,7 @@ class FusionPass:
         self.outward = OutwardWatch(self)
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
+        self.codec = CODECS[config.store_codec]
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
 
@@ -177,7 +191,7 @@ class FusionPass:
                 slots = capture.slots[capture.start :]
                 positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
                 kv = read_blob(self.pool, self.table, slots, positions)
-                captured.append(Captured(kv, capture.scores, measured.get(index)))
+                captured.append(Captured(kv, capture.scores, measured.get(index), self.codec))
         return captured
 
     @property
@@ -185,9 +199,18 @@ class FusionPass:
         """Bytes of one slot: keys and values of all layers of this rank."""
         return sum(buffer[0].nbytes for buffer in (*self.pool.k_buffer, *self.pool.v_buffer))
 
+    @property
+    def stored_token_bytes(self) -> int:
+        """Bytes of one token in the store."""
+        keys, values = self.pool.k_buffer, self.pool.v_buffer
+        _, heads, key_dim = keys[0].shape
+        return self.codec.nbytes(Sizes(len(keys), 1, heads, key_dim, values[0].shape[-1], self.pool.dtype))
+
     def stats(self) -> dict[str, Any]:
-        """Seconds and tokens since the start, by phase; what the pass attends with, and how often it had to do without."""
+        """Seconds and tokens since the start, by phase; what the pass attends with, and how often it had to do without; how the
+        store keeps KV, and how far an element may be off by it, over the largest of its token and head."""
         return {
+            "codec": {"name": self.codec.name, "max_error": self.codec.max_error(self.pool.dtype)},
             "attention": {**self.attention, "fallbacks": self.num_unplanned},
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
             "tokens": dict(self.num_tokens),
@@ -215,7 +238,7 @@ class FusionPass:
                 self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
         with self.pricing.watch(Phase.HOST, Work(len(blobs), sum(len(target) for _, target, _ in blobs))):
             for blob, target, positions in blobs:
-                keys, values = blob.read()
+                keys, values = blob.read(target.device)
                 write_blob(self.pool, self.table, keys, values, target_slots=target, target_positions=positions)
         if copies:  # all layers at once: what is loaded beside this pass has to be there
             self.pool.get_kv_buffer(self.pool.layer_num - 1)

@@ -19,6 +19,7 @@ from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, devi
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
 from sglang_chunkcache.fusion.trial_rows import Row, rows_of
+from sglang_chunkcache.storage.codec import Codec
 
 MAX_SECONDS = 1.0
 """Of the longest prefill; all takes about twelve times as long. With .3, lines from 260 tokens were tenfold off at 2,500."""
@@ -36,6 +37,7 @@ def measure_costs(
     sparse: SparseAttention | None,
     window: int,
     max_tokens: int,
+    codec: Codec,
 ) -> int:
     """Fill the model. Returns the tokens of the longest prompt; 0, and nothing measured, where the pool holds not two of 128.
 
@@ -43,6 +45,7 @@ def measure_costs(
         params: SGLang's CacheInitParams, for the pools; slots and row are given back.
         sparse: what the recompute pass attends with.
         window: the question's, in tokens.
+        codec: the store's.
         max_tokens: SGLang's prefill budget: memory is free for no more at a time; 128 are run in any case.
     """
     pool = params.token_to_kv_pool_allocator
@@ -51,7 +54,7 @@ def measure_costs(
     if room < MIN_TOKENS:
         return 0
     with torch.no_grad(), rows_of(params, [room, room]) as (row, other):
-        trial = _Trial(runner, table, row, other, model, sparse)
+        trial = _Trial(runner, table, row, other, model, sparse, codec)
         longest = max(MIN_TOKENS, min(room, int(MAX_SECONDS / trial.seconds_per_token())))
         trial.run(longest, min(window, longest // 4))
     return longest
@@ -59,9 +62,16 @@ def measure_costs(
 
 class _Trial:
     def __init__(
-        self, runner: Any, table: RotaryTable, row: Row, other: Row, model: CostModel, sparse: SparseAttention | None
+        self,
+        runner: Any,
+        table: RotaryTable,
+        row: Row,
+        other: Row,
+        model: CostModel,
+        sparse: SparseAttention | None,
+        codec: Codec,
     ) -> None:
-        self._runner, self._table, self._model, self._sparse = runner, table, model, sparse
+        self._runner, self._table, self._model, self._sparse, self._codec = runner, table, model, sparse, codec
         self._row, self._other = row, other
         self._ids = torch.arange(len(row.slots)) % min(runner.model_config.vocab_size, 997)
 
@@ -146,15 +156,15 @@ class _Trial:
             target_positions=positions + 1,
         )
 
-    def _read(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, num_tokens: int) -> list[torch.Tensor]:
         slots = self._row.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
-        keys, values = read_blob(self._runner.token_to_kv_pool, self._table, slots, positions)
-        return keys.cpu(), values.cpu()
+        kv = read_blob(self._runner.token_to_kv_pool, self._table, slots, positions)
+        return [each.cpu() for each in self._codec.encode(*kv)]
 
     def _write(self, _: int, num_tokens: int) -> None:
         slots = self._other.slots[:num_tokens]
-        keys, values = (part[:, :num_tokens] for part in self._blob)
+        keys, values = self._codec.decode([part[:, :num_tokens].to(slots.device) for part in self._blob])
         write_blob(
             self._runner.token_to_kv_pool,
             self._table,

@@ -395,7 +395,7 @@ class Fuser:
                 "max_bytes": self.store.max_bytes,
                 "max_entries": self.store.max_entries,
                 "max_variants": self.store.max_variants,
-                "token_bytes": token_bytes,
+                "token_bytes": self.fusion_pass.stored_token_bytes,
                 **self.captures.stats(),
             },
             "sources": len(self.cache.copies),

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from radix_ext.cfo import Attention, Scored
+from sglang_chunkcache.storage.codec import NONE, Codec
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,44 +51,40 @@ class ChunkScores(Attention):
         return [each for each in (self.context, self.received) if each is not None]
 
 
-@dataclass(frozen=True, eq=False)
 class HostBlob:
-    """One chunk's KV: plain CPU tensors, keys un-rotated.
+    """One chunk's KV as a codec keeps it, keys un-rotated.
 
+    Args:
+        parts: CPU tensors that own their memory, as `codec` has encoded them.
     Raises:
-        ValueError: not [num_layers, num_tokens, num_kv_heads, head_dim], sizes disagree, not on the CPU, or a view of
-            something larger, which would stay in memory uncounted.
+        ValueError: they are not the codec's, or not finite where it needs that, not on the CPU, or a view of something larger,
+            which would stay in memory uncounted.
     """
 
-    keys: Tensor
-    values: Tensor
-
-    def __post_init__(self) -> None:
-        if self.keys.dim() != 4 or self.keys.shape[:3] != self.values.shape[:3] or self.values.dim() != 4:
-            shapes = f"{tuple(self.keys.shape)} and {tuple(self.values.shape)}"
-            raise ValueError(
-                f"keys and values must be [num_layers, num_tokens, num_kv_heads, head_dim] but got {shapes}"
-            )
-        for name, tensor in (("keys", self.keys), ("values", self.values)):
-            if tensor.device != torch.device("cpu"):
-                raise ValueError(f"{name} must be on the cpu but are on {tensor.device}")
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                held = tensor.untyped_storage().nbytes()
-                raise ValueError(f"{name} must own their memory but are {tensor.nbytes} of {held} bytes")
+    def __init__(self, *parts: Tensor, codec: Codec = NONE) -> None:
+        for name, each in zip(("keys", "values", *("scales",) * len(parts)), parts, strict=False):
+            if each.device != CPU:
+                raise ValueError(f"{name} must be on the cpu but are on {each.device}")
+            if each.untyped_storage().nbytes() != each.nbytes:
+                held = each.untyped_storage().nbytes()
+                raise ValueError(f"{name} must own their memory but are {each.nbytes} of {held} bytes")
+        codec.check(parts)
+        self.parts, self.codec = parts, codec
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the chunk."""
-        return self.keys.shape[1]
+        return self.parts[0].shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Host memory of keys and values: of pinned memory, torch takes a power of two for each."""
-        return sum(1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes for each in self.read())
+        """Host memory of all parts: of pinned memory, torch takes a power of two for each."""
+        return sum(1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes for each in self.parts)
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """(keys, values): the tensors themselves, not to be written."""
-        return self.keys, self.values
+    def read(self, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
+        """(keys, values) in the pool's dtype, decoded on this device; not to be written, since they may be the parts. From pinned
+        memory the copy is queued."""
+        return self.codec.decode([each.to(device, non_blocking=True) for each in self.parts])
 
 
 class Offload:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
+
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.cfo import Prefix, Scored
 from radix_ext.costs import TRIED_EVERY, Costs, Phase, extend_work
@@ -23,6 +25,7 @@ from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
+from sglang_chunkcache.storage.codec import NONE, Codec
 from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
@@ -57,10 +60,13 @@ class StorageTier:
 
     Args:
         store: in host memory. Its `watch` is taken.
+        codec: of what the store has. Entries of another one are others, and are not found.
     """
 
-    def __init__(self, store: VariantIndex, storage: Storage) -> None:
+    def __init__(self, store: VariantIndex, storage: Storage, codec: Codec = NONE) -> None:
         self.storage, self._store = storage, store
+        self._layout = replace(storage.layout, codec=codec.name)
+        self._how = ("unrotated",) if codec is NONE else ("unrotated", codec.name)
         store.watch = self._store_changed
 
     def load_most_used(self, seconds: float = START_S) -> int:
@@ -80,7 +86,7 @@ class StorageTier:
         def load(variant: Variant) -> bool:
             nonlocal room
             row: Row = variant.blob.row
-            room -= row.num_tokens * self.storage.layout.token_bytes
+            room -= row.num_tokens * self._layout.token_bytes
             if room >= 0:
                 self._load(ChunkIdentity(row.place.chunk, None, None), variant, row.num_tokens)
             return room >= 0
@@ -126,7 +132,7 @@ class StorageTier:
 
     def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
         """As `Storage.reserve`, for what a request will preprocess."""
-        return self.storage.reserve(self._chunk(identity), head, prefix, num_tokens)
+        return self.storage.reserve(self._chunk(identity), head, prefix, num_tokens * self._layout.token_bytes)
 
     def is_unpaid(
         self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
@@ -164,7 +170,7 @@ class StorageTier:
         entry = entry_of(variant, heads)
         row = Row(self.storage.names.entry(place, *measured), place, entry.num_tokens, 0, *measured)
         told = partial(self._tell_store, place, variant)
-        if not self.storage.write(row, lambda: entry, told):
+        if not self.storage.write(row, lambda: entry, told, self._layout):
             told()
 
     def _wishes(
@@ -242,25 +248,25 @@ class StorageTier:
             if entry is not None:
                 self._store.put(identity, variant_of(entry, variant, self.storage.heads))
 
-        self.storage.load(variant, num_tokens, done, asked=asked)
+        self.storage.load(variant, num_tokens, done, asked=asked, layout=self._layout)
 
     def _is_wanted(self, identity: ChunkIdentity, variant: Variant, num_tokens: int) -> bool:
         """Whether the store would have it."""
-        nbytes = num_tokens * self.storage.layout.token_bytes
+        nbytes = num_tokens * self._layout.token_bytes
         place = variant.head, variant.prefix
         return self._store.wants(identity, *place, preprocessed=variant.preprocessed, nbytes=nbytes)
 
     def _chunk(self, identity: ChunkIdentity) -> StoredChunk:
-        return self.storage.chunk(("unrotated",), identity.extra_key, identity.cache_salt, identity.chunk)
+        return self.storage.chunk(self._how, identity.extra_key, identity.cache_salt, identity.chunk)
 
 
 def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Entry:
-    keys, values = variant.blob.read()
+    blob: HostBlob = variant.blob
     scores: ChunkScores | None = variant.scores  # type: ignore[assignment]
     if scores is None:
-        return Entry(keys, values, outward=variant.outward, heads=heads)
+        return Entry(blob.parts, outward=variant.outward, heads=heads, codec=blob.codec)
     masses = Masses(scores.inter, scores.prefix_lens, scores.intra, scores.head, scores.head_len)
-    return Entry(keys, values, masses, scores.context, scores.received, variant.outward, heads)
+    return Entry(blob.parts, masses, scores.context, scores.received, variant.outward, heads, blob.codec)
 
 
 def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Variant:
@@ -282,7 +288,7 @@ def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Varian
             )
     return Variant(
         stored.prefix,
-        HostBlob(entry.keys, entry.values),
+        HostBlob(*entry.kv, codec=entry.codec),
         scores,
         stored.preprocessed,
         stored.head,

@@ -314,10 +314,10 @@ def create_stored_chains(host: HostChains, storage: Storage, ctx: Any, config: C
 def _read(pool: Slots, slots: Tensor, fence: Callable[[], None]) -> Entry:
     """On the loader's thread."""
     fence()
-    return Entry(*pool.read(slots))
+    return Entry(pool.read(slots))
 
 
 def _fill(pool: Slots, slots: Tensor, fence: Callable[[], None], entry: Entry) -> None:
     """On the loader's thread."""
     fence()
-    pool.write(slots, entry.keys, entry.values)
+    pool.write(slots, *entry.kv)

@@ -1,6 +1,6 @@
 """The bytes of one stored variant: a chunk's KV and what was measured of it.
 
-    magic  version  num_bytes  secret's tag  checksum | header_len  header | keys  values  context  received  outward
+    magic  version  num_bytes  secret's tag  checksum | header_len  header | KV  context  received  outward
     8      4        8          8             32       | 4           JSON   | as the header says, without gaps
 
 The checksum covers all other bytes, keyed by the secret if there is one: with a secret only who knows it can make an entry. It
@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 from torch import Tensor
+
+from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Sizes
 
 MAGIC = b"chunkkv\n"
 VERSION = 1
@@ -50,7 +52,7 @@ class Refusal(StrEnum):
     OTHER_ENTRY = "other_entry"
     """It is another entry than the one asked for."""
     LAYOUT = "layout"
-    """KV of other sizes or another dtype, or of another number of tokens."""
+    """KV of other sizes, another dtype or codec, or of another number of tokens."""
 
 
 class RefusedEntryError(Exception):
@@ -61,8 +63,8 @@ class RefusedEntryError(Exception):
         self.reason = reason
 
 
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one token's KV in one rank's pool."""
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Of one token's KV in one rank's pool, and how it is kept."""
 
     num_layers: int
     num_kv_heads: int
@@ -70,10 +72,16 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_dim: int
     dtype: str
     """Of `DTYPES`."""
+    codec: str = NONE.name
+    """Of `CODECS`. The bytes of an entry without one name none."""
 
     @property
     def token_bytes(self) -> int:
-        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * DTYPES[self.dtype].itemsize
+        return CODECS[self.codec].nbytes(self.sizes(1))
+
+    def sizes(self, num_tokens: int) -> Sizes:
+        """Of so many tokens, in the pool's dtype."""
+        return Sizes(self.num_layers, num_tokens, self.num_kv_heads, self.key_dim, self.value_dim, DTYPES[self.dtype])
 
 
 class Masses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,10 +98,8 @@ class Masses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Entry:
     """One variant. Tensors are contiguous and on the CPU."""
 
-    keys: Tensor
-    """[num_layers, num_tokens, num_kv_heads, key_dim], un-rotated."""
-    values: Tensor
-    """[num_layers, num_tokens, num_kv_heads, value_dim], the keys' dtype."""
+    kv: tuple[Tensor, ...]
+    """Keys, un-rotated, and values, as the codec keeps them."""
     masses: Masses | None = None
     """None: not scored."""
     context: Tensor | None = None
@@ -104,19 +110,20 @@ class Entry:
     """[num_tokens] float32; None: not known."""
     heads: tuple[tuple[int, int], ...] = ()
     """The calibrated heads that scores and `outward` were measured with."""
+    codec: Codec = NONE
 
     @property
     def layout(self) -> Layout:
-        layers, _, heads, key_dim = self.keys.shape
-        return Layout(layers, heads, key_dim, self.values.shape[-1], str(self.keys.dtype).removeprefix("torch."))
+        layers, _, heads, key_dim, value_dim, dtype = self.codec.sizes(self.kv)
+        return Layout(layers, heads, key_dim, value_dim, str(dtype).removeprefix("torch."), self.codec.name)
 
     @property
     def num_tokens(self) -> int:
-        return self.keys.shape[1]
+        return self.kv[0].shape[1]
 
     def tensors(self) -> list[Tensor]:
         """In the order of the bytes."""
-        every = (self.keys, self.values, self.context, self.received, self.outward)
+        every = (*self.kv, self.context, self.received, self.outward)
         return [each for each in every if each is not None]
 
 
@@ -159,7 +166,7 @@ def read(
 
     Args:
         layout, num_tokens: what it must have.
-        empty: makes the tensors for keys and values; torch.empty's arguments.
+        empty: makes the tensors for KV; torch.empty's arguments.
     Raises:
         RefusedEntryError: it is not this entry, whole and as it was written.
     """
@@ -170,11 +177,10 @@ def read(
         raise RefusedEntryError(
             Refusal.LAYOUT, f"{header.num_tokens} tokens of {header.layout}, not {num_tokens} of {layout}"
         )
-    dtype, kv = DTYPES[layout.dtype], (layout.num_layers, num_tokens, layout.num_kv_heads)
-    tokens = (num_tokens,), torch.float32
+    codec, tokens = CODECS[layout.codec], ((num_tokens,), torch.float32)
+    kv = codec.shapes(layout.sizes(num_tokens))
     wanted: list[tuple[tuple[int, ...], torch.dtype] | None] = [
-        ((*kv, layout.key_dim), dtype),
-        ((*kv, layout.value_dim), dtype),
+        *kv,
         tokens if header.masses is not None else None,
         tokens if header.has_received else None,
         tokens if header.has_outward else None,
@@ -184,15 +190,23 @@ def read(
         raise RefusedEntryError(
             Refusal.FORMAT, f"the header tells of {start + sum(sizes)} bytes, there are {len(data)}"
         )
-    parts = iter(torch.split(data[start:], sizes))
+    bytes_of = iter(torch.split(data[start:], sizes))
     made = [
-        None if each is None else _filled((empty if i < 2 else torch.empty)(each[0], dtype=each[1]), next(parts))
+        None
+        if each is None
+        else _filled((empty if i < len(kv) else torch.empty)(each[0], dtype=each[1]), next(bytes_of))
         for i, each in enumerate(wanted)
     ]
-    keys, values, context, received, outward = made
-    assert keys is not None
-    assert values is not None
-    return Entry(keys, values, header.masses, context, received, outward, header.heads)
+    *parts, context, received, outward = made
+    return Entry(
+        tuple(each for each in parts if each is not None),
+        header.masses,
+        context,
+        received,
+        outward,
+        header.heads,
+        codec,
+    )
 
 
 def framed(magic: bytes, header: bytes, parts: Sequence[Any], *, secret: bytes) -> Tensor:

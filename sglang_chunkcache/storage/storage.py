@@ -209,7 +209,7 @@ class Storage:
             self._models[how] = self._model_of(self._weights, *how)
         return StoredChunk(self._models[how], self._tenant[1], chunk)
 
-    def has(self, row: Row) -> bool:
+    def has(self, row: Row, layout: Layout | None = None) -> bool:
         """Whether the storage has as much of it, or something better in its place, or would not take it."""
         old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
         if old is not None:
@@ -219,7 +219,7 @@ class Storage:
             row.place.head,
             row.place.prefix,
             preprocessed=row.place.preprocessed,
-            nbytes=row.num_tokens * self.layout.token_bytes,
+            nbytes=row.num_tokens * (layout or self.layout).token_bytes,
         )
 
     def known(self, stored: Variant) -> Known:
@@ -231,27 +231,33 @@ class Storage:
         """Whether it has much to write: what would be written now may soon find no place in its queue."""
         return not (self.is_off or self.loader.is_paused) and self.loader.is_behind
 
-    def reserve(self, chunk: StoredChunk, head: str, prefix: Prefix, num_tokens: int) -> bool:
-        """Whether the entry that a request will make finds a place in the queue, beside those of others that were told so in the
-        last `RESERVED_S` and have not written yet."""
+    def reserve(self, chunk: StoredChunk, head: str, prefix: Prefix, num_bytes: int) -> bool:
+        """Whether an entry of so many bytes, which a request will make, finds a place in the queue, beside those of others that
+        were told so in the last `RESERVED_S` and have not written yet."""
         if self.is_off or self.loader.is_paused:
             return True
         now, key = self._clock(), (chunk, head, prefix)
         others = {each: held for each, held in self._reserved.items() if each != key and held.until > now}
-        size = num_tokens * self.layout.token_bytes + OVERHEAD_BYTES
+        size = num_bytes + OVERHEAD_BYTES
         has_room = not self.loader.is_behind and self.loader.has_room(
             1 + len(others), size + sum(each.size for each in others.values())
         )
         self._reserved = {**others, key: _Reserved(size, now + RESERVED_S)} if has_room else others
         return has_room
 
-    def write(self, row: Row, entry: Callable[[], Entry], done: Callable[[], object] = lambda: None) -> bool:
+    def write(
+        self,
+        row: Row,
+        entry: Callable[[], Entry],
+        done: Callable[[], object] = lambda: None,
+        layout: Layout | None = None,
+    ) -> bool:
         """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` when the index knows what has become of it.
-        False: nothing is written."""
+        False: nothing is written. `layout`: of the entry; None: the pool's."""
         self._reserved.pop((row.place.stored_chunk, row.place.head, row.place.prefix), None)
-        if self.is_off or self.loader.is_paused or row.name in self._under_way or self.has(row):
+        if self.is_off or self.loader.is_paused or row.name in self._under_way or self.has(row, layout):
             return False
-        num_bytes = row.num_tokens * self.layout.token_bytes + OVERHEAD_BYTES
+        num_bytes = row.num_tokens * (layout or self.layout).token_bytes + OVERHEAD_BYTES
         if not self.loader.write(Write(row, entry, num_bytes, partial(self._written, self._num_cleared, done))):
             return False
         self._under_way[row.name] = None
@@ -269,16 +275,17 @@ class Storage:
         done: Callable[[Entry | None], None],
         into: Callable[[Entry], None] | None = None,
         asked: Asked | None = None,
+        layout: Layout | None = None,
     ) -> bool:
         """Load one of the index's, for what was asked for. The thread calls `into` where there is an entry. `done` is told: None,
-        there is none, or it is of other weights by now. False: it is under way, or too much is."""
+        there is none, or it is of other weights by now. False: it is under way, or too much is. `layout`: as in `write`."""
         if not self.takes(variant, asked):
             self.join(variant, asked)
             return False
         row: Row = variant.blob.row
         guess, tenant = (asked.guess, asked.tenant) if asked is not None else (None, ())
         then = partial(self._loaded, self._era, variant, done, guess, tenant)
-        job = Load(row.name, row.num_bytes, num_tokens, self.layout, into, then)
+        job = Load(row.name, row.num_bytes, num_tokens, layout or self.layout, into, then)
         if not self.loader.load(job):
             return False
         self._under_way[row.name] = job

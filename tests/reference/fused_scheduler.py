@@ -38,6 +38,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.pricing import Pricing, Watch
+from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler
@@ -102,7 +103,7 @@ class FakePass:
     Recomputes the first ceil(ratio * n) of the moved tokens, whatever the selector.
     """
 
-    token_bytes = 10
+    token_bytes = stored_token_bytes = 10
 
     def __init__(
         self, contents: Contents, rows: Any, config: ChunkCacheConfig, holders: Callable[[], Sequence[int]]
@@ -157,7 +158,7 @@ class FakePass:
                 received = zeros if capture.scored is Scored.ALL else None
                 scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
                 self.num_scored += 1
-            captured.append(Captured((tokens, tokens.clone()), scores))
+            captured.append(Captured((tokens, tokens.clone()), scores, codec=CODECS[self.config.store_codec]))
         self.num_captured += len(captures)
         return captured
 
@@ -183,7 +184,7 @@ class FakePass:
                 self.contents.read(slot, token, source.start + offset)
         else:
             assert isinstance(source, HostCopy)
-            assert [part.flatten().tolist() for part in source.variant.blob.read()] == [tokens, tokens]
+            assert [part.flatten().round().tolist() for part in source.variant.blob.read()] == [tokens, tokens]
         for position, token in zip(positions, tokens, strict=True):
             slot = int(move.slots[position])
             assert slot not in self.contents.slots, f"slot {slot} is filled twice"
@@ -248,7 +249,7 @@ class FusedScheduler(Scheduler):
             limits,
             extend_reserve=prefill_budget,
             fingerprint=lambda: self.weights,
-            tier=StorageTier(self.store, storage) if storage is not None else None,
+            tier=StorageTier(self.store, storage, CODECS[config.store_codec]) if storage is not None else None,
         )
         self.cache.promiser = self.fuser
         self.pool = ContentPool(capacity)

@@ -54,12 +54,12 @@ def entry_of(number: int) -> Entry:
     made = torch.Generator().manual_seed(number)
     shape = LAYOUT.num_layers, row_of(number).num_tokens, LAYOUT.num_kv_heads, 2 * LAYOUT.key_dim
     keys, values = (torch.randint(0, 256, shape, generator=made, dtype=torch.uint8) for _ in range(2))
-    return Entry(keys.view(torch.bfloat16), values.view(torch.bfloat16))
+    return Entry((keys.view(torch.bfloat16), values.view(torch.bfloat16)))
 
 
 def is_right(found: Entry, number: int) -> bool:
     expected = entry_of(number)
-    pairs = (found.keys, expected.keys), (found.values, expected.values)
+    pairs = zip(found.kv, expected.kv, strict=True)
     return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
 
 

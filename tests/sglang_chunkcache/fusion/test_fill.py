@@ -536,6 +536,28 @@ def test_captures_are_scored_as_asked(scene: Scene) -> None:
         assert scores.scored is asked_for.scored
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_what_a_codec_keeps_is_what_is_moved(scene: Scene, name: str) -> None:
+    """Few bits in the store; in the pool what they stand for, values bit by bit. The server tells how far that may be off."""
+    coding = replace_config(scene, store_codec=name)
+    (each,) = coding.capture([scene.capture("E")])
+    blob, _ = each.read()
+    plain = scene.sources["E"].variant.blob
+    assert blob.nbytes == coding.stored_token_bytes * LENS["E"] < 0.8 * plain.nbytes
+    told = coding.stats()["codec"]
+    assert told["name"] == name
+    for mine, exact in zip(blob.read(), plain.read(), strict=True):
+        off = (mine.double() - exact.double()).abs() / exact.double().abs().amax(-1, keepdim=True)
+        assert 0 < float(off.max()) <= told["max_error"] * (1 + 1e-5)
+    kept = scene.sources["E"]
+    scene.sources["E"] = HostCopy(Variant(kept.prefix, blob))
+    try:
+        coding.run([scene.move(asked("none", 0.0))])
+        assert torch.equal(scene.kv(TARGET[slice(*HERE["E"])])[1], blob.read()[1])
+    finally:
+        scene.sources["E"] = kept
+
+
 def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:
     """Scoring costs a prefill of the chunk, so a node keeps what was measured; what is missing is measured with the rest."""
     counting = replace_config(scene)

@@ -16,6 +16,7 @@ from sglang_chunkcache.fusion import capture
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Captured
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts
+from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import CalibrationPrompt, ExplainRequest
 from tests.reference.fused_scheduler import FusedScheduler
@@ -341,6 +342,25 @@ def test_copies_under_way_do_not_outlive_a_flush(monkeypatch: pytest.MonkeyPatch
     scheduler.serve(rag(A, keep=[0]), answer=[50])
     scheduler.forward()
     assert len(late) == 2
+
+
+def test_a_chunk_that_its_codec_refuses_stays_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that are not finite would make others wrong. What was copied with it is stored."""
+    scheduler = make_scheduler(store_codec="int8")
+    capture_all = scheduler.fusion_pass.capture
+
+    def spoilt(captures: Any) -> Any:
+        _, *others = capture_all(captures)
+        nan = torch.full((1, len(A), 1, 1), torch.nan)
+        return [Captured((nan, nan), None, codec=CODECS["int8"]), *others]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.fusion_pass, "capture", spoilt)
+        scheduler.serve(rag(A, B, keep=[0, 1]), answer=[50])
+        scheduler.forward()
+    assert scheduler.fuser.stats()["fallbacks"] == {"capture_failed": 1}
+    assert [len(variants(scheduler, chunk)) for chunk in (A, B)] == [0, 1]
+    assert pending(scheduler) == 0
 
 
 def test_a_chunk_that_could_not_be_copied_may_be_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from radix_ext.variants import Variant  # noqa: E402
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload  # noqa: E402
+from sglang_chunkcache.storage.codec import Quantized  # noqa: E402
 
 
 def test_bytes_count_keys_values_and_scores() -> None:
@@ -28,6 +29,18 @@ def test_blob_gives_back_what_it_holds() -> None:
     assert blob.num_tokens == 5
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_coded_blob_counts_its_own_bytes_and_gives_back_what_it_decodes(bits: int) -> None:
+    """The store's limit is in bytes that are really taken: with heads of 64 in bfloat16 .27 and .52 of the KV's."""
+    codec, kv = Quantized(bits), torch.randn(2, 3, 5, 1, 64).bfloat16()
+    blob = HostBlob(*codec.encode(*kv), codec=codec)
+    assert blob.num_tokens == 5
+    assert blob.nbytes == kv.nbytes * (bits + 16 / 64) / 16
+    for mine, coded, before in zip(blob.read(), codec.decode(blob.parts), kv, strict=True):
+        assert torch.equal(mine, coded)
+        assert 0 < float((mine - before).abs().max()) < 0.5
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -39,6 +52,11 @@ def test_blob_gives_back_what_it_holds() -> None:
             "values must be on the cpu",
         ),
         (lambda: HostBlob(torch.zeros(2, 8, 1, 3)[:, :4], torch.zeros(2, 4, 1, 3)), "keys must own their memory"),
+        (lambda: HostBlob(*([torch.zeros(2, 4, 1, 8)] * 2), codec=Quantized(8)), "as int8 keeps them"),
+        (
+            lambda: HostBlob(*Quantized(8).encode(*([torch.full((2, 4, 1, 8), torch.nan)] * 2)), codec=Quantized(8)),
+            "finite",
+        ),
         (lambda: ChunkScores((1.0,), (), 1.0, torch.zeros(2), torch.zeros(2)), "inter must have 0"),
         (lambda: ChunkScores((), (), 1.0, torch.zeros(2), torch.zeros(3)), "context and received"),
         (lambda: ChunkScores((), (), 1.0, torch.zeros(2, 1), torch.zeros(2, 1)), "context and received"),

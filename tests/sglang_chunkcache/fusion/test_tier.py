@@ -171,6 +171,29 @@ def test_stored_chunks_survive_the_server(disk: Disk) -> None:
     assert wheres(req) == ["gap", "host"]
 
 
+def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
+    """As they were coded, in as many bytes. Under another codec's names there is nothing, and what is there stays."""
+    sizes = {}
+    for codec in ("none", "int8"):
+        store(disk.server(store_codec=codec), A, B)
+        sizes[codec] = disk.settle()["num_bytes"]
+        disk.stop()
+    assert len(disk.storage.held) == 4
+    # Heads are one number here: 8 bits and a scale of 32 in place of 32, for keys and values each.
+    assert sizes["int8"] - 2 * sizes["none"] == 2 * (5 - 4) * (len(A) + len(B)) + 2 * len(',"codec":"int8"')
+    for codec in ("none", "int8"):
+        scheduler = disk.server(store_codec=codec)
+        assert disk.tier.load_most_used() == 2
+        (found,) = scheduler.store.find(identity(B))
+        assert found.blob.codec.name == codec
+        assert [round(each) for each in found.blob.read()[0].flatten().tolist()] == B
+        req = fused(D, B)
+        scheduler.serve(req, answer=[50])
+        assert wheres(req) == ["gap", "host"]
+        disk.stop()
+    assert len(disk.storage.held) == 4, "what the storage had was written again"
+
+
 def test_arriving_request_has_its_chunks_loaded(disk: Disk) -> None:
     """While it waits. What is on the device or in the store is not."""
     store(disk.server(), A, B, C)

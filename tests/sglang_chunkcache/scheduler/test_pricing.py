@@ -13,6 +13,7 @@ from radix_ext.costs import Line, Phase, Work
 from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.scheduler.pricing import REFRESH, Pricing
+from sglang_chunkcache.storage.codec import CODECS, Codec
 from tests import models
 
 
@@ -139,7 +140,8 @@ def test_plans_have_no_costs_where_moves_need_not_pay() -> None:
     assert pricing.agreed[Phase.LOAD] == Line(*line)
 
 
-def test_every_phase_is_measured_and_all_is_given_back() -> None:
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_every_phase_is_measured_and_all_is_given_back(codec: Codec) -> None:
     """On a real model: longer work takes longer by the fitted lines."""
     runner = models.runner("llama")
     params = SimpleNamespace(
@@ -147,7 +149,7 @@ def test_every_phase_is_measured_and_all_is_given_back() -> None:
     )
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     pricing = make_pricing()
-    longest = measure_costs(runner, table, params, pricing.model, sparse=None, window=16, max_tokens=600)
+    longest = measure_costs(runner, table, params, pricing.model, sparse=None, window=16, max_tokens=600, codec=codec)
     pricing.start()
     assert longest >= MIN_TOKENS
     assert pricing.costs is not None

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("msgspec")
 
 from sglang_chunkcache.storage import entry  # noqa: E402
+from sglang_chunkcache.storage.codec import CODECS, Quantized  # noqa: E402
 from sglang_chunkcache.storage.entry import DTYPES, Entry, Layout, Masses, Refusal, RefusedEntryError  # noqa: E402
 
 LAYOUT = Layout(2, 1, 4, 4, "bfloat16")
@@ -31,10 +32,10 @@ def make_entry(seed: int = 0, *, scored: bool = True, layout: Layout = LAYOUT, n
 
     tokens = torch.rand(3, num_tokens, generator=made)
     if not scored:
-        return Entry(bits(layout.key_dim), bits(layout.value_dim))
+        return Entry((bits(layout.key_dim), bits(layout.value_dim)))
     masses = Masses((0.1, 2.5), (4, 5), 1e-30, 0.3, 7)
     heads = ((0, 1), (1, 0))
-    return Entry(bits(layout.key_dim), bits(layout.value_dim), masses, tokens[0], tokens[1], tokens[2], heads)
+    return Entry((bits(layout.key_dim), bits(layout.value_dim)), masses, tokens[0], tokens[1], tokens[2], heads)
 
 
 def read(
@@ -62,10 +63,10 @@ def test_entry_comes_back_bit_for_bit(dtype: str, scored: bool) -> None:
     layout = replace_layout(dtype=dtype, value_dim=2)
     written = make_entry(scored=scored, layout=layout)
     found = read(entry.write(written, "n", secret=b"s"), layout=layout, secret=b"s")
-    for name in ("keys", "values", "context", "received", "outward"):
-        assert same_bits(getattr(found, name), getattr(written, name)), name
+    assert len(found.tensors()) == len(written.tensors())
+    assert all(map(same_bits, found.tensors(), written.tensors()))
     assert (found.masses, found.heads, found.layout) == (written.masses, written.heads, layout)
-    assert found.keys.untyped_storage().nbytes() == found.keys.nbytes, "a view keeps the file in memory"
+    assert found.kv[0].untyped_storage().nbytes() == found.kv[0].nbytes, "a view keeps the file in memory"
 
 
 def replace_layout(**fields: Any) -> Layout:
@@ -127,11 +128,33 @@ def test_another_entry_under_the_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"dtype": "float16"}, {"num_layers": 1}, {"num_kv_heads": 2}, {"key_dim": 2}, {"value_dim": 2}]
+    "fields",
+    [{"codec": "int8"}, {"dtype": "float16"}, {"num_layers": 1}, {"num_kv_heads": 2}, {"key_dim": 2}, {"value_dim": 2}],
 )
 def test_another_layout_is_refused(fields: dict[str, Any]) -> None:
     """It would be read as other numbers."""
     assert reason(entry.write(make_entry(), "n", secret=b""), layout=replace_layout(**fields)) is Refusal.LAYOUT
+
+
+def test_coded_entry_comes_back_as_it_was_coded() -> None:
+    """And not where another codec, or none, is expected: its bytes would be read as other numbers."""
+    keys, values = torch.randn(2, NUM_TOKENS, 1, 8), torch.randn(2, NUM_TOKENS, 1, 16)
+    for codec in (Quantized(8), Quantized(4)):
+        written = Entry(codec.encode(keys, values), codec=codec)
+        layout = Layout(2, 1, 8, 16, "float32", codec.name)
+        assert (written.layout, written.num_tokens) == (layout, NUM_TOKENS)
+        data = entry.write(written, "n", secret=b"")
+        found = read(data, layout=layout)
+        assert found.codec.name == codec.name
+        assert all(map(torch.equal, found.kv, written.kv))
+        assert len(data) <= NUM_TOKENS * layout.token_bytes + entry.OVERHEAD_BYTES
+        for name in CODECS.keys() - {codec.name}:
+            assert reason(data, layout=Layout(2, 1, 8, 16, "float32", name)) is Refusal.LAYOUT
+
+
+def test_entry_without_a_codec_has_the_bytes_it_always_had() -> None:
+    """What older versions have written is found, and what this one writes they read."""
+    assert b"codec" not in bytes(entry.write(make_entry(), "n", secret=b""))
 
 
 def test_another_number_of_tokens_is_refused() -> None:

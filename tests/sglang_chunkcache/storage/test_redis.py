@@ -84,7 +84,7 @@ def test_entry_comes_back_after_a_restart(redis: Redis, tmp_path: Path) -> None:
     second.loader.load(load)
     second.loader.drain(10)
     assert load.entry is not None
-    assert same_bits(load.entry.keys, written.entry().keys)
+    assert same_bits(load.entry.kv[0], written.entry().kv[0])
     second.loader.delete([row])
     gone = Load(row.name, row.num_bytes, row.num_tokens, LAYOUT)
     second.loader.drain(10)
@@ -112,7 +112,7 @@ def check_that_second_loads_what_first_writes(first: Opened, second: Opened) -> 
     second.loader.write(again)
     assert second.loader.drain(20)
     assert load.entry is not None
-    assert same_bits(load.entry.keys, entry.keys)
+    assert same_bits(load.entry.kv[0], entry.kv[0])
     assert (again.is_confirmed, again.is_own, again.row.num_bytes) == (True, False, found.num_bytes)
     for each in (second, first):
         each.loader.close()

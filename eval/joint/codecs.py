@@ -1,0 +1,284 @@
+"""KV of the store in fewer bytes: what do codecs save, how far do they err, what do they take, and what becomes of the answers?
+
+    python -m eval codecs [--quick]
+
+intB       each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by itself
+joint      the variants of a chunk together: one of them whole or by int8, the others' blocks as differences from its blocks where
+           they are more similar than the threshold (sglang_chunkcache/fusion/joint/variants.py)
+
+Tables: bytes over those of plain KV for `--variants` variants of a chunk, and the relative error of a token's keys and values in
+a head, mean and largest, by layer. Linked questions, answered from a prompt whose chunks have gone through a codec, each behind
+the chunks of this very prompt: what differs from the answer over the prompt's own KV is the codec's doing. `joint` has as leader
+the same chunk in another order of the passages. KL is per token of that answer, in nats. Times are those of one variant of a
+chunk with the KV of Llama-3-8B, random, over those of copying it out of the pool (`encode`) and into the pool (`decode`), which
+the store does as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise, product
+from operator import itemgetter
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eval.bench.relocate import SHAPES, Bench
+from eval.joint.kv import Cached, ModelKv
+from eval.joint.units import Sizes, variants
+from eval.outcome import Row, add_out_option, open_run, table, tell
+from eval.progress import tracked
+from eval.recorded import grouped
+from eval.run import Sample
+from eval.world.kinds import KINDS
+from eval.world.tokenizer import turn_pieces
+from eval.world.world import World
+from sglang_chunkcache.bundled_model import model_dir
+from sglang_chunkcache.fusion.joint.variants import decode_variants, encode_variants
+from sglang_chunkcache.storage.codec import NONE, Quantized
+
+THRESHOLDS = (0.9, 0.95, 0.98, 0.99, 0.999)
+RESIDUAL_BITS = (0, 2, 3, 4, 6)
+PLAIN_BITS = (8, 6, 5, 4, 3)
+BLOCK_SIZE = 8
+MAX_ANSWER = 32
+"""Tokens."""
+TIMED = 512
+"""Tokens of all variants whose times are told."""
+TAKEN = 5
+"""Times; the best counts."""
+
+
+class Setting(NamedTuple):
+    """One way to keep the variants of a chunk."""
+
+    name: str
+    leader: str = ""
+    threshold: float = 0.0
+    bits: int = 0
+
+    @property
+    def cell(self) -> Row:
+        of_joint = {"leader": self.leader, "threshold": self.threshold, "residual bits": self.bits}
+        return {"codec": self.name, **(of_joint if self.leader else {})}
+
+    def kept(self, keys: Tensor, values: Tensor) -> tuple[int, Callable[[], tuple[Tensor, Tensor]]]:
+        """(bytes of these variants, [num_variants, num_layers, num_tokens, ..], what decodes them)."""
+        if self.leader:
+            codec = NONE if self.leader == "none" else Quantized(8)
+            joint = encode_variants(
+                keys, values, block_size=BLOCK_SIZE, threshold=self.threshold, codec=codec, bits=self.bits
+            )
+            return joint.nbytes, partial(decode_variants, joint)
+        if self.name == "none":
+            return keys.nbytes + values.nbytes, lambda: (keys, values)
+        codec = Quantized(int(self.name.removeprefix("int")))
+        parts = codec.encode(keys.flatten(0, 1), values.flatten(0, 1))
+
+        def decoded() -> tuple[Tensor, Tensor]:
+            found = codec.decode(parts)
+            return found[0].view_as(keys), found[1].view_as(values)
+
+        return sum(each.nbytes for each in parts), decoded
+
+
+PLAIN = [Setting("none"), *(Setting(f"int{bits}") for bits in PLAIN_BITS)]
+SETTINGS = [*PLAIN, *(Setting("joint", *each) for each in product(("none", "int8"), THRESHOLDS, RESIDUAL_BITS))]
+ANSWERED = [*PLAIN, *(Setting("joint", *each) for each in product(("int8",), (0.9, 0.95, 0.99), RESIDUAL_BITS))]
+SHOWN = [*PLAIN, *(Setting("joint", "int8", 0.9, bits) for bits in RESIDUAL_BITS)]
+"""Whose errors are told by layer, and whose times."""
+
+
+def taken(setting: Setting, keys: Tensor, values: Tensor) -> Row:
+    """Bytes and errors of the variants of one chunk."""
+    num_bytes, decoded = setting.kept(keys, values)
+    metrics = {"bytes": num_bytes / (keys.nbytes + values.nbytes)}
+    for name, before, after in zip(("key", "value"), (keys, values), decoded(), strict=True):
+        norm = torch.linalg.vector_norm
+        errors = norm(after.float() - before.float(), dim=-1) / norm(before.float(), dim=-1)
+        metrics |= {f"{name} {layer}": float(errors[:, layer].mean()) for layer in range(errors.shape[1])}
+        metrics |= {f"{name} {layer} largest": float(errors[:, layer].max()) for layer in range(errors.shape[1])}
+    return {name: float(f"{each:.4g}") for name, each in metrics.items()}
+
+
+class Asked(NamedTuple):
+    """A linked question over a prompt, with other orders of the same passages."""
+
+    prompt: Cached
+    tail: list[int]
+    answer: list[int]
+    log_probs: Tensor
+    """[len(answer), vocab_size]: over the prompt's own KV."""
+    chunks: list[tuple[Tensor, Tensor]]
+    """Of each chunk the variants: [num_variants, num_layers, num_tokens, ..], the prompt's own the last."""
+
+
+def asked(model: ModelKv, rng: random.Random, num_passages: int, num_variants: int) -> Asked:
+    """The first of the orders is what `joint` has as leaders."""
+    world = World(rng.getrandbits(48) | 1 << 60, links=True)  # beyond the seeds that training draws
+    question, passages, _ = KINDS["linked"].draw(world, num_passages, rng)
+    orders = [_other_order(num_passages, rng) for _ in range(num_variants - 1)]
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in passages]
+    for order in [*orders, list(range(num_passages))]:
+        head, pieces, tail = turn_pieces([passages[i].text for i in order], question.question, opens=True)
+        prompt = model.cached([head, *pieces])
+        for place, i in enumerate(order):
+            found[i].append(model.stored(prompt, prompt.spans[1 + place]))
+    ids, answer = model.answer(prompt, tail, max_tokens=MAX_ANSWER)
+    log_probs = model.log_probs(prompt, [*ids, *answer])[len(ids) - 1 : -1]
+    chunks = [(torch.stack(keys), torch.stack(values)) for keys, values in (zip(*each, strict=True) for each in found)]
+    return Asked(prompt, ids, answer, log_probs, chunks)
+
+
+def answered(model: ModelKv, setting: Setting, of: Asked) -> Row:
+    """What becomes of the answer where the prompt's chunks have gone through a codec."""
+    for span, kv in zip(of.prompt.spans[1:], of.chunks, strict=True):
+        keys, values = setting.kept(*kv)[1]()
+        model.restore(of.prompt, span, (keys[-1].contiguous(), values[-1].contiguous()))
+    found = model.log_probs(of.prompt, [*of.tail, *of.answer])[len(of.tail) - 1 : -1]
+    kl = (of.log_probs.exp() * (of.log_probs - found)).sum(-1).mean()
+    equal = found.argmax(-1).tolist() == of.answer
+    return {"equal": float(equal), "kl": float(f"{max(0.0, float(kl)):.4g}")}
+
+
+def timed(settings: Sequence[Setting], num_variants: int, num_tokens: int) -> Iterator[tuple[Setting, Row]]:
+    """Seconds of encoding and decoding over those of the copies."""
+    pool = Bench("llama3-8b", num_tokens, "contiguous", torch.device("cpu"))
+    copies = {
+        "encode": _best(partial(pool.read, use_kernel=False)),
+        "decode": _best(partial(pool.write, use_kernel=False)),
+    }
+    layers, *head = SHAPES["llama3-8b"]
+    shape = (2, num_variants, layers, num_tokens // num_variants, *head)
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn((2, 1, *shape[2:]), generator=generator)
+    keys, values = (base + 0.2 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
+    for setting in settings:
+        decoded = setting.kept(keys, values)[1]
+        found = {"encode": _best(lambda: setting.kept(keys, values)), "decode": _best(decoded)}  # noqa: B023
+        yield setting, {name: round(each / copies[name], 2) for name, each in found.items()}
+
+
+def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
+    """One row a setting, and one a codec."""
+    by_arm = dict(grouped(samples, itemgetter("arm")))
+    rows: dict[str, Row] = {}
+    errors: dict[str, Row] = {}
+    for arm in ("kept", "answers", "times"):
+        for name, ones in grouped(by_arm.get(arm, []), lambda one: str(one["cell"])):
+            row = rows.setdefault(name, {**ones[0]["cell"]})
+            means = {key: mean(one["metrics"][key] for one in ones) for key in ones[0]["metrics"]}
+            if arm == "kept":
+                row["bytes"] = round(means["bytes"], 3)
+                row |= {side: _short(mean(_layers(means, side))) for side in ("key", "value")}
+                if ones[0]["cell"] in [each.cell for each in SHOWN]:
+                    errors[name] = {
+                        **ones[0]["cell"],
+                        **{f"{side}s": _by_layer(ones, side) for side in ("key", "value")},
+                    }
+            elif arm == "answers":
+                largest = max(one["metrics"]["kl"] for one in ones)
+                row |= {"equal": round(means["equal"], 3), "KL": _short(means["kl"]), "KL largest": _short(largest)}
+            else:
+                row |= means
+    num = max((len(ones) for _, ones in grouped(by_arm.get("answers", []), lambda one: str(one["cell"]))), default=0)
+    shown = [
+        table(
+            f"Bytes, mean relative errors, answers to {num} questions, times over those of the copies",
+            list(rows.values()),
+        )
+    ]
+    shown.append(table("Relative error of a token in a head, by layer: mean (largest)", list(errors.values())))
+    return {"verdict": [], "tables": [each for each in shown if each["rows"]]}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure what is missing and print."""
+    args = _parse(argv)
+    torch.set_num_threads(args.threads)
+    sizes = Sizes(args.variants, chunks=4, requests=1, passages=2)
+    model = ModelKv(args.model_path)
+    with open_run("codecs", args, summarize) as run:
+
+        def keep(arm: str, setting: Setting, number: int, metrics: Mapping[str, Any]) -> None:
+            key = "/".join(map(str, (arm, *setting, number)))
+            if key not in run:
+                run.add(key, {"arm": arm, "cell": setting.cell, "request": str(number), "metrics": metrics})
+
+        for number in tracked("variants of chunks", range(args.draws)):
+            drawn = variants(model, random.Random(f"{args.seed} {number}"), sizes)
+            kv = [torch.stack(each.chunk(args.variants, 1)) for each in (drawn.keys, drawn.values)]
+            for setting in SETTINGS:
+                keep("kept", setting, number, taken(setting, *kv))
+        for number in tracked("questions", range(args.questions)):
+            of = asked(model, random.Random(f"{args.seed} asked {number}"), args.passages, args.variants)
+            for setting in ANSWERED:
+                keep("answers", setting, number, answered(model, setting, of))
+        for setting, metrics in timed(SHOWN, args.variants, args.timed_tokens):
+            keep("times", setting, 0, metrics)
+    tell(run)
+    return 0
+
+
+# Private, in order of use
+
+
+def _other_order(num: int, rng: random.Random) -> list[int]:
+    """In which nothing follows what it follows in 0, 1, 2, ..."""
+    while True:
+        order = rng.sample(range(num), num)
+        if all(after != before + 1 for before, after in pairwise([-1, *order])):
+            return order
+
+
+def _best(work: Callable[[], object]) -> float:
+    found = []
+    for _ in range(TAKEN):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def _layers(metrics: Mapping[str, float], side: str, suffix: str = "") -> list[float]:
+    names = [f"{side} {layer}{suffix}" for layer in range(len(metrics))]
+    return [metrics[name] for name in names if name in metrics]
+
+
+def _by_layer(ones: Sequence[Sample], side: str) -> str:
+    found = [_layers(one["metrics"], side) for one in ones]
+    largest = [_layers(one["metrics"], side, " largest") for one in ones]
+    by_layer = zip(zip(*found, strict=True), zip(*largest, strict=True), strict=True)
+    return " ".join(f"{mean(each):.3f} ({max(most):.3f})" for each, most in by_layer)
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.2g}")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval codecs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--draws", type=int, default=8, help="chunks whose variants are encoded")
+    add("--questions", type=int, default=80)
+    add("--variants", type=int, default=5, help="of a chunk, this prompt's own included")
+    add("--passages", type=int, default=6, help="of a question's prompt; each is a chunk")
+    add("--timed-tokens", type=int, default=TIMED, help="of all variants whose coding is timed")
+    add("--seed", type=int, default=0)
+    add("--model-path", type=Path, default=model_dir())
+    add("--threads", type=int, default=1)
+    add("--quick", action="store_true", help="one chunk, one question: does it run?")
+    add_out_option(parser)
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.draws, args.questions, args.timed_tokens = 1, 1, 10
+    return args
