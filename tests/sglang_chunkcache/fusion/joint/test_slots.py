@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from radix_ext import ChunkId, Span
+from sglang_chunkcache.fusion.joint import slots
 from sglang_chunkcache.fusion.joint.slots import NEAR, SlotEncoder
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.spans import JointRequest, RequestSpans
@@ -208,6 +209,15 @@ def test_wishes_and_tenants_are_kept_apart() -> None:
     report = state(other).joint
     assert report is not None
     assert report.shared < (10, 10)
+
+
+def test_batch_of_too_many_blocks_is_fused_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five prompts with five blocks each two may be compared."""
+    monkeypatch.setattr(slots, "MAX_JOINT_BLOCKS", 12)
+    rank = Rank(0, noise=0.0)
+    reqs = [rank.add([8], BATCH) for _ in range(5)]
+    rank.encode(*reqs)
+    assert [report.requests for req in reqs if (report := state(req).joint)] == [2, 2, 2, 2, 1]
 
 
 def test_matched_blocks_of_two_requests_count_once() -> None:
