@@ -5,6 +5,7 @@
     dedup        does it matter that a conversation does not show a chunk twice? (CRAFT figure 7)
     ratio        how much quality does recomputing a share of moved tokens restore? (FusionRAG figures 17 and 18, Cache-Craft
                  figure 26)
+    joint        how much may KV blocks be fused before answers change? (Fast Fusion figures 4 and 5)
 
 In all modes turns of one conversation, and questions that the same passages answer, are one block of the bootstrap and of the
 paired t-test, because they are not independent samples. An interrupted run is continued by the same command.
@@ -18,12 +19,13 @@ from functools import partial
 
 from eval.quality.answers import Answers
 from eval.quality.dedup import Dedup
+from eval.quality.joint_curves import JointCurves
 from eval.quality.mode import Mode, add_quality_options, measure
 from eval.quality.permutation import Permutation
 from eval.quality.ratio_curves import RatioCurves
 from eval.serve.options import split_flags
 
-MODES: tuple[type[Mode], ...] = (Answers, Permutation, Dedup, RatioCurves)
+MODES: tuple[type[Mode], ...] = (Answers, Permutation, Dedup, RatioCurves, JointCurves)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -121,15 +121,12 @@ def _to_encode(planned: Planned, found: Explanation) -> dict[str, Any] | None:
     joint, cached = planned.draft.options.joint, found.exact + found.loaded
     if joint is None:
         return None
-    parts = [(span.start, span.end) for span in planned.spans]
-    if joint.over == "batch":
-        parts = [(0, len(planned.input_ids))]
-    starts = [start for first, end in parts for start in range(first, end - joint.block + 1, joint.block)]
+    units = [unit for unit in joint.units(planned.spans, len(planned.input_ids)) if unit]
     return {
         **to_builtins(joint),
-        "units": sum(end - start >= joint.block for start, end in parts),
-        "blocks": len(starts),
-        "exact_blocks": sum(start < cached for start in starts),
+        "units": len(units),
+        "blocks": sum(map(len, units)),
+        "exact_blocks": sum(start < cached for unit in units for start in unit),
     }
 
 

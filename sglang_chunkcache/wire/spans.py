@@ -24,6 +24,10 @@ KEY_PREFIX = "chunkcache_"
 MARK_KEY, SPANS_KEY = "chunkcache_mark", "chunkcache_spans"
 
 
+MAX_JOINT_BLOCKS = 4096
+"""That are compared at once. Similarities of all pairs take 64 MiB, and nothing else runs meanwhile."""
+
+
 class JointRequest(Record, frozen=True):
     """How similar KV blocks of a prompt become one (Fast Fusion). Either a threshold or a ratio."""
 
@@ -35,6 +39,11 @@ class JointRequest(Record, frozen=True):
     """Tokens."""
     over: Literal["chunks", "batch"] = "chunks"
     """What is compared: the prompt's chunks (the paper's CFF) or the requests of one prefill batch (BFF)."""
+
+    def units(self, spans: Sequence[Span], num_tokens: int) -> list[range]:
+        """The first positions of the blocks of each unit: a chunk, or the whole prompt of this length."""
+        parts = [(0, num_tokens)] if self.over == "batch" else [(span.start, span.end) for span in spans]
+        return [range(first, end - self.block + 1, self.block) for first, end in parts]
 
 
 class RequestSpans(Record, frozen=True):

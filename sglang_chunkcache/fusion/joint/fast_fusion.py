@@ -9,7 +9,7 @@ A unit is what the paper's tree has as a leaf: a request (BFF) or a chunk (CFF).
 
 A pair's left blocks keep their place. A right block that is more similar than the threshold to a left one joins it: the left
 direction becomes the normalised sum. The other right blocks stay. All pairs of a level are computed together, so there are
-ceil(log2 num_units) steps.
+ceil(log2 num_units) steps, or more where units differ so much in length that padding would take too much memory.
 
 NOTE: the paper's O(B log B) holds where most right blocks join. Where none does, a pair compares all its blocks, n^2 / 2 in all.
 
@@ -36,6 +36,8 @@ from torch import Tensor
 
 NEVER = 1.0
 """A threshold that no similarity exceeds."""
+MAX_PADDED = 1 << 26
+"""Numbers that are compared together: pairs of a level are padded to its longest units. One pair may be more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +95,7 @@ def fast_fusion(
     owner = torch.arange(num_blocks, device=keys.device)
     fused_at = torch.full((num_blocks,), torch.nan, device=keys.device)
     alive = owner
-    for pairs in _levels(lens) if threshold < NEVER else ():
+    for pairs in _levels(lens, keys.shape[1]) if threshold < NEVER else ():
         left, right = ([pair[:2] for pair in pairs], [pair[1:] for pair in pairs])
         (left_ids, is_left), (right_ids, is_right) = _padded(alive, left), _padded(alive, right)
         if not left_ids.numel() or not right_ids.numel():
@@ -132,14 +134,23 @@ def cosine(left: Tensor, right: Tensor) -> Tensor:
 # Private, in order of use
 
 
-def _levels(lens: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Pairs of the tree, deepest level first: first block of the left half, of the right half, and their end."""
+def _levels(lens: Sequence[int], size: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Pairs of the tree, deepest level first: first block of the left half, of the right half, and their end. A level in several
+    parts if padding would take too much."""
     starts = [0, *accumulate(lens)]
     levels, nodes = [], [(0, len(lens))]
     while splits := [(a, a + (b - a) // 2, b) for a, b in nodes if b - a > 1]:
         levels.append([(starts[a], starts[middle], starts[b]) for a, middle, b in splits])
         nodes = [half for a, middle, b in splits for half in ((a, middle), (middle, b))]
-    yield from reversed(levels)
+    for level in reversed(levels):
+        part, left, right = list[tuple[int, int, int]](), 0, 0
+        for a, middle, b in level:
+            left, right = max(left, middle - a), max(right, b - middle)
+            if part and (len(part) + 1) * ((left + right) * size + left * right) > MAX_PADDED:
+                yield part
+                part, left, right = [], middle - a, b - middle
+            part.append((a, middle, b))
+        yield part
 
 
 def _padded(alive: Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

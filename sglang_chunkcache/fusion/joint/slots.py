@@ -34,7 +34,7 @@ from sglang_chunkcache.fusion.joint.fusion_rate import unit_similarities
 from sglang_chunkcache.fusion.joint.thresholds import LayerStatistics, ThresholdController
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import JointReport
-from sglang_chunkcache.wire.spans import JointRequest
+from sglang_chunkcache.wire.spans import MAX_JOINT_BLOCKS, JointRequest
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -154,9 +154,9 @@ class SlotEncoder:
         seen = set[tuple[int, ...]]()
         for req, end in ends:
             row = self._rows.req_to_token[req.kv.req_pool_idx, :end].tolist()
-            for first, last in _parts(wish, req, end):
+            for starts in _starts(wish, req, end):
                 blocks, fixed = list[list[int]](), list[bool]()
-                for start in range(first, last - wish.block + 1, wish.block):
+                for start in starts:
                     slots, is_fixed = row[start : start + wish.block], start < req.kv.cache_protected_len
                     if is_fixed and tuple(slots) in seen:
                         continue
@@ -229,7 +229,8 @@ class SlotEncoder:
 
 
 def _groups(batch: ScheduleBatch) -> Iterator[tuple[JointRequest, list[tuple[Req, int]]]]:
-    """The batch's requests that asked for it and whose prefill ends here, with their lengths: what is compared together."""
+    """The batch's requests that asked for it and whose prefill ends here, with their lengths: what is compared together, in
+    parts if that is too much."""
     together: defaultdict[Any, list[tuple[Req, int]]] = defaultdict(list)
     for req, start, num_tokens in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         spans, end = state(req).spans, start + num_tokens
@@ -238,11 +239,20 @@ def _groups(batch: ScheduleBatch) -> Iterator[tuple[JointRequest, list[tuple[Req
         tenant = id(req) if spans.joint.over == "chunks" else (req.extra_key, req.cache_salt)
         together[spans.joint, tenant].append((req, end))
     for (wish, _), ends in together.items():
-        yield wish, ends
+        group: list[tuple[Req, int]] = []
+        num_blocks = 0
+        for req, end in ends:
+            num_own = sum(map(len, _starts(wish, req, end)))
+            if group and num_blocks + num_own > MAX_JOINT_BLOCKS:
+                yield wish, group
+                group, num_blocks = [], 0
+            group.append((req, end))
+            num_blocks += num_own
+        yield wish, group
 
 
-def _parts(wish: JointRequest, req: Req, end: int) -> list[tuple[int, int]]:
-    """What is a unit each."""
+def _starts(wish: JointRequest, req: Req, end: int) -> list[range]:
+    """First positions of the blocks of the request's units."""
     spans = state(req).spans
     assert spans is not None
-    return [(0, end)] if wish.over == "batch" else [(span.start, span.end) for span in spans.spans]
+    return wish.units(spans.spans, end)

@@ -23,7 +23,7 @@ from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, decide_requ
 
 from radix_ext.guesses import Guess
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.front import preprocessing
+from sglang_chunkcache.front import planner, preprocessing
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.guard import Limits
 from sglang_chunkcache.front.parts import Parts
@@ -340,6 +340,20 @@ def test_joint_encoding_is_refused_by_name(call: Any, joint: Any) -> None:
     assert (status, answer["param"]) == (400, "joint.threshold" if joint["threshold"] == 2 else "joint")
     assert manager.sent == []
     assert bench.books.metrics.totals()["requests"] == {"refused": 1}
+
+
+@pytest.mark.parametrize(("over", "num_blocks"), [("chunks", 23), ("batch", 33)])
+def test_too_many_blocks_are_refused(call: Any, monkeypatch: pytest.MonkeyPatch, over: str, num_blocks: int) -> None:
+    """Comparing them would hold up all other requests."""
+    _, manager, send = call(reuse="fused")
+    manager.states = [state_of(0, Explanation(0, 0, 0))]
+    body = {"messages": MESSAGES, "chunks": CHUNKS, "joint": {"threshold": 0.9, "block": 1, "over": over}}
+    monkeypatch.setattr(planner, "MAX_JOINT_BLOCKS", num_blocks)
+    assert send(chunkcache_explain, body)[0] == 200
+    monkeypatch.setattr(planner, "MAX_JOINT_BLOCKS", num_blocks - 1)
+    status, answer = send(chunkcache_explain, body)
+    assert (status, answer["param"]) == (400, "joint.block")
+    assert f"gives {num_blocks} blocks, at most {num_blocks - 1}" in answer["message"]
 
 
 # Prefetch

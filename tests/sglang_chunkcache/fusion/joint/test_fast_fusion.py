@@ -12,6 +12,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sglang_chunkcache.fusion.joint import fast_fusion as fast_fusion_module
 from sglang_chunkcache.fusion.joint.fast_fusion import FusedBlocks, fast_fusion
 from tests.reference import naive_joint
 
@@ -82,6 +83,18 @@ def test_fast_equals_slow(case: Case) -> None:
     at = fused.fused_at.tolist()
     assert {i for i, each in enumerate(at) if each == each} == trace.fused_at.keys()
     assert all(abs(at[i] - each) < 1e-5 for i, each in trace.fused_at.items())
+
+
+@given(cases(0.3, 0.8), st.sampled_from((1, 60, 200)))
+def test_levels_in_parts_give_the_same(case: Case, limit: int) -> None:
+    """Where padding would take too much, the pairs of a level come one after the other."""
+    whole = case.fused()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_fusion_module, "MAX_PADDED", limit)
+        parts = case.fused()
+    assert torch.equal(parts.table, whole.table)
+    for found, expected in ((parts.keys, whole.keys), (parts.values, whole.values)):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 @given(cases())

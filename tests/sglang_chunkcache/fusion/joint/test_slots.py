@@ -211,6 +211,15 @@ def test_wishes_and_tenants_are_kept_apart() -> None:
     assert report.shared < (10, 10)
 
 
+def test_batch_of_too_many_blocks_is_fused_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five prompts with five blocks each two may be compared."""
+    monkeypatch.setattr(slots, "MAX_JOINT_BLOCKS", 12)
+    rank = Rank(0, noise=0.0)
+    reqs = [rank.add([8], BATCH) for _ in range(5)]
+    rank.encode(*reqs)
+    assert [report.requests for req in reqs if (report := state(req).joint)] == [2, 2, 2, 2, 1]
+
+
 def test_matched_blocks_of_two_requests_count_once() -> None:
     """The tree holds them once already; what one of them has computed may join them, and they keep every bit."""
     rank = Rank(1, noise=0.0)
