@@ -363,7 +363,7 @@ class Storage:
             return False
         loads = [self._times.seconds(job.num_bytes) for job in self._under_way.values() if job is not None]
         load_s = None if None in loads else sum(filter(None, loads))
-        wait_s = self._patience.seconds(load_s, sum(each.computed_s for each in parts))
+        wait_s = self._patience.seconds(load_s, max(each.computed_s for each in parts))
         first.until = now + wait_s
         return wait_s > 0
 

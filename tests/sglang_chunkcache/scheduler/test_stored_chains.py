@@ -20,6 +20,7 @@ from radix_ext.guesses import Guess
 from radix_ext.loading import Patience
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
+from sglang_chunkcache.storage import storage
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
@@ -392,6 +393,19 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     counts = server.storage.stats()
     assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 0, 0)
     server.check()
+
+
+def test_share_is_of_computing_once(disk: ChainDisk) -> None:
+    """A request with moved KV asks twice, for the same tokens."""
+    stored(disk, A, B)
+    server = patient(disk)
+    req = rag(A, B)
+    server.cache.arrived(req)
+    chain = state(req).chain
+    assert chain is not None
+    state(req).loads = storage.Asked(loads=list(chain.loads), computed_s=chain.computed_s)
+    assert server.admit(req, 10**6) is None
+    assert chain.until == 0.5 * len(HEAD + A + B)
 
 
 def test_request_that_has_waited_in_vain_is_computed(disk: ChainDisk) -> None:
