@@ -143,7 +143,7 @@ class ChunkRadixCache(SharingRadixCache):
         if spans is not None and isinstance(params.key, ChunkKey):
             known = state(params.req)
             known.fused = None
-            known.waits = is_admission and not known.is_asked_only and self._awaits(known)
+            known.waits = is_admission and not known.is_asked_only and self._awaits(known, len(result.device_indices))
             is_admission = is_admission and not known.waits
             if is_admission and self.host is not None:
                 if self.stored is not None:
@@ -520,12 +520,13 @@ class ChunkRadixCache(SharingRadixCache):
                 self._fall_back(Fallback.BAD_SPANS, error)
         return known.spans
 
-    def _awaits(self, known: RequestState) -> bool:
+    def _awaits(self, known: RequestState, num_cached: int) -> bool:
         """Whether what its request needs of the storage is worth waiting for."""
         if self.storage is None or (known.chain is None and known.loads is None):
             return False
         self.storage.poll()
-        return self.storage.awaits(known.chain, known.loads)
+        is_here = known.chain is not None and known.chain.end is not None and known.chain.end <= num_cached
+        return self.storage.awaits(None if is_here else known.chain, known.loads)
 
     def _path_of(self, req: Req) -> list[TreeNode]:
         """What a waiting request finds on the device now. Its record gets the places of its chain in host memory."""

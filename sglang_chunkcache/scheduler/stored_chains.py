@@ -106,7 +106,8 @@ class StoredChains:
                 if self.host.get(each.place) is None and self._find(each) is None
             }
             if links:
-                asked.computed_s = self._computed_s(self._num_cached(key[: links[-1].end]), links[-1].end)
+                asked.end = links[-1].end
+                asked.computed_s = self._computed_s(self._num_cached(key[: asked.end]), asked.end)
             self._load(links, key, asked)
             self.storage.look_up(unknown, partial(self._load, links, key, asked), asked)
 

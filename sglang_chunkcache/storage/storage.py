@@ -75,6 +75,8 @@ class Asked:
     """Who is expected: extra_key and cache_salt."""
     computed_s: float = 0.0
     """What computing is estimated to take, if nothing comes."""
+    end: int | None = None
+    """Of what was asked for, in the prompt. None: it is not one stretch."""
     until: float | None = None
     """When its request waits no longer. None: it did not wait yet."""
 

@@ -49,6 +49,8 @@ NEAR = 1.05
 """A ratio off by less is what was asked for."""
 MAX_BLOCKS = 4096
 """Compared at once: a layer's similarities take 64 MiB."""
+MAX_S = 2.0
+"""What comparing may take: everybody waits. Looked at before each layer."""
 MAX_PAIRS = 1 << 16
 """Similarities of a layer that are kept of those of all pairs, at equal distances."""
 
@@ -90,7 +92,7 @@ class SlotEncoder:
     def __init__(self, rows: Any, pool: Any, metrics: JointMetrics | None = None) -> None:
         self._rows, self._pool, self._metrics = rows, pool, metrics
         self._counts = dict.fromkeys(("requests", "failed", "blocks", "shared"), 0)
-        self._seconds = 0.0
+        self._seconds = self._deadline = 0.0
 
     def encode(self, batch: ScheduleBatch) -> None:
         """Encode the batch's requests that asked for it and are prefilled. An error leaves their KV as it was computed.
@@ -123,6 +125,7 @@ class SlotEncoder:
         if self._pool.k_buffer[0].is_cuda:
             torch.cuda.current_stream().synchronize()  # else the forward would count as ours
         started = time.perf_counter()
+        self._deadline = started + MAX_S
         units = self._units(wish, ends)
         if len(units.fixed) > MAX_BLOCKS:
             raise ValueError(f"{len(units.fixed)} blocks, at most {MAX_BLOCKS}: larger blocks are needed")
@@ -198,6 +201,7 @@ class SlotEncoder:
 
     def _statistics(self, layer: int, units: Units) -> LayerStatistics:
         """NOTE: queries are not there, so all layers' count as equally long."""
+        self._check_time()
         keys = self._pool.k_buffer[layer][units.slots]
         blocks = keys.reshape(sum(units.lens), -1)
         similarities = unit_similarities(blocks, units.lens)
@@ -208,6 +212,7 @@ class SlotEncoder:
     def _num_shared(self, layer: int, units: Units, threshold: float) -> int:
         if threshold >= NEVER:
             return sum(units.lens)
+        self._check_time()
         keys, values = (
             buffers[layer][units.slots].reshape(sum(units.lens), -1)
             for buffers in (self._pool.k_buffer, self._pool.v_buffer)
@@ -218,6 +223,7 @@ class SlotEncoder:
         """What the layer's slots become, and how many blocks are left."""
         if threshold >= NEVER or not units.lens:
             return None, sum(units.lens)
+        self._check_time()
         keys, values = (buffers[layer][units.slots] for buffers in (self._pool.k_buffer, self._pool.v_buffer))
         lens = [length * units.block for length in units.lens]
         fused = encode(keys, values, lens, block_size=units.block, threshold=threshold, fixed=units.fixed)
@@ -226,6 +232,12 @@ class SlotEncoder:
             return None, len(fused.keys)
         keys, values = decode(fused)
         return Write(layer, units.slots[changed], keys[changed], values[changed]), len(fused.keys)
+
+    def _check_time(self) -> None:
+        if time.perf_counter() > self._deadline:
+            raise TimeoutError(
+                f"it takes more than {MAX_S:g} s: larger blocks or a threshold in place of a ratio are needed"
+            )
 
 
 def _groups(batch: ScheduleBatch) -> Iterator[tuple[JointRequest, list[tuple[Req, int]]]]:

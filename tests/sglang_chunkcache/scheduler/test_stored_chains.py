@@ -395,6 +395,17 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     server.check()
 
 
+def test_request_does_not_wait_for_what_the_device_has_by_now(disk: ChainDisk) -> None:
+    """Another has computed it."""
+    stored(disk, A, B)
+    server = patient(disk)
+    req, other = rag(A, B), rag(A, B)
+    server.cache.arrived(req)
+    assert server.serve(other) == 0
+    assert server.serve(req) == len(HEAD + A + B)
+    assert server.storage.stats()["waits"] == 0
+
+
 def test_share_is_of_computing_once(disk: ChainDisk) -> None:
     """A request with moved KV asks twice, for the same tokens."""
     stored(disk, A, B)
