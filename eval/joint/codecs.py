@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, product
 from operator import itemgetter
@@ -69,6 +69,11 @@ class Setting(NamedTuple):
         of_joint = {"leader": self.leader, "threshold": self.threshold, "residual bits": self.bits}
         return {"codec": self.name, **(of_joint if self.leader else {})}
 
+    @property
+    def title(self) -> str:
+        joint = f", leader {self.leader}, threshold {self.threshold:g}, {self.bits} bits"
+        return self.name + (joint if self.leader else "")
+
     def kept(self, keys: Tensor, values: Tensor) -> tuple[int, Callable[[], tuple[Tensor, Tensor]]]:
         """(bytes of these variants, [num_variants, num_layers, num_tokens, ..], what decodes them)."""
         if self.leader:
@@ -94,6 +99,8 @@ SETTINGS = [*PLAIN, *(Setting("joint", *each) for each in product(("none", "int8
 ANSWERED = [*PLAIN, *(Setting("joint", *each) for each in product(("int8",), (0.9, 0.95, 0.99), RESIDUAL_BITS))]
 SHOWN = [*PLAIN, *(Setting("joint", "int8", 0.9, bits) for bits in RESIDUAL_BITS)]
 """Whose errors are told by layer, and whose times."""
+SAID = [Setting("int8"), Setting("int4"), Setting("joint", "int8", 0.95, 4)]
+"""Of the verdict."""
 
 
 def taken(setting: Setting, keys: Tensor, values: Tensor) -> Row:
@@ -189,14 +196,16 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             else:
                 row |= means
     num = max((len(ones) for _, ones in grouped(by_arm.get("answers", []), lambda one: str(one["cell"]))), default=0)
-    shown = [
-        table(
-            f"Bytes, mean relative errors, answers to {num} questions, times over those of the copies",
-            list(rows.values()),
-        )
+    shown = {
+        f"Bytes, mean relative errors, answers to {num} questions, times over those of the copies": rows,
+        "Relative error of a token in a head, by layer: mean (largest)": errors,
+    }
+    said = [
+        f"{setting.title}: {row['bytes']:.3f} of the bytes, {row['equal']:.3f} of {num} answers stay, KL {row['KL']:g}."
+        for setting in SAID
+        if "KL" in (row := rows.get(str(setting.cell), {}))
     ]
-    shown.append(table("Relative error of a token in a head, by layer: mean (largest)", list(errors.values())))
-    return {"verdict": [], "tables": [each for each in shown if each["rows"]]}
+    return {"verdict": said, "tables": [table(title, list(each.values())) for title, each in shown.items() if each]}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -207,27 +216,34 @@ def main(argv: Sequence[str]) -> int:
     model = ModelKv(args.model_path)
     with open_run("codecs", args, summarize) as run:
 
-        def keep(arm: str, setting: Setting, number: int, metrics: Mapping[str, Any]) -> None:
-            key = "/".join(map(str, (arm, *setting, number)))
-            if key not in run:
-                run.add(key, {"arm": arm, "cell": setting.cell, "request": str(number), "metrics": metrics})
+        def missing(arm: str, settings: Sequence[Setting], number: int) -> list[Setting]:
+            return [each for each in settings if _key(arm, each, number) not in run]
+
+        def keep(arm: str, number: int, found: Iterable[tuple[Setting, Row]]) -> None:
+            for setting, metrics in found:
+                sample = {"arm": arm, "cell": setting.cell, "request": str(number), "metrics": metrics}
+                run.add(_key(arm, setting, number), sample)
 
         for number in tracked("variants of chunks", range(args.draws)):
-            drawn = variants(model, random.Random(f"{args.seed} {number}"), sizes)
-            kv = [torch.stack(each.chunk(args.variants, 1)) for each in (drawn.keys, drawn.values)]
-            for setting in SETTINGS:
-                keep("kept", setting, number, taken(setting, *kv))
+            if settings := missing("kept", SETTINGS, number):
+                drawn = variants(model, random.Random(f"{args.seed} {number}"), sizes)
+                keys, values = (torch.stack(each.chunk(args.variants, 1)) for each in (drawn.keys, drawn.values))
+                keep("kept", number, ((each, taken(each, keys, values)) for each in settings))
         for number in tracked("questions", range(args.questions)):
-            of = asked(model, random.Random(f"{args.seed} asked {number}"), args.passages, args.variants)
-            for setting in ANSWERED:
-                keep("answers", setting, number, answered(model, setting, of))
-        for setting, metrics in timed(SHOWN, args.variants, args.timed_tokens):
-            keep("times", setting, 0, metrics)
+            if settings := missing("answers", ANSWERED, number):
+                of = asked(model, random.Random(f"{args.seed} asked {number}"), args.passages, args.variants)
+                keep("answers", number, ((each, answered(model, each, of)) for each in settings))
+        if settings := missing("times", SHOWN, 0):
+            keep("times", 0, timed(settings, args.variants, args.timed_tokens))
     tell(run)
     return 0
 
 
 # Private, in order of use
+
+
+def _key(arm: str, setting: Setting, number: int) -> str:
+    return "/".join(map(str, (arm, *setting, number)))
 
 
 def _other_order(num: int, rng: random.Random) -> list[int]:

@@ -146,3 +146,21 @@ def test_odd_heads_and_bits_are_refused() -> None:
     for bits in (1, 9):
         with pytest.raises(ValueError, match=f"got {bits}"):
             Quantized(bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("bits", BITS)
+def test_gpu_equals_cpu_without_synchronising(bits: int) -> None:
+    """Bit by bit: what a server with a GPU has written one without reads."""
+    rows = random_rows(0, torch.bfloat16, "outlier")
+    expected = Quantized(bits).encode(rows, rows)
+    on_gpu = rows.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        parts = Quantized(bits).encode(on_gpu, on_gpu)
+        decoded = Quantized(bits).decode(parts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(parts, expected, strict=True))
+    assert torch.equal(decoded[0].cpu(), Quantized(bits).decode(expected)[0])
