@@ -105,11 +105,11 @@ def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: A
 
 
 def _wait_for_loads(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
     cache = _ours(adder.tree_cache)
     if cache is None or not state(req).waits or adder.preempt_list:  # who was preempted would be lost
         return add(adder, req, *args, **kwargs)
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
     if not adder.can_run_list and (adder.running_batch is None or adder.running_batch.is_empty()):
         time.sleep(POLL_S)  # SGLang asks again at once, and would keep the loader's thread from Python
     return AddReqResult.OTHER

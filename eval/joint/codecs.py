@@ -4,7 +4,7 @@
 
 intB       each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by itself
 joint      the variants of a chunk together: one of them whole or by int8, the others' blocks as differences from its blocks where
-           they are more similar than the threshold (sglang_chunkcache/fusion/joint/variants.py)
+           they are more similar than the threshold (variants.py)
 
 Tables: bytes over those of plain KV for `--variants` variants of a chunk, and the relative error of a token's keys and values in
 a head, mean and largest, by layer. Linked questions, answered from a prompt whose chunks have gone through a codec, each behind
@@ -33,6 +33,7 @@ from torch import Tensor
 from eval.bench.relocate import SHAPES, Bench
 from eval.joint.kv import Cached, ModelKv
 from eval.joint.units import Sizes, variants
+from eval.joint.variants import decode_variants, encode_variants
 from eval.outcome import Row, add_out_option, open_run, table, tell
 from eval.progress import tracked
 from eval.recorded import grouped
@@ -41,7 +42,6 @@ from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.fusion.joint.variants import decode_variants, encode_variants
 from sglang_chunkcache.storage.codec import NONE, Quantized
 
 THRESHOLDS = (0.9, 0.95, 0.98, 0.99, 0.999)

@@ -105,11 +105,11 @@ class StoredChains:
                 for each in asked_for
                 if self.host.get(each.place) is None and self._find(each) is None
             }
-            if links:
-                asked.end = links[-1].end
-                asked.computed_s = self._computed_s(self._num_cached(key[: asked.end]), asked.end)
             self._load(links, key, asked)
             self.storage.look_up(unknown, partial(self._load, links, key, asked), asked)
+            if asked.loads or asked.lookup is not None:
+                asked.end = links[-1].end
+                asked.computed_s = self._computed_s(self._num_cached(key[: asked.end]), asked.end)
 
     def stored(self, key: ChunkKey, spans: RequestSpans) -> tuple[int, bool]:
         """(tokens that the storage has behind host memory and device, whether to load them is estimated to pay). Asks nobody."""

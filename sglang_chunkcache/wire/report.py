@@ -167,8 +167,8 @@ class Fallback(StrEnum):
     )
     JOINT_FAILED = (
         "joint_failed",
-        "Encoding the request's KV jointly raised an error, and its KV stayed as it was computed.",
-        "Read the traceback in the rank's log; if the device was out of memory, lower `--mem-fraction-static`.",
+        "Encoding the request's KV jointly raised an error or took more than two seconds, and its KV stayed as it was computed.",
+        "Read the traceback in the rank's log; ask for larger blocks; if memory was short, lower `--mem-fraction-static`.",
     )
     CAPTURE_FAILED = (
         "capture_failed",

@@ -1,11 +1,11 @@
-"""Reference of fusion/joint/variants.py: what each block is decoded to, one block at a time, from the docstring's table."""
+"""Reference of eval/joint/variants.py: what each block is decoded to, one block at a time, from the docstring's table."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.fusion.joint.variants import EQUAL_FROM
+from eval.joint.variants import EQUAL_FROM
 from sglang_chunkcache.storage.codec import Codec, Quantized
 
 

@@ -105,18 +105,19 @@ def encode(
 
 def decode(layer: JointLayer) -> tuple[Tensor, Tensor]:
     """Keys and values of all tokens, in the shapes and the dtype that `encode` got. New tensors."""
-    return _decoded(layer, 0, len(layer.lens))
-
-
-def decode_unit(layer: JointLayer, unit: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one unit's tokens, e.g. of one variant of a chunk; as `decode` has them.
-
-    Raises:
-        IndexError: no such unit.
-    """
-    if not 0 <= unit < len(layer.lens):
-        raise IndexError(f"unit: expected 0 to {len(layer.lens) - 1}, got {unit}")
-    return _decoded(layer, unit, unit + 1)
+    whole = _in_blocks(layer.lens, layer.block_size).to(layer.table.device)
+    found = []
+    for shared, scales, tail in (
+        (layer.keys, layer.key_scales, layer.tail_keys),
+        (layer.values, layer.value_scales, layer.tail_values),
+    ):
+        each, scaled = shared[layer.table], scales != 1
+        factors = scales[scaled].view(-1, *[1] * (shared.ndim - 1))
+        each[scaled] = (each[scaled].float() * factors).to(shared.dtype)
+        tokens = tail.new_empty((len(whole), *tail.shape[1:]))
+        tokens[whole], tokens[~whole] = each.flatten(0, 1), tail
+        found.append(tokens)
+    return found[0], found[1]
 
 
 def relative_errors(layer: JointLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,25 +160,3 @@ def _share(blocks: Tensor, directions: Tensor, fused: FusedBlocks, fixed: Tensor
     shared = torch.where(turned, (directions * kept.unsqueeze(1)).to(blocks.dtype), blocks[fused.leaders])
     scales = norms / kept[fused.table]
     return shared, torch.where(is_shared[fused.table, 0], scales, 1.0)
-
-
-def _decoded(layer: JointLayer, first: int, end: int) -> tuple[Tensor, Tensor]:
-    """Tokens of the units `first` to `end`."""
-    num_blocks = [length // layer.block_size for length in layer.lens]
-    blocks = slice(sum(num_blocks[:first]), sum(num_blocks[:end]))
-    tails = [length % layer.block_size for length in layer.lens]
-    tail = slice(sum(tails[:first]), sum(tails[:end]))
-    whole = _in_blocks(layer.lens[first:end], layer.block_size).to(layer.table.device)
-    found = []
-    for shared, scales, rest in (
-        (layer.keys, layer.key_scales, layer.tail_keys),
-        (layer.values, layer.value_scales, layer.tail_values),
-    ):
-        each = shared[layer.table[blocks]]
-        scaled = scales[blocks] != 1
-        factors = scales[blocks][scaled].view(-1, *[1] * (shared.ndim - 1))
-        each[scaled] = (each[scaled].float() * factors).to(shared.dtype)
-        tokens = rest.new_empty((len(whole), *rest.shape[1:]))
-        tokens[whole], tokens[~whole] = each.flatten(0, 1), rest[tail]
-        found.append(tokens)
-    return found[0], found[1]

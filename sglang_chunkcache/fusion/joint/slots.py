@@ -47,8 +47,6 @@ MAX_ROUNDS = 8
 """Thresholds that are tried for a ratio. Each takes the comparison of all blocks once."""
 NEAR = 1.05
 """A ratio off by less is what was asked for."""
-MAX_BLOCKS = 4096
-"""Compared at once: a layer's similarities take 64 MiB."""
 MAX_S = 2.0
 """What comparing may take: everybody waits. Looked at before each layer."""
 MAX_PAIRS = 1 << 16
@@ -127,8 +125,6 @@ class SlotEncoder:
         started = time.perf_counter()
         self._deadline = started + MAX_S
         units = self._units(wish, ends)
-        if len(units.fixed) > MAX_BLOCKS:
-            raise ValueError(f"{len(units.fixed)} blocks, at most {MAX_BLOCKS}: larger blocks are needed")
         thresholds = self._thresholds(wish, units)
         writes, shared = list[Write](), list[int]()
         for layer, threshold in enumerate(thresholds):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_chunkcache.fusion.joint.encoding import JointLayer, decode, decode_unit, encode, relative_errors
+from sglang_chunkcache.fusion.joint.encoding import JointLayer, decode, encode, relative_errors
 from sglang_chunkcache.fusion.joint.fast_fusion import NEVER
 
 HEADS, SIZE, VALUE_SIZE = 2, 4, 3
@@ -82,16 +82,6 @@ def test_fixed_blocks_come_back_bit_by_bit(
     for found, given_ in zip(decode(layer), (keys, values), strict=True):
         pairs = zip(blocks(found, lens, block_size), blocks(given_, lens, block_size), strict=True)
         assert all(torch.equal(now, before) for (now, before), kept in zip(pairs, fixed, strict=True) if kept)
-
-
-@given(layers, st.integers(1, 4))
-def test_units_are_decoded_alone(case: tuple[list[int], int, torch.dtype, float], block_size: int) -> None:
-    """A variant is loaded without its siblings."""
-    lens, *_ = case
-    layer = encode(*made(*case), lens, block_size=block_size, threshold=0.8)
-    for side, whole in enumerate(decode(layer)):
-        parts = [decode_unit(layer, unit)[side] for unit in range(len(lens))]
-        assert same_bits(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -184,11 +174,3 @@ def test_wrong_arguments(shape: tuple[int, ...], block_size: int, names: str) ->
     """Named before anything is computed."""
     with pytest.raises(ValueError, match=names):
         encode(torch.ones(shape), torch.ones(5, 2, 3), [2, 3], block_size=block_size, threshold=0.5)
-
-
-def test_unit_that_is_not_there() -> None:
-    """An index from the end would be a caller's mistake."""
-    layer = encode(torch.ones(4, 1, 1), torch.ones(4, 1, 1), [2, 2], block_size=1, threshold=0.5)
-    for unit in (-1, 2):
-        with pytest.raises(IndexError, match="expected 0 to 1"):
-            decode_unit(layer, unit)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_chunkcache.fusion.joint.variants import EQUAL, LIKE, OWN, decode_variants, encode_variants
+from eval.joint.variants import EQUAL, LIKE, OWN, decode_variants, encode_variants
 from sglang_chunkcache.storage.codec import NONE, Quantized
 from tests.reference.naive_variants import naive_roundtrip
 
