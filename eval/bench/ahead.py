@@ -1,12 +1,15 @@
 """What do loads hide that begin before their request, or run beside its forward? Time to first token where something is slow.
 
-    python -m eval bench ahead [--tokens 2000 6000] [--us-per-token 250 1000] [--search-ms 5 20 50] [--rounds 8] [-- FLAGS]
+    python -m eval bench ahead [--tokens 2000 6000] [--us-per-token 250 1000] [--moved-us-per-token 25 100]
+                               [--search-ms 5 20 50] [--rounds 8] [-- FLAGS]
 
-Two servers in exact mode, one after the other, one request at a time, `--new` tokens of each to compute. With --us-per-token a
-prompt is in host memory, and a copy to the device sleeps so long for each of its tokens:
+Three servers, one after the other, one request at a time, `--new` tokens of each to compute. With --us-per-token a prompt is in
+host memory, and a copy to the device sleeps so long for each of its tokens. With --moved-us-per-token chunks are moved from the
+store, preprocessed behind another, and 15% of their tokens recomputed (by `query`):
 
     computed    another prompt, that nobody has asked for        beside    as many layers as the server thinks best are copied
-    in line     all layers are copied before the forward                   before, the others beside it
+    in line     all layers are copied before the forward, or               before, the others beside it, or beside the passes
+                before the passes that recompute
 
 With --search-ms it is in a storage on disk, and the passages are found by the server, in an index of 128 lists of which all take
 so long:
@@ -53,7 +56,9 @@ NUM_LISTS, PER_LIST = 128, 40
 NOTE = (
     "computed / arm: above 1, the arm is faster. Loads on a guess count where they were used, whoever had begun them."
 )
+MOVED = {"reuse": {"mode": "fused", "selector": "query", "ratio": 0.15, "move": "always"}}
 LAYERS, SEARCH = ("computed", "in line", "beside"), ("computed", "arrival", "provisional", "hint")
+PARTS = {"us_per_token": LAYERS, "moved_us_per_token": LAYERS, "search_ms": SEARCH}
 
 
 class Lane:
@@ -66,18 +71,24 @@ class Lane:
         self._texts: dict[str, list[str]] = {}
         """Of a kept prompt's chunks, in its order."""
 
-    def keep(self, tokens: int, *, retrieves: bool) -> None:
+    def keep(self, tokens: int, part: str) -> None:
         """Ask for the prompts until they are where they will be looked for."""
-        for number in range(KEPT):
+        for name in (f"kept{number}" for number in range(KEPT)):
+            if part == "moved_us_per_token":
+                for chunk in self._chunks(name):
+                    one = {"chunk": chunk, "neighbors": [{"id": "-", "text": name}]}
+                    post(self._url + "/chunkcache/preprocess", one)
             for num_tokens in (1, COPIED + 2 * tokens // 500):
-                self._ask(f"kept{number}", "first", num_tokens, retrieves=retrieves)
+                self._ask(name, "first", num_tokens, retrieves=part == "search_ms")
                 self._settle()
 
     def sample(self, arm: str, slow: Mapping[str, Any], number: int) -> Sample:
         """One request."""
-        is_search = "search_ms" in slow
+        is_search, is_moved = "search_ms" in slow, "moved_us_per_token" in slow
         told = {"in_line": arm == "in line", "tells_first": arm == "provisional"}
-        switch(self._switch, **slow, **told)
+        switch(self._switch, **{name.removeprefix("moved_"): value for name, value in slow.items()}, **told)
+        if is_moved:  # nothing is left on the device
+            get(self._url + "/flush_cache?timeout=60")
         prompt = f"{'found' if is_search else 'sent'}{number}"
         if arm != "computed":
             self._turn += 1
@@ -87,29 +98,37 @@ class Lane:
             hint = {"messages": [{"role": "system", "content": SYSTEM}], "texts": self._texts[prompt]}
             post(self._url + "/chunkcache/prefetch", {**hint, "order": "retriever"})
             time.sleep(self._args.ahead_ms / 1000)
-        seconds, answer = self._ask(prompt, f"{number} {arm}", 1, retrieves=is_search)
+        moved = MOVED if is_moved and arm != "computed" else {}
+        seconds, answer = self._ask(prompt, f"{number} {arm}", 1, retrieves=is_search, **moved)
         after = self._settle()
-        counts = answer["fates"]
+        counts, loader = answer["fates"], "moves" if is_moved else "host"
+        loaded = counts["relocated"] + counts["recomputed"] if is_moved else answer["loaded"]
         return {
             "metrics": {"ttft_s": seconds},
             "prompt_tokens": sum(counts.values()),
             "exact": counts["exact"],
-            "loaded": answer["loaded"],
-            "layers_ahead": after["host"].get("layers_ahead") if not is_search else None,
+            "loaded": loaded,
+            "layers_ahead": after[loader]["layers_ahead"] if not is_search else None,
             "guesses": {name: _guessed(after, name) - _guessed(before, name) for name in ("loads", "used", "wasted")},
             "late": after["storage"]["late"] - before["storage"]["late"] if is_search else None,
         }
 
-    def _ask(self, prompt: str, question: str, num_tokens: int, *, retrieves: bool) -> tuple[float, Mapping[str, Any]]:
+    def _chunks(self, prompt: str) -> list[dict[str, str]]:
+        return [{"id": f"{prompt}.{n}", "text": text} for n, text in enumerate(self._prompts[prompt])]
+
+    def _ask(
+        self, prompt: str, question: str, num_tokens: int, *, retrieves: bool, **fields: Any
+    ) -> tuple[float, Mapping[str, Any]]:
         """(seconds until the answer of one token or more has come, what it says of the cache)"""
-        texts = self._prompts[prompt]
-        found = {"retrieve": {"query": marker(prompt), "k": len(texts), "mode": "dense", "nprobe": NUM_LISTS}}
-        sent = {"chunks": [{"id": f"{prompt}.{n}", "text": text} for n, text in enumerate(texts)]}
+        found = {
+            "retrieve": {"query": marker(prompt), "k": len(self._prompts[prompt]), "mode": "dense", "nprobe": NUM_LISTS}
+        }
+        sent = {"chunks": self._chunks(prompt)}
         messages = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": random_text(question, self._args.new)},
         ]
-        body = {"messages": messages, "order": "retriever", "max_tokens": num_tokens, "ignore_eos": True}
+        body = {"messages": messages, "order": "retriever", "max_tokens": num_tokens, "ignore_eos": True, **fields}
         started = time.perf_counter()
         answer = post(self._url + "/rag/v1/chat/completions", {**body, **(found if retrieves else sent)})["chunkcache"]
         seconds = time.perf_counter() - started
@@ -130,7 +149,8 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """One row a cell and arm."""
     tables = []
     for title, key, base, metric, unit in (
-        ("Copies from host memory", "us_per_token", "in line", "hidden", lambda cell, one: _load_s(cell, one)),
+        ("Copies from host memory", "us_per_token", "in line", "hidden", _load_s),
+        ("Chunks moved from the store", "moved_us_per_token", "in line", "hidden", _load_s),
         ("Searches", "search_ms", "arrival", "won (ms)", lambda cell, one: 1e-3),
     ):
         rows = [
@@ -143,7 +163,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             tables.append(table(title, rows, NOTE))
     shown = [row for one in tables for row in one["rows"] if row["arm"] not in ("computed", "in line", "arrival")]
     verdict = [
-        ", ".join(f"{name} {row[name]}" for name in row if name in ("tokens", "us_per_token", "search_ms", "arm"))
+        ", ".join(f"{name} {row[name]}" for name in row if name in ("tokens", *PARTS, "arm"))
         + f": {row['computed / arm']} times sooner than computed, "
         + ", ".join(f"{name} {row[name]}" for name in ("hidden", "won (ms)") if name in row)
         for row in shown
@@ -159,19 +179,16 @@ def main(argv: Sequence[str]) -> int:
         model = str(write_random_model(folder, SHAPES[args.params], [" ".join(WORDS)] * 50))
         for tokens in args.tokens:
             prompts = _prompts(tokens, args)
-            for name, values, arms in (
-                ("us_per_token", args.us_per_token, LAYERS),
-                ("search_ms", args.search_ms, SEARCH),
-            ):
-                if not values:
+            for name, arms in PARTS.items():
+                if not (values := getattr(args, name)):
                     continue
                 is_search = name == "search_ms"
                 index = _index(folder / f"index-{tokens}", prompts) if is_search else None
                 switched = folder / "switch.json"
                 switch(switched)
-                with _server(args, tokens, model, folder, index) as server:
+                with _server(args, tokens, model, folder, name, index) as server:
                     lane = Lane(server.url, switched, prompts, args)
-                    lane.keep(tokens, retrieves=is_search)
+                    lane.keep(tokens, name)
                     for value in values:
                         takes = {arm: partial(lane.sample, arm, {name: value}) for arm in arms}
                         take_rounds(run, {"tokens": tokens, name: value}, takes, args.rounds)
@@ -199,7 +216,7 @@ def _guessed(stats: Mapping[str, Any], name: str) -> int:
 
 
 def _load_s(cell: Mapping[str, Any], sample: Sample) -> float:
-    return float(cell["us_per_token"] * 1e-6 * sample["loaded"])
+    return float(sum(cell[name] for name in cell if name.endswith("us_per_token")) * 1e-6 * sample["loaded"])
 
 
 def _row(
@@ -227,7 +244,7 @@ def _row(
         "computed / arm": told_ratio(arms["computed"], taken, "ttft_s", 2),
         metric: round(quantile(sooner, 0.5), 3) if sooner else None,
         **({f"guesses {name}": count for name, count in guesses.items()} if "search_ms" in cell else {}),
-        **({"layers ahead": quantile([one["layers_ahead"] for one in taken], 0.5)} if "us_per_token" in cell else {}),
+        **({} if "search_ms" in cell else {"layers ahead": quantile([one["layers_ahead"] for one in taken], 0.5)}),
     }
 
 
@@ -238,6 +255,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[2000, 6000], help="length of a prompt's chunks together")
     add("--us-per-token", type=int, nargs="*", default=[250, 1000], help="of a copy to the device; none: no such part")
+    add(
+        "--moved-us-per-token",
+        type=int,
+        nargs="*",
+        default=[25, 100],
+        help="of a move from the store; none: no such part",
+    )
     add("--search-ms", type=int, nargs="*", default=[5, 20, 50], help="of a search of all lists; none: no such part")
     add("--new", type=int, default=100, help="words of a question, which are computed")
     add("--ahead-ms", type=int, default=100, help="of a hint before its request")
@@ -255,7 +279,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _prompts(tokens: int, args: argparse.Namespace) -> dict[str, list[str]]:
     """Name -> texts of its chunks, somewhat longer than asked for: a marker is no word of the tokenizer's."""
-    computed = range((args.rounds + 1) * max(len(args.us_per_token), len(args.search_ms)))
+    computed = range((args.rounds + 1) * max(len(getattr(args, name)) for name in PARTS))
     names = [*(f"kept{n}" for n in range(KEPT)), *(f"{kind}{n}" for kind in ("sent", "found") for n in computed)]
     found = {}
     for name in names:
@@ -282,12 +306,16 @@ def _index(folder: Path, prompts: Mapping[str, Sequence[str]]) -> Path:
     return folder
 
 
-def _server(args: argparse.Namespace, tokens: int, model: str, folder: Path, index: Path | None) -> Server:
-    mib, pool = mib_of(args, tokens), round(PROMPTS * tokens) + 4 * args.new
+def _server(args: argparse.Namespace, tokens: int, model: str, folder: Path, part: str, index: Path | None) -> Server:
+    is_moved = part == "moved_us_per_token"
+    mib, pool = mib_of(args, tokens), round((2 * PROMPTS if is_moved else PROMPTS) * tokens) + 4 * args.new
     flags = ["--model-path", model, "--dtype", args.dtype, "--max-total-tokens", str(pool), *serve_arms.EVERY_SERVER]
     # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
-    flags += ["--chunked-prefill-size", "-1", "--max-prefill-tokens", str(2 * tokens), "--max-running-requests", "1"]
-    if index is None:
+    flags += ["--chunked-prefill-size", "-1", "--max-prefill-tokens", str(2 * tokens)]
+    flags += ["--max-running-requests", "4" if is_moved else "1"]  # moving is tried at the start, with four
+    if is_moved:
+        flags += ["--reuse", "fused", "--chunkcache-store-mib", str(round((KEPT + 2) * mib))]
+    elif index is None:
         flags += ["--chunkcache-host-mib", str(round((KEPT + 2) * mib))]
     else:
         kept = json.dumps({"directory": str(folder / f"disk-{tokens}")})
@@ -296,6 +324,6 @@ def _server(args: argparse.Namespace, tokens: int, model: str, folder: Path, ind
         flags += ["--index", str(index), "--chunkcache-max-chunks", "1000"]
     env = {"SLOW_SERVER_SWITCH": str(folder / "switch.json")}
     env |= {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
-    log = args.logs / f"ahead-{tokens}-{'host' if index is None else 'search'}.log"
+    log = args.logs / f"ahead-{tokens}-{part}.log"
     launcher = ("-m", "tests.e2e.slow_server")
     return Server([*flags, *args.server_flags], log=log, launcher=launcher, env=env, timeout_s=args.start_limit_s)

@@ -1,6 +1,7 @@
 """Fills promised slots: move KV, choose the critical tokens, run them through the model. All requests of a batch together.
 
-    move      every piece with slots of its own: gather, rotate keys to their new positions, scatter
+    move      every piece with slots of its own: gather, rotate keys to their new positions, scatter. What comes from host memory
+              does so layer by layer, beside the passes below (scheduler/layer_loads.py)
     choose    read-only passes measure what a selector needs (measure.py), then the selector decides. Critical tokens that
               share a source's slots get slots of their own (own_slots.py)
     compute   one pass over critical tokens and gaps (recompute.py)
@@ -16,7 +17,7 @@ import time
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from radix_ext import FusionRequest
 from radix_ext.cfo import Scored
-from radix_ext.costs import Phase, Work, through
+from radix_ext.costs import Phase, Work, seconds, through
 from radix_ext.fusion_request import asked_layers, question_tokens
 from radix_ext.moved_plan import Piece
 from radix_ext.sources import DeviceCopy, HostCopy
@@ -47,10 +48,11 @@ from sglang_chunkcache.fusion.measure import (
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
-from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
+from sglang_chunkcache.scheduler.layer_loads import LayerLoads, copied_ahead
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Sizes
 from sglang_chunkcache.wire.report import Fallback
@@ -147,6 +149,7 @@ class FusionPass:
         self.outward = OutwardWatch(self)
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
+        self.loads, self.layers_ahead = LayerLoads.of(self.pool), 0
         self.codec = CODECS[config.store_codec]
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
@@ -154,19 +157,24 @@ class FusionPass:
     @torch.no_grad()
     def run(self, moves: Sequence[Move]) -> None:
         """Fill the slots of every move. Work is queued on the current stream."""
-        before = dict(self.seconds)
+        before, is_beside = dict(self.seconds), False
         with self.pricing.watch(None, Work(1)) as filling:
             try:
                 with self._timed("relocate"):
-                    self._move(moves)
+                    is_beside = self._move(moves)
                 with self._timed("select"):
                     critical = [
                         move.claim(positions) for move, positions in zip(moves, self._choose(moves), strict=True)
                     ]
                 with self._timed("recompute"):
                     self._compute(moves, critical)
+                    if is_beside:
+                        self.loads.settle()
             except Exception:
                 logger.exception("chunk cache: moving chunk KV failed, %d prompt(s) are computed instead", len(moves))
+                if is_beside:
+                    with suppress(Exception):  # what matters is that nothing comes into slots that are computed
+                        self.loads.settle()
                 self._compute_all(moves)
         for move in moves:
             move.filling = filling if len(moves) == 1 else None
@@ -208,9 +216,11 @@ class FusionPass:
 
     def stats(self) -> dict[str, Any]:
         """Seconds and tokens since the start, by phase; what the pass attends with, and how often it had to do without; how the
-        store keeps KV, and how far an element may be off by it, over the largest of its token and head."""
+        store keeps KV, and how far an element may be off by it, over the largest of its token and head; layers of the last load
+        from host memory that were copied before the passes."""
         return {
             "codec": {"name": self.codec.name, "max_error": self.codec.max_error(self.pool.dtype)},
+            "layers_ahead": self.layers_ahead,
             "attention": {**self.attention, "fallbacks": self.num_unplanned},
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
             "tokens": dict(self.num_tokens),
@@ -218,7 +228,8 @@ class FusionPass:
 
     # Private, in order of use
 
-    def _move(self, moves: Sequence[Move]) -> None:
+    def _move(self, moves: Sequence[Move]) -> bool:
+        """Whether some of it goes on beside."""
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         blobs: list[tuple[HostBlob, Tensor, Tensor]] = []
         for move in moves:
@@ -236,10 +247,6 @@ class FusionPass:
                 else:
                     raise TypeError(f"no way to move from {source!r}")
                 self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
-        with self.pricing.watch(Phase.HOST, Work(len(blobs), sum(len(target) for _, target, _ in blobs))):
-            for blob, target, positions in blobs:
-                keys, values = blob.read(target.device)
-                write_blob(self.pool, self.table, keys, values, target_slots=target, target_positions=positions)
         if copies:  # all layers at once: what is loaded beside this pass has to be there
             self.pool.get_kv_buffer(self.pool.layer_num - 1)
         with self.pricing.watch(Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))):
@@ -253,6 +260,34 @@ class FusionPass:
                     target_slots=targets,
                     target_positions=positions,
                 )
+        return bool(blobs) and self._load(moves, *map(list, zip(*blobs, strict=True)))
+
+    def _load(
+        self, moves: Sequence[Move], blobs: list[HostBlob], targets: list[Tensor], positions: list[Tensor]
+    ) -> bool:
+        """From host memory, in layers, as many of them beside the passes as these need not wait for (Cache-Craft, eq. 16)."""
+        target = BlobTarget(self.pool, self.table, torch.cat(targets), torch.cat(positions))
+        work = Work(len(blobs), sum(map(len, targets)))
+
+        def copy(layer: int) -> None:
+            layers = slice(layer, layer + 1)
+            parts = (blob.read(targets[0].device, layers) for blob in blobs)
+            keys, values = (torch.cat(side, dim=1) for side in zip(*parts, strict=True))
+            target.write(keys, values, layers)
+
+        self.layers_ahead = self._num_ahead(moves, work)
+        return self.loads.start(copy, Phase.HOST, work, num_ahead=self.layers_ahead, clock=self.pricing)
+
+    def _num_ahead(self, moves: Sequence[Move], work: Work) -> int:
+        """All layers where no pass follows, or where a thread beside it would take a second team of torch's threads."""
+        costs, num_layers = self.pricing.agreed, self.loads.num_layers
+        passes = (Phase.QUESTION, Phase.DEVIATION, Phase.RECOMPUTE)
+        compute: float = sum(
+            seconds(costs, {phase: move.plan.works.get(phase, Work()) for phase in passes}) for move in moves
+        )
+        if not compute or (not self.loads.is_cuda and torch.get_num_threads() > 1):
+            return num_layers
+        return copied_ahead(num_layers, load=costs[Phase.HOST].seconds(work), compute=compute)
 
     def _choose(self, moves: Sequence[Move]) -> list[list[int]]:
         """Positions to compute, per move: the selector's critical tokens and all of the gaps."""

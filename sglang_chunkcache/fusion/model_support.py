@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sglang_chunkcache.fusion.relocate import DTYPES, ROTARY_CLASSES
+from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 
 POOL_CLASS = "MHATokenToKVPool"
 ATTENTION_CLASS = "RadixAttention"
@@ -93,8 +94,8 @@ def _pool(pool: Any) -> Iterator[str]:
         yield f"quantised KV ({pool.quant_method.name})"
     if pool.kv_cache_layout != "nhd":
         yield f"KV layout {pool.kv_cache_layout}, not nhd"
-    if pool.layer_transfer_counter is not None:
-        yield "KV loaded layer by layer"
+    if not isinstance(pool.layer_transfer_counter, LayerLoads | None):
+        yield "KV loaded layer by layer by others"
 
 
 def _model(runner: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ Knows slots and positions, no chunks, trees or requests.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -163,7 +164,7 @@ def copy_moved(
         _check_apart(source_slots, target_slots)
     turn = table._turn(source_positions, target_positions)
     if _takes_kernel(pool, use_kernel):
-        _launch(pool, table, turn, source_slots, target_slots)
+        _launch(pool.k_buffer, pool.v_buffer, table, turn, source_slots, target_slots)
         return
     for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True):
         moved_keys, moved_values = table._apply_(keys[source_slots], turn), values[source_slots]
@@ -181,36 +182,64 @@ def write_blob(
     target_positions: Tensor,
     use_kernel: bool | None = None,
 ) -> None:
-    """Write stored KV into slots of the pool, keys rotated to their positions. Queued on the current stream.
+    """Write stored KV into slots of the pool, keys rotated to their positions: all layers of `BlobTarget.write`."""
+    BlobTarget(pool, table, target_slots, target_positions, use_kernel=use_kernel).write(
+        keys, values, slice(0, len(pool.k_buffer))
+    )
 
-    A blob on another device is first copied to the pool's device as a whole, keys and values with one copy each. From pinned
-    memory the copy is queued like the rest. From pageable memory, which the store uses, CUDA makes the host wait: for the
-    stream's earlier work, then until the blob has been read.
+
+class BlobTarget:
+    """Slots that stored KV is written into. Queued on the current stream.
 
     Args:
-        pool: Written at `target_slots`; as in `copy_moved`.
+        pool: Written at `slots`; as in `copy_moved`.
         table: The model's, on the pool's device.
-        keys: [num_layers, num_tokens, num_kv_heads, head_dim], the pool's dtype, un-rotated, as `read_blob` gives them; on any
-            device, only read.
-        values: [num_layers, num_tokens, num_kv_heads, v_head_dim], otherwise like `keys`.
-        target_slots: [num_tokens] int64, on the pool's device, each slot once.
-        target_positions: [num_tokens] int64, on the pool's device.
+        slots: [num_tokens] int64, on the pool's device, each slot once.
+        positions: [num_tokens] int64, on the pool's device.
         use_kernel: As in `copy_moved`.
     Raises:
         ValueError: as `copy_moved`.
     """
-    num_tokens = _check_pool(pool, table, "target_slots", target_slots, "target_positions", target_positions)
-    for name, blob, buffers in (("keys", keys, pool.k_buffer), ("values", values, pool.v_buffer)):
-        _check_shape(name, blob, (len(buffers), num_tokens, *buffers[0].shape[1:]))
-        _check_dtype(name, blob, pool.dtype)
-    turn = table._turn(None, target_positions)
-    keys, values = (blob.to(target_slots.device, non_blocking=True).contiguous() for blob in (keys, values))
-    if _takes_kernel(pool, use_kernel):
-        _launch(pool, table, turn, (keys, values), target_slots)
-        return
-    for layer, (key_buffer, value_buffer) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
-        key_buffer[target_slots] = table._apply_(keys[layer].clone(), turn)
-        value_buffer[target_slots] = values[layer]
+
+    def __init__(
+        self,
+        pool: MHATokenToKVPool,
+        table: RotaryTable,
+        slots: Tensor,
+        positions: Tensor,
+        *,
+        use_kernel: bool | None = None,
+    ) -> None:
+        self._num_tokens = _check_pool(pool, table, "target_slots", slots, "target_positions", positions)
+        self._pool, self._table, self._slots = pool, table, slots
+        self._turn, self._takes_kernel = table._turn(None, positions), _takes_kernel(pool, use_kernel)
+
+    def write(self, keys: Tensor, values: Tensor, layers: slice) -> None:
+        """Some of the layers.
+
+        KV on another device is first copied to the pool's, keys and values with one copy each. From pinned memory, as the store
+        has it on CUDA, the copy is queued like the rest. From pageable memory, as a storage gives it, CUDA makes the host wait:
+        for the stream's earlier work, then until it has been read.
+
+        Args:
+            keys: [num_layers, num_tokens, num_kv_heads, head_dim], of these layers, the pool's dtype, un-rotated, as `read_blob`
+                gives them; on any device, only read.
+            values: [num_layers, num_tokens, num_kv_heads, v_head_dim], otherwise like `keys`.
+            layers: of the pool.
+        Raises:
+            ValueError: as `copy_moved`.
+        """
+        key_buffers, value_buffers = self._pool.k_buffer[layers], self._pool.v_buffer[layers]
+        for name, blob, buffers in (("keys", keys, key_buffers), ("values", values, value_buffers)):
+            _check_shape(name, blob, (len(buffers), self._num_tokens, *buffers[0].shape[1:]))
+            _check_dtype(name, blob, self._pool.dtype)
+        keys, values = (blob.to(self._slots.device, non_blocking=True).contiguous() for blob in (keys, values))
+        if self._takes_kernel:
+            _launch(key_buffers, value_buffers, self._table, self._turn, (keys, values), self._slots)
+            return
+        for layer, (key_buffer, value_buffer) in enumerate(zip(key_buffers, value_buffers, strict=True)):
+            key_buffer[self._slots] = self._table._apply_(keys[layer].clone(), self._turn)
+            value_buffer[self._slots] = values[layer]
 
 
 def read_blob(
@@ -241,7 +270,7 @@ def read_blob(
         for buffers in (pool.k_buffer, pool.v_buffer)
     )
     if _takes_kernel(pool, use_kernel):
-        _launch(pool, table, turn, slots, (keys, values))
+        _launch(pool.k_buffer, pool.v_buffer, table, turn, slots, (keys, values))
         return keys, values
     for layer, (key_buffer, value_buffer) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
         keys[layer] = table._apply_(key_buffer[slots], turn)
@@ -254,11 +283,16 @@ def _takes_kernel(pool: MHATokenToKVPool, use_kernel: bool | None) -> bool:
 
 
 def _launch(
-    pool: MHATokenToKVPool, table: RotaryTable, turn: _Turn, source: Tensor | Blob, target: Tensor | Blob
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    table: RotaryTable,
+    turn: _Turn,
+    source: Tensor | Blob,
+    target: Tensor | Blob,
 ) -> None:
     from sglang_chunkcache.fusion.relocate_kernel import relocate  # only here: without CUDA nothing needs Triton
 
-    relocate(pool.k_buffer, pool.v_buffer, turn.cos, turn.sin, is_neox=table.is_neox, source=source, target=target)
+    relocate(keys, values, turn.cos, turn.sin, is_neox=table.is_neox, source=source, target=target)
 
 
 def _check_apart(source_slots: Tensor, target_slots: Tensor) -> None:

@@ -111,11 +111,11 @@ def launch_arguments(
     return arguments, triton.cdiv(num_tokens, tokens) * 2 * len(keys)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1024)
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     """The addresses on the device, and the alignment in bytes that all of them share, up to 16.
 
-    Cached by address, not by pool: a pool may be given new buffers.
+    Cached by address, not by pool: a pool may be given new buffers. Layers that are written one by one have an entry each.
     """
     return torch.tensor(pointers, dtype=torch.int64, device=device), math.gcd(16, *pointers)
 

@@ -81,10 +81,10 @@ class HostBlob:
         """Host memory of all parts: of pinned memory, torch takes a power of two for each."""
         return sum(1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes for each in self.parts)
 
-    def read(self, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
-        """(keys, values) in the pool's dtype, decoded on this device; not to be written, since they may be the parts. From pinned
-        memory the copy is queued."""
-        return self.codec.decode([each.to(device, non_blocking=True) for each in self.parts])
+    def read(self, device: torch.device = CPU, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """(keys, values) of these layers in the pool's dtype, decoded on this device; not to be written, since they may be the
+        parts. From pinned memory the copy is queued."""
+        return self.codec.decode([each[layers].to(device, non_blocking=True) for each in self.parts])
 
 
 class Offload:

@@ -39,10 +39,10 @@ from torch import Tensor
 from radix_ext import ChainId, ChunkId, reused_priority
 from radix_ext.costs import TRIED_EVERY, Costs, Phase, Work, extend_work
 from radix_ext.offloading import worth_offloading
-from radix_ext.preloading import layers_ahead
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.layer_loads import Clock as LoadClock
+from sglang_chunkcache.scheduler.layer_loads import copied_ahead
 from sglang_chunkcache.scheduler.node import HostNode, facts
 from sglang_chunkcache.scheduler.pricing import prefill_work
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -56,8 +56,6 @@ PLACE_BYTES = 16
 """Nobody finds two of one name."""
 MAX_SAVED_TOKENS = 512
 """After one forward: the answers under way wait for them."""
-WORTH_HIDING_S = 0.002
-"""Of a load. A shorter one is over before a thread has begun, and what it takes beside a forward says little of it."""
 MAX_WAITING = 1024
 """Nodes that wait to be saved. More are not taken: they come again with their next hit."""
 
@@ -468,10 +466,8 @@ class HostChains:
         if not (is_asked and self.pool.is_layered):
             return self.pool.num_layers
         load = self.pricing.agreed[Phase.LOAD].seconds(Work(1, num_tokens))
-        if load < WORTH_HIDING_S:
-            return self.pool.num_layers
         compute = self.pricing.agreed[Phase.EXTEND].seconds(prefill_work(batch))
-        return layers_ahead(self.pool.num_layers, load=load, compute=compute)
+        return copied_ahead(self.pool.num_layers, load=load, compute=compute)
 
     def _is_held(self, host: HostNode) -> bool:
         return host.is_busy or host in self._being_loaded

@@ -15,10 +15,11 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+from sglang.srt.model_executor.cuda_graph_config import Backend, check_cuda_graph_backend
+from sglang.srt.model_executor.cuda_graph_config import Phase as GraphPhase
 from torch import Tensor
 
-from radix_ext.costs import Work
+from radix_ext.costs import Phase, Work
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.scheduler.host_memory import EXACT_CHAINS, has_own_memory, machine_bytes
@@ -56,8 +57,7 @@ class HostPool:
         """The forward stream, known with the first forward."""
         self.num_layers: int = self._pool.layer_num
         self.is_layered = is_layered
-        self._loads = LayerLoads(self.num_layers, is_cuda=self._is_cuda)
-        device_pool.register_layer_transfer_counter(self._loads)
+        self.loads = LayerLoads.of(device_pool)
 
     @property
     def num_free(self) -> int:
@@ -94,7 +94,6 @@ class HostPool:
 
     def close(self) -> None:
         """The process ends: memory that is still pinned then may hold that up for tens of seconds."""
-        self._device_pool.register_layer_transfer_counter(None)
         self._pool.destroy()
 
     def follow(self) -> None:
@@ -130,7 +129,7 @@ class HostPool:
             for held, side in zip(self._bytes, sides, strict=True):
                 side.view(torch.uint8).numpy()[device_slots.numpy()] = held[layer].take(slots.numpy(), axis=0)
 
-        self._loads.start(copy, Work(1, len(slots)), num_ahead=num_ahead, clock=clock)
+        self.loads.start(copy, Phase.LOAD, Work(1, len(slots)), num_ahead=num_ahead, clock=clock)
 
     def finish(self) -> bool:
         """The forward is queued: what comes next, on its stream, finds all that was loaded. Whether copies were made again.
@@ -138,7 +137,7 @@ class HostPool:
         Raises:
             IntegrityError: it has read layers that it did not wait for.
         """
-        return self._loads.finish()
+        return self.loads.finish()
 
 
 def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
@@ -159,7 +158,7 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
         if problem is None:
             size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
             # A graph of whole prefills replays attention without asking for layers.
-            is_replayed = check_cuda_graph_backend(Phase.PREFILL, Backend.FULL)
+            is_replayed = check_cuda_graph_backend(GraphPhase.PREFILL, Backend.FULL)
             is_layered = not is_replayed and _attends_in_all(ctx.tp_worker.model_runner.model, device_pool.layer_num)
             pool = HostPool(device_pool, size, is_layered=is_layered)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:

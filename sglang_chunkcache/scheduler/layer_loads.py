@@ -8,7 +8,7 @@
 own, `LayerDoneCounter`, waits for events of the device, and `torch.cpu.Event` waits for nothing. Knows layers, no slots.
 
 Invariants:
-- One pass at a time, from `start` to `finish`, which are around one forward.
+- One pass at a time goes on beside, from `start` to `finish`, which are around one forward, or to `settle`.
 - Layers are copied in ascending order: whoever has waited for one has waited for all before it.
 - What was copied beside has been waited for when the forward is over. Otherwise its attention has read what was not there.
 """
@@ -25,10 +25,13 @@ import torch
 
 from radix_ext import IntegrityError
 from radix_ext.costs import Phase, Work
+from radix_ext.preloading import layers_ahead
 from sglang_chunkcache.scheduler.pricing import Stretch, Watch
 
 logger = logging.getLogger(__name__)
 
+WORTH_HIDING_S = 0.002
+"""Of a load. A shorter one is over before a thread has begun, and what it takes beside a forward says little of it."""
 Copy = Callable[[int], None]
 """Copies one layer, on the current stream. Called again after it has failed, so twice is as once."""
 
@@ -37,7 +40,7 @@ class Clock(Protocol):
     """What `Pricing` does."""
 
     def watch(self, phase: Phase | None, work: Work) -> AbstractContextManager[Watch]: ...
-    def beside(self, watch: Watch) -> Stretch: ...
+    def beside(self) -> Stretch: ...
     def stall(self) -> AbstractContextManager[None]: ...
 
 
@@ -51,8 +54,17 @@ class _Pass(Protocol):
 class LayerLoads:
     """Of a pool of `num_layers`. All calls come from the thread, and on the stream, that forwards run on."""
 
+    @classmethod
+    def of(cls, pool: Any) -> LayerLoads:
+        """The pool's own: its getters wait for loads from now on."""
+        if not isinstance(pool.layer_transfer_counter, cls):
+            is_cuda = torch.device(pool.device).type == "cuda"
+            pool.register_layer_transfer_counter(cls(pool.layer_num, is_cuda=is_cuda))
+        loads: LayerLoads = pool.layer_transfer_counter
+        return loads
+
     def __init__(self, num_layers: int, *, is_cuda: bool) -> None:
-        self.num_layers, self._is_cuda = num_layers, is_cuda
+        self.num_layers, self.is_cuda = num_layers, is_cuda
         self._clock: Clock | None = None
         self._stream: Any = None
         self._beside: _Pass | None = None
@@ -60,21 +72,22 @@ class LayerLoads:
         """Layers that were copied beside this forward and not waited for yet."""
         self._has_failed = False
 
-    def start(self, copy: Copy, work: Work, *, num_ahead: int, clock: Clock) -> None:
-        """Copy `num_ahead` layers, and begin with the rest. What `copy` raises here is raised."""
-        assert self._beside is None, "the pass before was not finished"
-        with clock.watch(Phase.LOAD, work) as watch:
-            for layer in range(num_ahead):
+    def start(self, copy: Copy, phase: Phase, work: Work, *, num_ahead: int, clock: Clock) -> bool:
+        """Copy `num_ahead` layers, and begin with the rest; all of them while another pass goes on. What `copy` raises here is
+        raised. Whether there is a rest."""
+        with clock.watch(phase, work) as watch:
+            rest = range(num_ahead if self._beside is None else self.num_layers, self.num_layers)
+            for layer in range(rest.start):
                 copy(layer)
-            rest = range(num_ahead, self.num_layers)
             if not rest:
-                return
+                return False
             self._clock, self._unread = clock, set(rest)
-            if self._is_cuda:
+            if self.is_cuda:
                 self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                self._beside = _OnStream(copy, rest, self._stream, clock.beside(watch))
+                self._beside = _OnStream(copy, rest, self._stream, clock.beside())
             else:
-                self._beside = _OnThread(copy, rest, watch, clock.beside(watch))
+                self._beside = _OnThread(copy, rest, watch, clock.beside())
+        return True
 
     def wait_until(self, layer: int) -> None:
         """SGLang's call, by the pool's getters: what the current stream, or this thread, does next finds layers `[0, layer]`."""
@@ -88,14 +101,27 @@ class LayerLoads:
         Raises:
             IntegrityError: nobody has waited for some of the layers, so the forward has read them too early.
         """
-        if self._beside is None:
-            return False
         unread = sorted(self._unread)
-        self.wait_until(self.num_layers - 1)
-        has_failed, self._has_failed, self._beside, self._clock = self._has_failed, False, None, None
+        has_failed = self.settle()
         if unread:
             raise IntegrityError([f"no attention has waited for layers {unread}, which were loaded beside it"])
         return has_failed
+
+    def settle(self) -> bool:
+        """Nothing is copied any more, read or not, whatever it raises. Whether copies have failed, and were made again."""
+        if self._beside is None:
+            return False
+        try:
+            self.wait_until(self.num_layers - 1)
+            return self._has_failed
+        finally:
+            self._has_failed, self._beside, self._clock = False, None, None
+            self._unread.clear()
+
+
+def copied_ahead(num_layers: int, *, load: float, compute: float) -> int:
+    """Layers to copy before a forward (Cache-Craft, eq. 16), of seconds: all where hiding the load gains nothing."""
+    return layers_ahead(num_layers, load=load, compute=compute) if load >= WORTH_HIDING_S else num_layers
 
 
 class _OnThread:
@@ -121,6 +147,7 @@ class _OnThread:
         self._failed_from = None
         return True
 
+    @torch.inference_mode()
     def _run(self) -> None:
         self._stretch.mark()
         for layer in self._layers:

@@ -109,10 +109,12 @@ class Pricing:
             stretch.mark()
             self._running.append(watch)
 
-    def beside(self, watch: Watch) -> Stretch:
-        """More of what is watched, on another stream or thread: it marks where that begins and ends, which may be later."""
-        watch.stretches.append(self._stretch())
-        return watch.stretches[-1]
+    def beside(self) -> Stretch:
+        """More of what is being watched, on another stream or thread: it marks where that begins and ends, which may be later."""
+        stretch = self._stretch()
+        for watch in self._open:
+            watch.stretches.append(stretch)
+        return stretch
 
     @contextmanager
     def stall(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
     SLOW_SERVER_SWITCH=FILE python -m tests.e2e.slow_server FLAGS
 
-JSON, every key optional: `us_per_token` that a load of exact chains sleeps, over its layers; `in_line`: all layers before the
+JSON, every key optional: `us_per_token` that a load from host memory sleeps, over its layers; `in_line`: all layers before the
 forward; `search_ms` that a search of all lists sleeps; `tells_first`: what its first lists have is told, after their share.
 """
 
@@ -32,7 +32,7 @@ def install(switch: Path) -> None:
 
     start, search, search_dense = LayerLoads.start, Retriever.search, Retriever._search_dense
 
-    def start_slowed(loads: LayerLoads, copy: Any, work: Any, *, num_ahead: int, clock: Any) -> None:
+    def start_slowed(loads: LayerLoads, copy: Any, phase: Any, work: Any, *, num_ahead: int, clock: Any) -> bool:
         seconds = asked("us_per_token") * 1e-6 * work.tokens / loads.num_layers
 
         def slow(layer: int) -> None:
@@ -41,7 +41,7 @@ def install(switch: Path) -> None:
             copy(layer)
 
         num_ahead = loads.num_layers if asked("in_line", False) else num_ahead
-        start(loads, slow, work, num_ahead=num_ahead, clock=clock)
+        return start(loads, slow, phase, work, num_ahead=num_ahead, clock=clock)
 
     def search_slowed(retriever: Retriever, *args: Any, told_first: Any = None, **options: Any) -> Any:
         return search(retriever, *args, told_first=told_first if asked("tells_first", True) else None, **options)

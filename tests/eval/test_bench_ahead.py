@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from eval.bench.ahead import NUM_LISTS, _parse, _prompts, marker, summarize
 
 
@@ -27,15 +29,16 @@ def samples(cell: Mapping[str, Any], loaded: int = 1000, **seconds: float) -> li
     ]
 
 
-def test_hidden_is_a_share_of_what_a_copy_sleeps() -> None:
+@pytest.mark.parametrize("part", ["us_per_token", "moved_us_per_token"])
+def test_hidden_is_a_share_of_what_a_copy_sleeps(part: str) -> None:
     """Of 1,000 tokens at 500 microseconds half a second."""
-    found = summarize(samples({"us_per_token": 500}, computed=4.0, in_line=1.5, beside=1.2))
+    found = summarize(samples({part: 500}, computed=4.0, in_line=1.5, beside=1.2))
     computed, in_line, beside = found["tables"][0]["rows"]
     assert (computed["hidden"], in_line["hidden"], beside["hidden"]) == (None, None, 0.6)
     assert (computed["loaded tokens"], beside["loaded tokens"], beside["rounds"]) == (0, 1000, 3)
     assert beside["computed / arm"].startswith("3.33")
     assert found["verdict"] == [
-        f"tokens 2000, us_per_token 500, arm beside: {beside['computed / arm']} times sooner than computed, hidden 0.6"
+        f"tokens 2000, {part} 500, arm beside: {beside['computed / arm']} times sooner than computed, hidden 0.6"
     ]
 
 

@@ -102,7 +102,7 @@ class FixedCosts:
         self.watched.append((phase, work))
         return nullcontext(SimpleNamespace(seconds=1.0))
 
-    def beside(self, watch: Any) -> Any:
+    def beside(self) -> Any:
         return SimpleNamespace(mark=lambda: None)
 
     def stall(self) -> Any:

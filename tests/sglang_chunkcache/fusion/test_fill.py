@@ -448,7 +448,7 @@ def test_nothing_is_measured_where_nothing_is_chosen(
 # What goes wrong
 
 
-@pytest.mark.parametrize("name", ["copy_moved", "write_blob", "question_evidence", "run_pass", "selectors"], ids=str)
+@pytest.mark.parametrize("name", ["copy_moved", "BlobTarget", "question_evidence", "run_pass", "selectors"], ids=str)
 def test_a_failing_pass_computes_everything(scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Wherever it fails, the batch is prefilled as usual, and each answer says so."""
 

@@ -200,7 +200,7 @@ def test_pool_dtype() -> None:
         ("quant_method", SimpleNamespace(name="fp4"), "quantised KV (fp4)"),
         ("kv_cache_layout", "hnd", "KV layout hnd, not nhd"),
         ("kv_cache_layout", "vectorized_5d", "KV layout vectorized_5d, not nhd"),
-        ("layer_transfer_counter", object(), "KV loaded layer by layer"),
+        ("layer_transfer_counter", object(), "KV loaded layer by layer by others"),
     ],
 )
 def test_pool(name: str, value: object, reason: str) -> None:

@@ -45,16 +45,16 @@ class Gate:
 
     def __init__(self, pool: HostPool) -> None:
         self._is_open = [Event() for _ in range(pool.num_layers)]
-        start = pool._loads.start
+        start = pool.loads.start
 
-        def held(copy: Any, *args: Any, **kwargs: Any) -> None:
+        def held(copy: Any, *args: Any, **kwargs: Any) -> bool:
             def late(layer: int) -> None:
                 assert self._is_open[layer].wait(5)
                 copy(layer)
 
-            start(late, *args, **kwargs)
+            return start(late, *args, **kwargs)
 
-        pool._loads.start = held  # type: ignore[method-assign]
+        pool.loads.start = held  # type: ignore[method-assign]
 
     def open(self, layer: int) -> None:
         self._is_open[layer].set()

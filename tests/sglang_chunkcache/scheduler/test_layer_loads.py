@@ -48,7 +48,7 @@ class Copies:
 
 def started(copies: Copies, num_ahead: int, clock: Pricing | None = None) -> LayerLoads:
     loads = LayerLoads(NUM_LAYERS, is_cuda=False)
-    loads.start(copies, WORK, num_ahead=num_ahead, clock=clock or make_pricing())
+    loads.start(copies, Phase.LOAD, WORK, num_ahead=num_ahead, clock=clock or make_pricing())
     return loads
 
 
@@ -119,7 +119,7 @@ def test_failed_layers_are_copied_again_by_who_needs_them(caplog: pytest.LogCapt
     clock.poll()
     assert clock.model.num_observed[Phase.LOAD] == 0
     copies.failing = None
-    loads.start(copies, WORK, num_ahead=1, clock=clock)
+    loads.start(copies, Phase.LOAD, WORK, num_ahead=1, clock=clock)
     forward(loads)
     assert not loads.finish()
     clock.poll()
@@ -134,7 +134,7 @@ def test_what_fails_twice_is_raised_to_each_reader() -> None:
             raise RuntimeError(f"layer {layer}")
 
     loads = LayerLoads(NUM_LAYERS, is_cuda=False)
-    loads.start(copy, WORK, num_ahead=1, clock=make_pricing())
+    loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing())
     loads.wait_until(1)
     for layer in (2, 2, 4):
         with pytest.raises(RuntimeError, match="layer 2"):
@@ -146,7 +146,7 @@ def test_what_fails_in_line_is_raised() -> None:
         raise RuntimeError(f"layer {layer}")
 
     with pytest.raises(RuntimeError, match="layer 0"):
-        LayerLoads(NUM_LAYERS, is_cuda=False).start(copy, WORK, num_ahead=1, clock=make_pricing())
+        LayerLoads(NUM_LAYERS, is_cuda=False).start(copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing())
 
 
 def test_forward_that_did_not_ask_is_an_error() -> None:
@@ -228,7 +228,7 @@ def test_copies_on_a_stream_are_behind_the_forward_stream_and_before_its_readers
         cuda.log.append((cuda.current, f"copies {layer}"))
 
     clock: Any = make_pricing(device="cuda")
-    loads.start(copy, WORK, num_ahead=1, clock=clock)
+    loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=clock)
     assert cuda.log == [
         ("forward", "copies 0"),
         ("copy", "waits for all of", "forward"),

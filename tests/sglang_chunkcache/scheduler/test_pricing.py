@@ -85,7 +85,7 @@ def test_more_of_it_beside_counts_when_it_is_over() -> None:
     """A load goes on beside the forward, on another thread."""
     pricing = make_pricing()
     with pricing.watch(Phase.LOAD, Work(1, 5)) as watch:
-        beside = pricing.beside(watch)
+        beside = pricing.beside()
     beside.mark()
     pricing.poll()
     assert watch.seconds is None
