@@ -332,6 +332,7 @@ def test_error_leaves_kv_as_it_was_computed(caplog: pytest.LogCaptureFixture, mo
     assert all(torch.equal(now[kept], was[kept]) for now, was in zip(rank.numbers(), before, strict=True))
     stats = rank.encoder.stats()
     assert (stats["requests"], stats["failed"], stats["blocks"], stats["shared"]) == (1, 1, 8, 4)
+    assert stats["thresholds"] == (0.5, 0.5)
 
 
 def test_what_takes_too_long_stays(monkeypatch: pytest.MonkeyPatch) -> None:
