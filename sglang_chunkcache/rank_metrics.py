@@ -21,7 +21,8 @@ class RankMetrics:
 
     Args:
         prefix: of the names.
-        gauges: name -> (of the stats, how ranks are joined, help). Where the stats say None nothing is told.
+        gauges: name -> (of the stats, how ranks are joined, help). Where the stats say None nothing is told. Where they have
+            figures by kind, `kind` is the last label.
         counters: name -> (of the stats, help). Where the stats have counts by reason, `reason` is the last label.
         labels: of all of them.
         clock: seconds.
@@ -61,7 +62,10 @@ class RankMetrics:
         if not self._exported:
             self._create(stats)
         for name, (key, _, _) in self._gauges.items():
-            if stats[key] is not None:
+            if isinstance(stats[key], Mapping):
+                for kind, number in stats[key].items():
+                    self._of(name, kind).set(number)
+            elif stats[key] is not None:
                 self._of(name).set(stats[key])
         for name, (key, _) in self._counters.items():
             if not isinstance(stats[key], Mapping):
@@ -73,8 +77,9 @@ class RankMetrics:
     def _create(self, stats: Mapping[str, Any]) -> None:
         from prometheus_client import Counter, Gauge
 
-        for name, (_, mode, text) in self._gauges.items():
-            self._exported[name] = Gauge(self._prefix + name, text, [*self._labels], multiprocess_mode=mode)
+        for name, (key, mode, text) in self._gauges.items():
+            by_kind = ["kind"] if isinstance(stats[key], Mapping) else []
+            self._exported[name] = Gauge(self._prefix + name, text, [*self._labels, *by_kind], multiprocess_mode=mode)
         for name, (key, text) in self._counters.items():
             by_reason = ["reason"] if isinstance(stats[key], Mapping) else []
             self._exported[name] = Counter(self._prefix + name, text, [*self._labels, *by_reason])
@@ -85,6 +90,6 @@ class RankMetrics:
         self._of(name, *reason).inc(number - before)
         self._told[name, *reason] = number
 
-    def _of(self, name: str, *reason: str) -> Any:
-        exported, labels = self._exported[name], (*self._labels.values(), *reason)
+    def _of(self, name: str, *last: str) -> Any:
+        exported, labels = self._exported[name], (*self._labels.values(), *last)
         return exported.labels(*labels) if labels else exported

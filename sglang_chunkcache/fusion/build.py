@@ -15,6 +15,7 @@ from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
 from sglang_chunkcache.fusion.joint.metrics import JointMetrics
 from sglang_chunkcache.fusion.joint.slots import SlotEncoder
+from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
 from sglang_chunkcache.fusion.promise import Fuser
@@ -100,6 +101,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             config.recompute_ratio or 0.15,
         ),
         tier=StorageTier(store, cache.storage, codec) if cache.storage is not None else None,
+        metrics=StoreMetrics() if args.enable_metrics else None,
     )
     fuser.gate = figures.as_dict()
     if fuser.tier is not None:

@@ -28,11 +28,12 @@ from radix_ext.costs import TRIED_EVERY
 from radix_ext.invest import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_critical
 from radix_ext.sources import ChunkSources, DeviceCopy
-from radix_ext.variants import VariantIndex
+from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
+from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.move import Move, move_of, rows_of
 from sglang_chunkcache.fusion.outcome import Outcome, in_ms, outcome_of, reasons_of, selector_of, sources_of
 from sglang_chunkcache.fusion.own_slots import OwnSlots
@@ -71,7 +72,9 @@ class Fuser:
     Args:
         extend_reserve: tokens that SGLang may take for the extends of one batch. They stay free or evictable.
         fingerprint: of the model's weights, as they are when it is called. None: unknown, each reset counts as a change.
+        store: its `watch` is taken.
         tier: below the store. None: what leaves the store is gone.
+        metrics: told what `stats` says of the store. None: Prometheus is told nothing.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Fuser:
         fingerprint: Callable[[], int | None],
         calibrator: Calibrator | None = None,
         tier: StorageTier | None = None,
+        metrics: StoreMetrics | None = None,
     ) -> None:
         self.cache, self.fusion_pass, self.store, self.limits = cache, fusion_pass, store, limits
         self.extend_reserve = extend_reserve
@@ -95,7 +99,9 @@ class Fuser:
         self.calibrator = calibrator
         if calibrator is not None:
             fusion_pass.calibration = calibrator.kept(self._weights)
-        self.tier = tier
+        self.tier, self._metrics = tier, metrics
+        self._kv_bytes, self._saved_bytes = ({"captured": 0, "preprocessed": 0} for _ in range(2))
+        store.watch = self._store_changed
         if tier is not None:
             tier.storage.start(self._weights, fusion_pass.calibration.heads)
         self.gate: dict[str, Any] = {}
@@ -278,6 +284,8 @@ class Fuser:
         self._was_put_off = is_put_off
         if is_put_off:
             return
+        if self._metrics is not None and self._metrics.is_due:
+            self._store_stats()
         if num_failed := self.captures.drain() if is_ahead else self.captures.run():
             self.fallbacks[Fallback.CAPTURE_FAILED] += num_failed
 
@@ -390,14 +398,7 @@ class Fuser:
         """For `/chunkcache/stats`."""
         num_shared, token_bytes = self.cache.shared.num_shared, self.fusion_pass.token_bytes
         return {
-            "store": {
-                **self.store.stats()._asdict(),
-                "max_bytes": self.store.max_bytes,
-                "max_entries": self.store.max_entries,
-                "max_variants": self.store.max_variants,
-                "token_bytes": self.fusion_pass.stored_token_bytes,
-                **self.captures.stats(),
-            },
+            "store": self._store_stats(),
             "sources": len(self.cache.copies),
             "shared": {
                 "tokens": num_shared,
@@ -414,6 +415,29 @@ class Fuser:
         }
 
     # Private, in order of use
+
+    def _store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
+        kind = "preprocessed" if variant.preprocessed else "captured"
+        sign = 1 if is_here else -1
+        self._kv_bytes[kind] += sign * variant.blob.nbytes
+        self._saved_bytes[kind] += sign * variant.blob.saved_bytes
+        if self.tier is not None:
+            self.tier.store_changed(identity, variant, is_here)
+
+    def _store_stats(self) -> dict[str, Any]:
+        found = {
+            **self.store.stats()._asdict(),
+            "bytes": dict(self._kv_bytes),
+            "saved_bytes": dict(self._saved_bytes),
+            "max_bytes": self.store.max_bytes,
+            "max_entries": self.store.max_entries,
+            "max_variants": self.store.max_variants,
+            "token_bytes": self.fusion_pass.stored_token_bytes,
+            **self.captures.stats(),
+        }
+        if self._metrics is not None:
+            self._metrics.show(found)
+        return found
 
     def _look_ahead(self, req: Req, spans: RequestSpans) -> tuple[bool, bool]:
         """(whether store or storage has what the chunk is to become, whether to ask again before it is sent).

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -79,12 +80,21 @@ class HostBlob:
     @property
     def nbytes(self) -> int:
         """Host memory of all parts: of pinned memory, torch takes a power of two for each."""
-        return sum(1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes for each in self.parts)
+        return self._taken(each.nbytes for each in self.parts)
+
+    @property
+    def saved_bytes(self) -> int:
+        """How many fewer these are than of the same KV in the pool's dtype."""
+        plain = NONE.shapes(self.codec.sizes(self.parts))
+        return self._taken(prod(shape) * dtype.itemsize for shape, dtype in plain) - self.nbytes
 
     def read(self, device: torch.device = CPU, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """(keys, values) of these layers in the pool's dtype, decoded on this device; not to be written, since they may be the
         parts. From pinned memory the copy is queued."""
         return self.codec.decode([each[layers].to(device, non_blocking=True) for each in self.parts])
+
+    def _taken(self, sizes: Iterable[int]) -> int:
+        return sum(1 << (size - 1).bit_length() if self.parts[0].is_pinned() else size for size in sizes)
 
 
 class Offload:

@@ -59,7 +59,7 @@ class StorageTier:
     """Of one rank.
 
     Args:
-        store: in host memory. Its `watch` is taken.
+        store: in host memory. Its `watch` tells `store_changed`.
         codec: of what the store has. Entries of another one are others, and are not found.
     """
 
@@ -67,7 +67,7 @@ class StorageTier:
         self.storage, self._store = storage, store
         self._layout = replace(storage.layout, codec=codec.name)
         self._how = ("unrotated",) if codec is NONE else ("unrotated", codec.name)
-        store.watch = self._store_changed
+        storage.keeps("variants", self._how, self._layout)
 
     def load_most_used(self, seconds: float = START_S) -> int:
         """Fill the store with the entries of highest f_r, before there are requests: the one method that waits, so long at most.
@@ -160,6 +160,12 @@ class StorageTier:
             elif (variant := self._store.get(identity, *place)) is not None:
                 self.write(identity, variant)
 
+    def store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
+        """As `VariantIndex.watch`."""
+        if is_here:
+            assert isinstance(identity, ChunkIdentity)
+            self.write(identity, variant)
+
     def write(self, identity: ChunkIdentity, variant: Variant) -> None:
         """Keep one of the store's, unless it is kept."""
         if self.storage.is_off:
@@ -227,11 +233,6 @@ class StorageTier:
             self._load_for(wish, asked)
         if asked.is_planned:
             self.storage.planned(asked)
-
-    def _store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
-        if is_here:
-            assert isinstance(identity, ChunkIdentity)
-            self.write(identity, variant)
 
     def _tell_store(self, place: Place, variant: Variant) -> None:
         """If it is kept, others may take its place."""

@@ -76,6 +76,7 @@ class StoredChains:
     ) -> None:
         self.host, self.storage, self._how, self._fingerprint = host, storage, how, fingerprint
         host.saved = self._saved
+        storage.keeps("chains", how)
         self._is_starting = False
         self.reset()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -158,8 +159,12 @@ class Storage:
         self._writing_bytes = 0
         self._reserved: dict[tuple[StoredChunk, str, Prefix], _Reserved] = {}
         self._num_asked = self._era = self._num_cleared = self._num_next_turns = 0
-        left = index.restore_all((row.place.stored_chunk, _variant(row, row.reuse, row.num_uses)) for row in rows)
+        self._kinds: dict[str, tuple[tuple[str, ...], int]] = {}
+        """What KV depends on, and bytes saved of each token."""
+        self._num_bytes, self._num_tokens = Counter[str](), Counter[str]()
+        """Of own entries, by model."""
         index.watch = self._index_changed
+        left = index.restore_all((row.place.stored_chunk, _variant(row, row.reuse, row.num_uses)) for row in rows)
         if left:  # the limit is lower than it was
             loader.delete([variant.blob.row for variant in left])
 
@@ -203,13 +208,15 @@ class Storage:
 
     # Entries
 
+    def keeps(self, kind: str, how: tuple[str, ...], layout: Layout | None = None) -> None:
+        """Entries whose `chunk` was told `how` count as of this kind. `layout`: theirs; None: the pool's."""
+        self._kinds[kind] = how, self.layout.token_bytes - (layout or self.layout).token_bytes
+
     def chunk(self, how: tuple[str, ...], extra_key: str | None, cache_salt: str | None, chunk: ChunkId) -> StoredChunk:
         """What a tenant's entries of a chunk are found by. `how`: what KV depends on beside model, weights and tokens."""
         if (extra_key, cache_salt) != self._tenant[0]:  # a request's chunks have one
             self._tenant = (extra_key, cache_salt), self.names.tenant(extra_key, cache_salt)
-        if how not in self._models:
-            self._models[how] = self._model_of(self._weights, *how)
-        return StoredChunk(self._models[how], self._tenant[1], chunk)
+        return StoredChunk(self._model(how), self._tenant[1], chunk)
 
     def has(self, row: Row, layout: Layout | None = None) -> bool:
         """Whether the storage has as much of it, or something better in its place, or would not take it."""
@@ -416,6 +423,8 @@ class Storage:
         self.index.watch = lambda identity, variant, is_here: None
         self.index.clear()
         self.index.watch = self._index_changed
+        self._num_bytes.clear()
+        self._num_tokens.clear()
         self._used.clear()
         self._looked_up.clear()
         self.loader.delete(rows)
@@ -427,6 +436,7 @@ class Storage:
         found = {
             "num_entries": held.num_variants,
             "num_bytes": held.num_bytes,
+            **self._bytes_by_kind(held.num_bytes),
             "max_bytes": self.index.max_bytes,
             "max_entries": self.index.max_entries,
             "num_evicted": held.num_evicted,
@@ -465,7 +475,23 @@ class Storage:
         if self._used and self.loader.is_idle:
             self._tell_uses()
 
+    def _model(self, how: tuple[str, ...]) -> str:
+        if how not in self._models:
+            self._models[how] = self._model_of(self._weights, *how)
+        return self._models[how]
+
+    def _bytes_by_kind(self, num_bytes: int) -> dict[str, dict[str, int]]:
+        """Of all other entries nobody knows what they would take as plain KV."""
+        models = {kind: self._model(how) for kind, (how, _) in self._kinds.items()}
+        found = {kind: self._num_bytes[model] for kind, model in models.items()}
+        saved = {kind: self._num_tokens[models[kind]] * each for kind, (_, each) in self._kinds.items()}
+        return {"bytes": {**found, "other": num_bytes - sum(found.values())}, "saved_bytes": saved}
+
     def _index_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
+        if variant.blob.is_own:
+            row: Row = variant.blob.row
+            self._num_bytes[row.place.model] += row.num_bytes if is_here else -row.num_bytes
+            self._num_tokens[row.place.model] += row.num_tokens if is_here else -row.num_tokens
         if not is_here:
             self._used.pop(variant.blob.row.name, None)
             if variant.blob.is_own:

@@ -793,7 +793,7 @@ def test_update_of_the_weights_leaves_nothing_old(
 def test_soak(fused_server: Server) -> None:
     """tests/soak/test_reuse_soak.py in small: no NaN, no lost slot, exact answers as from a full prefill."""
     evicted = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"]
-    found = mixed_load.soak(fused_server.url, 60, clients=8, seed=0, pool_tokens=mixed_load.POOL_TOKENS)
+    found = mixed_load.soak(fused_server.url, 60, clients=8, seed=3, pool_tokens=mixed_load.POOL_TOKENS)
     mixed_load.check_exact(found, fused_server.url, cache_salt="soak")
     assert found.problems == []
     assert len(found.exact) > 4

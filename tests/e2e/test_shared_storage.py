@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from eval.http import post
+from eval.http import get, post
 from eval.server import Server
 from eval.world.world import Passage, World
 from tests.e2e.test_reuse import flush, logprobs_of, sources_of, text_of
@@ -93,14 +93,18 @@ def test_second_server_is_no_writer_of_it(two: Two) -> None:
 
 
 def test_prometheus_is_told(two: Two) -> None:
-    """Under SGLang's own address, by tier."""
+    """Under SGLang's own address, by tier; bytes by kind."""
     moved(two.second, two.passages[:3])
     counts = settled(two.second)
+    store = get(two.second.url + "/chunkcache/stats")["ranks"][0]["store"]
     with urlopen(two.second.url + "/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("chunkcache:storage_"))
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("chunkcache:stor"))
     assert 0 < float(found['chunkcache:storage_loads_total{tier="network"}']) <= counts["loaded"]
-    assert {
-        'chunkcache:storage_bytes{tier="network"}',
-        'chunkcache:storage_load_ms_per_mib{tier="network"}',
-    } <= found.keys()
+    assert 'chunkcache:storage_load_ms_per_mib{tier="network"}' in found
+    assert float(found['chunkcache:storage_bytes{kind="variants",tier="network"}']) == counts["num_bytes"]
+    assert float(found['chunkcache:storage_saved_bytes{kind="variants",tier="network"}']) == 0
+    for name in ("bytes", "saved_bytes"):
+        for kind in ("captured", "preprocessed"):
+            assert float(found[f'chunkcache:store_{name}{{kind="{kind}"}}']) == store[name][kind]
+    assert store["bytes"]["preprocessed"] > 0

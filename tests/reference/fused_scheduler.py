@@ -299,6 +299,11 @@ class FusedScheduler(Scheduler):
         """Also: locks are what holders explain, and every slot holds what its node's key says, or will with the next forward."""
         super().check(reqs)
         self.store.check_integrity()
+        stats = self.fuser.stats()["store"]
+        for kind in ("captured", "preprocessed"):
+            blobs = [each.blob for each in self.store.variants() if each.preprocessed == (kind == "preprocessed")]
+            assert stats["bytes"][kind] == sum(blob.nbytes for blob in blobs)
+            assert stats["saved_bytes"][kind] == sum(blob.saved_bytes for blob in blobs)
         assert self.store._on_device == set(self.cache.copies._nodes), "the store mistakes what is on the device"
         self._check_locks(reqs)
         loads = self._loads()

@@ -16,9 +16,10 @@ PLAIN = """
 from prometheus_client import generate_latest
 from sglang_chunkcache.rank_metrics import RankMetrics
 
-metrics = RankMetrics("chunkcache:x_", {"size": ("size", "livesum", "help")}, {"ends": ("ended", "help"), "all": ("n", "help")})
-metrics.show({"size": 5, "ended": {"done": 1}, "n": 7})
-metrics.show({"size": 3, "ended": {"done": 1, "lost": 2}, "n": 9})
+gauges = {"size": ("size", "livesum", "help"), "held": ("held", "livesum", "help")}
+metrics = RankMetrics("chunkcache:x_", gauges, {"ends": ("ended", "help"), "all": ("n", "help")})
+metrics.show({"size": 5, "held": {"new": 4}, "ended": {"done": 1}, "n": 7})
+metrics.show({"size": 3, "held": {"new": 1, "old": 2}, "ended": {"done": 1, "lost": 2}, "n": 9})
 print(generate_latest().decode())
 """
 
@@ -29,6 +30,8 @@ def test_figures_without_labels_of_their_own() -> None:
     found = dict(line.rsplit(" ", 1) for line in ran.stdout.splitlines() if line.startswith("chunkcache:x_"))
     assert {name: float(value) for name, value in found.items() if "_created" not in name} == {
         "chunkcache:x_size": 3,
+        'chunkcache:x_held{kind="new"}': 1,
+        'chunkcache:x_held{kind="old"}': 2,
         'chunkcache:x_ends_total{reason="done"}': 1,
         'chunkcache:x_ends_total{reason="lost"}': 2,
         "chunkcache:x_all_total": 9,

@@ -1,10 +1,11 @@
 """Mixed load on a tiny poisoned pool: does fused reuse ever read KV of a free slot, lose a slot, or change an exact answer?
 
 The server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill pieces smaller than two chunks.
-Clients send exact requests, fused ones with every selector and many ratios, and some with joint encoding: streams, parallel
+Clients send exact requests, fused ones with every selector and many ratios, and a share with joint encoding: streams, parallel
 answers, conversations, plain and explain requests; some disconnect early. Hints tell what some of them will need of the storage.
 `soak` sends the load and notes as problems: log probabilities that are not finite, fates that do not add up, slots that are
-neither free nor evictable, and what is left of hints. `check_exact` compares exact answers with full prefill.
+neither free nor evictable, and what is left of hints. `check_exact` compares exact answers with full prefill. The server itself
+fails where joint encoding writes a slot that is not its requests' own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ TIGHT = [
 ]
 """So small that requests wait for slots, promises are declined, and the store evicts chunks that are being moved."""
 
+TOGETHER = "together"
+"""Requests that wish to be encoded with those of their batch, sent at once."""
 REQUEST_HINT, STRANGE_HINT, REFUSED_HINT = "hint", "hint of what nobody asks for", "hint that is refused"
 
 RATIOS = (0.0, 0.15, 0.5, 1.0)
@@ -49,8 +52,10 @@ JOINT: tuple[dict[str, Any], ...] = (
     {"threshold": 0.5, "block": 4},
     {"threshold": 0.7, "block": 8, "over": "batch"},
     {"ratio": 1.5, "block": 4},
+    {"ratio": 1.25, "block": 2, "over": "batch"},
 )
 """All of them change answers."""
+JOINT_SHARE = 0.1
 APPROXIMATE = ("reuse", "joint")
 """Fields with which an answer need not be that of full prefill."""
 NUM_PASSAGES = 20
@@ -62,7 +67,7 @@ model's logits are mostly between 8 and 16, where adjacent bfloat16 values are 0
 
 @dataclass(frozen=True)
 class Task:
-    """Work of one client: a request, or the turns of a conversation. `act` names how it is sent."""
+    """Work of one client: a request, the turns of a conversation, or requests sent together. `act` names how."""
 
     act: str
     turns: tuple[dict[str, Any], ...]
@@ -77,14 +82,18 @@ class Found:
     fallbacks: Counter[str] = field(default_factory=Counter)
     exact: list[tuple[list[int], Answer, int]] = field(default_factory=list)
     """Prompt ids, answer, tokens asked for."""
+    joint: Counter[str] = field(default_factory=Counter)
+    """Answers whose prompts were encoded jointly, and what that met."""
     problems: list[str] = field(default_factory=list)
 
 
-def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int) -> Found:
+def soak(
+    url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int, joint_share: float = JOINT_SHARE
+) -> Found:
     """Send the load, wait until no request is running, and check that `pool_tokens` slots are free or evictable. A server with a
     storage is flushed then, and gets the load again: what it needs is in the storage alone."""
     found, is_stored = Found(), "storage" in get(url + "/chunkcache/stats")["ranks"][0]
-    tasks = with_hints(make_tasks(num_requests, seed), seed, takes_hints=is_stored)
+    tasks = with_hints(make_tasks(num_requests, seed, joint_share), seed, takes_hints=is_stored)
     for is_again in (False, True) if is_stored else (False,):
         if is_again:
             post(url + "/flush_cache")
@@ -94,24 +103,28 @@ def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: i
     return found
 
 
-def make_tasks(num_requests: int, seed: int) -> list[Task]:
-    """At least `num_requests` requests about a small world, so that chunks recur at other positions."""
+def make_tasks(num_requests: int, seed: int, joint_share: float = JOINT_SHARE) -> list[Task]:
+    """At least `num_requests` requests about a small world, so that chunks recur at other positions. `joint_share`: of them
+    that ask for joint encoding, as far as chance and the other acts let it; of the rest four fifths are fused."""
     world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
     asked = [question for question in world.questions if question.hop == 1]
     tasks: list[Task] = []
     total = 0
     while total < num_requests:
         act = rng.choices(
-            ("send", "again", "stream", "parallel", "hang up", "conversation", "plain", "explain"),
-            (40, 10, 15, 5, 10, 10, 5, 5),
+            ("send", "again", "stream", "parallel", "hang up", "conversation", "plain", "explain", TOGETHER),
+            (40, 10, 15, 5, 10, 10, 5, 5, 10 * joint_share),
         )[0]
         turns = []
-        for number in range(3 if act == "conversation" else 1):
+        for number in range({"conversation": 3, TOGETHER: 4}.get(act, 1)):
             question = rng.choice(asked)
             passages = world.context(question, rng.randint(2, 6), rng)
             if rng.random() < 0.4:  # a question that moved KV answers wrongly
                 question = rng.choice(order_questions(passages))
-            turns.append(_body(rng, question.question, passages[: 2 if number else None], act))
+            turns.append(_body(rng, question.question, passages[: 2 if number else None], act, joint_share))
+        if act == TOGETHER:
+            wish = rng.choice([each for each in JOINT if each.get("over") == "batch"])
+            turns = [{key: turn[key] for key in turn if key not in APPROXIMATE} | {"joint": wish} for turn in turns]
         if act == "conversation":
             turns = [{**turn, "conversation_id": f"soak{len(tasks)}"} for turn in turns]
         if act == "again":  # in another order, moved, encoded, then exact: that must match neither KV
@@ -119,8 +132,9 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
             exact |= {"order": "retriever", "cache_salt": f"again{len(tasks)}", "max_tokens": MAX_NEW_TOKENS}
             exact["messages"] = [{"role": "user", "content": "Which passage comes last?"}]
             moved = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": 0.0}
-            joint = exact | {"joint": rng.choice(JOINT)}
-            turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, joint, exact]
+            num_joint = max(1, round(3 * joint_share / (1 - joint_share)))  # beside three others
+            joint = [exact | {"joint": rng.choice(JOINT)} for _ in range(num_joint)]
+            turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, *joint, exact]
         tasks.append(Task(act, tuple(turns)))
         total += len(turns)
     return tasks
@@ -208,7 +222,7 @@ def is_finite(logprobs: Sequence[Any]) -> bool:
 # Private, in order of use
 
 
-def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) -> dict[str, Any]:
+def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str, joint_share: float) -> dict[str, Any]:
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": question}],
         "chunks": [{"id": p.id, "text": p.text} for p in passages],
@@ -219,7 +233,9 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) 
     }
     if rng.random() < 0.5:
         body["order"] = "retriever"
-    if rng.random() < 0.65:
+    if rng.random() < joint_share:
+        body["joint"] = rng.choice(JOINT)
+    elif rng.random() < 0.8:
         body["reuse"] = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": rng.choice(RATIOS)}
         if rng.random() < 0.2:
             is_critical = body["reuse"]["selector"] == "critical"
@@ -228,8 +244,6 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) 
             body["reuse"]["alpha"] = rng.choice((0.0, 0.5, 2.0))
         if body["reuse"]["selector"] == "critical" and rng.random() < 0.3:
             body["reuse"] |= {"ratio": "auto", "quality": rng.choice((0.9, 0.99))}
-    elif rng.random() < 0.5:
-        body["joint"] = rng.choice(JOINT)
     if act == "parallel":
         body |= {"n": 2, "temperature": 1.0}
     if act in ("stream", "hang up"):
@@ -238,6 +252,10 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) 
 
 
 def _run(url: str, task: Task, found: Found) -> None:
+    if task.act == TOGETHER:
+        with ThreadPoolExecutor(len(task.turns)) as pool:
+            list(pool.map(lambda turn: _run(url, Task("send", (turn,)), found), task.turns))
+        return
     messages: list[dict[str, str]] = []
     for turn in task.turns:
         kind = "fused" if "reuse" in turn else "joint" if "joint" in turn else "exact"
@@ -295,6 +313,14 @@ def _check_object(cached: dict[str, Any], prompt_tokens: int | None, found: Foun
         if prompt_tokens is not None and sum(fates.values()) != prompt_tokens:
             found.problems.append(f"fates do not add up to {prompt_tokens}: {cached}"[:500])
     found.fallbacks.update(cached["fallbacks"])
+    if (joint := cached["joint"]) and "shared" in joint:
+        met = {
+            "encoded": True,
+            "fused": joint["compression"] > 1,
+            "of several requests": joint["requests"] > 1,
+            "beside exact blocks": 0 < joint["exact_blocks"] < joint["blocks"],
+        }
+        found.joint.update(name for name, has_met in met.items() if has_met)
     if failed := {"pass_failed", "joint_failed"}.intersection(cached["fallbacks"]):
         found.problems.append(f"{failed}: {cached}"[:500])
 

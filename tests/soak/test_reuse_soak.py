@@ -1,4 +1,4 @@
-"""Fused reuse under a mixed load of 1,200 requests on poisoned pools: no NaN, no lost slot, exact answers as stock's.
+"""Fused reuse and joint encoding under a mixed load on poisoned pools: no NaN, no lost slot, exact answers as stock's.
 
 Sampling from NaN kills SGLang, which fails the test, too. A small case runs in tests/e2e/test_reuse.py.
 """
@@ -15,6 +15,10 @@ from tests.soak.sizes import scaled
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
+JOINT = 0.5
+"""Of the requests ask for joint encoding."""
+BATCHES = [*mixed_load.FLAGS, "--chunked-prefill-size", "512"]
+"""Prompts are prefilled whole and several at once, so that those of a batch are compared."""
 TIERS = [
     *(
         *mixed_load.TIGHT,
@@ -37,8 +41,9 @@ TIERS = [
         (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 500, {}),
         (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 200, RETRACT),
         (TIERS, mixed_load.TIGHT_POOL_TOKENS, 250, {}),
+        (BATCHES, mixed_load.POOL_TOKENS, 250, {}),
     ],
-    ids=["roomy", "tight", "retract", "tiers"],
+    ids=["roomy", "tight", "retract", "tiers", "batches"],
 )
 def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requests: int, env: dict[str, str]) -> None:
     """Requests wait, are evicted and, in the last case, retracted while their chunks are moved."""
@@ -52,19 +57,23 @@ def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requ
     ]  # many, and none pauses a selector
     flags = [*(flag.replace("FOLDER", str(tmp_path / "kept")) for flag in flags), *audits]
     with Server(flags, log=log, launcher=mixed_load.POISONED, env={**STRICT, **env}) as server:
-        found = mixed_load.soak(server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens)
+        found = mixed_load.soak(server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens, joint_share=JOINT)
         stats = get(server.url + "/chunkcache/stats")
         rank, audit = stats["ranks"][0], stats["audit"]
     with Server(["--stock", *mixed_load.FLAGS[:2]], log=tmp_path / "stock.log", env=NEVER_REUSE) as stock:
         mixed_load.check_exact(found, stock.url)
+    print(found.outcomes, found.fates, found.joint, rank["joint"], len(found.exact))
     assert found.problems + mixed_load.problems_of_log(log) == []
     assert len(found.exact) > num_requests // 14
-    assert found.fates["relocated"] > 5 * num_requests
-    assert rank["evicted_chunks"] > num_requests // 2
+    assert found.fates["relocated"] > 2 * num_requests
+    assert rank["evicted_chunks"] > num_requests // 4
     assert rank["gate"]["passed"]
+    assert found.joint["encoded"] > num_requests // 4
+    for met in ("fused", "beside exact blocks", *(["of several requests"] if BATCHES[-1] in flags else [])):
+        assert found.joint[met] > num_requests // 50, found.joint
     assert sum(one["samples"] for one in audit["figures"]) > num_requests // 100
     if "storage" in rank:
-        print(found.outcomes, rank["storage"])
+        print(rank["storage"])
         assert min(rank["host"]["loads"], rank["host"]["evicted_tokens"], rank["storage"]["loaded"]) > 0, (
             rank["host"],
             rank["storage"],

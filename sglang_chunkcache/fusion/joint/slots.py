@@ -90,6 +90,7 @@ class SlotEncoder:
     def __init__(self, rows: Any, pool: Any, metrics: JointMetrics | None = None) -> None:
         self._rows, self._pool, self._metrics = rows, pool, metrics
         self._counts = dict.fromkeys(("requests", "failed", "blocks", "shared"), 0)
+        self._last_thresholds: tuple[float | None, ...] | None = None
         self._seconds = self._deadline = 0.0
 
     def encode(self, batch: ScheduleBatch) -> None:
@@ -106,6 +107,7 @@ class SlotEncoder:
                 continue
             for req, _ in ends:
                 state(req).joint = report
+            self._last_thresholds = report.thresholds
             self._counts["requests"] += len(ends)
             self._counts["blocks"] += len(report.shared) * report.blocks
             self._counts["shared"] += sum(report.shared)
@@ -114,8 +116,8 @@ class SlotEncoder:
             self._metrics.show(self._counts)
 
     def stats(self) -> dict[str, Any]:
-        """Requests and blocks since the start; blocks of all layers."""
-        return {**self._counts, "seconds": round(self._seconds, 6)}
+        """Requests and blocks since the start, blocks of all layers; by layer the thresholds of what was encoded last."""
+        return {**self._counts, "thresholds": self._last_thresholds, "seconds": round(self._seconds, 6)}
 
     # Private, in order of use
 

@@ -36,6 +36,7 @@ def test_coded_blob_counts_its_own_bytes_and_gives_back_what_it_decodes(bits: in
     blob = HostBlob(*codec.encode(*kv), codec=codec)
     assert blob.num_tokens == 5
     assert blob.nbytes == kv.nbytes * (bits + 16 / 64) / 16
+    assert blob.nbytes + blob.saved_bytes == kv.nbytes
     for mine, coded, before in zip(blob.read(), codec.decode(blob.parts), kv, strict=True):
         assert torch.equal(mine, coded)
         assert 0 < float((mine - before).abs().max()) < 0.5
@@ -91,4 +92,5 @@ def test_device_tensors_arrive_in_pinned_memory() -> None:
     assert keys.is_pinned()
     assert torch.equal(keys, expected)
     assert torch.equal(values, expected + 1)
-    assert HostBlob(keys, values).nbytes == 2 * 32768
+    blob = HostBlob(keys, values)
+    assert (blob.nbytes, blob.saved_bytes) == (2 * 32768, 0)

@@ -177,6 +177,10 @@ def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
     for codec in ("none", "int8"):
         store(disk.server(store_codec=codec), A, B)
         sizes[codec] = disk.settle()["num_bytes"]
+        stats = disk.tier.storage.stats()
+        mine = sizes[codec] - (sizes["none"] if codec == "int8" else 0)
+        assert stats["bytes"] == {"variants": mine, "other": sizes[codec] - mine}
+        assert stats["saved_bytes"] == {"variants": 2 * (4 - 5) * (len(A) + len(B)) if codec == "int8" else 0}
         disk.stop()
     assert len(disk.storage.held) == 4
     # Heads are one number here: 8 bits and a scale of 32 in place of 32, for keys and values each.

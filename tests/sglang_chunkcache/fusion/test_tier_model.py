@@ -107,6 +107,13 @@ class StorageLife(RuleBasedStateMachine):
         index.check_integrity()
         rows = {variant.blob.row.name: variant.blob.row.num_bytes for variant in index.variants()}
         assert {row.name: row.num_bytes for row in self.disk.tier.storage.loader._manifest.rows()} == rows
+        mine = f"{self.disk.tier.storage._weights} unrotated"
+        own = sum(each.blob.nbytes for each in index.variants() if each.blob.row.place.model == mine)
+        stats = self.disk.tier.storage.stats()
+        assert (stats["bytes"], stats["num_bytes"]) == (
+            {"variants": own, "other": sum(rows.values()) - own},
+            sum(rows.values()),
+        )
         assert rows.keys() <= self.disk.storage.held.keys()
         assert all(len(self.disk.storage.held[name]) == num_bytes for name, num_bytes in rows.items())
         assert sum(rows.values()) <= STORAGE_BYTES

@@ -117,8 +117,11 @@ def test_what_host_memory_gets_is_written(disk: ChainDisk) -> None:
     counts = server.settle()
     assert (counts["written"], counts["num_entries"]) == (2, 2), "head and A"
     known(server, A, B)
-    assert server.settle()["written"] == 3
+    counts = server.settle()
+    assert (counts["written"], counts["bytes"]) == (3, {"chains": counts["num_bytes"], "other": 0})
     server.check()
+    server.storage.start(disk.weights + 1)
+    assert server.storage.stats()["bytes"] == {"chains": 0, "other": counts["num_bytes"]}
 
 
 def test_what_could_not_be_written_is_with_the_next_request(disk: ChainDisk) -> None:

@@ -13,11 +13,11 @@ TOLD = """
 from prometheus_client import generate_latest
 from sglang_chunkcache.storage.metrics import StorageMetrics
 
-stats = {"num_bytes": 500, "num_entries": 3, "load_ms_per_mib": None, "loaded": 2, "written": 3, "late": 1, "unpaid": 0}
-stats |= {"waits": 2, "waits_in_vain": 1}
+stats = {"num_entries": 3, "load_ms_per_mib": None, "loaded": 2, "written": 3, "late": 1, "unpaid": 0}
+stats |= {"waits": 2, "waits_in_vain": 1, "bytes": {"chains": 400, "other": 100}, "saved_bytes": {"chains": 0}}
 metrics = StorageMetrics("network")
 metrics.show({**stats, "problems": {}})
-metrics.show({**stats, "num_bytes": 400, "loaded": 5, "load_ms_per_mib": 1.5, "problems": {"gone": 2}})
+metrics.show({**stats, "bytes": {"chains": 300, "other": 100}, "loaded": 5, "load_ms_per_mib": 1.5, "problems": {"gone": 2}})
 print(generate_latest().decode())
 """
 
@@ -28,7 +28,9 @@ def test_figures_are_those_of_the_stats() -> None:
     found = dict(line.rsplit(" ", 1) for line in ran.stdout.splitlines() if line.startswith("chunkcache:storage_"))
     told = {name: float(value) for name, value in found.items() if "_created" not in name}
     assert told == {
-        'chunkcache:storage_bytes{tier="network"}': 400,
+        'chunkcache:storage_bytes{kind="chains",tier="network"}': 300,
+        'chunkcache:storage_bytes{kind="other",tier="network"}': 100,
+        'chunkcache:storage_saved_bytes{kind="chains",tier="network"}': 0,
         'chunkcache:storage_entries{tier="network"}': 3,
         'chunkcache:storage_load_ms_per_mib{tier="network"}': 1.5,
         'chunkcache:storage_loads_total{tier="network"}': 5,

@@ -6,6 +6,7 @@ import logging
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from sglang_chunkcache.fusion.joint import slots
 from sglang_chunkcache.fusion.joint.slots import NEAR, SlotEncoder
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.spans import JointRequest, RequestSpans
+from tests.e2e.poisoned_server import checked_encode
 from tests.reference import naive_joint
 from tests.reference.scheduler import NOTHING_READ
 
@@ -234,6 +236,28 @@ def test_matched_blocks_of_two_requests_count_once() -> None:
     assert all(torch.equal(now[kept], was[kept]) for now, was in zip(rank.numbers(), before, strict=True))
 
 
+def test_soak_notices_a_write_to_a_slot_of_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its check, on an encoder that takes no block for fixed."""
+    rank = Rank(1)
+    first = rank.add([7], None)
+    req = rank.add([7, 8], JointRequest(threshold=0.5, block=2), cached=8, like=first)
+    node = SimpleNamespace(value=torch.tensor(rank.slots(first)[:8]), children={})
+    batch: Any = SimpleNamespace(reqs=[req], prefix_lens=[8], extend_lens=[9])
+    batch.tree_cache = SimpleNamespace(root_node=SimpleNamespace(children={0: node}))
+    checked_encode(rank.encoder, batch)
+    assert (report := state(req).joint) is not None
+    assert min(report.shared) < report.blocks
+    units = SlotEncoder._units
+
+    def unfixed(*args: Any) -> slots.Units:
+        found = units(*args)
+        return replace(found, fixed=torch.zeros_like(found.fixed))
+
+    monkeypatch.setattr(SlotEncoder, "_units", unfixed)
+    with pytest.raises(AssertionError, match=r"of 8 slots of the tree \{"):
+        checked_encode(rank.encoder, batch)
+
+
 def test_only_the_last_piece_encodes() -> None:
     """What comes later would be computed over approximate KV, and the pieces before are compared with the rest."""
     rank = Rank(2, noise=0.05)
@@ -308,6 +332,7 @@ def test_error_leaves_kv_as_it_was_computed(caplog: pytest.LogCaptureFixture, mo
     assert all(torch.equal(now[kept], was[kept]) for now, was in zip(rank.numbers(), before, strict=True))
     stats = rank.encoder.stats()
     assert (stats["requests"], stats["failed"], stats["blocks"], stats["shared"]) == (1, 1, 8, 4)
+    assert stats["thresholds"] == (0.5, 0.5)
 
 
 def test_what_takes_too_long_stays(monkeypatch: pytest.MonkeyPatch) -> None:
