@@ -415,7 +415,7 @@ def _first_lists(taken: Sequence[Sample]) -> tuple[list[dict[str, Any]], list[st
             mean = sum(found["mean"] for found in each) / len(each)
             half = sum(((found["high"] - found["low"]) / 2) ** 2 for found in each) ** 0.5 / len(each)
             told.append(f"{name} {interval([mean, mean - half, mean + half])}")
-        sentences.append(f"{arm}, first lists {number}: {', '.join(told)}.")
+        sentences.append(f"{arm}, first lists {number}, mean of {len(each)} sets: {', '.join(told)}.")
     return [table("What the first lists have of the whole search's passages", rows, FIRST_NOTE)], sentences
 
 

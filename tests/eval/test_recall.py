@@ -201,7 +201,7 @@ def test_what_the_first_lists_have(make: Make, monkeypatch: pytest.MonkeyPatch) 
     shares = {name: float(one[name].split()[0]) for name in one if " of " in name}
     assert shares == {"passages of 5": 0.8, "equal sets of 5": 0.5, "passages of 6": 0.75, "equal sets of 6": 0.5}
     assert both["equal sets of 6"] == "1.000 [1.000, 1.000]"
-    assert results["verdict"][-2].startswith("dense/counting, first lists 1: passages of 5 0.800 [")
+    assert results["verdict"][-2].startswith("dense/counting, first lists 1, mean of 1 sets: passages of 5 0.800 [")
 
 
 def test_means_are_over_sets_and_last_questions() -> None:
