@@ -197,7 +197,7 @@ def _row(arm: str, base: Sequence[Sample], taken: Sequence[Sample]) -> Row:
         "behind, faster": told_ratio(base, taken, "behind_s", 2),
         "faster": told_ratio(base, taken, "chunk_s", 2),
         **found,
-        "entries": quantile([one["entries"] for one in taken], 0.5),
+        "entries": round(quantile([one["entries"] for one in taken], 0.5)),
         "again, kept": sum(one["again"]["kept"] for one in taken),
         "again, computed": sum(one["again"]["chunks"] for one in taken),
         "again (s)": round(quantile([one["again"]["seconds"] for one in taken], 0.5), 1),
