@@ -79,7 +79,8 @@ class Intake:
             raise RequestError("texts: give texts, chunks or retrieve")
         texts, messages = body.pop("texts", None), body.get("messages") or []
         if texts is not None:
-            if body.get("chunks") or not isinstance(texts, list):
+            are_strings = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+            if body.get("chunks") or not are_strings:
                 raise RequestError("texts: must be a list of strings, and not together with chunks")
             body["chunks"] = [{"text": text} for text in texts]
         if isinstance(messages, list) and body.get("retrieve") is None and _lacks_question(body, messages):

@@ -12,6 +12,7 @@ import orjson
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import BodyTooLargeError, RequestError
@@ -45,7 +46,7 @@ async def json_object(raw_request: Request, config: ChunkCacheConfig) -> dict[st
 
     Raises:
         BodyTooLargeError: more bytes than allowed; they are not read.
-        RequestError: no JSON object, or one of too many values.
+        RequestError: no JSON object, or one of too many values, or the client has gone before its end.
     """
     raw = await _bounded_body(raw_request, config.max_body_bytes)
     if _num_values(raw) > MAX_VALUES + VALUES_PER_CHUNK * config.max_chunks:
@@ -94,10 +95,13 @@ async def _bounded_body(raw_request: Request, max_bytes: int) -> bytes:
     if int(raw_request.headers.get("content-length", 0)) > max_bytes:
         raise too_large
     body = bytearray()
-    async for piece in raw_request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise too_large
+    try:
+        async for piece in raw_request.stream():
+            body += piece
+            if len(body) > max_bytes:
+                raise too_large
+    except ClientDisconnect:
+        raise RequestError("body: the client has disconnected") from None
     return bytes(body)
 
 

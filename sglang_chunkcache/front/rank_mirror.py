@@ -54,7 +54,10 @@ class RankMirror:
         self._epoch, self._seq = epoch, 0
 
     def compared(self, state: RankState) -> dict[str, Any]:
-        """How far the mirror is from what the rank says of itself. A new epoch restarts it."""
+        """How far the mirror is from what the rank says of itself, once it has the events that come with it. A new epoch restarts
+        it."""
+        if state.events is not None:
+            self.apply(state.events)
         if self._epoch and self._epoch != state.epoch:
             self.restart(state.epoch)
         nodes, digest = self._tree.digest(self.rank)

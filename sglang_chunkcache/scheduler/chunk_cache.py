@@ -64,7 +64,7 @@ from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage.storage import Storage
-from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
+from sglang_chunkcache.wire.events import NOTHING_READ, Evicted, Inserted, Moved
 from sglang_chunkcache.wire.message import encode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Explanation, Fallback
 from sglang_chunkcache.wire.spans import RequestSpans, checked, unpack
@@ -357,6 +357,7 @@ class ChunkRadixCache(SharingRadixCache):
             digest=self._digest,
             chunk_nodes=self._num_chunk_nodes,
             counts=self.stats(),
+            events=self.log.unread(NOTHING_READ),
             num_waiting=num_waiting,
             explanations=tuple(self.explain(each) for each in asked.explain if each.dp_rank == dp_rank),
             cleared=cleared,

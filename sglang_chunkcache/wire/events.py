@@ -1,6 +1,7 @@
 """Cache events: what entered and left a rank's tree, numbered within an epoch.
 
-    rank     every answer carries the events after the last acknowledged one, so that a lost answer costs nothing
+    rank     every answer carries the events after the last acknowledged one, so that a lost answer costs nothing;
+             its state carries them, too: the first request is ordered by what a start has loaded
     front    applies them in order, acknowledges with its next request to that rank
 
 A flush or a restart draws a new epoch. scheduler/event_log.py keeps the events, front/rank_mirror.py applies them.
@@ -17,6 +18,10 @@ class Acknowledgement(Record, frozen=True):
 
     epoch: int
     seq: int
+
+
+NOTHING_READ = Acknowledgement(0, 0)
+"""Of a front that has heard nothing, or does not say."""
 
 
 class Inserted(Record, frozen=True, array_like=True, tag="+"):

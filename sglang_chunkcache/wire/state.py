@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radix_ext.guesses import Guess
+from sglang_chunkcache.wire.events import Batch
 from sglang_chunkcache.wire.message import Record
 from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -80,3 +81,5 @@ class RankState(Record, frozen=True):
     """Why `calibrate` was not done. Its figures are among the counts."""
     num_waiting: int = 0
     """Requests whose prefill has not begun or not ended, of those that were sent before this was asked."""
+    events: Batch | None = None
+    """What no request has acknowledged. A start that has loaded chains tells of them before there is an answer."""

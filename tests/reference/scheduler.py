@@ -40,7 +40,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import state
-from sglang_chunkcache.wire.events import Acknowledgement
+from sglang_chunkcache.wire.events import NOTHING_READ, Acknowledgement
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
 from sglang_chunkcache.wire.spans import RequestSpans, pack
@@ -49,7 +49,6 @@ from tests.reference.memory_host import FixedCosts, MemoryHost
 SECRET = "s3cret"
 MAX_CONTEXT = 128
 MAX_REQS = 16
-NOTHING_READ = Acknowledgement(0, 0)
 
 
 class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]

@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from starlette.requests import Request
+
 from radix_ext import ConversationMap
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import BodyTooLargeError, RequestError
@@ -64,6 +66,17 @@ def test_body_at_the_limit_is_read() -> None:
     text = json.dumps({"a": "x" * 9991}).encode()
     assert len(text) == 10_000
     assert read(Body([text[i : i + 700] for i in range(0, len(text), 700)], content_length="10000")) == json.loads(text)
+
+
+def test_client_that_leaves_amid_its_body_is_refused_like_any_other() -> None:
+    """A command that is killed while it sends made a traceback of each of its requests."""
+    messages = iter([{"type": "http.request", "body": b'{"a": ', "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    with pytest.raises(RequestError, match="body: the client has disconnected"):
+        asyncio.run(json_object(Request({"type": "http", "headers": []}, receive), CONFIG))
 
 
 N = 4 * MAX_VALUES

@@ -9,7 +9,7 @@ from msgspec import structs
 from radix_ext import ChainId, ChunkId, ChunkPrefixTree, Tier
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.event_log import EventLog
-from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted, Moved
+from sglang_chunkcache.wire.events import NOTHING_READ, Acknowledgement, Batch, Evicted, Inserted, Moved
 from sglang_chunkcache.wire.state import RankState
 from tests.reference.chains import chain_of
 
@@ -171,6 +171,17 @@ def test_mirror_is_compared_with_the_ranks_state() -> None:
     assert mirror.compared(structs.replace(state, seq=3)) == {**shown, "events_behind": 2, "agrees": None}
     restarted = mirror.compared(structs.replace(state, epoch=log.epoch + 1, seq=0, digest=0, chunk_nodes=0))
     assert restarted == {**shown, "chunk_nodes": 0, "restarts": 1}
+
+
+def test_mirror_learns_of_a_start_before_there_is_an_answer() -> None:
+    """What the rank's state brings with it, once: the first answer brings it again."""
+    log, (tree, mirror) = EventLog(100), make_mirror()
+    log.append(inserted("a"))
+    state = RankState(0, log.epoch, 1, chain("a"), 1, {}, events=log.unread(NOTHING_READ))
+    assert mirror.compared(state)["agrees"] is True
+    assert held(tree, "a")
+    read(log, mirror)
+    assert mirror.compared(state) == {"chunk_nodes": 1, "events_behind": 0, "agrees": True, "restarts": 0, "gaps": 0}
 
 
 def test_unknown_parent_is_counted_not_raised() -> None:

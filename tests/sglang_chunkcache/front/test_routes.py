@@ -394,7 +394,7 @@ def test_hint_sends_its_rank_what_a_request_would(call: Any, body: Any) -> None:
         (STORED, {"texts": []}, "texts"),
         (STORED, {}, "texts"),
         (STORED, {"texts": ["x"], "chunks": [{"text": "y"}]}, "texts"),
-        (STORED, {"texts": [1]}, "chunks.0.text"),
+        (STORED, {"texts": [1]}, "texts"),
         (STORED, {"chunks": 5}, "chunks"),
         (STORED, {"texts": ["x"], "messages": 5}, "messages"),
         (STORED, {"retrieve": True, "messages": MESSAGES}, "retrieve"),

@@ -20,13 +20,13 @@ from radix_ext.moved_plan import Limits, make_plan
 from sglang_chunkcache.fusion import promise
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
-from sglang_chunkcache.wire.events import Evicted, Inserted
+from sglang_chunkcache.wire.events import NOTHING_READ, Evicted, Inserted
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest
 from tests.reference.chains import chain_of
 from tests.reference.fused_scheduler import KV, FusedScheduler
-from tests.reference.scheduler import NOTHING_READ, SECRET, FakeReq, answer_of, config, marked, walk
+from tests.reference.scheduler import SECRET, FakeReq, answer_of, config, marked, walk
 
 HEAD, A, B, C, D, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [6, 6, 6, 6], [30, 31, 32]
 OTHER_HEAD, E = [95, 96, 97], [60, 61, 62, 63, 64, 65, 66, 67]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from radix_ext import ChunkId
 from sglang_chunkcache.scheduler.event_log import EventLog
+from sglang_chunkcache.wire.events import NOTHING_READ as NOTHING
 from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted
 from tests.reference.chains import chain_of
-
-NOTHING = Acknowledgement(0, 0)
 
 
 def make_log(num_events: int, max_events: int = 100) -> EventLog:

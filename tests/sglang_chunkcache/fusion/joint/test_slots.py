@@ -23,10 +23,10 @@ from radix_ext import ChunkId, Span
 from sglang_chunkcache.fusion.joint import slots
 from sglang_chunkcache.fusion.joint.slots import NEAR, SlotEncoder
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.wire.events import NOTHING_READ
 from sglang_chunkcache.wire.spans import JointRequest, RequestSpans
 from tests.e2e.poisoned_server import checked_encode
 from tests.reference import naive_joint
-from tests.reference.scheduler import NOTHING_READ
 
 LAYERS, HEADS, SIZE, VALUE_SIZE, SLOTS = 2, 2, 4, 3, 400
 BATCH = JointRequest(threshold=0.9, block=2, over="batch")
