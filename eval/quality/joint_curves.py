@@ -28,23 +28,21 @@ from eval.errors import CommandError
 from eval.outcome import Row, table
 from eval.quality.greedy import FULL_PREFILL, Endpoint, FullPrefill, Greedy, ask
 from eval.quality.mode import Job, Mode, Servers
-from eval.quality.ratio_cases import Case, data_cases, world_cases
+from eval.quality.ratio_cases import Case, data_cases, long_request, world_cases
 from eval.quality.ratio_curves import of_full
 from eval.quality.scores import cells_of
 from eval.recorded import grouped
 from eval.run import Sample
 from eval.serve.arms import ARMS, UNAUDITED, Arm
-from eval.task import Request, TextChunk
+from eval.task import Request
 from eval.world.kinds import KINDS
 
 JOINT = "joint"
 OVERS = ("chunks", "batch")
 FLAGS = ("--reuse", "fused", *UNAUDITED)
 SHOWN = ("same", "kl", "kl_max", "em", "f1")
-OPENER_LEN = 2000
-"""Tokens, about, of the request during whose prefill a batch arrives; the bundled model's context is 4,096."""
 HEAD_START_S = 0.1
-"""Of that request: its prefill, not its text, is what the batch waits for."""
+"""Of the request during whose prefill a batch arrives."""
 
 
 class JointCurves(Mode):
@@ -90,7 +88,7 @@ class JointCurves(Mode):
         (endpoint,) = servers.values()
         found = FullPrefill()
         full = [found.ask(endpoint, each.request, [chunk.id for chunk in each.request.chunks]) for each in cases]
-        opener = _opener(cases[0].request, full[0].num_prompt)
+        opener = long_request(cases[0].request, full[0].num_prompt)
         for case, answer in zip(cases, full, strict=True):
             gold = self.scorer.gold(answer.text, case.request)
             yield self.sample(FULL_PREFILL, case.request, answer, gold, cell=_kind(case))
@@ -203,11 +201,3 @@ def _at_once(endpoint: Endpoint, cases: Sequence[Case], wish: Mapping[str, Any],
         answers = list(pool.map(one, cases))
         first.result()
     return answers
-
-
-def _opener(request: Request, num_prompt: int) -> Request:
-    """A request that keeps the server busy: the words of this one, of so many tokens, again and again."""
-    words = " ".join(chunk.text for chunk in request.chunks).split()
-    times = OPENER_LEN / num_prompt
-    text = " ".join((words * (1 + int(times)))[: int(times * len(words))])
-    return replace(request, max_new_tokens=1, chunks=(TextChunk("opener", text),))
