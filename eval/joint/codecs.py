@@ -232,6 +232,11 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         for setting in SAID
         if "KL" in (row := rows.get(str(setting.cell), {}))
     ]
+    said += [
+        f"{row['store']}: {row['a chunk']:.2f} variants a chunk,"
+        f" {', '.join(f'{each.title} {row[each.title]:.3f}' for each in STORED if each.title in row)} of the bytes."
+        for row in shown[STORES].values()
+    ]
     return {"verdict": said, "tables": [table(title, list(each.values())) for title, each in shown.items() if each]}
 
 

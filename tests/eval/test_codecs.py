@@ -91,9 +91,11 @@ def test_bytes_of_a_replays_store() -> None:
     store = {"arm": "stores", "cell": {"store": "r"}, "metrics": {}, "variants": {"1": [3, 6.0], "4": [1, 2.0]}}
     metrics = {"bytes": 0.4, "first": 0.5, "further": 0.25, "key 0": 0, "value 0": 0}
     kept = {"arm": "kept", "cell": STORED[-1].cell, "metrics": metrics}
-    (row,) = summarize([kept, store])["tables"][-1]["rows"]
+    results = summarize([kept, store])
+    (row,) = results["tables"][-1]["rows"]
     told = {"store": "r", "chunks": 4, "variants": 7, "a chunk": 1.75, "MiB": 14.0}
     assert row == told | {ONE_EACH: round(8 / 14, 3), STORED[-1].title: round((8 * 0.5 + 6 * 0.25) / 14, 3)}
+    assert results["verdict"] == [f"r: 1.75 variants a chunk, {STORED[-1].title} 0.393 of the bytes."]
 
 
 def test_quick_run_ends_with_every_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
