@@ -61,7 +61,7 @@ FLAGS = (
     *UNAUDITED,
 )
 """Every movable chunk is moved, and every chunk enters the store at once, scored: one capture serves all selectors."""
-STORE_POOL = 4500
+STORE_POOL = 3000
 """KV pool in tokens that `--from-store` fills."""
 FROM_STORE = ("--chunkcache-eviction", "lru", "--chunked-prefill-size", "1024")
 """What was captured leaves before what fills the pool, and a plan's request fits into the rest."""
