@@ -169,7 +169,7 @@ class RatioCurves(Mode):
                 yield self.sample(way.arm, request, answer, metrics, cell=cell, label=label_of(capture, way), **more)
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Cells with normalised F1 and measured shares, and paired differences between selectors.
+        """Cells with normalised F1 and measured shares, and paired differences between selectors, and between rounds.
 
         `ends`: selector -> arms whose cells are also points of its curve: ratios 0 and 1, which run once for all selectors.
         """
@@ -187,6 +187,7 @@ class RatioCurves(Mode):
         contrasts = [
             each for a, b in PAIRED for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
         ]
+        contrasts += by_rounds(samples)
         names = {cell["arm"] for cell in cells}
         ends = [end for end in (FULL_REUSE, ALL) if end in names]
         curves = {arm: ends for arm in SELECTORS if arm in names and arm not in UNRATED}
@@ -274,6 +275,24 @@ def check_sources(answer: Greedy, behind: Mapping[str, Collection[int]], *, from
         is_known = source["variant_prefix"] in behind.get(source["chunk"], ())
         if not is_known or (from_store and source["from"] == "device"):
             raise CommandError(f"{source['chunk']} was moved from another source than its capture: {source}")
+
+
+def by_rounds(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Contrasts of the most variants a chunk against fewer, everything else the same."""
+    live = [row for row in samples if row["cell"].get("capture") == "live"]
+    rounds: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    for row in live:
+        cell = {name: value for name, value in row["cell"].items() if name != "rounds"}
+        rounds[row["arm"], row["cell"].get("rounds", 1)].append({**row, "cell": cell})
+    most = max((number for _, number in rounds), default=1)
+    return [
+        each
+        for (arm, number), rows in rounds.items()
+        if number < most
+        for each in contrast_arms(
+            rows, rounds[arm, most], a=f"{arm}, variants {number}", b=f"{arm}, variants {most}", metrics=("same", "kl")
+        )
+    ]
 
 
 def shares(fates: Mapping[str, int]) -> dict[str, float]:

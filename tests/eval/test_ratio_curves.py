@@ -24,6 +24,7 @@ from eval.quality.ratio_curves import (
     STORE_POOL,
     RatioCurves,
     bring_in,
+    by_rounds,
     check_sources,
     fill_pool,
     label_of,
@@ -446,3 +447,16 @@ def test_rounds_without_other_strangers_are_refused(rounds: list[int]) -> None:
     """Two variants behind the same chunks would be one."""
     with pytest.raises(CommandError, match="--rounds must be at least 1 and at most --k"):
         RatioCurves(options(rounds=rounds, ratios=[0]))
+
+
+def test_numbers_of_variants_are_compared_on_the_same_questions() -> None:
+    """By hand: three variants against one, two answers of a capture and ratio; other captures have none."""
+    rows = [make_row("query", "live", request, f1) for request, f1 in (("a", 0.0), ("b", 0.5))]
+    rows += [{**make_row("query", "live", request, 1.0)} for request in "ab"]
+    for row in rows[2:]:
+        row["cell"] = {**row["cell"], "rounds": 3}
+    found = by_rounds([*rows, make_row("query", "alone", "a", 0.0)])
+    told = [(each["metric"], each["a"], each["b"], each["cell"], each["value"], each["n"]) for each in found]
+    names, cell = ("query, variants 1", "query, variants 3"), {"capture": "live", "ratio": 0.15}
+    assert told == [("same", *names, cell, 0.75, 2), ("kl", *names, cell, pytest.approx(0.075), 2)]
+    assert by_rounds(rows[:2]) == []
