@@ -160,6 +160,10 @@ class VariantIndex:
         """All, while nothing comes or leaves."""
         return (variant for _, variant, _ in self._held.values())
 
+    def chunks(self) -> Iterator[tuple[Variant, ...]]:
+        """The variants of each chunk, while nothing comes or leaves."""
+        return (tuple(variants.values()) for variants in self._chunks.values())
+
     def find(self, identity: Identity) -> tuple[Variant, ...]:
         """All variants of the chunk, oldest first; no use is counted."""
         return tuple(self._chunks.get(identity, {}).values())

@@ -1,7 +1,9 @@
 """KV of the store in fewer bytes: what do codecs save, how far do they err, what do they take, and what becomes of the answers?
 
     python -m eval codecs [--quick]
+    python -m eval codecs --questions 0 --timed-tokens 0 --stores RUN ...       bytes of what fused replays have stored
 
+dedup      keys or values of a token in a layer once where they are the first variant's, bit by bit
 intB       each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by itself
 joint      the variants of a chunk together: one of them whole or by int8, the others' blocks as differences from its blocks where
            they are more similar than the threshold (variants.py)
@@ -12,6 +14,9 @@ the chunks of this very prompt: what differs from the answer over the prompt's o
 the same chunk in another order of the passages. KL is per token of that answer, in nats. Times are those of one variant of a
 chunk with the KV of Llama-3-8B, random, over those of copying it out of the pool (`encode`) and into the pool (`decode`), which
 the store does as well.
+
+`--stores` takes runs of `python -m eval replay --reuse fused`. A chunk with n variants there takes the bytes of a first one and
+of n - 1 further ones, as measured on the bundled model's KV.
 """
 
 from __future__ import annotations
@@ -31,12 +36,13 @@ import torch
 from torch import Tensor
 
 from eval.bench.relocate import SHAPES, Bench
+from eval.errors import CommandError
 from eval.joint.kv import Cached, ModelKv
 from eval.joint.units import Sizes, variants
 from eval.joint.variants import decode_variants, encode_variants
 from eval.outcome import Row, add_out_option, open_run, table, tell
 from eval.progress import tracked
-from eval.recorded import grouped
+from eval.recorded import grouped, read_recorded
 from eval.run import Sample
 from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces
@@ -54,6 +60,10 @@ TIMED = 512
 """Tokens of all variants whose times are told."""
 TAKEN = 5
 """Times; the best counts."""
+
+
+STORES = "Stores of replays, bytes over those of plain KV"
+ONE_EACH = "one variant a chunk"
 
 
 class Setting(NamedTuple):
@@ -82,8 +92,9 @@ class Setting(NamedTuple):
                 keys, values, block_size=BLOCK_SIZE, threshold=self.threshold, codec=codec, bits=self.bits
             )
             return joint.nbytes, partial(decode_variants, joint)
-        if self.name == "none":
-            return keys.nbytes + values.nbytes, lambda: (keys, values)
+        if self.name in ("none", "dedup"):
+            again = sum(map(_bytes_again, (keys, values))) if self.name == "dedup" else 0
+            return keys.nbytes + values.nbytes - again, lambda: (keys, values)
         codec = Quantized(int(self.name.removeprefix("int")))
         parts = codec.encode(keys.flatten(0, 1), values.flatten(0, 1))
 
@@ -95,18 +106,33 @@ class Setting(NamedTuple):
 
 
 PLAIN = [Setting("none"), *(Setting(f"int{bits}") for bits in PLAIN_BITS)]
-SETTINGS = [*PLAIN, *(Setting("joint", *each) for each in product(("none", "int8"), THRESHOLDS, RESIDUAL_BITS))]
+SETTINGS = [
+    *PLAIN,
+    Setting("dedup"),
+    *(Setting("joint", *each) for each in product(("none", "int8"), THRESHOLDS, RESIDUAL_BITS)),
+]
 ANSWERED = [*PLAIN, *(Setting("joint", *each) for each in product(("int8",), (0.9, 0.95, 0.99), RESIDUAL_BITS))]
 SHOWN = [*PLAIN, *(Setting("joint", "int8", 0.9, bits) for bits in RESIDUAL_BITS)]
 """Whose errors are told by layer, and whose times."""
 SAID = [Setting("int8"), Setting("int4"), Setting("joint", "int8", 0.95, 4)]
 """Of the verdict."""
+STORED = [
+    Setting("dedup"),
+    Setting("int8"),
+    Setting("int4"),
+    *(Setting("joint", "int8", 0.95, bits) for bits in (4, 3)),
+]
+"""Whose bytes are told of replays' stores."""
 
 
 def taken(setting: Setting, keys: Tensor, values: Tensor) -> Row:
     """Bytes and errors of the variants of one chunk."""
     num_bytes, decoded = setting.kept(keys, values)
-    metrics = {"bytes": num_bytes / (keys.nbytes + values.nbytes)}
+    plain = keys.nbytes + values.nbytes
+    metrics = {"bytes": num_bytes / plain}
+    if setting in STORED:
+        alone, first = plain / len(keys), setting.kept(keys[:1], values[:1])[0]
+        metrics |= {"first": first / alone, "further": (num_bytes - first) / (plain - alone)}
     for name, before, after in zip(("key", "value"), (keys, values), decoded(), strict=True):
         norm = torch.linalg.vector_norm
         errors = norm(after.float() - before.float(), dim=-1) / norm(before.float(), dim=-1)
@@ -183,7 +209,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             row = rows.setdefault(name, {**ones[0]["cell"]})
             means = {key: mean(one["metrics"][key] for one in ones) for key in ones[0]["metrics"]}
             if arm == "kept":
-                row["bytes"] = round(means["bytes"], 3)
+                row |= {key: round(means[key], 4) for key in ("bytes", "first", "further") if key in means}
                 row |= {side: _short(mean(_layers(means, side))) for side in ("key", "value")}
                 if ones[0]["cell"] in [each.cell for each in SHOWN]:
                     errors[name] = {
@@ -199,11 +225,17 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     shown = {
         f"Bytes, mean relative errors, answers to {num} questions, times over those of the copies": rows,
         "Relative error of a token in a head, by layer: mean (largest)": errors,
+        STORES: {one["cell"]["store"]: _stored(one, rows) for one in by_arm.get("stores", [])},
     }
     said = [
         f"{setting.title}: {row['bytes']:.3f} of the bytes, {row['equal']:.3f} of {num} answers stay, KL {row['KL']:g}."
         for setting in SAID
         if "KL" in (row := rows.get(str(setting.cell), {}))
+    ]
+    said += [
+        f"{row['store']}: {row['a chunk']:.2f} variants a chunk,"
+        f" {', '.join(f'{each.title} {row[each.title]:.3f}' for each in STORED if each.title in row)} of the bytes."
+        for row in shown[STORES].values()
     ]
     return {"verdict": said, "tables": [table(title, list(each.values())) for title, each in shown.items() if each]}
 
@@ -213,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     torch.set_num_threads(args.threads)
     sizes = Sizes(args.variants, chunks=4, requests=1, passages=2)
-    model = ModelKv(args.model_path)
+    stores, model = read_stores(args.stores), ModelKv(args.model_path)
     with open_run("codecs", args, summarize) as run:
 
         def missing(arm: str, settings: Sequence[Setting], number: int) -> list[Setting]:
@@ -233,10 +265,31 @@ def main(argv: Sequence[str]) -> int:
             if settings := missing("answers", ANSWERED, number):
                 of = asked(model, random.Random(f"{args.seed} asked {number}"), args.passages, args.variants)
                 keep("answers", number, ((each, answered(model, each, of)) for each in settings))
-        if settings := missing("times", SHOWN, 0):
+        if settings := missing("times", SHOWN if args.timed_tokens else (), 0):
             keep("times", 0, timed(settings, args.variants, args.timed_tokens))
+        by_key = {f"stores/{one['cell']['store']}": one for one in stores}
+        run.add_all((key, one) for key, one in by_key.items() if key not in run)
     tell(run)
     return 0
+
+
+def read_stores(folders: Sequence[Path]) -> list[Sample]:
+    """What the fused replays of these runs have stored at their ends.
+
+    Raises:
+        CommandError: a run that is none, or without exactly one fused replay.
+    """
+    found = []
+    for folder in folders:
+        run = read_recorded(folder)
+        fused = [each for each in run.results.get("fused", ()) if each.get("variants")]
+        if len(fused) != 1:
+            raise CommandError(
+                f"{run.name}: --stores takes runs of one `python -m eval replay --reuse fused` cell, got {len(fused)}"
+            )
+        facts = {"arm": "stores", "cell": {"store": run.name}, "request": run.name, "metrics": {}}
+        found.append({**facts, "variants": fused[0]["variants"]})
+    return found
 
 
 # Private, in order of use
@@ -268,11 +321,38 @@ def _layers(metrics: Mapping[str, float], side: str, suffix: str = "") -> list[f
     return [metrics[name] for name in names if name in metrics]
 
 
+def _bytes_again(variants: Tensor) -> int:
+    """Of [num_variants, num_layers, num_tokens, ..] the tokens in a layer that are the first variant's, bit by bit."""
+    again = (variants[1:] == variants[0]).flatten(-2).all(-1)
+    return int(again.sum()) * variants[0, 0, 0].nbytes
+
+
 def _by_layer(ones: Sequence[Sample], side: str) -> str:
     found = [_layers(one["metrics"], side) for one in ones]
     largest = [_layers(one["metrics"], side, " largest") for one in ones]
     by_layer = zip(zip(*found, strict=True), zip(*largest, strict=True), strict=True)
     return " ".join(f"{mean(each):.3f} ({max(most):.3f})" for each, most in by_layer)
+
+
+def _stored(store: Sample, rows: Mapping[str, Row]) -> Row:
+    """A replay's store by each codec."""
+    variants = [(int(num), chunks, mib) for num, (chunks, mib) in store["variants"].items()]
+    plain = sum(num * mib for num, _, mib in variants)
+    counts = {
+        "chunks": sum(chunks for _, chunks, _ in variants),
+        "variants": sum(num * chunks for num, chunks, _ in variants),
+    }
+    shares = {ONE_EACH: (1.0, 0.0)} | {
+        each.title: (rows[str(each.cell)]["first"], rows[str(each.cell)]["further"])
+        for each in STORED
+        if str(each.cell) in rows
+    }
+    by_codec = {
+        title: round(sum(mib * (first + (num - 1) * further) for num, _, mib in variants) / plain, 3)
+        for title, (first, further) in shares.items()
+    }
+    a_chunk = round(counts["variants"] / counts["chunks"], 2)
+    return {**store["cell"], **counts, "a chunk": a_chunk, "MiB": round(plain, 1), **by_codec}
 
 
 def _short(number: float) -> float:
@@ -289,12 +369,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--variants", type=int, default=5, help="of a chunk, this prompt's own included")
     add("--passages", type=int, default=6, help="of a question's prompt; each is a chunk")
     add("--timed-tokens", type=int, default=TIMED, help="of all variants whose coding is timed")
+    add("--stores", type=Path, nargs="*", default=[], metavar="RUN", help="folders of fused replays")
     add("--seed", type=int, default=0)
     add("--model-path", type=Path, default=model_dir())
     add("--threads", type=int, default=1)
     add("--quick", action="store_true", help="one chunk, one question: does it run?")
     add_out_option(parser)
     args = parser.parse_args(argv)
+    if args.variants < 2:
+        raise CommandError(f"--variants must be at least 2, got {args.variants}")
     if args.quick:
         args.draws, args.questions, args.timed_tokens = 1, 1, 10
     return args

@@ -20,6 +20,8 @@ from eval.world.world import World
 UNSEEN = 1 << 60  # first seed of worlds that training never draws
 CLIP_CHARS = 600
 """Of a passage, for the bundled model: its context is 4,096 tokens, and it reads such text nearly byte by byte."""
+LONG = 2000
+"""Tokens, about, of a long request; the bundled model's context is 4,096."""
 SPARE = 4  # ratio of retrieved passages to passages in the prompt
 K = 6  # passages in the prompt, unless the data set lists them
 
@@ -95,6 +97,14 @@ def make_case(
     rank = ranker(others)
     neighbors = {chunk.id: tuple(rank(chunk.text, num_neighbors)) for chunk in chunks}
     return Case(request, tuple(rng.sample(others, len(chunks))), neighbors, questions)
+
+
+def long_request(request: Request, num_prompt: int) -> Request:
+    """One of about `LONG` tokens and one token's answer: the words of this one, of so many tokens, again and again."""
+    words = " ".join(chunk.text for chunk in request.chunks).split()
+    times = LONG / num_prompt
+    text = " ".join((words * (1 + int(times)))[: int(times * len(words))])
+    return replace(request, max_new_tokens=1, chunks=(TextChunk("long", text),))
 
 
 def ranker(corpus: Sequence[TextChunk]) -> Callable[[str, int], list[TextChunk]]:

@@ -5,11 +5,14 @@ ratio) over moved chunks. A capture is the way in which the chunks' KV is comput
 chunk, so that all selectors move the same KV:
 
     alone          after no other chunk. The prompt's first chunk is then an exact hit
-    live           in requests that mix half of the question's chunks with strangers, each after a stranger
+    live           in requests that mix half of the question's chunks with strangers, each after a stranger; with `--rounds N`
+                   each chunk N times, behind others each time, and a plan takes the best of its N variants
     preprocessed   after the top-n passages nearest to it by words, none of them in the prompt (FusionRAG 3.1)
 
 Captures are isolated: every question has unique `cache_salt`s, one per capture and one for full prefill. `set` runs last because
 it computes chunks that it does not reuse, which creates new sources. A chunk that is moved from another source ends the run.
+With `--from-store` what was captured has left the device before, so the store's codec (`-- --chunkcache-store-codec int4`) is
+part of every answer.
 
 Ratio 0 (`full-reuse`) and ratio 1 (`all`) are the same for all selectors and run once. `context` includes its focus
 (Cache-Craft algorithm 1), which skips chunks and so recomputes less than the ratio; `context-all` runs without it. `deviation`
@@ -27,9 +30,10 @@ import argparse
 import random
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from eval.contrast import contrast_arms, sentences
@@ -39,13 +43,13 @@ from eval.metrics import METRICS
 from eval.outcome import Row, table
 from eval.quality.greedy import FULL_PREFILL, Endpoint, FullPrefill, Greedy, ask
 from eval.quality.mode import Job, Mode, Servers
-from eval.quality.ratio_cases import Case, data_cases, world_cases
+from eval.quality.ratio_cases import LONG, Case, K, data_cases, long_request, world_cases
 from eval.quality.scores import FULL_REUSE, cells_of, rounded
 from eval.recorded import grouped
 from eval.run import Sample
 from eval.serve.arms import ARMS, UNAUDITED, Arm
 from eval.stats import share
-from eval.task import TextChunk
+from eval.task import Request, TextChunk
 from eval.world.kinds import KINDS
 
 FLAGS = (
@@ -57,6 +61,10 @@ FLAGS = (
     *UNAUDITED,
 )
 """Every movable chunk is moved, and every chunk enters the store at once, scored: one capture serves all selectors."""
+STORE_POOL = 3000
+"""KV pool in tokens that `--from-store` fills."""
+FROM_STORE = ("--chunkcache-eviction", "lru", "--chunked-prefill-size", "1024")
+"""What was captured leaves before what fills the pool, and a plan's request fits into the rest."""
 SELECTORS = (
     *("none", "first", "random", "h2o", "deviation", "deviation@3", "deviation@calibrated"),
     *("query", "query@3", "query@calibrated", "prophet", "critical", "critical@auto", "context", "context-all", "set"),
@@ -104,12 +112,17 @@ class RatioCurves(Mode):
             raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
         if (args.k is not None and args.k < 2) or min(args.neighbors) < 1 or args.worlds < 1:
             raise CommandError("--k must be at least 2, --neighbors and --worlds at least 1")
+        if not 1 <= min(args.rounds) <= max(args.rounds) <= (args.k or K):
+            raise CommandError("--rounds must be at least 1 and at most --k: a chunk has so many strangers")
         cases = world_cases(args) if args.task == "world" else list(data_cases(args))
         if not cases:
             raise CommandError(f"--task {args.task}: no request has {args.k or 2} chunks")
         self.cases, self.cells = cases, make_cells(args.selectors, args.ratios)
-        self.captures = make_captures(args.captures, args.neighbors)
-        arm = replace(ARMS["ours"], name="fused", flags=(*ARMS["ours"].flags, *FLAGS))
+        self.captures = make_captures(args.captures, args.neighbors, args.rounds)
+        flags = (*ARMS["ours"].flags, *FLAGS, *(FROM_STORE if args.from_store else ()))
+        if args.from_store:
+            args.max_total_tokens = STORE_POOL
+        arm = replace(ARMS["ours"], name="fused", flags=flags)
         super().__init__(args, [arm], [case.request for case in cases])
 
     @staticmethod
@@ -123,6 +136,11 @@ class RatioCurves(Mode):
         parser.add_argument("--worlds", type=int, default=1, metavar="N", help="that of --seed and the next ones")
         parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=list(CAPTURES))
         parser.add_argument("--neighbors", nargs="+", type=int, default=[3], metavar="N", help="top-n of preprocessed")
+        parser.add_argument(
+            "--rounds", nargs="+", type=int, default=[1], metavar="N", help="variants of a chunk, of live"
+        )
+        text = f"drop what the device has after a capture; the KV pool then has {STORE_POOL} tokens"
+        parser.add_argument("--from-store", action="store_true", help=text)
 
     def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
         """A job per case."""
@@ -140,16 +158,18 @@ class RatioCurves(Mode):
         for capture in self.captures:
             salt = secrets.token_hex(16)
             behind = bring_in(endpoint, capture, case, salt, random.Random(f"{self.args.seed} {request.id}"))
+            if self.args.from_store:
+                fill_pool(endpoint, long_request(request, full.num_prompt))
             for way in self.cells:
                 answer = ask(endpoint, request, request.chunks, reuse=way.reuse, order="retriever", cache_salt=salt)
-                check_sources(answer, behind)
+                check_sources(answer, behind, from_store=self.args.from_store)
                 metrics = self.scorer.gold(answer.text, request) | self.scorer.agreement(answer, full, "full")
                 cell = {**kind, **capture, **way.label}
                 more = {"num_chunks": num_chunks, "fallbacks": answer.info["fallbacks"]}
                 yield self.sample(way.arm, request, answer, metrics, cell=cell, label=label_of(capture, way), **more)
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Cells with normalised F1 and measured shares, and paired differences between selectors.
+        """Cells with normalised F1 and measured shares, and paired differences between selectors, and between rounds.
 
         `ends`: selector -> arms whose cells are also points of its curve: ratios 0 and 1, which run once for all selectors.
         """
@@ -167,6 +187,7 @@ class RatioCurves(Mode):
         contrasts = [
             each for a, b in PAIRED for each in contrast_arms(by_arm[a], by_arm[b], a=a, b=b, metrics=PAIRED_METRICS)
         ]
+        contrasts += by_rounds(samples)
         names = {cell["arm"] for cell in cells}
         ends = [end for end in (FULL_REUSE, ALL) if end in names]
         curves = {arm: ends for arm in SELECTORS if arm in names and arm not in UNRATED}
@@ -174,10 +195,14 @@ class RatioCurves(Mode):
         return {"cells": cells, "contrasts": contrasts, **said, "ends": curves}
 
 
-def make_captures(names: Sequence[str], neighbors: Sequence[int]) -> list[Capture]:
-    """One capture per name; for `preprocessed` one per top-n."""
-    several = [{"capture": "preprocessed", "neighbors": n} for n in neighbors]
-    return [one for name in names for one in (several if name == "preprocessed" else [{"capture": name}])]
+def make_captures(names: Sequence[str], neighbors: Sequence[int], rounds: Sequence[int]) -> list[Capture]:
+    """One capture per name; for `preprocessed` one per top-n, for `live` one per number of rounds."""
+    several: dict[str, list[Capture]] = {
+        "alone": [{"capture": "alone"}],
+        "live": [{"capture": "live"} | ({"rounds": n} if n > 1 else {}) for n in rounds],
+        "preprocessed": [{"capture": "preprocessed", "neighbors": n} for n in neighbors],
+    }
+    return [one for name in names for one in several[name]]
 
 
 def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
@@ -209,32 +234,65 @@ def label_of(capture: Capture, cell: Cell) -> list[str]:
     return [f"{name}={value}" for name, value in ({**capture} | cell.label).items()]
 
 
-def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: random.Random) -> dict[str, int]:
-    """Capture the case's chunks on the server under `salt`; chunk id -> number of chunks before it at the capture."""
+def bring_in(endpoint: Endpoint, capture: Capture, case: Case, salt: str, rng: random.Random) -> dict[str, set[int]]:
+    """Capture the case's chunks on the server under `salt`; chunk id -> numbers of chunks before it at its captures."""
     chunks = case.request.chunks
     if capture["capture"] == "live":
-        behind: dict[str, int] = {}
-        strangers = list(case.strangers)
-        shuffled = rng.sample(chunks, len(chunks))
+        behind: dict[str, set[int]] = defaultdict(set)
         request = replace(case.request, max_new_tokens=1)
-        for half in (shuffled[::2], shuffled[1::2]):
-            mixed = [each for chunk in half for each in (strangers.pop(), chunk)]
-            ask(endpoint, request, mixed, reuse="exact", order="retriever", cache_salt=salt)
-            behind |= {chunk.id: 2 * i + 1 for i, chunk in enumerate(half)}
+        places: dict[str, int] = {}
+        for number in range(capture.get("rounds", 1)):
+            shuffled = rng.sample(chunks, len(chunks))
+            halves = shuffled[::2], shuffled[1::2]
+            places = places or {chunk.id: place for place, chunk in enumerate(chain(*halves))}
+            for half in halves:
+                # Each time behind another stranger, so that no two variants have the same prefix.
+                strangers = [case.strangers[-1 - (places[chunk.id] + number) % len(chunks)] for chunk in half]
+                mixed = [*chain(*zip(strangers, half, strict=True))]
+                ask(endpoint, request, mixed, reuse="exact", order="retriever", cache_salt=salt)
+                for i, chunk in enumerate(half):
+                    behind[chunk.id].add(2 * i + 1)
         return behind
     neighbors = {chunk.id: case.neighbors[chunk.id][: capture.get("neighbors", 0)] for chunk in chunks}
     for each in dict.fromkeys(near for found in neighbors.values() for near in found):
         _preprocess(endpoint.url, each, (), salt)  # in the store, so that it can be moved before a chunk
     for chunk in chunks:
         _preprocess(endpoint.url, chunk, neighbors[chunk.id], salt)
-    return {chunk_id: len(found) for chunk_id, found in neighbors.items()}
+    return {chunk_id: {len(found)} for chunk_id, found in neighbors.items()}
 
 
-def check_sources(answer: Greedy, behind: Mapping[str, int]) -> None:
+def fill_pool(endpoint: Endpoint, request: Request) -> None:
+    """Fill the KV pool with other tenants' KV, by this long request."""
+    for _ in range(STORE_POOL // LONG + 1):
+        ask(endpoint, request, request.chunks, reuse="exact", cache_salt=secrets.token_hex(16))
+
+
+def check_sources(answer: Greedy, behind: Mapping[str, Collection[int]], *, from_store: bool = False) -> None:
     """Raise CommandError if a chunk was moved from another source than its capture: selectors would not move the same KV."""
-    for source in answer.info["reuse"]["sources"]:
-        if source["from"] != "gap" and source["variant_prefix"] != behind.get(source["chunk"]):
+    if from_store and answer.info["fallbacks"]:
+        raise CommandError(f"not moved from the store: {answer.info['fallbacks']}")
+    for source in (one for one in answer.info["reuse"]["sources"] if one["from"] != "gap"):
+        is_known = source["variant_prefix"] in behind.get(source["chunk"], ())
+        if not is_known or (from_store and source["from"] == "device"):
             raise CommandError(f"{source['chunk']} was moved from another source than its capture: {source}")
+
+
+def by_rounds(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Contrasts of the most variants a chunk against fewer, everything else the same."""
+    live = [row for row in samples if row["cell"].get("capture") == "live"]
+    rounds: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    for row in live:
+        cell = {name: value for name, value in row["cell"].items() if name != "rounds"}
+        rounds[row["arm"], row["cell"].get("rounds", 1)].append({**row, "cell": cell})
+    most = max((number for _, number in rounds), default=1)
+    return [
+        each
+        for (arm, number), rows in rounds.items()
+        if number < most
+        for each in contrast_arms(
+            rows, rounds[arm, most], a=f"{arm}, variants {number}", b=f"{arm}, variants {most}", metrics=("same", "kl")
+        )
+    ]
 
 
 def shares(fates: Mapping[str, int]) -> dict[str, float]:

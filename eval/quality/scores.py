@@ -163,14 +163,14 @@ def _add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
     scored = [cell for cell in cells if "f1" in cell["metrics"]]
     means = {(cell["arm"], *_variant(cell["cell"])): cell["metrics"]["f1"]["mean"] for cell in scored}
     for cell in scored:
-        capture, questions = _variant(cell["cell"])
+        capture, *others = _variant(cell["cell"])
         # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so 0 is full reuse without preprocessing.
         capture = {"preprocessed": "alone"}.get(capture, capture)
-        reused, prefilled = (FULL_REUSE, capture, questions), (FULL_PREFILL, None, questions)
+        reused, prefilled = (FULL_REUSE, capture, *others), (FULL_PREFILL, None, others[0], None)
         if {reused, prefilled} <= means.keys():
             ends = {"full_reuse": means[reused], "full_prefill": means[prefilled]}
             cell["normalized_f1"] = normalized_f1(cell["metrics"]["f1"]["mean"], **ends)
 
 
-def _variant(cell: Mapping[str, Any]) -> tuple[Any, Any]:
-    return cell.get("capture"), cell.get("questions")
+def _variant(cell: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    return cell.get("capture"), cell.get("questions"), cell.get("rounds")

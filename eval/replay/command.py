@@ -25,7 +25,7 @@ from eval.replay import generated
 from eval.replay import trace as trace_format
 from eval.replay.cells import ReplayCell, TraceCell, measure
 from eval.replay.fused_cell import FusedCell, add_options, server_config
-from eval.replay.generated import GeneratedTrace
+from eval.replay.generated import GeneratedTrace, PooledTrace
 from eval.replay.grid import AXES, Cell, comparison, derived_capacities, grid
 from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
@@ -92,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="JSON Lines, plain or .gz; format below")
     source.add_argument("--generate", metavar="N", type=_at_least(1), help="N made requests; parameters below")
+    source.add_argument(
+        "--fusionrag", metavar="N", type=_at_least(1), help="N made as FusionRAG's storage simulation; below"
+    )
     text = "use a task's requests, without lengths, instead of a trace; `python -m eval serve --help` lists tasks"
     source.add_argument("--task", metavar="NAME", choices=TASKS, help=text)
     add = parser.add_argument
@@ -99,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
     text = f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}"
     add("--max-requests", type=_at_least(1), help=text)
-    add("--seed", type=int, default=0, help="of --generate; default: %(default)s")
+    add("--seed", type=int, default=0, help="of --generate and --fusionrag; default: %(default)s")
     _add_axes(parser)
     add_options(parser)
     add("--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them")
@@ -152,9 +155,10 @@ def _trace(options: argparse.Namespace) -> Trace:
         raise CommandError("--components requires --trace")
     if options.trace is not None:
         return TraceFile(options.trace, max_requests=options.max_requests, components=options.components)
-    if options.generate is not None:
-        num_requests = min(options.generate, options.max_requests or options.generate)
-        return GeneratedTrace(num_requests, k=max(options.k or [generated.K]), seed=options.seed)
+    for number, make in ((options.generate, GeneratedTrace), (options.fusionrag, PooledTrace)):
+        if number is not None:
+            num_requests = min(number, options.max_requests or number)
+            return make(num_requests, k=max(options.k or [generated.K]), seed=options.seed)
     return _task_requests(options)
 
 

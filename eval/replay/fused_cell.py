@@ -36,7 +36,7 @@ NUMBERS = (
 )
 OVER_TIME = 16
 """Times at which the store is looked at."""
-COPIED = ("num_requests", "num_evicted", "peak_nodes", "store", "store_over_time", "fallbacks")
+COPIED = ("num_requests", "num_evicted", "peak_nodes", "store", "variants", "store_over_time", "fallbacks")
 FATES = ("exact", "relocated", "recomputed", "computed", "dropped")
 
 
@@ -111,14 +111,21 @@ class FusedCell(ReplayCell):
 
     @property
     def sample(self) -> Sample:
-        """Per bin the counts of `FusedCount`; the store at the end."""
-        replay = self._fused
+        """Per bin the counts of `FusedCount`; the store at the end.
+
+        `variants`: number of variants of a chunk -> [chunks that have so many, MiB of KV of one variant of each].
+        """
+        replay, variants = self._fused, dict[int, list[float]]()
+        for found in replay.store.chunks():
+            held = variants.setdefault(len(found), [0, 0.0])
+            held[:] = held[0] + 1, held[1] + found[0].blob.nbytes / 2**20
         return {
             "fused": self._cell.label,
             **self._bins.sample,
             "num_evicted": replay.num_evicted,
             "peak_nodes": replay.peak_nodes,
             "store": replay.store.stats()._asdict(),
+            "variants": {str(num): variants[num] for num in sorted(variants)},
             "store_over_time": self._over_time,
             "fallbacks": dict(replay.fallbacks),
         }

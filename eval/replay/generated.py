@@ -8,6 +8,9 @@ What makes caching easy or hard in retrieval, with the parameters below:
 - drift: topics become popular and are forgotten, so that the number of distinct chunks grows along the trace
 
 Arrivals are a Poisson process. A chunk has the same length each time. There are no conversations.
+
+`--fusionrag N` draws chunks as FusionRAG 5.3.3 simulates storage (N = 1000 there): .6 of a knowledge base, .3 new and shared, .1
+unique. The paper says neither k nor the pools' sizes, popularity and lengths. Here popularity in a pool is Zipf, too.
 """
 
 from __future__ import annotations
@@ -36,6 +39,11 @@ CHUNK_TOKENS = (128, 512)
 QUESTION_TOKENS, OUTPUT_TOKENS = (8, 48), (50, 300)
 RATE = 2.0
 """Requests per second."""
+GOLDEN = 0.6180339887
+"""Multiples of the golden ratio spread lengths evenly."""
+POOLS = {"known": 1000, "shared": 500}
+"""Chunks of each. Unique ones are in no pool."""
+POOL_SHARES = {"known": 0.6, "shared": 0.3, "unique": 0.1}
 
 
 class GeneratedTrace:
@@ -79,10 +87,38 @@ class GeneratedTrace:
     def _chunk(self, number: int) -> Chunk:
         chunk = self._chunks.get(number)
         if chunk is None:
-            length = _between(CHUNK_TOKENS, number * 0.6180339887 % 1)  # the golden ratio spreads lengths evenly
+            length = _between(CHUNK_TOKENS, number * GOLDEN % 1)
             topic, index = divmod(number, CHUNKS_PER_TOPIC)
             chunk = self._chunks[number] = Chunk(ChunkId(f"t{topic}-{index}"), length)
         return chunk
+
+
+class PooledTrace:
+    """`num_requests` requests of `k` distinct chunks, known, shared and unique ones; as `GeneratedTrace`.
+
+    Raises:
+        CommandError: a pool has fewer than k chunks.
+    """
+
+    def __init__(self, num_requests: int, *, k: int = K, seed: int = 0) -> None:
+        if k > min(POOLS.values()):
+            raise CommandError(f"a request of --fusionrag has at most {min(POOLS.values())} chunks but --k is {k}")
+        self._num_requests, self._k, self._seed = num_requests, k, seed
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        rng = random.Random(self._seed)
+        by_rank = {
+            name: [*accumulate(rank**-CHUNK_ZIPF for rank in range(1, size + 1))] for name, size in POOLS.items()
+        }
+        for number in range(self._num_requests):
+            drawn: dict[Chunk, None] = {}
+            for kind in rng.choices([*POOL_SHARES], [*POOL_SHARES.values()], k=self._k):
+                num_drawn = len(drawn)
+                while len(drawn) == num_drawn:
+                    pool = by_rank.get(kind)
+                    which = bisect(pool, rng.random() * pool[-1]) if pool else number * self._k + num_drawn
+                    drawn[Chunk(ChunkId(f"{kind}-{which}"), _between(CHUNK_TOKENS, which * GOLDEN % 1))] = None
+            yield TraceRequest(tuple(drawn), True)
 
 
 def _between(ends: tuple[int, int], share: float) -> int:

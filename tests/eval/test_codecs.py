@@ -12,7 +12,21 @@ pytest.importorskip("transformers")
 
 import torch
 
-from eval.joint.codecs import SETTINGS, Asked, Setting, answered, asked, main, taken
+from eval.__main__ import main as eval_main
+from eval.errors import CommandError
+from eval.joint.codecs import (
+    ONE_EACH,
+    SETTINGS,
+    STORED,
+    Asked,
+    Setting,
+    answered,
+    asked,
+    main,
+    read_stores,
+    summarize,
+    taken,
+)
 from eval.joint.kv import ModelKv
 from eval.recorded import read_recorded
 from sglang_chunkcache.bundled_model import model_dir
@@ -61,11 +75,49 @@ def test_fewer_bits_are_fewer_bytes_and_larger_errors() -> None:
         assert errors == sorted(errors, reverse=True)
 
 
+def test_only_what_is_equal_bit_by_bit_is_kept_once() -> None:
+    """By hand: of 2 x 2 further tokens of keys one is the first variant's, none of the values."""
+    first = torch.arange(8.0).view(1, 1, 2, 2, 2)
+    keys = torch.cat([first, first.clone(), first + 1])
+    keys[1, 0, 1, 1, 1] = 100
+    values = torch.arange(24.0).view(3, 1, 2, 2, 2)
+    num_bytes, decoded = Setting("dedup").kept(keys, values)
+    assert num_bytes == (12 - 1) * 16
+    assert torch.equal(decoded()[0], keys)
+
+
+def test_bytes_of_a_replays_store() -> None:
+    """By hand: 3 chunks of one variant, 1 of four, each 2 MiB a variant; plain 14 MiB."""
+    store = {"arm": "stores", "cell": {"store": "r"}, "metrics": {}, "variants": {"1": [3, 6.0], "4": [1, 2.0]}}
+    metrics = {"bytes": 0.4, "first": 0.5, "further": 0.25, "key 0": 0, "value 0": 0}
+    kept = {"arm": "kept", "cell": STORED[-1].cell, "metrics": metrics}
+    results = summarize([kept, store])
+    (row,) = results["tables"][-1]["rows"]
+    told = {"store": "r", "chunks": 4, "variants": 7, "a chunk": 1.75, "MiB": 14.0}
+    assert row == told | {ONE_EACH: round(8 / 14, 3), STORED[-1].title: round((8 * 0.5 + 6 * 0.25) / 14, 3)}
+    assert results["verdict"] == [f"r: 1.75 variants a chunk, {STORED[-1].title} 0.393 of the bytes."]
+
+
 def test_quick_run_ends_with_every_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command as it is typed."""
-    assert main(["--quick", "--out", str(tmp_path / "run")]) == 0
+    """The command as it is typed, with a fused replay's store."""
+    replay = tmp_path / "replay"
+    argv = ["replay", "--fusionrag", "20", "--order", "tree", "--json", "--out", str(replay)]
+    assert eval_main([*argv, "--reuse", "fused"]) == 0
+    assert main(["--quick", "--stores", str(replay), "--out", str(tmp_path / "run")]) == 0
     run = read_recorded(tmp_path / "run")
     rows = run.record["results"]["tables"][0]["rows"]
     assert len(rows) == len(SETTINGS)
     assert rows[0]["bytes"] == 1
+    (store,) = run.record["results"]["tables"][-1]["rows"]
+    assert store["store"] == "replay"
+    assert store["int4"] < store["int8"] < store["dedup"] <= 1
+    assert run.record["spec"]["stores"] == ["replay"]
     assert "joint" in capsys.readouterr().out
+
+
+def test_a_run_without_a_fused_replay_is_refused(tmp_path: Path) -> None:
+    """It has no store."""
+    run = tmp_path / "run"
+    assert eval_main(["replay", "--fusionrag", "20", "--order", "tree", "--out", str(run), "--json"]) == 0
+    with pytest.raises(CommandError, match="--stores takes runs of one"):
+        read_stores([run])

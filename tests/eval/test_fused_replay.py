@@ -240,6 +240,11 @@ def test_command_runs_on_python_alone(tmp_path: Path) -> None:
     for entry in results["fused"]:
         assert sum(share["value"] for share in entry["fates"].values()) == pytest.approx(1)
         assert entry["fates"]["exact"]["value"] == pytest.approx(entry["exact_without"]["value"], abs=0.02)
+        variants, store = {int(num): held for num, held in entry["variants"].items()}, entry["store"]
+        assert sum(chunks for chunks, _ in variants.values()) == store["num_chunks"]
+        assert sum(num * chunks for num, (chunks, _) in variants.items()) == store["num_variants"]
+        kv = sum(num * mib for num, (_, mib) in variants.items())
+        assert kv == pytest.approx(store["num_bytes"] / 2**20, rel=0.01), "the rest is scores"
     assert [table["title"] for table in results["tables"]][-1] == "All requests fused"
     assert results["tables"][-1]["rows"][0]["exact without"] in done.stdout
 

@@ -40,21 +40,22 @@ def rows_of(fake: FakeChat, cells: list[dict[str, Any]]) -> list[tuple[str, dict
 
 
 def test_every_cell_is_asked_for_once() -> None:
-    """Thresholds and ratios, in blocks of every size, over chunks and batches."""
-    cells = make_cells(["chunks", "batch"], [4, 16], [0.5], [1.5, 2.0])
-    assert len(cells) == len({tuple(label_of(cell)) for cell in cells}) == 2 * 2 * 3
+    """Thresholds and ratios, in blocks of every size, over chunks and over batches of every size."""
+    cells = make_cells(["chunks", "batch"], [4, 16], [0.5], [1.5, 2.0], [2, 8])
+    assert len(cells) == len({tuple(label_of(cell)) for cell in cells}) == (1 + 2) * 2 * 3
     assert cells[1] == {"over": "chunks", "block": 4, "ratio": 1.5}
+    assert cells[-1] == {"over": "batch", "batch": 8, "block": 16, "ratio": 2.0}
 
 
 @pytest.mark.parametrize("over", ["chunks", "batch"])
 def test_requests_are_fused_on_kv_of_their_own(over: str) -> None:
     """Nothing of a cell is cached before it; only the requests of a batch have one salt, so that they may be fused."""
-    cells = make_cells([over], [4], [0.5, 0.95], [])
+    cells = make_cells([over], [4], [0.5, 0.95], [], [3])
     with chatting(FakeChat(answer)) as fake:
         rows = rows_of(fake, cells)
     asked = [body for body in fake.received if body.get("joint")]
     assert [body["joint"]["threshold"] for body in asked] == [0.5] * 3 + [0.95] * 3
-    assert len({body["cache_salt"] for body in asked}) == 2
+    assert len({body["cache_salt"] for body in asked}) == (2 if over == "batch" else 6)
     others = [body["cache_salt"] for body in fake.received if not body.get("joint")]
     assert len(set(others)) == len(others) == 3 + (2 if over == "batch" else 0), (
         "full prefills, and what a batch waits for"
@@ -64,6 +65,18 @@ def test_requests_are_fused_on_kv_of_their_own(over: str) -> None:
     assert [(row["metrics"]["em"], row["metrics"]["same"]) for row in joint] == [(0.0, 0.0)] * 3 + [(1.0, 1.0)] * 3
     assert len({key for key, _ in rows}) == len(rows) == 3 + 6
     assert rows[-1][0] == mode_of(cells).key(JOINT, make_test_case(name="t:2").request, *label_of(cells[-1]))
+
+
+def test_batches_are_of_the_cells_size() -> None:
+    """Each is opened by a request of another tenant, and has a salt of its own; a rest of one waits for nobody."""
+    cells = make_cells(["batch"], [4], [0.5], [], [2, 3])
+    with chatting(FakeChat(answer)) as fake:
+        rows = rows_of(fake, cells)
+    salts = [body["cache_salt"] for body in fake.received if body.get("joint")]
+    assert [salts.count(salt) for salt in dict.fromkeys(salts)] == [2, 1, 3]
+    assert all("batch" not in body["joint"] for body in fake.received if body.get("joint"))
+    assert len(fake.received) == 3 + 6 + 2, "full prefills, answers, and what two batches wait for"
+    assert [row["cell"]["batch"] for _, row in rows if row["arm"] == JOINT] == [2] * 3 + [3] * 3
 
 
 def test_compression_counts_each_block_once() -> None:
@@ -77,7 +90,7 @@ def test_compression_counts_each_block_once() -> None:
 
 def test_figures_have_compression_beside_answers() -> None:
     """A row a cell, and the difference from full prefill on the same questions."""
-    cells = make_cells(["chunks"], [4], [0.5], [])
+    cells = make_cells(["chunks"], [4], [0.5], [], [])
     with chatting(FakeChat(answer)) as fake:
         rows = [row for _, row in rows_of(fake, cells)]
     results = mode_of(cells).figures(rows)
@@ -97,7 +110,7 @@ def test_encoding_that_failed_ends_the_run() -> None:
             return super()._info(body, *rest) | {"fallbacks": ["joint_failed"] if body.get("joint") else []}
 
     with chatting(Failing(answer)) as fake, pytest.raises(CommandError, match=r"t:0: .*joint_failed"):
-        rows_of(fake, make_cells(["chunks"], [4], [0.5], []))
+        rows_of(fake, make_cells(["chunks"], [4], [0.5], [], []))
 
 
 @pytest.mark.parametrize(
@@ -112,9 +125,9 @@ def test_options_out_of_range_are_refused(argv: list[str]) -> None:
 
 
 def test_a_job_is_a_batch() -> None:
-    """Of the world's questions; its key is that of its last sample."""
+    """The largest, of the world's questions; its key is that of its last sample."""
     mode = JointCurves(options("--requests", "5", "--batch", "2", "--blocks", "8", "--ratios", "--thresholds", "0.5"))
     ((arms, jobs),) = mode.stages()
     assert [arm.name for arm in arms] == [JOINT]
     assert len(jobs) == 3
-    assert jobs[-1].key.endswith("over=batch/block=8/threshold=0.5")
+    assert jobs[-1].key.endswith("over=batch/batch=2/block=8/threshold=0.5")

@@ -17,13 +17,16 @@ import pytest
 from eval.errors import CommandError
 from eval.quality import ratio_curves
 from eval.quality.greedy import Endpoint, Greedy
-from eval.quality.ratio_cases import CLIP_CHARS, Case, data_cases, make_case, ranker, world_cases
+from eval.quality.ratio_cases import CLIP_CHARS, LONG, Case, data_cases, long_request, make_case, ranker, world_cases
 from eval.quality.ratio_curves import (
     CAPTURES,
     SELECTORS,
+    STORE_POOL,
     RatioCurves,
     bring_in,
+    by_rounds,
     check_sources,
+    fill_pool,
     label_of,
     make_captures,
     make_cells,
@@ -53,6 +56,7 @@ def make_test_case(num_chunks: int = 4, name: str = "t:1") -> Case:
 
 def options(**changed: Any) -> Namespace:
     known = {"k": 4, "requests": 3, "neighbors": [2], "seed": 0, "task": "world", "questions": ["linked"], "worlds": 1}
+    known |= {"rounds": [1], "from_store": False}
     known |= {"model_path": "bundled", "retriever": None}
     return Namespace(**known | changed)
 
@@ -64,8 +68,8 @@ def endpoint_of(fake: FakeChat) -> Endpoint:
 def mode_of(cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES) -> RatioCurves:
     """The mode without its cases and options."""
     mode = RatioCurves.__new__(RatioCurves)
-    mode.args, mode.scorer, mode.cells = Namespace(seed=0), GOLD, cells
-    mode.captures = make_captures(names, [3])
+    mode.args, mode.scorer, mode.cells = Namespace(seed=0, from_store=False), GOLD, cells
+    mode.captures = make_captures(names, [3], [1])
     return mode
 
 
@@ -95,10 +99,11 @@ def test_cells_run_ends_once_and_set_last() -> None:
 
 
 def test_a_capture_for_each_number_of_neighbors() -> None:
-    """FusionRAG fig. 17; other captures have no neighbours to vary."""
-    assert make_captures(CAPTURES, [1, 5]) == [
+    """FusionRAG fig. 17, and for each number of variants; other captures have no neighbours or rounds to vary."""
+    assert make_captures(CAPTURES, [1, 5], [1, 3]) == [
         {"capture": "alone"},
         {"capture": "live"},
+        {"capture": "live", "rounds": 3},
         {"capture": "preprocessed", "neighbors": 1},
         {"capture": "preprocessed", "neighbors": 5},
     ]
@@ -134,8 +139,35 @@ def test_every_chunk_is_captured_once_where_the_capture_says(capture: dict[str, 
     case = make_test_case()
     with chatting(FakeChat(answer)) as fake:
         behind = bring_in(endpoint_of(fake), capture, case, "salt", random.Random(0))
-    assert {c.id: fake.prefixes["salt"][c.id] for c in case.request.chunks} == {c: [n] for c, n in behind.items()}
-    assert set(behind.values()) == expected
+    assert {c.id: fake.prefixes["salt"][c.id] for c in case.request.chunks} == {c: [*n] for c, n in behind.items()}
+    assert set().union(*behind.values()) == expected
+
+
+def test_rounds_capture_variants_of_every_chunk() -> None:
+    """Each behind other chunks; those of fewer rounds are among those of more."""
+    case, orders = make_test_case(), []
+    for rounds in (1, 3):
+        with chatting(FakeChat(answer)) as fake:
+            behind = bring_in(endpoint_of(fake), {"capture": "live", "rounds": rounds}, case, "salt", random.Random(0))
+        orders.append([[chunk["id"] for chunk in body["chunks"]] for body in fake.received])
+        for chunk in case.request.chunks:
+            variants = {tuple(order[: order.index(chunk.id)]) for order in orders[-1] if chunk.id in order}
+            assert len(variants) == rounds
+            assert {len(prefix) for prefix in variants} == behind[chunk.id]
+    assert orders[1][:2] == orders[0]
+
+
+def test_a_full_pool_leaves_the_store_alone() -> None:
+    """Other tenants' KV takes the place of what was captured, and a copy on the device ends the run."""
+    case = make_test_case()
+    with chatting(FakeChat(answer)) as fake:
+        fill_pool(endpoint_of(fake), long_request(case.request, 100))
+    assert len({body["cache_salt"] for body in fake.received}) * LONG > STORE_POOL
+    source = {"chunk": "p0", "from": "device", "variant_prefix": 1}
+    for fallbacks, sources, told in (([], [source], "another source"), (["no_room"], [], "not moved .*no_room")):
+        found = Greedy("x", [], [], (), 10, 0, {"reuse": {"sources": sources}, "fallbacks": fallbacks})
+        with pytest.raises(CommandError, match=told):
+            check_sources(found, {"p0": {1}}, from_store=True)
 
 
 def test_questions_and_captures_are_kept_apart() -> None:
@@ -168,9 +200,9 @@ def test_a_foreign_source_is_refused() -> None:
         {"chunk": "p2", "from": "gap", "variant_prefix": 0},
     ]
     moved = Greedy("x", [], [], (), 10, 0, {"reuse": {"sources": sources}})
-    check_sources(moved, {"p0": 2, "p1": 0})
+    check_sources(moved, {"p0": {2}, "p1": {0, 4}})
     with pytest.raises(CommandError, match="p1 was moved from another source"):
-        check_sources(moved, {"p0": 2, "p1": 1})
+        check_sources(moved, {"p0": {2}, "p1": {1}})
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -408,3 +440,23 @@ def test_nonsense_gets_one_line(argv: list[str], said: str, tmp_path: Path) -> N
 
     with pytest.raises(CommandError, match=said):
         main(["ratio", "--requests", "1", "--out", str(tmp_path / "run"), *argv])
+
+
+@pytest.mark.parametrize("rounds", [[0, 1], [1, 5]])
+def test_rounds_without_other_strangers_are_refused(rounds: list[int]) -> None:
+    """Two variants behind the same chunks would be one."""
+    with pytest.raises(CommandError, match="--rounds must be at least 1 and at most --k"):
+        RatioCurves(options(rounds=rounds, ratios=[0]))
+
+
+def test_numbers_of_variants_are_compared_on_the_same_questions() -> None:
+    """By hand: three variants against one, two answers of a capture and ratio; other captures have none."""
+    rows = [make_row("query", "live", request, f1) for request, f1 in (("a", 0.0), ("b", 0.5))]
+    rows += [{**make_row("query", "live", request, 1.0)} for request in "ab"]
+    for row in rows[2:]:
+        row["cell"] = {**row["cell"], "rounds": 3}
+    found = by_rounds([*rows, make_row("query", "alone", "a", 0.0)])
+    told = [(each["metric"], each["a"], each["b"], each["cell"], each["value"], each["n"]) for each in found]
+    names, cell = ("query, variants 1", "query, variants 3"), {"capture": "live", "ratio": 0.15}
+    assert told == [("same", *names, cell, 0.75, 2), ("kl", *names, cell, pytest.approx(0.075), 2)]
+    assert by_rounds(rows[:2]) == []

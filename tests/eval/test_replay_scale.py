@@ -16,7 +16,7 @@ import pytest
 from eval.__main__ import main
 from eval.replay import cells
 from eval.replay.cells import Bins, ReplayCell
-from eval.replay.generated import CHUNKS_PER_TOPIC, NOISE, GeneratedTrace
+from eval.replay.generated import CHUNKS_PER_TOPIC, NOISE, POOL_SHARES, POOLS, GeneratedTrace, PooledTrace
 from eval.replay.grid import grid
 from eval.replay.trace import TraceRequest, scan
 from radix_ext import Chunk, ChunkId
@@ -121,12 +121,31 @@ def test_generated_trace_is_as_described() -> None:
     assert any(int(name[1:]) >= 2000 for topic in topics for name in topic)
 
 
+def test_pooled_trace_is_as_described() -> None:
+    """Shares of known, shared and unique chunks; a unique one is seen once, a pool's first most often; one length a chunk."""
+    requests = [*PooledTrace(1000)]
+    assert requests == [*PooledTrace(2000)][:1000]
+    assert {len({chunk.id for chunk in request.chunks}) for request in requests} == {10}
+    chunks = Counter(chunk for request in requests for chunk in request.chunks)
+    assert len({chunk.id for chunk in chunks}) == len(chunks)
+    for kind, share in POOL_SHARES.items():
+        found = {chunk.id: count for chunk, count in chunks.items() if chunk.id.startswith(kind)}
+        assert sum(found.values()) == pytest.approx(10_000 * share, rel=0.1)
+        if kind in POOLS:
+            assert len(found) <= POOLS[kind]
+            assert max(found, key=lambda name: found[name]) == f"{kind}-0"
+        else:
+            assert set(found.values()) == {1}
+
+
 def test_k_of_a_generated_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As many chunks as asked for, if a topic has them."""
     assert main(["replay", "--generate", "30", "--k", "3", "--out", str(tmp_path / "run"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cells"][0]["num_chunks"] == 90
     assert main(["replay", "--generate", "30", "--k", "51"]) == 2
     assert "at most 50 chunks but --k is 51" in capsys.readouterr().err
+    assert main(["replay", "--fusionrag", "30", "--k", "501"]) == 2
+    assert "at most 500 chunks but --k is 501" in capsys.readouterr().err
 
 
 # --- time and memory ---
