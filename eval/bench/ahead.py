@@ -5,7 +5,7 @@
 
 Three servers, one after the other, one request at a time, `--new` tokens of each to compute. With --us-per-token a prompt is in
 host memory, and a copy to the device sleeps so long for each of its tokens. With --moved-us-per-token chunks are moved from the
-store, preprocessed behind another, and 15% of their tokens recomputed (by `query`):
+store, preprocessed behind another, and 15% of their tokens recomputed, chosen by each of --selectors:
 
     computed    another prompt, that nobody has asked for        beside    as many layers as the server thinks best are copied
     in line     all layers are copied before the forward, or               before, the others beside it, or beside the passes
@@ -56,7 +56,7 @@ NUM_LISTS, PER_LIST = 128, 40
 NOTE = (
     "computed / arm: above 1, the arm is faster. Loads on a guess count where they were used, whoever had begun them."
 )
-MOVED = {"reuse": {"mode": "fused", "selector": "query", "ratio": 0.15, "move": "always"}}
+MOVED = {"mode": "fused", "ratio": 0.15, "move": "always"}
 LAYERS, SEARCH = ("computed", "in line", "beside"), ("computed", "arrival", "provisional", "hint")
 PARTS = {"us_per_token": LAYERS, "moved_us_per_token": LAYERS, "search_ms": SEARCH}
 
@@ -86,7 +86,7 @@ class Lane:
         """One request."""
         is_search, is_moved = "search_ms" in slow, "moved_us_per_token" in slow
         told = {"in_line": arm == "in line", "tells_first": arm == "provisional"}
-        switch(self._switch, **{name.removeprefix("moved_"): value for name, value in slow.items()}, **told)
+        switch(self._switch, **{name.removeprefix("moved_"): slow[name] for name in PARTS if name in slow}, **told)
         if is_moved:  # nothing is left on the device
             get(self._url + "/flush_cache?timeout=60")
         prompt = f"{'found' if is_search else 'sent'}{number}"
@@ -98,8 +98,8 @@ class Lane:
             hint = {"messages": [{"role": "system", "content": SYSTEM}], "texts": self._texts[prompt]}
             post(self._url + "/chunkcache/prefetch", {**hint, "order": "retriever"})
             time.sleep(self._args.ahead_ms / 1000)
-        moved = MOVED if is_moved and arm != "computed" else {}
-        seconds, answer = self._ask(prompt, f"{number} {arm}", 1, retrieves=is_search, **moved)
+        reuse = {**MOVED, "selector": slow["selector"]} if is_moved and arm != "computed" else {"mode": "exact"}
+        seconds, answer = self._ask(prompt, f"{number} {arm}", 1, retrieves=is_search, reuse=reuse)
         after = self._settle()
         counts, loader = answer["fates"], "moves" if is_moved else "host"
         loaded = counts["relocated"] + counts["recomputed"] if is_moved else answer["loaded"]
@@ -163,7 +163,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             tables.append(table(title, rows, NOTE))
     shown = [row for one in tables for row in one["rows"] if row["arm"] not in ("computed", "in line", "arrival")]
     verdict = [
-        ", ".join(f"{name} {row[name]}" for name in row if name in ("tokens", *PARTS, "arm"))
+        ", ".join(f"{name} {row[name]}" for name in row if name in ("tokens", *PARTS, "selector", "arm"))
         + f": {row['computed / arm']} times sooner than computed, "
         + ", ".join(f"{name} {row[name]}" for name in ("hidden", "won (ms)") if name in row)
         for row in shown
@@ -189,9 +189,10 @@ def main(argv: Sequence[str]) -> int:
                 with _server(args, tokens, model, folder, name, index) as server:
                     lane = Lane(server.url, switched, prompts, args)
                     lane.keep(tokens, name)
-                    for value in values:
-                        takes = {arm: partial(lane.sample, arm, {name: value}) for arm in arms}
-                        take_rounds(run, {"tokens": tokens, name: value}, takes, args.rounds)
+                    choices = [{"selector": one} for one in args.selectors] if name == "moved_us_per_token" else [{}]
+                    for slow in ({name: value, **choice} for value in values for choice in choices):
+                        takes = {arm: partial(lane.sample, arm, slow) for arm in arms}
+                        take_rounds(run, {"tokens": tokens, **slow}, takes, args.rounds)
     tell(run)
     return 0
 
@@ -261,6 +262,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         nargs="*",
         default=[25, 100],
         help="of a move from the store; none: no such part",
+    )
+    add(
+        "--selectors",
+        nargs="+",
+        default=["first", "critical"],
+        help="of the tokens that are recomputed of what is moved",
     )
     add("--search-ms", type=int, nargs="*", default=[5, 20, 50], help="of a search of all lists; none: no such part")
     add("--new", type=int, default=100, help="words of a question, which are computed")

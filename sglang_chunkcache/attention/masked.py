@@ -102,9 +102,8 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
     ) -> Tensor:
         """SGLang's call, once a layer; returns [total, num_heads * v_head_dim]."""
         queries, keys, values = checked_heads(layer, q, k, v, save_kv_cache, kwargs)
-        self.token_to_kv_pool.get_key_buffer(
-            layer.layer_id
-        )  # waits for its loads, maybe into slots that are written here
+        # It waits for the layer's loads, which may be into slots that are written here.
+        self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if self._observer is not None:
             self._observer.on_kv(layer.layer_id, keys, values)
         self._write(layer, keys, values)

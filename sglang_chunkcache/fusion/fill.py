@@ -149,7 +149,7 @@ class FusionPass:
         self.outward = OutwardWatch(self)
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
-        self.loads, self.layers_ahead = LayerLoads.of(self.pool), 0
+        self.loads, self.layers_ahead, self.num_copied_again = LayerLoads.of(self.pool), 0, 0
         self.codec = CODECS[config.store_codec]
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
@@ -157,24 +157,23 @@ class FusionPass:
     @torch.no_grad()
     def run(self, moves: Sequence[Move]) -> None:
         """Fill the slots of every move. Work is queued on the current stream."""
-        before, is_beside = dict(self.seconds), False
+        before = dict(self.seconds)
+        self._is_beside = False
         with self.pricing.watch(None, Work(1)) as filling:
             try:
                 with self._timed("relocate"):
-                    is_beside = self._move(moves)
+                    self._move(moves)
                 with self._timed("select"):
                     critical = [
                         move.claim(positions) for move, positions in zip(moves, self._choose(moves), strict=True)
                     ]
                 with self._timed("recompute"):
                     self._compute(moves, critical)
-                    if is_beside:
-                        self.loads.settle()
+                    self._settle()
             except Exception:
                 logger.exception("chunk cache: moving chunk KV failed, %d prompt(s) are computed instead", len(moves))
-                if is_beside:
-                    with suppress(Exception):  # what matters is that nothing comes into slots that are computed
-                        self.loads.settle()
+                with suppress(Exception):  # what matters is that nothing comes into slots that are computed
+                    self._settle()
                 self._compute_all(moves)
         for move in moves:
             move.filling = filling if len(moves) == 1 else None
@@ -217,10 +216,11 @@ class FusionPass:
     def stats(self) -> dict[str, Any]:
         """Seconds and tokens since the start, by phase; what the pass attends with, and how often it had to do without; how the
         store keeps KV, and how far an element may be off by it, over the largest of its token and head; layers of the last load
-        from host memory that were copied before the passes."""
+        from host memory that were copied before the passes, and loads whose copies failed beside them and were made again."""
         return {
             "codec": {"name": self.codec.name, "max_error": self.codec.max_error(self.pool.dtype)},
             "layers_ahead": self.layers_ahead,
+            "copied_again": self.num_copied_again,
             "attention": {**self.attention, "fallbacks": self.num_unplanned},
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
             "tokens": dict(self.num_tokens),
@@ -228,8 +228,7 @@ class FusionPass:
 
     # Private, in order of use
 
-    def _move(self, moves: Sequence[Move]) -> bool:
-        """Whether some of it goes on beside."""
+    def _move(self, moves: Sequence[Move]) -> None:
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         blobs: list[tuple[HostBlob, Tensor, Tensor]] = []
         for move in moves:
@@ -260,26 +259,31 @@ class FusionPass:
                     target_slots=targets,
                     target_positions=positions,
                 )
-        return bool(blobs) and self._load(moves, *map(list, zip(*blobs, strict=True)))
+        if blobs:
+            self._load(moves, blobs)
 
-    def _load(
-        self, moves: Sequence[Move], blobs: list[HostBlob], targets: list[Tensor], positions: list[Tensor]
-    ) -> bool:
-        """From host memory, in layers, as many of them beside the passes as these need not wait for (Cache-Craft, eq. 16)."""
-        target = BlobTarget(self.pool, self.table, torch.cat(targets), torch.cat(positions))
-        work = Work(len(blobs), sum(map(len, targets)))
+    def _load(self, moves: Sequence[Move], blobs: Sequence[tuple[HostBlob, Tensor, Tensor]]) -> None:
+        """From host memory to slots and positions, in layers, of which some come beside the passes (Cache-Craft 3.4.2)."""
+        targets = [(blob, BlobTarget(self.pool, self.table, *place)) for blob, *place in blobs]
+        work = Work(len(blobs), sum(len(slots) for _, slots, _ in blobs))
 
-        def copy(layer: int) -> None:
-            layers = slice(layer, layer + 1)
-            parts = (blob.read(targets[0].device, layers) for blob in blobs)
-            keys, values = (torch.cat(side, dim=1) for side in zip(*parts, strict=True))
-            target.write(keys, values, layers)
+        def copy(layers: range) -> None:
+            for blob, target in targets:
+                target.write(*blob.read(target.device, layers), layers)
 
-        self.layers_ahead = self._num_ahead(moves, work)
-        return self.loads.start(copy, Phase.HOST, work, num_ahead=self.layers_ahead, clock=self.pricing)
+        num_ahead = self._num_ahead(moves, work)
+        self.layers_ahead = self.loads.start(copy, Phase.HOST, work, num_ahead=num_ahead, clock=self.pricing)
+        self._is_beside = self.layers_ahead < self.loads.num_layers
+
+    def _settle(self) -> None:
+        """All that was loaded for these moves is there."""
+        if self._is_beside:
+            self._is_beside = False
+            self.num_copied_again += self.loads.settle()
 
     def _num_ahead(self, moves: Sequence[Move], work: Work) -> int:
-        """All layers where no pass follows, or where a thread beside it would take a second team of torch's threads."""
+        """By equation 16, as if the passes were one; all where none follows, or a thread beside it would take a second team of
+        torch's threads."""
         costs, num_layers = self.pricing.agreed, self.loads.num_layers
         passes = (Phase.QUESTION, Phase.DEVIATION, Phase.RECOMPUTE)
         compute: float = sum(

@@ -17,7 +17,7 @@ from radix_ext.costs import CostModel, Phase, Work, extend_work, through
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, deviation_evidence, question_evidence
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
-from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
 from sglang_chunkcache.fusion.trial_rows import Row, rows_of
 from sglang_chunkcache.storage.codec import Codec
 
@@ -163,16 +163,13 @@ class _Trial:
         return [each.cpu() for each in self._codec.encode(*kv)]
 
     def _write(self, _: int, num_tokens: int) -> None:
+        """Layer by layer, as beside a pass."""
         slots = self._other.slots[:num_tokens]
-        keys, values = self._codec.decode([part[:, :num_tokens].to(slots.device) for part in self._blob])
-        write_blob(
-            self._runner.token_to_kv_pool,
-            self._table,
-            keys,
-            values,
-            target_slots=slots,
-            target_positions=torch.arange(num_tokens, device=slots.device),
-        )
+        positions = torch.arange(num_tokens, device=slots.device)
+        target = BlobTarget(self._runner.token_to_kv_pool, self._table, slots, positions)
+        for layer in range(self._runner.token_to_kv_pool.layer_num):
+            parts = [part[layer : layer + 1, :num_tokens].to(slots.device) for part in self._blob]
+            target.write(*self._codec.decode(parts), range(layer, layer + 1))
 
 
 def _over(num_tokens: int, num_keys: int) -> Work:

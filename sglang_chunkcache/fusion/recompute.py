@@ -68,7 +68,8 @@ class SparseBackend(AttentionBackend):  # type: ignore[misc]
         """SGLang's call, once a layer; returns [n, num_heads * head_dim]. Raises ValueError as `checked_heads` does."""
         queries, keys, values = checked_heads(layer, q, k, v, save_kv_cache, kwargs)
         pool = self.token_to_kv_pool
-        pool.get_key_buffer(layer.layer_id)  # waits for its loads, maybe into slots that are written here
+        # It waits for the layer's loads, which may be into slots that are written here.
+        pool.get_key_buffer(layer.layer_id)
         pool.set_kv_buffer(layer, self._write_loc, keys, values)
         if self._watch is not None:
             self._watch(layer, queries)

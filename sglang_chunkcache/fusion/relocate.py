@@ -184,7 +184,7 @@ def write_blob(
 ) -> None:
     """Write stored KV into slots of the pool, keys rotated to their positions: all layers of `BlobTarget.write`."""
     BlobTarget(pool, table, target_slots, target_positions, use_kernel=use_kernel).write(
-        keys, values, slice(0, len(pool.k_buffer))
+        keys, values, range(len(pool.k_buffer))
     )
 
 
@@ -214,8 +214,13 @@ class BlobTarget:
         self._pool, self._table, self._slots = pool, table, slots
         self._turn, self._takes_kernel = table._turn(None, positions), _takes_kernel(pool, use_kernel)
 
-    def write(self, keys: Tensor, values: Tensor, layers: slice) -> None:
-        """Some of the layers.
+    @property
+    def device(self) -> torch.device:
+        """The pool's."""
+        return self._slots.device
+
+    def write(self, keys: Tensor, values: Tensor, layers: range) -> None:
+        """KV of these layers, keys rotated to their positions.
 
         KV on another device is first copied to the pool's, keys and values with one copy each. From pinned memory, as the store
         has it on CUDA, the copy is queued like the rest. From pageable memory, as a storage gives it, CUDA makes the host wait:
@@ -229,11 +234,13 @@ class BlobTarget:
         Raises:
             ValueError: as `copy_moved`.
         """
-        key_buffers, value_buffers = self._pool.k_buffer[layers], self._pool.v_buffer[layers]
+        key_buffers, value_buffers = (
+            buffers[layers.start : layers.stop] for buffers in (self._pool.k_buffer, self._pool.v_buffer)
+        )
         for name, blob, buffers in (("keys", keys, key_buffers), ("values", values, value_buffers)):
             _check_shape(name, blob, (len(buffers), self._num_tokens, *buffers[0].shape[1:]))
             _check_dtype(name, blob, self._pool.dtype)
-        keys, values = (blob.to(self._slots.device, non_blocking=True).contiguous() for blob in (keys, values))
+        keys, values = (blob.to(self.device, non_blocking=True).contiguous() for blob in (keys, values))
         if self._takes_kernel:
             _launch(key_buffers, value_buffers, self._table, self._turn, (keys, values), self._slots)
             return

@@ -88,10 +88,11 @@ class HostBlob:
         plain = NONE.shapes(self.codec.sizes(self.parts))
         return self._taken(prod(shape) * dtype.itemsize for shape, dtype in plain) - self.nbytes
 
-    def read(self, device: torch.device = CPU, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """(keys, values) of these layers in the pool's dtype, decoded on this device; not to be written, since they may be the
-        parts. From pinned memory the copy is queued."""
-        return self.codec.decode([each[layers].to(device, non_blocking=True) for each in self.parts])
+    def read(self, device: torch.device = CPU, layers: range | None = None) -> tuple[Tensor, Tensor]:
+        """(keys, values) of these layers, by default of all, in the pool's dtype, decoded on this device; not to be written: they
+        may be the parts. From pinned memory the copy is queued."""
+        some = slice(None) if layers is None else slice(layers.start, layers.stop)
+        return self.codec.decode([each[some].to(device, non_blocking=True) for each in self.parts])
 
     def _taken(self, sizes: Iterable[int]) -> int:
         return sum(1 << (size - 1).bit_length() if self.parts[0].is_pinned() else size for size in sizes)

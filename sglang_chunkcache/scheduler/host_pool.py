@@ -121,13 +121,14 @@ class HostPool:
         """Copy KV to the device, [num_tokens] int64 each, on the forward stream before a forward: `num_ahead` layers at once, the
         rest beside it until `finish`. Whoever reads a layer by the device pool's getters waits for it."""
 
-        def copy(layer: int) -> None:
-            if self._is_cuda:
-                self._pool.load_to_device_per_layer(self._device_pool, slots, device_slots, layer, "kernel")
-                return
-            sides = (self._device_pool.k_buffer[layer], self._device_pool.v_buffer[layer])
-            for held, side in zip(self._bytes, sides, strict=True):
-                side.view(torch.uint8).numpy()[device_slots.numpy()] = held[layer].take(slots.numpy(), axis=0)
+        def copy(layers: range) -> None:
+            for layer in layers:
+                if self._is_cuda:
+                    self._pool.load_to_device_per_layer(self._device_pool, slots, device_slots, layer, "kernel")
+                    continue
+                sides = (self._device_pool.k_buffer[layer], self._device_pool.v_buffer[layer])
+                for held, side in zip(self._bytes, sides, strict=True):
+                    side.view(torch.uint8).numpy()[device_slots.numpy()] = held[layer].take(slots.numpy(), axis=0)
 
         self.loads.start(copy, Phase.LOAD, Work(1, len(slots)), num_ahead=num_ahead, clock=clock)
 

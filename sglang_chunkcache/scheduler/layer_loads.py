@@ -8,7 +8,7 @@
 own, `LayerDoneCounter`, waits for events of the device, and `torch.cpu.Event` waits for nothing. Knows layers, no slots.
 
 Invariants:
-- One pass at a time goes on beside, from `start` to `finish`, which are around one forward, or to `settle`.
+- One pass at a time goes on beside. It begins with `start` and ends with `finish`, or with `settle`, before the next forward.
 - Layers are copied in ascending order: whoever has waited for one has waited for all before it.
 - What was copied beside has been waited for when the forward is over. Otherwise its attention has read what was not there.
 """
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import Event, Thread
 from typing import Any, Protocol
 
@@ -32,22 +33,23 @@ logger = logging.getLogger(__name__)
 
 WORTH_HIDING_S = 0.002
 """Of a load. A shorter one is over before a thread has begun, and what it takes beside a forward says little of it."""
-Copy = Callable[[int], None]
-"""Copies one layer, on the current stream. Called again after it has failed, so twice is as once."""
+Copy = Callable[[range], None]
+"""Copies layers, on the current stream. Called again after it has failed, so twice is as once."""
+Stall = Callable[[], AbstractContextManager[None]]
 
 
 class Clock(Protocol):
     """What `Pricing` does."""
 
     def watch(self, phase: Phase | None, work: Work) -> AbstractContextManager[Watch]: ...
-    def beside(self) -> Stretch: ...
-    def stall(self) -> AbstractContextManager[None]: ...
+    def beside(self, watch: Watch) -> Stretch: ...
+    def stall(self, watch: Watch) -> AbstractContextManager[None]: ...
 
 
 class _Pass(Protocol):
     """Layers that are copied beside a forward."""
 
-    def wait(self, layer: int, clock: Clock) -> bool:
+    def wait(self, layer: int, stall: Stall) -> bool:
         """Until the layer is there. Whether that failed at first."""
 
 
@@ -65,35 +67,37 @@ class LayerLoads:
 
     def __init__(self, num_layers: int, *, is_cuda: bool) -> None:
         self.num_layers, self.is_cuda = num_layers, is_cuda
-        self._clock: Clock | None = None
+        self._stall: Stall = nullcontext
         self._stream: Any = None
         self._beside: _Pass | None = None
         self._unread: set[int] = set()
         """Layers that were copied beside this forward and not waited for yet."""
         self._has_failed = False
 
-    def start(self, copy: Copy, phase: Phase, work: Work, *, num_ahead: int, clock: Clock) -> bool:
-        """Copy `num_ahead` layers, and begin with the rest; all of them while another pass goes on. What `copy` raises here is
-        raised. Whether there is a rest."""
+    def start(self, copy: Copy, phase: Phase, work: Work, *, num_ahead: int, clock: Clock) -> int:
+        """Copy `num_ahead` layers, and begin with the rest; all of them while another pass goes on. How many are there now.
+
+        What raises here is raised, and nothing is copied afterwards.
+        """
+        num_ahead = num_ahead if self._beside is None else self.num_layers
         with clock.watch(phase, work) as watch:
-            rest = range(num_ahead if self._beside is None else self.num_layers, self.num_layers)
-            for layer in range(rest.start):
-                copy(layer)
-            if not rest:
-                return False
-            self._clock, self._unread = clock, set(rest)
-            if self.is_cuda:
+            if num_ahead:
+                copy(range(num_ahead))
+            rest = range(num_ahead, self.num_layers)
+            if rest and self.is_cuda:
                 self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                self._beside = _OnStream(copy, rest, self._stream, clock.beside())
-            else:
-                self._beside = _OnThread(copy, rest, watch, clock.beside())
-        return True
+                self._beside = _OnStream(copy, rest, self._stream, clock.beside(watch))
+            elif rest:
+                self._beside = _OnThread(copy, rest, watch, clock.beside(watch))
+            if rest:
+                self._stall, self._unread = partial(clock.stall, watch), set(rest)
+        return num_ahead
 
     def wait_until(self, layer: int) -> None:
         """SGLang's call, by the pool's getters: what the current stream, or this thread, does next finds layers `[0, layer]`."""
-        if self._beside is not None and self._clock is not None:
+        if self._beside is not None:
             self._unread.discard(layer)
-            self._has_failed |= self._beside.wait(layer, self._clock)
+            self._has_failed |= self._beside.wait(layer, self._stall)
 
     def finish(self) -> bool:
         """The forward is over: what comes next finds all layers. Whether copies have failed, and were made again.
@@ -115,7 +119,7 @@ class LayerLoads:
             self.wait_until(self.num_layers - 1)
             return self._has_failed
         finally:
-            self._has_failed, self._beside, self._clock = False, None, None
+            self._has_failed, self._beside, self._stall = False, None, nullcontext
             self._unread.clear()
 
 
@@ -133,30 +137,27 @@ class _OnThread:
         self._failed_from: int | None = None
         Thread(target=self._run, name="chunkcache-layers", daemon=True).start()
 
-    def wait(self, layer: int, clock: Clock) -> bool:
+    def wait(self, layer: int, stall: Stall) -> bool:
         event = self._is_there.get(layer)
         if event is None:  # it was copied in line
             return False
         if not event.is_set():
-            with clock.stall():
+            with stall():
                 event.wait()
         if self._failed_from is None or self._failed_from > layer:
             return False
-        for rest in range(self._failed_from, self._layers.stop):
-            self._copy(rest)
+        self._copy(range(self._failed_from, self._layers.stop))
         self._failed_from = None
         return True
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # as the forward's thread: a pool made in this mode can be written in no other
     def _run(self) -> None:
         self._stretch.mark()
         for layer in self._layers:
             try:
-                self._copy(layer)
+                self._copy(range(layer, layer + 1))
             except Exception:
-                logger.warning(
-                    "chunk cache: layer %d was not copied beside a forward, it is again", layer, exc_info=True
-                )
+                logger.warning("chunk cache: copying layer %d failed, its reader copies it again", layer, exc_info=True)
                 self._watch.phase = None  # the time of half a load is none of a load's
                 self._failed_from = layer
                 break
@@ -174,21 +175,25 @@ class _OnStream:
         self._stalls: set[int] = set()
         self._is_there: dict[int, Any] = {}
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            stretch.mark()
-            for layer in layers:
-                copy(layer)
-                event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-                self._is_there[layer] = event
-            stretch.mark()
+        try:
+            with torch.cuda.stream(stream):
+                stretch.mark()
+                for layer in layers:
+                    copy(range(layer, layer + 1))
+                    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record()
+                    self._is_there[layer] = event
+                stretch.mark()
+        except Exception:  # what was queued is done before anything else writes there
+            torch.cuda.current_stream().wait_stream(stream)
+            raise
 
-    def wait(self, layer: int, clock: Clock) -> bool:
+    def wait(self, layer: int, stall: Stall) -> bool:
         event = self._is_there.get(layer)
         if event is not None and layer in self._stalls:
             torch.cuda.current_stream().wait_event(event)  # it may be another stream than before
         elif event is not None:
             self._stalls.add(layer)
-            with clock.stall():
+            with stall():
                 torch.cuda.current_stream().wait_event(event)
         return False

@@ -59,6 +59,8 @@ class Watch:
     work: Work
     stretches: list[Stretch]
     stalls: list[Stretch] = field(default_factory=list)
+    around: tuple[Watch, ...] = ()
+    """Those that were open when it began: it is a part of them."""
 
     @property
     def seconds(self) -> float | None:
@@ -98,7 +100,7 @@ class Pricing:
         `poll` learns from the seconds, once they are known; without a phase nothing is.
         """
         stretch = self._stretch()
-        watch = Watch(phase, work, [stretch])
+        watch = Watch(phase, work, [stretch], around=tuple(self._open))
         stretch.mark()
         self._open.append(watch)
         try:
@@ -109,22 +111,22 @@ class Pricing:
             stretch.mark()
             self._running.append(watch)
 
-    def beside(self) -> Stretch:
-        """More of what is being watched, on another stream or thread: it marks where that begins and ends, which may be later."""
-        stretch = self._stretch()
-        for watch in self._open:
-            watch.stretches.append(stretch)
-        return stretch
+    def beside(self, watch: Watch) -> Stretch:
+        """More of what is watched, on another stream or thread: it marks where that begins and ends, which may be later."""
+        watch.stretches.append(self._stretch())
+        return watch.stretches[-1]
 
     @contextmanager
-    def stall(self) -> Iterator[None]:
-        """In the block the current stream, or this thread, waits for other work: that is no part of what is watched around it."""
+    def stall(self, load: Watch) -> Iterator[None]:
+        """In the block the current stream, or this thread, waits for a load: that is no part of what is watched around it, but of
+        what the load is a part of."""
         stretch = self._stretch()
         stretch.mark()
         yield
         stretch.mark()
         for watch in self._open:
-            watch.stalls.append(stretch)
+            if watch not in load.around:
+                watch.stalls.append(stretch)
 
     def watch_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Watch]:
         """`watch` of a batch's prefill."""

@@ -32,13 +32,13 @@ def install(switch: Path) -> None:
 
     start, search, search_dense = LayerLoads.start, Retriever.search, Retriever._search_dense
 
-    def start_slowed(loads: LayerLoads, copy: Any, phase: Any, work: Any, *, num_ahead: int, clock: Any) -> bool:
+    def start_slowed(loads: LayerLoads, copy: Any, phase: Any, work: Any, *, num_ahead: int, clock: Any) -> int:
         seconds = asked("us_per_token") * 1e-6 * work.tokens / loads.num_layers
 
-        def slow(layer: int) -> None:
+        def slow(layers: range) -> None:
             if seconds:
-                time.sleep(seconds)
-            copy(layer)
+                time.sleep(seconds * len(layers))
+            copy(layers)
 
         num_ahead = loads.num_layers if asked("in_line", False) else num_ahead
         return start(loads, slow, phase, work, num_ahead=num_ahead, clock=clock)

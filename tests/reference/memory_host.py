@@ -102,10 +102,10 @@ class FixedCosts:
         self.watched.append((phase, work))
         return nullcontext(SimpleNamespace(seconds=1.0))
 
-    def beside(self) -> Any:
+    def beside(self, watch: Any) -> Any:
         return SimpleNamespace(mark=lambda: None)
 
-    def stall(self) -> Any:
+    def stall(self, load: Any) -> Any:
         return nullcontext()
 
     def watch_extend(self, batch: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from threading import Event, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -15,7 +15,10 @@ import torch
 
 from radix_ext.costs import Line, Phase, Work
 from radix_ext.moved_plan import ReusePlan
+from radix_ext.sources import HostCopy
+from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.fill import FusionPass
+from sglang_chunkcache.fusion.store import HostBlob
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from tests.sglang_chunkcache.fusion.test_fill import (
     END,
@@ -39,23 +42,25 @@ class Late:
     def __init__(self, fused: FusionPass, monkeypatch: pytest.MonkeyPatch, *, num_ahead: int, fails: str = "") -> None:
         loads = fused.loads
         self.beside: list[int] = []
+        self._has_begun = False  # moves within the device ask before
         self._asked = [Event() for _ in range(loads.num_layers)]
         start, wait = loads.start, loads.wait_until
 
-        def late(copy: Any, *args: Any, **options: Any) -> bool:
-            def copy_late(layer: int) -> None:
+        def late(copy: Any, *args: Any, **options: Any) -> int:
+            def copy_late(layers: range) -> None:
                 is_beside = current_thread() is not main_thread()
                 if is_beside:
-                    assert self._asked[layer].wait(20)
-                    self.beside.append(layer)
+                    assert self._asked[layers[0]].wait(20)
+                    self.beside += layers
                 if fails == "always" or (fails == "beside" and is_beside):
                     raise RuntimeError("broken")
-                copy(layer)
+                copy(layers)
 
+            self._has_begun = True
             return start(copy_late, *args, **options)
 
         def ask(layer: int) -> None:
-            for each in self._asked[: layer + 1]:
+            for each in self._asked[: layer + 1] if self._has_begun else ():
                 each.set()
             wait(layer)
 
@@ -107,6 +112,7 @@ def test_layers_that_fail_beside_are_copied_again(
     assert move.fallbacks == []
     scene.assert_close(scene.answer(), scene.logits)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert fused.stats()["copied_again"] == 1
 
 
 def test_layers_that_fail_twice_are_computed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,17 +142,46 @@ def test_a_pass_that_fails_waits_for_its_loads(scene: Scene, monkeypatch: pytest
     scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
 
 
-def test_while_exact_chains_come_all_is_copied_before(scene: Scene) -> None:
+def test_a_load_that_cannot_begin_is_computed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices go on, and so does the next forward."""
+    fused = replace_config(scene)
+    monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Thread, "start", lambda thread: 1 / 0)
+        move = scene.move(asked("first", 0.3))
+        fused.run([move])
+    assert move.fallbacks == ["pass_failed"]
+    scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
+    assert not fused.loads.finish()
+    fused.run([scene.move(asked("first", 0.3))])
+    fused.pricing.poll()
+    assert fused.pricing.model.num_observed[Phase.HOST] == 1
+
+
+def test_while_exact_chains_come_all_is_copied_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass at a time goes on beside."""
     fused = replace_config(scene)
-    loads, exact, stored = fused.loads, list[int](), list[int]()
-    assert loads.start(exact.append, Phase.LOAD, Work(1, 1), num_ahead=1, clock=fused.pricing)
-    assert not loads.start(stored.append, Phase.HOST, Work(1, 1), num_ahead=1, clock=fused.pricing)
-    assert stored == list(range(loads.num_layers))
-    for layer in range(loads.num_layers):
-        loads.wait_until(layer)
+    monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
+    loads, exact = fused.loads, list[int]()
+    assert loads.start(exact.extend, Phase.LOAD, Work(1, 1), num_ahead=1, clock=fused.pricing) == 1
+    move = scene.move(asked("first", 1.0))
+    fused.run([move])
+    assert fused.stats()["layers_ahead"] == loads.num_layers
+    assert move.fallbacks == []
     assert not loads.finish()
-    assert exact == stored
+    assert exact == list(range(loads.num_layers))
+
+
+def test_chunks_of_other_lengths_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a place of its own."""
+    fused, of = replace_config(scene), scene.sources
+    longer = HostCopy(
+        Variant(of["B"].prefix, HostBlob(*(torch.ones(3, 21, *each.shape[2:]) for each in of["B"].variant.blob.parts)))
+    )
+    monkeypatch.setitem(of, "B", longer)
+    move = scene.move(asked("none", 0.0))
+    fused.run([move])
+    assert move.fallbacks == ["pass_failed"]
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,11 @@ class Gate:
         self._is_open = [Event() for _ in range(pool.num_layers)]
         start = pool.loads.start
 
-        def held(copy: Any, *args: Any, **kwargs: Any) -> bool:
-            def late(layer: int) -> None:
-                assert self._is_open[layer].wait(5)
-                copy(layer)
+        def held(copy: Any, *args: Any, **kwargs: Any) -> int:
+            def late(layers: range) -> None:
+                for layer in layers:
+                    assert self._is_open[layer].wait(5)
+                copy(layers)
 
             return start(late, *args, **kwargs)
 

@@ -29,13 +29,14 @@ class Copies:
         """(layer, beside the forward)"""
         self.gate, self._held, self.failing = Event(), held, failing
 
-    def __call__(self, layer: int) -> None:
+    def __call__(self, layers: range) -> None:
         is_beside = current_thread() is not main_thread()
-        if layer == self._held:
-            assert self.gate.wait(5)
-        if layer == self.failing and is_beside:
-            raise RuntimeError("no memory")
-        self.done.append((layer, is_beside))
+        for layer in layers:
+            if layer == self._held:
+                assert self.gate.wait(5)
+            if layer == self.failing and is_beside:
+                raise RuntimeError("no memory")
+            self.done.append((layer, is_beside))
 
     def open_later(self) -> None:
         time.sleep(0.2)
@@ -129,9 +130,9 @@ def test_failed_layers_are_copied_again_by_who_needs_them(caplog: pytest.LogCapt
 def test_what_fails_twice_is_raised_to_each_reader() -> None:
     """No reader gets what is not there."""
 
-    def copy(layer: int) -> None:
-        if layer > 1:
-            raise RuntimeError(f"layer {layer}")
+    def copy(layers: range) -> None:
+        if layers[-1] > 1:
+            raise RuntimeError(f"layer {layers[0]}")
 
     loads = LayerLoads(NUM_LAYERS, is_cuda=False)
     loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing())
@@ -142,11 +143,31 @@ def test_what_fails_twice_is_raised_to_each_reader() -> None:
 
 
 def test_what_fails_in_line_is_raised() -> None:
-    def copy(layer: int) -> None:
-        raise RuntimeError(f"layer {layer}")
+    def copy(layers: range) -> None:
+        raise RuntimeError(f"layer {layers[0]}")
 
     with pytest.raises(RuntimeError, match="layer 0"):
         LayerLoads(NUM_LAYERS, is_cuda=False).start(copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing())
+
+
+def test_thread_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nobody had asked for a load: prices are learnt, the next load works."""
+
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    clock, copies, loads = make_pricing(), Copies(), LayerLoads(NUM_LAYERS, is_cuda=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(Thread, "start", refuse)
+        with clock.watch(None, Work(1)) as around, pytest.raises(RuntimeError, match="new thread"):
+            loads.start(copies, Phase.LOAD, WORK, num_ahead=1, clock=clock)
+    assert not loads.finish()
+    assert around.seconds is not None
+    loads.start(copies, Phase.LOAD, WORK, num_ahead=1, clock=clock)
+    forward(loads)
+    assert not loads.finish()
+    clock.poll()
+    assert clock.model.num_observed[Phase.LOAD] == 1
 
 
 def test_forward_that_did_not_ask_is_an_error() -> None:
@@ -192,8 +213,10 @@ class Cuda:
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream.name
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 class Stream:
@@ -224,8 +247,8 @@ def test_copies_on_a_stream_are_behind_the_forward_stream_and_before_its_readers
     cuda.install(monkeypatch)
     loads = LayerLoads(3, is_cuda=True)
 
-    def copy(layer: int) -> None:
-        cuda.log.append((cuda.current, f"copies {layer}"))
+    def copy(layers: range) -> None:
+        cuda.log.extend((cuda.current, f"copies {layer}") for layer in layers)
 
     clock: Any = make_pricing(device="cuda")
     loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=clock)
@@ -248,3 +271,21 @@ def test_copies_on_a_stream_are_behind_the_forward_stream_and_before_its_readers
         ("forward", "waits for", "copy copies 2"),
         ("forward", "waits for", "copy copies 2"),
     ]
+
+
+def test_copies_that_fail_on_a_stream_are_over_before_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were queued would come into slots that are computed instead."""
+    cuda = Cuda()
+    cuda.install(monkeypatch)
+    loads = LayerLoads(3, is_cuda=True)
+
+    def copy(layers: range) -> None:
+        if layers[0] == 2:
+            raise RuntimeError("no memory")
+        cuda.log.append((cuda.current, f"copies {layers[0]}"))
+
+    clock: Any = make_pricing(device="cuda")
+    with pytest.raises(RuntimeError, match="no memory"):
+        loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=clock)
+    assert cuda.log[-2:] == [("copy", "copies 1"), ("forward", "waits for all of", "copy")]
+    assert not loads.finish()

@@ -39,12 +39,12 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pool.save(SLOTS[:PREFIX], slots)
     start = LayerLoads.start
 
-    def slowed(loads: LayerLoads, copy: Any, *args: Any, **kwargs: Any) -> None:
-        def late(layer: int) -> None:
-            time.sleep(SLOW_S)
-            copy(layer)
+    def slowed(loads: LayerLoads, copy: Any, *args: Any, **kwargs: Any) -> int:
+        def late(layers: range) -> None:
+            time.sleep(SLOW_S * len(layers))
+            copy(layers)
 
-        start(loads, late, *args, **kwargs)
+        return start(loads, late, *args, **kwargs)
 
     monkeypatch.setattr(LayerLoads, "start", slowed)
 

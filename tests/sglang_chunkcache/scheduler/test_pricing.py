@@ -85,7 +85,7 @@ def test_more_of_it_beside_counts_when_it_is_over() -> None:
     """A load goes on beside the forward, on another thread."""
     pricing = make_pricing()
     with pricing.watch(Phase.LOAD, Work(1, 5)) as watch:
-        beside = pricing.beside()
+        beside = pricing.beside(watch)
     beside.mark()
     pricing.poll()
     assert watch.seconds is None
@@ -102,16 +102,34 @@ def test_waiting_for_other_work_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch
     would be copied ahead for it."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     pricing = make_pricing(device="cuda")
+    with pricing.watch(Phase.LOAD, Work(1, 5)) as load:
+        pass
     with pricing.watch(None, Work(1)) as around:
         with pricing.watch(Phase.EXTEND, Work(1, 100, 100)) as extend:
             Event.now += 0.5
-            with pricing.stall():
+            with pricing.stall(load):
                 Event.now += 2.0
         with pricing.watch(Phase.HOST, Work(1, 5)) as later:
             Event.now += 0.25
     monkeypatch.setattr(Event, "is_done", True)
     pricing.poll()
     assert (extend.seconds, later.seconds, around.seconds) == (0.5, 0.25, 0.75)
+
+
+def test_waiting_for_a_part_of_it_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that filling a prompt's slots takes, whose loads come beside its passes."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    pricing = make_pricing(device="cuda")
+    with pricing.watch(None, Work(1)) as filling:
+        with pricing.watch(Phase.HOST, Work(1, 5)) as load:
+            Event.now += 1.0
+        with pricing.watch(Phase.RECOMPUTE, Work(1, 5)) as recompute:
+            Event.now += 0.5
+            with pricing.stall(load):
+                Event.now += 2.0
+    monkeypatch.setattr(Event, "is_done", True)
+    pricing.poll()
+    assert (filling.seconds, recompute.seconds) == (3.5, 0.5)
 
 
 def test_all_ranks_plan_by_the_figures_of_rank_0() -> None:
