@@ -75,9 +75,11 @@ class Lane:
         """Ask for the prompts until they are where they will be looked for."""
         for name in (f"kept{number}" for number in range(KEPT)):
             if part == "moved_us_per_token":
-                for chunk in self._chunks(name):
-                    one = {"chunk": chunk, "neighbors": [{"id": "-", "text": name}]}
+                # The last one lets those before it enter the store.
+                for chunk in (*self._chunks(name), {"id": "-", "text": name}):
+                    one = {"chunk": chunk, "neighbors": [{"id": "", "text": "Behind."}]}
                     post(self._url + "/chunkcache/preprocess", one)
+                continue
             for num_tokens in (1, COPIED + 2 * tokens // 500):
                 self._ask(name, "first", num_tokens, retrieves=part == "search_ms")
                 self._settle()
@@ -322,6 +324,7 @@ def _server(args: argparse.Namespace, tokens: int, model: str, folder: Path, par
     flags += ["--max-running-requests", "4" if is_moved else "1"]  # moving is tried at the start, with four
     if is_moved:
         flags += ["--reuse", "fused", "--chunkcache-store-mib", str(round((KEPT + 2) * mib))]
+        flags += ["--chunkcache-store-threshold", "1000000"]  # what was preprocessed and nothing else
     elif index is None:
         flags += ["--chunkcache-host-mib", str(round((KEPT + 2) * mib))]
     else:
