@@ -62,6 +62,8 @@ class Guesses:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._under_way: Counter[Hashable] = Counter()
+        self._loading: dict[Hashable, bool] = {}
+        """Whether a request has asked for what is under way."""
         self._open: OrderedDict[Hashable, _Open] = OrderedDict()
         """Loaded, and neither used nor wasted yet. The oldest first."""
         self._kinds = {guess: _Kind() for guess in Guess}
@@ -74,17 +76,23 @@ class Guesses:
         self._kinds[guess].counts.over += not has_room
         return has_room
 
-    def begin(self, tenant: Hashable, num_bytes: int) -> None:
+    def begin(self, tenant: Hashable, num_bytes: int, chunk: Hashable) -> None:
         """A load of so many bytes has started, of which `end` tells."""
         self._under_way[tenant] += num_bytes
+        self._loading[chunk] = False
 
     def end(self, guess: Guess, tenant: Hashable, num_bytes: int, chunk: Hashable, *, has_come: bool) -> None:
         """It is over."""
         self._under_way[tenant] -= num_bytes
         if not self._under_way[tenant]:
             del self._under_way[tenant]
-        if has_come and chunk not in self._open:
-            self._kinds[guess].counts.loads += 1
+        is_used = self._loading.pop(chunk, False)  # False: of two prefixes, the one that came second
+        if not has_come or chunk in self._open:
+            return
+        self._kinds[guess].counts.loads += 1
+        if is_used:
+            self._settle(guess, is_used=True)
+        else:
             self._open[chunk] = _Open(guess, self._num_requests)
 
     @property
@@ -93,7 +101,9 @@ class Guesses:
         return self._under_way.total()
 
     def asked(self, chunk: Hashable) -> None:
-        """A request asks for the chunk."""
+        """A request asks for the chunk, which may still be under way."""
+        if chunk in self._loading:
+            self._loading[chunk] = True
         if (found := self._open.pop(chunk, None)) is not None:
             self._settle(found.guess, is_used=True)
 

@@ -87,7 +87,7 @@ class Setting(NamedTuple):
     def kept(self, keys: Tensor, values: Tensor) -> tuple[int, Callable[[], tuple[Tensor, Tensor]]]:
         """(bytes of these variants, [num_variants, num_layers, num_tokens, ..], what decodes them)."""
         if self.leader:
-            codec = NONE if self.leader == "none" else Quantized(8)
+            codec = NONE if self.leader == "none" else Quantized(int(self.leader.removeprefix("int")))
             joint = encode_variants(
                 keys, values, block_size=BLOCK_SIZE, threshold=self.threshold, codec=codec, bits=self.bits
             )
@@ -109,9 +109,13 @@ PLAIN = [Setting("none"), *(Setting(f"int{bits}") for bits in PLAIN_BITS)]
 SETTINGS = [
     *PLAIN,
     Setting("dedup"),
-    *(Setting("joint", *each) for each in product(("none", "int8"), THRESHOLDS, RESIDUAL_BITS)),
+    *(Setting("joint", *each) for each in product(("none", "int8", "int4"), THRESHOLDS, RESIDUAL_BITS)),
 ]
-ANSWERED = [*PLAIN, *(Setting("joint", *each) for each in product(("int8",), (0.9, 0.95, 0.99), RESIDUAL_BITS))]
+ANSWERED = [
+    *PLAIN,
+    *(Setting("joint", *each) for each in product(("int8",), (0.9, 0.95, 0.99), RESIDUAL_BITS)),
+    *(Setting("joint", "int4", 0.95, bits) for bits in (4, 3)),
+]
 SHOWN = [*PLAIN, *(Setting("joint", "int8", 0.9, bits) for bits in RESIDUAL_BITS)]
 """Whose errors are told by layer, and whose times."""
 SAID = [Setting("int8"), Setting("int4"), Setting("joint", "int8", 0.95, 4)]
@@ -120,7 +124,7 @@ STORED = [
     Setting("dedup"),
     Setting("int8"),
     Setting("int4"),
-    *(Setting("joint", "int8", 0.95, bits) for bits in (4, 3)),
+    *(Setting("joint", leader, 0.95, bits) for leader in ("int8", "int4") for bits in (4, 3)),
 ]
 """Whose bytes are told of replays' stores."""
 

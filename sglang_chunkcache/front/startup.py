@@ -90,7 +90,7 @@ def check_ranks(server_args: Any, retriever: Retriever | None) -> None:
     from sglang.srt.utils import kill_process_tree
 
     try:
-        key = server_args.admin_api_key or server_args.api_key
+        key = server_args.api_key or server_args.admin_api_key  # where both are set the admin key opens no statistics
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         session = requests.Session()
         session.trust_env = False  # no proxy between the server and itself

@@ -299,7 +299,7 @@ class Storage:
             return False
         self._under_way[row.name] = job
         if guess is not None:
-            self.guesses.begin(tenant, row.num_bytes)
+            self.guesses.begin(tenant, row.num_bytes, row.place.stored_chunk)
         if asked is not None:
             asked.loads.append(job)
         return True

@@ -12,14 +12,14 @@ from radix_ext.guesses import JUDGED, LIFE, WORTH, Guess, Guesses
 
 def loaded(guesses: Guesses, guess: Guess, *chunks: str) -> None:
     for chunk in chunks:
-        guesses.begin("t", 1)
+        guesses.begin("t", 1, chunk)
         guesses.end(guess, "t", 1, chunk, has_come=True)
 
 
 def test_tenant_has_a_limit_of_its_own() -> None:
     guesses = Guesses(10)
     assert guesses.has_room(Guess.HINT, "a", 10)
-    guesses.begin("a", 6)
+    guesses.begin("a", 6, "c")
     assert not guesses.has_room(Guess.HINT, "a", 5)
     assert guesses.has_room(Guess.HINT, "b", 10)
     assert guesses.num_bytes == 6
@@ -27,6 +27,16 @@ def test_tenant_has_a_limit_of_its_own() -> None:
     assert guesses.has_room(Guess.HINT, "a", 10)
     assert guesses.num_bytes == 0
     assert guesses.stats() == {"hint": {"loads": 0, "used": 0, "wasted": 0, "over": 1}}
+
+
+def test_chunk_that_is_asked_for_while_it_comes_is_used() -> None:
+    """Its request waits for it, and will not ask again."""
+    guesses = Guesses(10)
+    guesses.begin("t", 1, "c")
+    guesses.asked("c")
+    guesses.next_request()
+    guesses.end(Guess.SEARCH, "t", 1, "c", has_come=True)
+    assert guesses.stats()["search"] == {"loads": 1, "used": 1, "wasted": 0, "over": 0}
 
 
 def test_chunk_is_used_once_and_wasted_after_its_life() -> None:

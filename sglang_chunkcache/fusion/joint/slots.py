@@ -107,7 +107,8 @@ class SlotEncoder:
                 continue
             for req, _ in ends:
                 state(req).joint = report
-            self._last_thresholds = report.thresholds
+            if any(each is not None for each in report.thresholds):
+                self._last_thresholds = report.thresholds
             self._counts["requests"] += len(ends)
             self._counts["blocks"] += len(report.shared) * report.blocks
             self._counts["shared"] += sum(report.shared)
@@ -179,8 +180,10 @@ class SlotEncoder:
     def _thresholds(self, wish: JointRequest, units: Units) -> list[float]:
         """Of each layer. For a ratio those of a few rounds that came nearest: what was predicted is corrected by what fused."""
         num_layers = len(self._pool.k_buffer)
-        if wish.threshold is not None or len(units.lens) < 2:
-            return [wish.threshold if wish.threshold is not None else NEVER] * num_layers
+        if len(units.lens) < 2:
+            return [NEVER] * num_layers
+        if wish.threshold is not None:
+            return [wish.threshold] * num_layers
         assert wish.ratio is not None
         controller = ThresholdController(
             [self._statistics(layer, units) for layer in range(num_layers)], units.lens, ratio=wish.ratio, drift=2

@@ -395,6 +395,7 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     assert server.serve(req) == len(HEAD + A + B)
     counts = server.storage.stats()
     assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 0, 0)
+    assert counts["guesses"].get("hint", {}).get("used") == (3 if is_hinted else None)
     server.check()
 
 

@@ -99,7 +99,7 @@ def test_levels_in_parts_give_the_same(case: Case, limit: int) -> None:
 
 @given(cases())
 def test_tables_and_references_add_up(case: Case) -> None:
-    """Each block points to one shared block, each shared block is its leader's, and no two blocks of a unit share one."""
+    """Each block points to one shared block, and each shared block is its leader's."""
     fused = case.fused()
     num_blocks = sum(case.lens)
     assert fused.table.shape == (num_blocks,)

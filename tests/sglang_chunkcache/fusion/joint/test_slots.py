@@ -306,6 +306,8 @@ def test_nothing_to_compare(lens: list[int], wish: JointRequest) -> None:
     report = state(req).joint
     assert report is not None
     assert report.shared == (report.blocks,) * LAYERS
+    assert report.thresholds == (None,) * LAYERS
+    assert rank.encoder.stats()["thresholds"] is None
     assert all(map(torch.equal, rank.numbers(), before))
 
 
