@@ -20,7 +20,7 @@ from radix_ext.guesses import Guess
 from radix_ext.loading import Patience
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
-from sglang_chunkcache.storage import storage
+from sglang_chunkcache.storage import loader, storage
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
@@ -396,6 +396,49 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     counts = server.storage.stats()
     assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 0, 0)
     assert counts["guesses"].get("hint", {}).get("used") == (3 if is_hinted else None)
+    server.check()
+
+
+def test_what_found_no_room_is_loaded_when_there_is(disk: ChainDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request asks for more than may be under way, and waits in SGLang's queue."""
+    stored(disk, A, B, C)
+    server = Server(disk)
+    size = max(variant.nbytes for variant in server.storage.index.variants())
+    monkeypatch.setattr(loader, "MAX_WAITING_BYTES", 2 * size)
+    req = rag(A, B, C)
+    server.cache.arrived(req)
+    for _ in range(4):
+        server.settle()
+        server.match(req)
+    assert server.storage.loader.num_loaded == 4
+    assert server.serve(req) == len(HEAD + A + B + C)
+    server.check()
+
+
+def test_what_was_admitted_is_loaded_no_further(disk: ChainDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request computes the rest."""
+    stored(disk, A, B, C)
+    server = Server(disk)
+    monkeypatch.setattr(loader, "MAX_WAITING_BYTES", 2)
+    disk.storage.gate.clear()
+    req = rag(A, B, C)
+    server.cache.arrived(req)
+    assert server.serve(req) == 0
+    for _ in range(4):
+        come(server, disk)
+    assert server.storage.loader.num_loaded == 1
+    server.check()
+
+
+def test_hint_goes_on_below_its_limit(disk: ChainDisk) -> None:
+    """A tenant may have one load under way."""
+    stored(disk, A, B)
+    server = Server(disk)
+    server.storage.guesses.max_bytes = 1
+    expect(server, rag(A, B))
+    for _ in range(4):
+        server.settle()
+    assert server.storage.loader.num_loaded == 3
     server.check()
 
 
