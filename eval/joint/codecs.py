@@ -5,7 +5,7 @@
 
 dedup      keys or values of a token in a layer once where they are the first variant's, bit by bit
 intB       each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by itself
-joint      the variants of a chunk together: one of them whole or by int8, the others' blocks as differences from its blocks where
+joint      the variants of a chunk together: one of them whole or by intB, the others' blocks as differences from its blocks where
            they are more similar than the threshold (variants.py)
 
 Tables: bytes over those of plain KV for `--variants` variants of a chunk, and the relative error of a token's keys and values in
@@ -48,7 +48,7 @@ from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.storage.codec import NONE, Quantized
+from sglang_chunkcache.storage.codec import CODECS, Quantized
 
 THRESHOLDS = (0.9, 0.95, 0.98, 0.99, 0.999)
 RESIDUAL_BITS = (0, 2, 3, 4, 6)
@@ -87,9 +87,13 @@ class Setting(NamedTuple):
     def kept(self, keys: Tensor, values: Tensor) -> tuple[int, Callable[[], tuple[Tensor, Tensor]]]:
         """(bytes of these variants, [num_variants, num_layers, num_tokens, ..], what decodes them)."""
         if self.leader:
-            codec = NONE if self.leader == "none" else Quantized(int(self.leader.removeprefix("int")))
             joint = encode_variants(
-                keys, values, block_size=BLOCK_SIZE, threshold=self.threshold, codec=codec, bits=self.bits
+                keys,
+                values,
+                block_size=BLOCK_SIZE,
+                threshold=self.threshold,
+                codec=CODECS[self.leader],
+                bits=self.bits,
             )
             return joint.nbytes, partial(decode_variants, joint)
         if self.name in ("none", "dedup"):

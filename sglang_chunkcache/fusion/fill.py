@@ -150,6 +150,7 @@ class FusionPass:
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
         self.loads, self.layers_ahead, self.num_copied_again = LayerLoads.of(self.pool), 0, 0
+        self._is_beside = False
         self.codec = CODECS[config.store_codec]
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
@@ -158,7 +159,6 @@ class FusionPass:
     def run(self, moves: Sequence[Move]) -> None:
         """Fill the slots of every move. Work is queued on the current stream."""
         before = dict(self.seconds)
-        self._is_beside = False
         with self.pricing.watch(None, Work(1)) as filling:
             try:
                 with self._timed("relocate"):

@@ -217,20 +217,16 @@ class StoredChains:
 
     def _load(self, links: Sequence[_Link], key: ChunkKey, asked: Asked) -> None:
         """Load what follows the last node in host memory, where that pays. What was never tried is."""
+        asked.goes_on = None
         missing, start = self._missing(links, key)
         if not missing:
             return
         self.storage.pays = self._is_faster(missing, start)
-        if self.storage.pays or self.storage.left_out() % TRIED_EVERY == 0:
-            # What finds no room is tried again when something of this has come.
-            goes_on = partial(self._go_on, links, key, asked)
-            asked.is_cut = not all(self._claim(link, key, asked, goes_on) for link in missing)
+        is_tried = self.storage.pays or self.storage.left_out() % TRIED_EVERY == 0
+        if is_tried and not all(self._claim(link, key, asked) for link in missing):
+            asked.goes_on = partial(self._load, links, key, asked)
         if asked.is_planned:
             self.storage.planned(asked)
-
-    def _go_on(self, links: Sequence[_Link], key: ChunkKey, asked: Asked) -> None:
-        if asked.is_cut:
-            self._load(links, key, asked)
 
     def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
         """(what follows the last node in host memory, as far as the storage has it without a gap, unless the device has it;
@@ -261,11 +257,8 @@ class StoredChains:
     def _computed_s(self, start: int, end: int) -> float:
         return self.host.pricing.agreed[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))
 
-    def _claim(
-        self, link: _Link, key: ChunkKey | None, asked: Asked | None = None, goes_on: Callable[[], None] = lambda: None
-    ) -> bool:
-        """Begin to load a node, unless it is here; `goes_on` is called when it has come. False: no room, too much is under way,
-        or what is above is not here."""
+    def _claim(self, link: _Link, key: ChunkKey | None, asked: Asked | None = None) -> bool:
+        """Begin to load a node, unless it is here. False: no room, too much is under way, or what is above is not here."""
         variant = self._find(link)
         if self.host.get(link.place) is not None:
             if variant is not None:
@@ -280,14 +273,14 @@ class StoredChains:
         if host is None or variant is None:
             return host is not None
         into = partial(_fill, self.host.pool, host.slots, self.host.pool.fence())
-        if not self.storage.load(variant, num_tokens, partial(self._came, link, host, key, goes_on), into, asked):
+        if not self.storage.load(variant, num_tokens, partial(self._came, link, host, key, asked), into, asked):
             self.host.drop(host)
             return False
         host.is_busy = True
         return True
 
     def _came(
-        self, link: _Link, host: HostNode, key: ChunkKey | None, goes_on: Callable[[], None], entry: Entry | None
+        self, link: _Link, host: HostNode, key: ChunkKey | None, asked: Asked | None, entry: Entry | None
     ) -> None:
         """The node's KV is in host memory, or is not to be had."""
         if not self.host.released(host):
@@ -300,7 +293,8 @@ class StoredChains:
         path = self.host.cache.path(key[: link.end]) if key is not None else []
         is_on_device = bool(path) and sum(len(node.key) for node in path) == link.end
         self.host.came(host, link.prefix, link.head.partition(" ")[2], path[-1] if is_on_device else None)
-        goes_on()
+        if asked is not None and asked.goes_on is not None:
+            asked.goes_on()
 
     def _links_of(self, variant: Variant) -> Iterator[_Link]:
         """An entry of no tenant with all above it."""

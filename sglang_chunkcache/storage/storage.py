@@ -68,8 +68,8 @@ class Asked:
     lookup: Lookup | None = None
     is_planned: bool = False
     """What comes from now on is late."""
-    is_cut: bool = False
-    """Something was not loaded, since too much is under way."""
+    goes_on: Callable[[], None] | None = None
+    """Loads what found no room, when something of it has come. None: all did."""
     is_unpaid: bool = False
     """Something was not loaded, since computing it is faster."""
     guess: Guess | None = None
