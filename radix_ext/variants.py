@@ -15,8 +15,9 @@ CFO is the estimate of `fix_overhead`, on the same scale.
 
 "Recently" and "often" count requests and never the clock: tensor-parallel ranks decide alike.
 
-What KV is, the index does not know: a blob has bytes, and in a replay nothing else. No positions, no device, no prompt. One
-thread uses it. Invariant: bytes and variants are within their limits whenever a method returns.
+What KV is, the index does not know: a blob has bytes, in a replay nothing else. One that is kept as what it does not have in
+common with another blob has that as `leader` (kept_bytes.py). No positions, no device, no prompt. One thread uses it.
+Invariant: bytes and variants are within their limits whenever a method returns.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 from radix_ext.access_table import AccessTable
 from radix_ext.cfo import Attention, Prefix, Scored
 from radix_ext.errors import IntegrityError, check_at_least
+from radix_ext.kept_bytes import KeptBytes
 
 Identity = Hashable
 """Of a chunk, for one tenant."""
@@ -81,6 +83,11 @@ class Variant:
         return _nbytes(self.blob, self.scores, self.outward)
 
     @property
+    def leader(self) -> Any:
+        """The blob that its own is read with. None: it is kept by itself."""
+        return getattr(self.blob, "leader", None)
+
+    @property
     def scored(self) -> Scored:
         """How much of it is measured."""
         return self.scores.scored if self.scores else Scored.NOTHING
@@ -92,7 +99,17 @@ class Variant:
 
 
 def _nbytes(*parts: Any) -> int:
-    return sum(part.nbytes for part in parts if part is not None)
+    num_bytes: int = sum(part.nbytes for part in parts if part is not None)
+    return num_bytes
+
+
+def _num_bytes(variants: Iterable[Variant]) -> int:
+    """Of all together, each blob once."""
+    blobs, num_measured = dict[int, Any](), 0
+    for variant in variants:
+        blobs |= {id(blob): blob for blob in (variant.blob, variant.leader)}
+        num_measured += _nbytes(variant.scores, variant.outward)
+    return num_measured + _nbytes(*blobs.values())
 
 
 class StoreStats(NamedTuple):
@@ -138,7 +155,8 @@ class VariantIndex:
         self.watch: Callable[[Identity, Variant, bool], None] = lambda identity, variant, is_here: None
         """Told when a variant has come or has left, for whatever reason."""
         self._clock = 0
-        self._num_bytes = self._reserved_bytes = self._num_reserved = 0
+        self._num_reserved = 0
+        self._bytes, self._reserved_bytes = KeptBytes(), KeptBytes()
         self._num_added = self._num_replaced = self._num_refused = self._num_evicted = self._num_uses = 0
 
     @property
@@ -150,6 +168,11 @@ class VariantIndex:
     def max_variants(self) -> int:
         """That a chunk gets without asking how often."""
         return self._max_variants
+
+    @property
+    def leader_bytes(self) -> int:
+        """Of leaders that have left, while others are kept by them."""
+        return self._bytes.num - self._bytes.num_counted
 
     @property
     def max_entries(self) -> int:
@@ -167,6 +190,12 @@ class VariantIndex:
     def find(self, identity: Identity) -> tuple[Variant, ...]:
         """All variants of the chunk, oldest first; no use is counted."""
         return tuple(self._chunks.get(identity, {}).values())
+
+    def leader(self, identity: Identity, head: str, prefix: Prefix) -> Any:
+        """The blob that a variant in this place may be kept by: that of the chunk's others. None: there are none."""
+        others = (each for each in self.find(identity) if (each.head, each.prefix) != (head, prefix))
+        first = next(others, None)
+        return first and (first.leader or first.blob)
 
     def get(self, identity: Identity, head: str, prefix: Prefix) -> Variant | None:
         """The one variant; no use is counted."""
@@ -203,7 +232,7 @@ class VariantIndex:
             knows_more = scored > old.scored or (has_outward and old.outward is None)
             if preprocessed < old.preprocessed or not knows_more:
                 return False
-        if not preprocessed and self._reserved_bytes + nbytes > self._max_bytes:
+        if not preprocessed and self._reserved_bytes.num + nbytes > self._max_bytes:
             return False
         if preprocessed or old is not None:
             return True
@@ -243,7 +272,7 @@ class VariantIndex:
             scored=variant.scored,
             has_outward=variant.outward is not None,
             preprocessed=variant.preprocessed,
-            nbytes=nbytes,
+            nbytes=nbytes + _nbytes(variant.leader),
         )
         if not wanted or self._holds(variant):
             self._num_refused += 1
@@ -264,7 +293,10 @@ class VariantIndex:
             False: nothing changed. There is no room, or its place is taken.
         """
         nbytes = variant.nbytes
-        if not self._fits(nbytes) or self.get(identity, variant.head, variant.prefix) is not None:
+        if (
+            not self._fits(nbytes + self._bytes.missing(variant.leader))
+            or self.get(identity, variant.head, variant.prefix) is not None
+        ):
             return False
         self._add(identity, variant, nbytes)
         return True
@@ -344,7 +376,7 @@ class VariantIndex:
         return StoreStats(
             num_chunks=len(self._chunks),
             num_variants=len(self._held),
-            num_bytes=self._num_bytes,
+            num_bytes=self._bytes.num,
             num_added=self._num_added,
             num_replaced=self._num_replaced,
             num_refused=self._num_refused,
@@ -400,15 +432,19 @@ class VariantIndex:
 
     def _make_room(self, identity: Identity, variant: Variant, nbytes: int) -> None:
         siblings = self.find(identity)
-        if not self._fits(nbytes) and not variant.preprocessed and len(siblings) >= self._max_variants:
+
+        def fits() -> bool:  # its leader may leave meanwhile
+            return self._fits(nbytes + self._bytes.missing(variant.leader))
+
+        if not fits() and not variant.preprocessed and len(siblings) >= self._max_variants:
             lowest = self._lowest_of(siblings)
             if lowest is not None:
                 self._evict(lowest)
-        while not self._fits(nbytes):
+        while not fits():
             self._evict(self._lowest())
 
     def _fits(self, nbytes: int) -> bool:
-        return self._num_bytes + nbytes <= self._max_bytes and len(self._held) < self._max_in_all
+        return self._bytes.num + nbytes <= self._max_bytes and len(self._held) < self._max_in_all
 
     @staticmethod
     def _lowest_of(siblings: Iterable[Variant]) -> Variant | None:
@@ -434,9 +470,9 @@ class VariantIndex:
         self._num_evicted += 1
 
     def _count(self, variant: Variant, nbytes: int, sign: int) -> None:
-        self._num_bytes += sign * nbytes
+        self._bytes.count(variant.blob, variant.leader, nbytes, sign)
         if variant.is_reserved:
-            self._reserved_bytes += sign * nbytes
+            self._reserved_bytes.count(variant.blob, variant.leader, nbytes, sign)
             self._num_reserved += sign
 
     def _entry(self, variant: Variant) -> _Entry:
@@ -453,13 +489,14 @@ class VariantIndex:
         heapify(self._order)
 
     def _violations(self) -> Iterator[str]:
-        counted = sum(nbytes for _, _, nbytes in self._held.values())
-        if counted != self._num_bytes:
-            yield f"num_bytes {self._num_bytes} but the variants count {counted}"
-        if self._num_bytes > self._max_bytes:
-            yield f"num_bytes {self._num_bytes} over max_bytes {self._max_bytes}"
-        reserved = [nbytes for _, variant, nbytes in self._held.values() if variant.is_reserved]
-        if (len(reserved), sum(reserved)) != (self._num_reserved, self._reserved_bytes):
+        held = [variant for _, variant, _ in self._held.values()]
+        reserved = [variant for variant in held if variant.is_reserved]
+        for variants, counted in ((held, self._bytes), (reserved, self._reserved_bytes)):
+            if _num_bytes(variants) != counted.num:
+                yield f"num_bytes {counted.num} but the variants count {_num_bytes(variants)}"
+        if self._bytes.num > self._max_bytes:
+            yield f"num_bytes {self._bytes.num} over max_bytes {self._max_bytes}"
+        if len(reserved) != self._num_reserved:
             yield f"{len(reserved)} variants are reserved but {self._num_reserved} were counted"
         if len(self._held) > self._max_in_all:
             yield f"{len(self._held)} variants over {self._max_in_all}"

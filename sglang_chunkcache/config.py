@@ -48,7 +48,7 @@ MAX_CAPTURED_TOKENS = 512
 STORAGE_BACKENDS = ("file", "dynamic")
 """Of HiCache's, those that read and write one tensor by its key."""
 
-STORE_CODECS = ("none", "int8", "int4")
+STORE_CODECS = ("none", "int8", "int4", "joint")
 """Of storage/codec.py, which needs torch."""
 
 
@@ -164,7 +164,8 @@ class ChunkCacheConfig:
     start prints it. A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
     store_codec: str = knob(
         "none",
-        "how the store keeps KV: none (bit by bit), int8 or int4 (numbers of so many bits)",
+        "how the store keeps KV: none (bit by bit), int8 or int4 (numbers of so many bits), joint (int4, and further "
+        "variants of a chunk as what they do not have in common with its first)",
         choices=STORE_CODECS,
     )
     """Its entries in a storage, too. Smaller entries are more chunks in `store_mib`."""

@@ -24,7 +24,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.host_memory import STORE, machine_bytes
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.codec import CODECS
+from sglang_chunkcache.storage.codec import STORE_CODECS
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
 
@@ -40,8 +40,8 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
     runner, args = ctx.tp_worker.model_runner, ctx.server_args
     if reasons := unsupported(runner, args):
         raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
-    pool, codec = runner.token_to_kv_pool, CODECS[config.store_codec]
-    codec.encode(
+    pool, codec = runner.token_to_kv_pool, STORE_CODECS[config.store_codec]
+    codec.alone.encode(
         *(each[0][:0].unsqueeze(0) for each in (pool.k_buffer, pool.v_buffer))
     )  # refuses heads that do not fit
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
@@ -100,7 +100,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,
         ),
-        tier=StorageTier(store, cache.storage, codec) if cache.storage is not None else None,
+        tier=StorageTier(store, cache.storage, codec.alone) if cache.storage is not None else None,
         metrics=StoreMetrics() if args.enable_metrics else None,
     )
     fuser.gate = figures.as_dict()

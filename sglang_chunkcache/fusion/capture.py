@@ -16,6 +16,7 @@ from radix_ext.sources import ChunkCopies
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_WAITING_CAPTURES
 from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass
+from sglang_chunkcache.fusion.store import HostBlob
 from sglang_chunkcache.scheduler.node import facts
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Captures(CaptureQueue):
         self.put_arrived()
         if batch := [] if self._under_way else self.next_batch():
             with self._guard(batch):
-                captured = self._pass.capture([_capture_of(entry) for entry in batch])
+                captured = self._pass.capture([_capture_of(entry, self.leader_of(entry)) for entry in batch])
                 self._under_way.extend(zip(batch, captured, strict=True))
         self.put_arrived()
         num_failed, self._num_failed = self._num_failed, 0
@@ -102,7 +103,7 @@ class Captures(CaptureQueue):
             self._num_failed += len(batch)
 
 
-def _capture_of(entry: Waiting) -> Capture:
+def _capture_of(entry: Waiting, leader: HostBlob | None) -> Capture:
     """The chunk with all that precedes it."""
     node, path = entry.node, []
     above: TreeNode | None = node
@@ -124,4 +125,5 @@ def _capture_of(entry: Waiting) -> Capture:
         ),
         scored=entry.scored,
         scores=facts(node).scores,
+        leader=leader,
     )

@@ -18,8 +18,9 @@ from sglang_chunkcache.attention.base import PassSequence, SparseAttention, Spar
 from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, deviation_evidence, question_evidence
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
+from sglang_chunkcache.fusion.store import Blob, HostBlob, encoded
 from sglang_chunkcache.fusion.trial_rows import Row, rows_of
-from sglang_chunkcache.storage.codec import Codec
+from sglang_chunkcache.storage.codec import StoreCodec
 
 MAX_SECONDS = 1.0
 """Of the longest prefill; all takes about twelve times as long. With .3, lines from 260 tokens were tenfold off at 2,500."""
@@ -37,7 +38,7 @@ def measure_costs(
     sparse: SparseAttention | None,
     window: int,
     max_tokens: int,
-    codec: Codec,
+    codec: StoreCodec,
 ) -> int:
     """Fill the model. Returns the tokens of the longest prompt; 0, and nothing measured, where the pool holds not two of 128.
 
@@ -69,7 +70,7 @@ class _Trial:
         other: Row,
         model: CostModel,
         sparse: SparseAttention | None,
-        codec: Codec,
+        codec: StoreCodec,
     ) -> None:
         self._runner, self._table, self._model, self._sparse, self._codec = runner, table, model, sparse, codec
         self._row, self._other = row, other
@@ -94,7 +95,7 @@ class _Trial:
         self._time(Phase.DEVIATION, self._deviate, regions, partial(through, DEPTH / max(DEPTH, num_layers)))
         lengths = [(1, n) for n in (quarter // 4, quarter, longest)]
         self._time(Phase.DEVICE, self._copy, lengths, Work)
-        self._blob = self._read(longest)
+        self._blobs = {n: self._read(n) for _, n in lengths}
         self._time(Phase.HOST, self._write, lengths, Work)
 
     # Private, in order of use
@@ -156,11 +157,16 @@ class _Trial:
             target_positions=positions + 1,
         )
 
-    def _read(self, num_tokens: int) -> list[torch.Tensor]:
+    def _read(self, num_tokens: int) -> Blob:
+        """What takes longest to load: a further variant, if there are such."""
         slots = self._row.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
         kv = read_blob(self._runner.token_to_kv_pool, self._table, slots, positions)
-        return [each.cpu() for each in self._codec.encode(*kv)]
+        parts, blob_of = encoded(kv, self._codec)
+        leader = blob_of(*(each.cpu() for each in parts))
+        assert isinstance(leader, HostBlob)
+        parts, blob_of = encoded(kv, self._codec, leader)
+        return blob_of(*(each.cpu() for each in parts))
 
     def _write(self, _: int, num_tokens: int) -> None:
         """Layer by layer, as beside a pass."""
@@ -168,8 +174,8 @@ class _Trial:
         positions = torch.arange(num_tokens, device=slots.device)
         target = BlobTarget(self._runner.token_to_kv_pool, self._table, slots, positions)
         for layer in range(self._runner.token_to_kv_pool.layer_num):
-            parts = [part[layer : layer + 1, :num_tokens].to(slots.device) for part in self._blob]
-            target.write(*self._codec.decode(parts), range(layer, layer + 1))
+            layers = range(layer, layer + 1)
+            target.write(*self._blobs[num_tokens].read(slots.device, layers), layers)
 
 
 def _over(num_tokens: int, num_keys: int) -> Work:

@@ -9,7 +9,7 @@ What is estimated to take longer to load than to compute is not loaded, except n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.fusion.measure import Head
-from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.fusion.store import Blob, ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
 from sglang_chunkcache.storage.codec import NONE, Codec
 from sglang_chunkcache.storage.entry import Entry, Masses
@@ -60,7 +60,7 @@ class StorageTier:
 
     Args:
         store: in host memory. Its `watch` tells `store_changed`.
-        codec: of what the store has. Entries of another one are others, and are not found.
+        codec: keeps each variant by itself. Entries of another one are others, and are not found.
     """
 
     def __init__(self, store: VariantIndex, storage: Storage, codec: Codec = NONE) -> None:
@@ -173,10 +173,9 @@ class StorageTier:
         heads = self.storage.heads if variant.scores is not None or variant.outward is not None else ()
         place = Place(*self._chunk(identity), variant.head, variant.prefix, variant.preprocessed)
         measured = variant.scored, variant.outward is not None, heads
-        entry = entry_of(variant, heads)
-        row = Row(self.storage.names.entry(place, *measured), place, entry.num_tokens, 0, *measured)
+        row = Row(self.storage.names.entry(place, *measured), place, variant.blob.num_tokens, 0, *measured)
         told = partial(self._tell_store, place, variant)
-        if not self.storage.write(row, lambda: entry, told, self._layout):
+        if not self.storage.write(row, entry_of(variant, heads), told, self._layout):
             told()
 
     def _wishes(
@@ -261,13 +260,15 @@ class StorageTier:
         return self.storage.chunk(self._how, identity.extra_key, identity.cache_salt, identity.chunk)
 
 
-def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Entry:
-    blob: HostBlob = variant.blob
+def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
+    """Makes the entry, with what is measured by now."""
+    blob: Blob = variant.blob
     scores: ChunkScores | None = variant.scores  # type: ignore[assignment]
-    if scores is None:
-        return Entry(blob.parts, outward=variant.outward, heads=heads, codec=blob.codec)
-    masses = Masses(scores.inter, scores.prefix_lens, scores.intra, scores.head, scores.head_len)
-    return Entry(blob.parts, masses, scores.context, scores.received, variant.outward, heads, blob.codec)
+    measured = {"outward": variant.outward, "heads": heads, "codec": blob.codec}
+    if scores is not None:
+        masses = Masses(scores.inter, scores.prefix_lens, scores.intra, scores.head, scores.head_len)
+        measured |= {"masses": masses, "context": scores.context, "received": scores.received}
+    return lambda: Entry(blob.alone(), **measured)
 
 
 def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Variant:

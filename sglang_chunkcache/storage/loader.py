@@ -240,6 +240,7 @@ class Loader:
     # Private: the thread's
 
     def _run(self) -> None:
+        torch.set_num_threads(1)  # this thread's alone: a codec takes no cores from a forward
         while self._wake.get():  # once a job, so all are done before the end
             self._is_at_work = True
             self._do_next()

@@ -38,7 +38,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.pricing import Pricing, Watch
-from sglang_chunkcache.storage.codec import CODECS
+from sglang_chunkcache.storage.codec import STORE_CODECS
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler
@@ -151,14 +151,17 @@ class FakePass:
         captured = []
         for capture in captures:
             self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
+            codec = STORE_CODECS[self.config.store_codec]
             tokens = torch.tensor(capture.token_ids[capture.start :], dtype=torch.float32).reshape(1, -1, 1, 1)
+            if codec.difference is not None:  # heads of whole bytes
+                tokens = tokens.expand(2, -1, 1, 4).contiguous()
             scores = capture.scores
             if capture.is_to_be_scored:
                 lens, zeros = tuple(end - start for start, end in capture.prefix), torch.zeros(tokens.shape[1])
                 received = zeros if capture.scored is Scored.ALL else None
                 scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
                 self.num_scored += 1
-            captured.append(Captured((tokens, tokens.clone()), scores, codec=CODECS[self.config.store_codec]))
+            captured.append(Captured((tokens, tokens.clone()), scores, codec=codec, leader=capture.leader))
         self.num_captured += len(captures)
         return captured
 
@@ -184,7 +187,7 @@ class FakePass:
                 self.contents.read(slot, token, source.start + offset)
         else:
             assert isinstance(source, HostCopy)
-            assert [part.flatten().round().tolist() for part in source.variant.blob.read()] == [tokens, tokens]
+            assert [part[-1, :, 0, 0].round().tolist() for part in source.variant.blob.read()] == [tokens, tokens]
         for position, token in zip(positions, tokens, strict=True):
             slot = int(move.slots[position])
             assert slot not in self.contents.slots, f"slot {slot} is filled twice"
@@ -249,7 +252,9 @@ class FusedScheduler(Scheduler):
             limits,
             extend_reserve=prefill_budget,
             fingerprint=lambda: self.weights,
-            tier=StorageTier(self.store, storage, CODECS[config.store_codec]) if storage is not None else None,
+            tier=StorageTier(self.store, storage, STORE_CODECS[config.store_codec].alone)
+            if storage is not None
+            else None,
         )
         self.cache.promiser = self.fuser
         self.pool = ContentPool(capacity)
@@ -304,6 +309,8 @@ class FusedScheduler(Scheduler):
             blobs = [each.blob for each in self.store.variants() if each.preprocessed == (kind == "preprocessed")]
             assert stats["bytes"][kind] == sum(blob.nbytes for blob in blobs)
             assert stats["saved_bytes"][kind] == sum(blob.saved_bytes for blob in blobs)
+        measured = sum(each.nbytes - each.blob.nbytes for each in self.store.variants())
+        assert sum(stats["bytes"].values()) + measured == stats["num_bytes"]
         assert self.store._on_device == set(self.cache.copies._nodes), "the store mistakes what is on the device"
         self._check_locks(reqs)
         loads = self._loads()

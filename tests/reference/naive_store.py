@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from radix_ext import ChunkId
@@ -25,10 +25,12 @@ class NaiveVariant:
     num_uses: int = 0
     is_below: bool = False
     last_used: int = 0
+    leader: NaiveVariant | None = None
+    """By whose KV its own is kept."""
 
     @property
     def nbytes(self) -> int:
-        return self.kv_bytes + self.score_bytes + self.outward_bytes
+        return num_bytes([self])
 
     @property
     def place(self) -> tuple[Hashable, str, tuple[ChunkId, ...]]:
@@ -37,6 +39,12 @@ class NaiveVariant:
     @property
     def is_reserved(self) -> bool:
         return self.preprocessed and self.num_uses == 0 and not self.is_below
+
+
+def num_bytes(variants: Collection[NaiveVariant]) -> int:
+    """Of all together: KV that several are kept by is there once."""
+    blobs = {id(each): each.kv_bytes for v in variants for each in (v, v.leader) if each is not None}
+    return sum(blobs.values()) + sum(v.score_bytes + v.outward_bytes for v in variants)
 
 
 class NaiveStore:
@@ -86,7 +94,7 @@ class NaiveStore:
             if (new.preprocessed, adds) <= (old.preprocessed, False):
                 return False
         reserved = [v for v in self.variants if v.is_reserved]
-        if not new.preprocessed and sum(v.nbytes for v in reserved) + nbytes > self.max_bytes:
+        if not new.preprocessed and num_bytes(reserved) + nbytes > self.max_bytes:
             return False
         if new.preprocessed or any(v.place == new.place for v in self.variants):
             return True
@@ -99,7 +107,8 @@ class NaiveStore:
         if len(siblings) >= self.max_variants:
             lowest = self.leaving(new.identity)
             return bool(lowest) and asked > by_place[lowest[0].place]
-        return self.fits(new) or asked >= ADMITTED_SHARE * by_chunk[self.leaving()[0].identity]
+        fits = num_bytes(self.variants) + nbytes <= self.max_bytes and self.has_place()
+        return fits or asked >= ADMITTED_SHARE * by_chunk[self.leaving()[0].identity]
 
     def use(self, variant: NaiveVariant, cfo: float) -> None:
         self.clock += 1
@@ -108,8 +117,14 @@ class NaiveStore:
         variant.last_used = self.clock
 
     def fits(self, new: NaiveVariant) -> bool:
-        num_bytes = sum(v.nbytes for v in self.variants) + new.nbytes
-        return num_bytes <= self.max_bytes and len(self.variants) < self.max_chunks * self.max_variants
+        return num_bytes([*self.variants, new]) <= self.max_bytes and self.has_place()
+
+    def has_place(self) -> bool:
+        return len(self.variants) < self.max_chunks * self.max_variants
+
+    def leader(self, new: NaiveVariant) -> NaiveVariant | None:
+        others = [v for v in self.variants if v.identity == new.identity and v.place != new.place]
+        return others[0].leader or others[0] if others else None
 
     def leaving(self, identity: Hashable = None) -> list[NaiveVariant]:
         """What leaves first; of one chunk those that are not reserved."""

@@ -306,7 +306,7 @@ def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
     assert pair.settle()[1]["num_bytes"] == 0
     entry = entry_of(variant, ())
     for _ in range(2):
-        pair.tiers[1].storage._written(0, print, Write(stored.blob.row, lambda: entry, 0, is_confirmed=True))
+        pair.tiers[1].storage._written(0, print, Write(stored.blob.row, entry, 0, is_confirmed=True))
         counts = pair.settle()[1]
         assert (counts["num_entries"], counts["num_bytes"]) == (1, stored.blob.row.num_bytes)
     assert len(pair.disk.storage.held) == 2, "nothing is deleted"

@@ -58,6 +58,7 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self.folder, self.storage = folder, MemoryStorage()
         self.tiers: list[StorageTier] = []
+        self.layout = LAYOUT
         self.now = 0.0
         """The tiers' clock."""
         self.patience = Patience(0.0)
@@ -84,7 +85,7 @@ class Disk:
             Loader(backend, manifest, secret=b"", pointers=pointers, ranks=ranks, clock=lambda: self.now),
             names,
             window=window,
-            layout=LAYOUT,
+            layout=self.layout,
             model_of=lambda *how: " ".join(map(str, how)),
             rows=ranks.common(manifest.rows())[0] if ranks else manifest.rows(),
             ranks=ranks,
@@ -169,6 +170,26 @@ def test_stored_chunks_survive_the_server(disk: Disk) -> None:
     req = fused(D, B)
     second.serve(req, answer=[50])
     assert wheres(req) == ["gap", "host"]
+
+
+def test_a_storage_keeps_each_variant_by_itself(disk: Disk) -> None:
+    """So an entry needs no other one: what is loaded is as the first variant of a chunk is kept, and leads what comes."""
+    disk.layout = Layout(2, 1, 4, 4, "float32")
+    first = disk.server(store_codec="joint")
+    for before in (A, C):
+        store(first, before, B)
+    disk.settle()
+    kept = first.store.find(identity(B))
+    assert [type(each.blob).__name__ for each in kept] == ["HostBlob", "FollowerBlob"]
+    disk.stop()
+    second = disk.server(store_codec="joint")
+    disk.tier.load_most_used()
+    found = second.store.find(identity(B))
+    assert [(each.blob.codec.name, each.blob.nbytes) for each in found] == [("int4", kept[0].blob.nbytes)] * 2
+    for each in found:
+        assert [round(float(x)) for x in each.blob.read()[0][-1, :, 0, 0]] == B
+    store(second, D, B)
+    assert second.store.find(identity(B))[-1].blob.leader is found[0].blob
 
 
 def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
