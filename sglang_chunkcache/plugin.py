@@ -82,8 +82,8 @@ def create_cache(ctx: Any) -> Any:
     if settings.reuse == "fused":
         from sglang_chunkcache.fusion.build import create_encoder, create_fuser
 
-        cache.promiser = create_fuser(cache, ctx, settings, pricing)
-        cache.encoder = create_encoder(ctx)
+        cache.promiser = fuser = create_fuser(cache, ctx, settings, pricing)
+        cache.encoder = create_encoder(fuser, ctx)
     if (pool := create_host_pool(ctx, settings)) is not None:
         # Ranks of one tensor-parallel group do the same, and Prometheus would add them up.
         metrics = HostMetrics() if ctx.server_args.enable_metrics and ctx.tp_rank == 0 else None

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from sglang_chunkcache.front.request import Planned, RagRequest
-from sglang_chunkcache.wire.report import Explanation, Report, Source
+from sglang_chunkcache.wire.report import Explanation, JointReport, Report, Source
 
 
 def answer(rag: RagRequest) -> dict[str, Any]:
@@ -102,9 +102,12 @@ def _encoded(rag: RagRequest) -> dict[str, Any] | None:
     report = rag.decoded.joint if rag.decoded else None
     if report is None:
         return to_builtins(joint)  # type: ignore[no-any-return]
+    return {**to_builtins(joint), **_fused_blocks(report)}
+
+
+def _fused_blocks(report: JointReport) -> dict[str, Any]:
     num_blocks = len(report.shared) * report.blocks
     return {
-        **to_builtins(joint),
         "requests": report.requests,
         "units": report.units,
         "blocks": report.blocks,
@@ -117,7 +120,7 @@ def _encoded(rag: RagRequest) -> dict[str, Any] | None:
 
 
 def _to_encode(planned: Planned, found: Explanation) -> dict[str, Any] | None:
-    """The blocks that joint encoding would compare. Of a batch: what this request has to offer."""
+    """The blocks that joint encoding would compare, of a batch this request's, and what it would make of those that are known."""
     joint, cached = planned.draft.options.joint, found.exact + found.loaded
     if joint is None:
         return None
@@ -127,6 +130,7 @@ def _to_encode(planned: Planned, found: Explanation) -> dict[str, Any] | None:
         "units": len(units),
         "blocks": sum(map(len, units)),
         "exact_blocks": sum(start < cached for unit in units for start in unit),
+        "expected": _fused_blocks(found.joint) if found.joint else None,
     }
 
 

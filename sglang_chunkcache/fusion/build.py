@@ -13,6 +13,7 @@ from sglang_chunkcache.fusion.calibration_places import Means
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
+from sglang_chunkcache.fusion.joint.expected import KnownChunks
 from sglang_chunkcache.fusion.joint.metrics import JointMetrics
 from sglang_chunkcache.fusion.joint.slots import SlotEncoder
 from sglang_chunkcache.fusion.metrics import StoreMetrics
@@ -115,11 +116,12 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
     return fuser
 
 
-def create_encoder(ctx: Any) -> SlotEncoder:
-    """Joint encoding, on a model that `create_fuser` accepts."""
-    runner = ctx.tp_worker.model_runner
+def create_encoder(fuser: Fuser, ctx: Any) -> SlotEncoder:
+    """Joint encoding, on the model that `create_fuser` has accepted."""
+    runner, fusion_pass = ctx.tp_worker.model_runner, fuser.fusion_pass
     metrics = JointMetrics() if ctx.server_args.enable_metrics else None
-    return SlotEncoder(runner.req_to_token_pool, runner.token_to_kv_pool, metrics)
+    known = KnownChunks(fusion_pass.pool, fusion_pass.table, fuser.sources)
+    return SlotEncoder(runner.req_to_token_pool, fusion_pass.pool, metrics, known)
 
 
 def _judge(figures: GateFigures, attention: str, policy: str) -> None:

@@ -17,7 +17,7 @@ Knows slots and positions, no chunks, trees or requests.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -283,6 +283,25 @@ def read_blob(
         keys[layer] = table._apply_(key_buffer[slots], turn)
         values[layer] = value_buffer[slots]
     return keys, values
+
+
+def placed(
+    table: RotaryTable, read: Callable[[int], tuple[Tensor, Tensor]], old: Tensor | None, new: Tensor
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """The KV of tokens in a layer, as it would be at other positions. Writes nothing.
+
+    Args:
+        read: layer to keys and values, [num_tokens, num_kv_heads, head_dim], on the table's device; only read.
+        old: [num_tokens] int64, where the model stored these keys. None: they are un-rotated.
+        new: [num_tokens] int64.
+    """
+    turn = table._turn(old, new)
+
+    def layer_kv(layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = read(layer)
+        return table._apply_(keys.clone(), turn), values
+
+    return layer_kv
 
 
 def _takes_kernel(pool: MHATokenToKVPool, use_kernel: bool | None) -> bool:

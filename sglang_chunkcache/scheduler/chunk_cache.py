@@ -398,10 +398,12 @@ class ChunkRadixCache(SharingRadixCache):
         ids = req.origin_input_ids
         state(req).is_asked_only = True
         key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
-        exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
+        slots = self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices
+        exact, loaded, spans = len(slots), state(req).loaded, state(req).spans
         found = self.promiser.explain(req) if self.promiser is not None else None
-        found = structs.replace(found or Explanation(exact, 0, exact), loaded=state(req).loaded)
-        spans = state(req).spans
+        found = structs.replace(found or Explanation(exact, 0, exact), loaded=loaded)
+        if self.encoder is not None and spans is not None and spans.joint is not None:
+            found = structs.replace(found, joint=self.encoder.explain(req, slots, exact + loaded))
         if self.stored is None or spans is None:
             return found
         stored, pays = self.stored.stored(self._key(req, ids, spans, len(ids)), spans)

@@ -256,6 +256,8 @@ class Explanation(Record, frozen=True):
     """Of a chunk to preprocess: store or storage has what it is to become."""
     must_wait: bool = False
     """Of a chunk to preprocess: neighbours are on their way from the storage, or it has much to write. To be asked again."""
+    joint: JointReport | None = None
+    """What joint encoding would make of the chunks whose KV is somewhere. None: not asked for, a batch, or it failed."""
 
 
 class Answer(Record, frozen=True):

@@ -314,6 +314,22 @@ def test_joint_encoding_changes_the_request_alone(
     assert (after["requests"] - before["requests"], after["failed"]) == (3, 0)
 
 
+@pytest.mark.parametrize("joint", [{"threshold": 0.5, "block": 4}, {"ratio": 1.5, "block": 4}], ids=str)
+def test_explain_tells_what_will_be_fused(fused_server: Server, world: World, salt: str, joint: dict[str, Any]) -> None:
+    """From the KV that chunks have elsewhere. What they were computed after makes some difference."""
+    passages = world.passages[:4]
+    question = question_of(passages, world)
+    ask(fused_server, passages, question, cache_salt=salt)
+    fields = {"cache_salt": salt, "order": "retriever", "joint": joint}
+    for chunks in (passages, passages[::-1]):
+        told = post(fused_server.url + "/chunkcache/explain", body_of(chunks, question, **fields))["joint"]
+        found = ask(fused_server, chunks, question, **fields)["chunkcache"]["joint"]
+        for name in ("units", "blocks", "exact_blocks"):
+            assert told[name] == told["expected"][name] == found[name]
+        assert told["expected"]["compression"] == pytest.approx(found["compression"], rel=0.1)
+        assert (found["compression"] > 1.2) == (chunks is not passages)
+
+
 def test_next_turn_after_joint_encoding_is_exact(fused_server: Server, world: World, salt: str) -> None:
     """The history is token for token the same, and none of its KV is found."""
     passages = world.passages[:3]

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sglang_chunkcache.fusion.joint.drift import logit_scale
 from sglang_chunkcache.fusion.joint.encoding import decode, encode
+from sglang_chunkcache.fusion.joint.expected import KnownChunks, LayerKv
 from sglang_chunkcache.fusion.joint.fast_fusion import NEVER, fast_fusion
 from sglang_chunkcache.fusion.joint.fusion_rate import unit_similarities
 from sglang_chunkcache.fusion.joint.thresholds import LayerStatistics, ThresholdController
@@ -69,13 +70,20 @@ class Units:
     """Blocks of several units, one unit after the other."""
 
     slots: Tensor
-    """[num_blocks * block] int64, on the pool's device."""
+    """[num_blocks * block] int64, on the pool's device. Empty: they have none, and are compared alone."""
     lens: tuple[int, ...]
     """Blocks of each unit, at least 1."""
     fixed: Tensor
     """[num_blocks] bool, on the pool's device."""
     block: int
     """Tokens."""
+    read: LayerKv
+    """Of all blocks."""
+
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, [num_blocks, size]."""
+        keys, values = (each.reshape(sum(self.lens), -1) for each in self.read(layer))
+        return keys, values
 
 
 class SlotEncoder:
@@ -85,10 +93,13 @@ class SlotEncoder:
         rows: SGLang's ReqToTokenPool.
         pool: its KV pool, `k_buffer` and `v_buffer` by layer, [num_slots, num_kv_heads, head_dim].
         metrics: None: Prometheus is told nothing.
+        known: what `explain` compares. None: nothing.
     """
 
-    def __init__(self, rows: Any, pool: Any, metrics: JointMetrics | None = None) -> None:
-        self._rows, self._pool, self._metrics = rows, pool, metrics
+    def __init__(
+        self, rows: Any, pool: Any, metrics: JointMetrics | None = None, known: KnownChunks | None = None
+    ) -> None:
+        self._rows, self._pool, self._metrics, self._known = rows, pool, metrics, known
         self._counts = dict.fromkeys(("requests", "failed", "blocks", "shared"), 0)
         self._last_thresholds: tuple[float | None, ...] | None = None
         self._seconds = self._deadline = 0.0
@@ -116,6 +127,29 @@ class SlotEncoder:
         if self._metrics is not None and self._metrics.is_due:
             self._metrics.show(self._counts)
 
+    def explain(self, req: Req, exact: Tensor, cached: int) -> JointReport | None:
+        """As `scheduler.encoder.Encoder`. Takes as long as encoding may."""
+        spans = state(req).spans
+        if self._known is None or spans is None or spans.joint is None or spans.joint.over == "batch":
+            return None
+        started = self._begin()
+        try:
+            found = sorted(self._known.units(spans.joint, req, exact, cached), key=lambda unit: (not unit[1], unit[0]))
+            lens = tuple(num for num, _, _ in found)
+            fixed = torch.tensor([is_fixed for num, is_fixed, _ in found for _ in range(num)], dtype=torch.bool)
+
+            def read(layer: int) -> tuple[Tensor, Tensor]:
+                keys, values = (torch.cat(side) for side in zip(*(unit(layer) for *_, unit in found), strict=True))
+                return keys, values
+
+            units = Units(exact[:0], lens, fixed.to(exact.device), spans.joint.block, read)
+            thresholds = self._thresholds(spans.joint, units)
+            shared = [self._num_shared(layer, units, threshold) for layer, threshold in enumerate(thresholds)]
+        except Exception:  # the request would be served
+            logger.exception("chunk cache: joint encoding of a request is not explained")
+            return None
+        return _report(1, units, shared, thresholds, started)
+
     def stats(self) -> dict[str, Any]:
         """Requests and blocks since the start, blocks of all layers; by layer the thresholds of what was encoded last."""
         return {**self._counts, "thresholds": self._last_thresholds, "seconds": round(self._seconds, 6)}
@@ -125,8 +159,7 @@ class SlotEncoder:
     def _encode(self, wish: JointRequest, ends: Sequence[tuple[Req, int]]) -> JointReport:
         if self._pool.k_buffer[0].is_cuda:
             torch.cuda.current_stream().synchronize()  # else the forward would count as ours
-        started = time.perf_counter()
-        self._deadline = started + MAX_S
+        started = self._begin()
         units = self._units(wish, ends)
         thresholds = self._thresholds(wish, units)
         writes, shared = list[Write](), list[int]()
@@ -137,15 +170,12 @@ class SlotEncoder:
         for write in writes:  # only when all of it is there
             self._pool.k_buffer[write.layer][write.slots] = write.keys
             self._pool.v_buffer[write.layer][write.slots] = write.values
-        return JointReport(
-            requests=len(ends),
-            units=len(units.lens),
-            blocks=sum(units.lens),
-            exact=int(units.fixed.sum()),
-            shared=tuple(shared),
-            thresholds=tuple(each if each < NEVER else None for each in thresholds),
-            ms=round(1000 * (time.perf_counter() - started), 3),
-        )
+        return _report(len(ends), units, shared, thresholds, started)
+
+    def _begin(self) -> float:
+        started = time.perf_counter()
+        self._deadline = started + MAX_S
+        return started
 
     def _units(self, wish: JointRequest, ends: Sequence[tuple[Req, int]]) -> Units:
         """The units with a block, those with fixed blocks first, then by length (remark 4.1).
@@ -167,14 +197,15 @@ class SlotEncoder:
                     fixed.append(is_fixed)
                 found.append((blocks, fixed))
         ordered = sorted((unit for unit in found if unit[0]), key=lambda unit: (not any(unit[1]), len(unit[0])))
-        device = self._pool.k_buffer[0].device
+        pool, device = self._pool, self._pool.k_buffer[0].device
+        flat = [slot for blocks, _ in ordered for block in blocks for slot in block]
+        slots = torch.tensor(flat, dtype=torch.int64).to(device)
         return Units(
-            torch.tensor([slot for blocks, _ in ordered for block in blocks for slot in block], dtype=torch.int64).to(
-                device
-            ),
+            slots,
             tuple(len(blocks) for blocks, _ in ordered),
             torch.tensor([each for _, fixed in ordered for each in fixed], dtype=torch.bool).to(device),
             wish.block,
+            lambda layer: (pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]),
         )
 
     def _thresholds(self, wish: JointRequest, units: Units) -> list[float]:
@@ -203,29 +234,24 @@ class SlotEncoder:
     def _statistics(self, layer: int, units: Units) -> LayerStatistics:
         """NOTE: queries are not there, so all layers' count as equally long."""
         self._check_time()
-        keys = self._pool.k_buffer[layer][units.slots]
-        blocks = keys.reshape(sum(units.lens), -1)
+        blocks, _ = units.blocks(layer)
         similarities = unit_similarities(blocks, units.lens)
         similarities = similarities[:: -(-len(similarities) // MAX_PAIRS)]
         norm = float(torch.linalg.vector_norm(blocks.float(), dim=1).max())
-        return LayerStatistics(similarities, logit_scale(norm, 1.0, keys.shape[-1]))
+        return LayerStatistics(similarities, logit_scale(norm, 1.0, self._pool.k_buffer[layer].shape[-1]))
 
     def _num_shared(self, layer: int, units: Units, threshold: float) -> int:
         if threshold >= NEVER:
             return sum(units.lens)
         self._check_time()
-        keys, values = (
-            buffers[layer][units.slots].reshape(sum(units.lens), -1)
-            for buffers in (self._pool.k_buffer, self._pool.v_buffer)
-        )
-        return len(fast_fusion(keys, values, units.lens, threshold, fixed=units.fixed).leaders)
+        return len(fast_fusion(*units.blocks(layer), units.lens, threshold, fixed=units.fixed).leaders)
 
     def _fused(self, layer: int, units: Units, threshold: float) -> tuple[Write | None, int]:
         """What the layer's slots become, and how many blocks are left."""
         if threshold >= NEVER or not units.lens:
             return None, sum(units.lens)
         self._check_time()
-        keys, values = (buffers[layer][units.slots] for buffers in (self._pool.k_buffer, self._pool.v_buffer))
+        keys, values = units.read(layer)
         lens = [length * units.block for length in units.lens]
         fused = encode(keys, values, lens, block_size=units.block, threshold=threshold, fixed=units.fixed)
         changed = ((fused.references > 1)[fused.table] & ~units.fixed).repeat_interleave(units.block)
@@ -239,6 +265,20 @@ class SlotEncoder:
             raise TimeoutError(
                 f"it takes more than {MAX_S:g} s: larger blocks or a threshold in place of a ratio are needed"
             )
+
+
+def _report(
+    num_requests: int, units: Units, shared: Sequence[int], thresholds: Sequence[float], started: float
+) -> JointReport:
+    return JointReport(
+        requests=num_requests,
+        units=len(units.lens),
+        blocks=sum(units.lens),
+        exact=int(units.fixed.sum()),
+        shared=tuple(shared),
+        thresholds=tuple(each if each < NEVER else None for each in thresholds),
+        ms=round(1000 * (time.perf_counter() - started), 3),
+    )
 
 
 def _groups(batch: ScheduleBatch) -> Iterator[tuple[JointRequest, list[tuple[Req, int]]]]:

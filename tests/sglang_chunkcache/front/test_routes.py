@@ -323,13 +323,18 @@ def test_explain_says_what_joint_encoding_would_compare(
 ) -> None:
     """Blocks of 5 tokens in chunks of 12 and 11, after 3 tokens and before 7; 18 tokens are cached."""
     _, manager, send = call(reuse="fused")
-    manager.states = [state_of(0, Explanation(15, 0, 15, loaded=3))]
+    report = JointReport(1, 2, 3, 1, (3, 2), (None, 0.9), 1.5) if over == "chunks" else None
+    manager.states = [state_of(0, Explanation(15, 0, 15, loaded=3, joint=report))]
     joint = {"threshold": 0.9, "block": 5, "over": over}
     status, plan = send(
         chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS, "order": "retriever", "joint": joint}
     )
     assert (status, plan["spans"][0]["start"], plan["spans"][-1]["end"], plan["prompt_tokens"]) == (200, 3, 26, 33)
+    expected = plan["joint"].pop("expected")
     assert plan["joint"] == {**joint, "ratio": None, "units": units, "blocks": blocks, "exact_blocks": exact}
+    assert (expected and (expected["blocks"], expected["shared"], expected["compression"])) == (
+        (3, [3, 2], 1.2) if report else None
+    )
 
 
 @pytest.mark.parametrize("joint", [{"threshold": 2}, {"threshold": 0.9}], ids=str)
