@@ -7,13 +7,14 @@ dedup      keys or values of a token in a layer once where they are the first va
 intB       each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by itself
 joint      the variants of a chunk together: one of them whole or by intB, the others' blocks as differences from its blocks where
            they are more similar than the threshold (variants.py)
+server     what `--chunkcache-store-codec joint` does: one in int4, the others as differences from it, token by token
 
 Tables: bytes over those of plain KV for `--variants` variants of a chunk, and the relative error of a token's keys and values in
 a head, mean and largest, by layer. Linked questions, answered from a prompt whose chunks have gone through a codec, each behind
-the chunks of this very prompt: what differs from the answer over the prompt's own KV is the codec's doing. `joint` has as leader
-the same chunk in another order of the passages. KL is per token of that answer, in nats. Times are those of one variant of a
-chunk with the KV of Llama-3-8B, random, over those of copying it out of the pool (`encode`) and into the pool (`decode`), which
-the store does as well.
+the chunks of this very prompt: what differs from the answer over the prompt's own KV is the codec's doing. `joint` and `server`
+have as leader the same chunk in another order of the passages. KL is per token of that answer, in nats. Times are those of one
+variant of a chunk with the KV of Llama-3-8B, random, over those of copying it out of the pool (`encode`) and into the pool
+(`decode`), which the store does as well.
 
 `--stores` takes runs of `python -m eval replay --reuse fused`. A chunk with n variants there takes the bytes of a first one and
 of n - 1 further ones, as measured on the bundled model's KV.
@@ -48,7 +49,8 @@ from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.storage.codec import CODECS, Quantized
+from sglang_chunkcache.fusion.store import Blob, encoded
+from sglang_chunkcache.storage.codec import CODECS, STORE_CODECS, Quantized
 
 THRESHOLDS = (0.9, 0.95, 0.98, 0.99, 0.999)
 RESIDUAL_BITS = (0, 2, 3, 4, 6)
@@ -62,6 +64,7 @@ TAKEN = 5
 """Times; the best counts."""
 
 
+SERVER = "server"
 STORES = "Stores of replays, bytes over those of plain KV"
 ONE_EACH = "one variant a chunk"
 
@@ -99,6 +102,17 @@ class Setting(NamedTuple):
         if self.name in ("none", "dedup"):
             again = sum(map(_bytes_again, (keys, values))) if self.name == "dedup" else 0
             return keys.nbytes + values.nbytes - again, lambda: (keys, values)
+        if self.name == SERVER:
+            blobs = list[Blob]()
+            for kv in zip(keys, values, strict=True):
+                parts, blob_of = encoded(kv, STORE_CODECS["joint"], *blobs[:1])  # type: ignore[arg-type]
+                blobs.append(blob_of(*parts))
+
+            def read() -> tuple[Tensor, Tensor]:
+                found = zip(*(blob.read() for blob in blobs), strict=True)
+                return torch.stack(next(found)), torch.stack(next(found))
+
+            return sum(blob.nbytes for blob in blobs), read
         codec = Quantized(int(self.name.removeprefix("int")))
         parts = codec.encode(keys.flatten(0, 1), values.flatten(0, 1))
 
@@ -113,21 +127,24 @@ PLAIN = [Setting("none"), *(Setting(f"int{bits}") for bits in PLAIN_BITS)]
 SETTINGS = [
     *PLAIN,
     Setting("dedup"),
+    Setting(SERVER),
     *(Setting("joint", *each) for each in product(("none", "int8", "int4"), THRESHOLDS, RESIDUAL_BITS)),
 ]
 ANSWERED = [
     *PLAIN,
     *(Setting("joint", *each) for each in product(("int8",), (0.9, 0.95, 0.99), RESIDUAL_BITS)),
     *(Setting("joint", "int4", 0.95, bits) for bits in (4, 3)),
+    Setting(SERVER),
 ]
-SHOWN = [*PLAIN, *(Setting("joint", "int8", 0.9, bits) for bits in RESIDUAL_BITS)]
+SHOWN = [*PLAIN, Setting(SERVER), *(Setting("joint", "int8", 0.9, bits) for bits in RESIDUAL_BITS)]
 """Whose errors are told by layer, and whose times."""
-SAID = [Setting("int8"), Setting("int4"), Setting("joint", "int8", 0.95, 4)]
+SAID = [Setting("int8"), Setting("int4"), Setting(SERVER), Setting("joint", "int8", 0.95, 4)]
 """Of the verdict."""
 STORED = [
     Setting("dedup"),
     Setting("int8"),
     Setting("int4"),
+    Setting(SERVER),
     *(Setting("joint", leader, 0.95, bits) for leader in ("int8", "int4") for bits in (4, 3)),
 ]
 """Whose bytes are told of replays' stores."""

@@ -7,8 +7,8 @@
                      OWN     a block of its own, by the leader's codec
 
 Un-rotated. Unlike the tree of fast_fusion.py it compares a block with one other block, so it is linear in the variants, and the
-last block of a chunk may be shorter. A leader stays as long as a variant that refers to it. No server keeps variants
-so: sglang_chunkcache/fusion/joint/README.md says why.
+last block of a chunk may be shorter. A leader stays as long as a variant that refers to it. It shows what thresholds and bits
+do; a server has storage/codec.py's `Difference`, whose sizes do not depend on what is similar.
 """
 
 from __future__ import annotations

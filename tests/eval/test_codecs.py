@@ -16,6 +16,7 @@ from eval.__main__ import main as eval_main
 from eval.errors import CommandError
 from eval.joint.codecs import (
     ONE_EACH,
+    SERVER,
     SETTINGS,
     STORED,
     Asked,
@@ -73,6 +74,18 @@ def test_fewer_bits_are_fewer_bytes_and_larger_errors() -> None:
         assert len(found) == 5
         errors = [sum(row[f"{side} {layer}"] for side in ("key", "value") for layer in range(4)) for row in found]
         assert errors == sorted(errors, reverse=True)
+
+
+def test_what_a_server_keeps_is_a_first_variant_in_int4_and_less_of_the_others() -> None:
+    """All of it comes back near what it was."""
+    kv = question().chunks[0]
+    num_bytes, decoded = Setting(SERVER).kept(*kv)
+    in_int4, alone = Setting("int4").kept(*kv)
+    assert num_bytes < 0.75 * in_int4
+    for mine, plain, exact in zip(decoded(), alone(), kv, strict=True):
+        assert torch.equal(mine[0], plain[0])
+        assert torch.equal(mine[1, 0], plain[0, 0])
+        assert 0 < float((mine - exact).float().norm() / exact.float().norm()) < 0.15
 
 
 def test_only_what_is_equal_bit_by_bit_is_kept_once() -> None:
