@@ -1,7 +1,7 @@
 """Bytes of variants of which some are kept as what they do not have in common with another one's blob, their leader.
 
-A leader counts while its own variant or one that is read with it is here, and once. So a leader may leave like any other
-variant, and frees its bytes when the last that needs them has left.
+A leader counts once, while its own variant or one that is read with it is here: a variant may leave, or be replaced, while
+others are read with its blob.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ class KeptBytes:
         self._readers: dict[int, int] = {}
         """By blob's id, how many variants are read with it: its own, and those that it leads. Their blobs keep it alive."""
 
-    def missing(self, leader: Any) -> int:
-        """Its bytes, if no variant here is read with it. None has none."""
-        return 0 if leader is None or id(leader) in self._readers else leader.nbytes
+    def with_(self, nbytes: int, leader: Any) -> int:
+        """What `num` would be with a variant of so many bytes that is read with this one."""
+        is_here = leader is None or id(leader) in self._readers
+        return self.num + nbytes + (0 if is_here else leader.nbytes)
+
+    def is_leader(self, blob: Any) -> bool:
+        """Whether other variants here than its own are read with the blob of one that is here."""
+        return self._readers[id(blob)] > 1
 
     def count(self, blob: Any, leader: Any, nbytes: int, sign: int) -> None:
         """A variant has come (1) or left (-1), with so many bytes of its own: those of its blob and of what was measured."""

@@ -7,8 +7,9 @@ f_r sums 1/CFO over a variant's uses and halves with each window of requests. Wh
 CFO is the estimate of `fix_overhead`, on the same scale.
 
     leaves first    the lowest f_r, among equals the least recently used one. Chunks that are on the device leave before others:
-                    there they are found in any case. Preprocessed variants never used so far leave for preprocessed ones only,
-                    unless a slower tier has them.
+                    there they are found in any case. A variant that others are read with leaves after these: alone it would free
+                    nothing. Preprocessed variants never used so far leave for preprocessed ones only, unless a slower tier has
+                    them.
     enters          a chunk that is asked for at least half as often as that of the variant that would leave. A chunk that has
                     `max_variants` gets another only for a prefix that is asked for more often than that of its lowest one, in
                     whose place it comes where the store is full.
@@ -49,8 +50,8 @@ _Place: TypeAlias = tuple[str, Prefix]
 MAX_SCALE = 2.0**256
 """A power of two multiplies an f_r exactly. This one is far from the largest float, and 256 windows away."""
 
-_Entry: TypeAlias = tuple[bool, bool, float, int, int]
-"""Is reserved, is not on the device, f_r in a unit that halves with each window, last used, serial."""
+_Entry: TypeAlias = tuple[bool, bool, bool, float, int, int]
+"""Is reserved, others are read with it, is not on the device, f_r in a unit that halves with each window, last used, serial."""
 
 
 @dataclass(eq=False)
@@ -223,16 +224,17 @@ class VariantIndex:
         has_outward: bool = False,
         preprocessed: bool = False,
         nbytes: int = 0,
+        leader: Any = None,
     ) -> bool:
-        """Whether `put` would take such a variant if it fits: ask before copying any KV."""
-        if nbytes > self._max_bytes:
+        """Whether `put` would take such a variant, of so many bytes beside its leader's: ask before copying any KV."""
+        if nbytes + _nbytes(leader) > self._max_bytes:
             return False
         old = self.get(identity, head, prefix)
         if old is not None and preprocessed <= old.preprocessed:
             knows_more = scored > old.scored or (has_outward and old.outward is None)
             if preprocessed < old.preprocessed or not knows_more:
                 return False
-        if not preprocessed and self._reserved_bytes.num + nbytes > self._max_bytes:
+        if not preprocessed and self._reserved_bytes.with_(nbytes, leader) > self._max_bytes:
             return False
         if preprocessed or old is not None:
             return True
@@ -243,7 +245,7 @@ class VariantIndex:
         if len(siblings) >= self._max_variants:
             lowest = self._lowest_of(siblings)
             return lowest is not None and asked > self._asked.count((identity, lowest.head, lowest.prefix))
-        return self._fits(nbytes) or asked >= ADMITTED_SHARE * self._asked_for_lowest()
+        return self._fits(nbytes, leader) or asked >= ADMITTED_SHARE * self._asked_for_lowest()
 
     def gains(self, identity: Identity, nbytes: int) -> bool:
         """Whether there is room, or it is asked for more often than what would leave."""
@@ -272,7 +274,8 @@ class VariantIndex:
             scored=variant.scored,
             has_outward=variant.outward is not None,
             preprocessed=variant.preprocessed,
-            nbytes=nbytes + _nbytes(variant.leader),
+            nbytes=nbytes,
+            leader=variant.leader,
         )
         if not wanted or self._holds(variant):
             self._num_refused += 1
@@ -293,10 +296,7 @@ class VariantIndex:
             False: nothing changed. There is no room, or its place is taken.
         """
         nbytes = variant.nbytes
-        if (
-            not self._fits(nbytes + self._bytes.missing(variant.leader))
-            or self.get(identity, variant.head, variant.prefix) is not None
-        ):
+        if not self._fits(nbytes, variant.leader) or self.get(identity, variant.head, variant.prefix) is not None:
             return False
         self._add(identity, variant, nbytes)
         return True
@@ -344,6 +344,10 @@ class VariantIndex:
         if not siblings:
             del self._chunks[identity]
         self._count(variant, nbytes, -1)
+        for each in self.find(identity):
+            if each.blob is variant.leader:  # it may fall in the order
+                heappush(self._order, self._entry(each))
+                self._bound_order()
         self.watch(identity, variant, False)
 
     def set_on_device(self, identity: Identity, is_there: bool) -> None:
@@ -432,23 +436,19 @@ class VariantIndex:
 
     def _make_room(self, identity: Identity, variant: Variant, nbytes: int) -> None:
         siblings = self.find(identity)
-
-        def fits() -> bool:  # its leader may leave meanwhile
-            return self._fits(nbytes + self._bytes.missing(variant.leader))
-
-        if not fits() and not variant.preprocessed and len(siblings) >= self._max_variants:
+        is_full = not self._fits(nbytes, variant.leader)
+        if is_full and not variant.preprocessed and len(siblings) >= self._max_variants:
             lowest = self._lowest_of(siblings)
             if lowest is not None:
                 self._evict(lowest)
-        while not fits():
+        while not self._fits(nbytes, variant.leader):  # which may leave meanwhile
             self._evict(self._lowest())
 
-    def _fits(self, nbytes: int) -> bool:
-        return self._bytes.num + nbytes <= self._max_bytes and len(self._held) < self._max_in_all
+    def _fits(self, nbytes: int, leader: Any = None) -> bool:
+        return self._bytes.with_(nbytes, leader) <= self._max_bytes and len(self._held) < self._max_in_all
 
-    @staticmethod
-    def _lowest_of(siblings: Iterable[Variant]) -> Variant | None:
-        return min((v for v in siblings if not v.is_reserved), key=lambda v: (v.reuse, v.last_used), default=None)
+    def _lowest_of(self, siblings: Iterable[Variant]) -> Variant | None:
+        return min((v for v in siblings if not v.is_reserved), key=self._entry, default=None)
 
     def _lowest(self) -> Variant:
         """What leaves next; it stays at the top of the heap."""
@@ -477,7 +477,8 @@ class VariantIndex:
 
     def _entry(self, variant: Variant) -> _Entry:
         is_free = self._held[variant.serial][0] not in self._on_device
-        return variant.is_reserved, is_free, self._scale * variant.reuse, variant.last_used, variant.serial
+        is_leader = self._bytes.is_leader(variant.blob)
+        return variant.is_reserved, is_leader, is_free, self._scale * variant.reuse, variant.last_used, variant.serial
 
     def _bound_order(self) -> None:
         if len(self._order) > 2 * len(self._held) + 16:  # mostly outdated entries

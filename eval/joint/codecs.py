@@ -49,7 +49,6 @@ from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.fusion.store import Blob, encoded
 from sglang_chunkcache.storage.codec import CODECS, STORE_CODECS, Quantized
 
 THRESHOLDS = (0.9, 0.95, 0.98, 0.99, 0.999)
@@ -103,16 +102,17 @@ class Setting(NamedTuple):
             again = sum(map(_bytes_again, (keys, values))) if self.name == "dedup" else 0
             return keys.nbytes + values.nbytes - again, lambda: (keys, values)
         if self.name == SERVER:
-            blobs = list[Blob]()
-            for kv in zip(keys, values, strict=True):
-                parts, blob_of = encoded(kv, STORE_CODECS["joint"], *blobs[:1])  # type: ignore[arg-type]
-                blobs.append(blob_of(*parts))
+            alone, difference = STORE_CODECS["joint"]
+            assert difference is not None
+            first = alone.encode(keys[0], values[0])
+            others = [difference.encode(*kv, alone.decode(first)) for kv in zip(keys[1:], values[1:], strict=True)]
 
             def read() -> tuple[Tensor, Tensor]:
-                found = zip(*(blob.read() for blob in blobs), strict=True)
-                return torch.stack(next(found)), torch.stack(next(found))
+                found = [difference.decode(each, alone.decode(first)) for each in others]
+                decoded = zip(alone.decode(first), *found, strict=True)
+                return torch.stack(next(decoded)), torch.stack(next(decoded))
 
-            return sum(blob.nbytes for blob in blobs), read
+            return sum(part.nbytes for parts in (first, *others) for part in parts), read
         codec = Quantized(int(self.name.removeprefix("int")))
         parts = codec.encode(keys.flatten(0, 1), values.flatten(0, 1))
 

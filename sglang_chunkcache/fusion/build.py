@@ -42,9 +42,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
     if reasons := unsupported(runner, args):
         raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
     pool, codec = runner.token_to_kv_pool, STORE_CODECS[config.store_codec]
-    codec.alone.encode(
-        *(each[0][:0].unsqueeze(0) for each in (pool.k_buffer, pool.v_buffer))
-    )  # refuses heads that do not fit
+    codec.check_heads(pool.k_buffer[0], pool.v_buffer[0])
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     sparse, attention, figures = gated_attention(runner, table, ctx.params, config.recompute_attention)
     logger.info("chunk cache: attention of the recompute pass: %s", attention)
@@ -101,7 +99,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,
         ),
-        tier=StorageTier(store, cache.storage, codec.alone) if cache.storage is not None else None,
+        tier=StorageTier(store, cache.storage, config.store_codec) if cache.storage is not None else None,
         metrics=StoreMetrics() if args.enable_metrics else None,
     )
     fuser.gate = figures.as_dict()

@@ -219,9 +219,9 @@ class FusionPass:
 
     def stats(self) -> dict[str, Any]:
         """Seconds and tokens since the start, by phase; what the pass attends with, and how often it had to do without; how the
-        store keeps KV, and how far an element may be off by it, over the largest of its token and head (further variants: of what
-        these do not have in common with the first); layers of the last load
-        from host memory that were copied before the passes, and loads whose copies failed beside them and were made again."""
+        store keeps KV, and how far an element may be off by it (`Codec.max_error`, further variants: `Difference.max_error`);
+        layers of the last load from host memory that were copied before the passes, and loads whose copies failed beside them and
+        were made again."""
         return {
             "codec": {
                 "name": self.config.store_codec,

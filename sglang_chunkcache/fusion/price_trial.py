@@ -162,9 +162,9 @@ class _Trial:
         slots = self._row.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
         kv = read_blob(self._runner.token_to_kv_pool, self._table, slots, positions)
-        parts, blob_of = encoded(kv, self._codec)
-        leader = blob_of(*(each.cpu() for each in parts))
-        assert isinstance(leader, HostBlob)
+        leader: HostBlob | None = None
+        if self._codec.difference is not None:
+            leader = HostBlob(*(each.cpu() for each in self._codec.alone.encode(*kv)), codec=self._codec.alone)
         parts, blob_of = encoded(kv, self._codec, leader)
         return blob_of(*(each.cpu() for each in parts))
 

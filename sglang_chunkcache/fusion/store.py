@@ -92,7 +92,7 @@ class _Parts:
         return [each[layers].to(device, non_blocking=True) for each in self.parts]
 
     def _taken(self, sizes: Iterable[int]) -> int:
-        return sum(1 << (size - 1).bit_length() if self.parts[0].is_pinned() else size for size in sizes)
+        return sum(1 << (size - 1).bit_length() if size and self.parts[0].is_pinned() else size for size in sizes)
 
 
 class HostBlob(_Parts):
@@ -117,6 +117,7 @@ class FollowerBlob(_Parts):
 
     def __init__(self, *parts: Tensor, difference: Difference, leader: HostBlob) -> None:
         super().__init__(parts, difference)
+        assert leader.codec is not NONE, "decoding writes into what the leader reads, which must not be its parts"
         self.leader, self._difference = leader, difference
 
     @property
@@ -125,7 +126,7 @@ class FollowerBlob(_Parts):
         return self.leader.codec
 
     def alone(self) -> tuple[Tensor, ...]:
-        """As `HostBlob.alone`, which adds that codec's error."""
+        """As `HostBlob.alone`, of what is read: that codec's error comes on top of the difference's."""
         return self.codec.encode(*self.read())
 
     def read(self, device: torch.device = CPU, layers: range | None = None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.store import Blob, ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
-from sglang_chunkcache.storage.codec import NONE, Codec
+from sglang_chunkcache.storage.codec import NONE, STORE_CODECS
 from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
@@ -60,13 +60,14 @@ class StorageTier:
 
     Args:
         store: in host memory. Its `watch` tells `store_changed`.
-        codec: keeps each variant by itself. Entries of another one are others, and are not found.
+        codec: a name of `STORE_CODECS`, whose `alone` keeps each variant. Entries of another one are others, and are not found: a
+            further variant that was kept as a difference errs by that, too.
     """
 
-    def __init__(self, store: VariantIndex, storage: Storage, codec: Codec = NONE) -> None:
+    def __init__(self, store: VariantIndex, storage: Storage, codec: str = NONE.name) -> None:
         self.storage, self._store = storage, store
-        self._layout = replace(storage.layout, codec=codec.name)
-        self._how = ("unrotated",) if codec is NONE else ("unrotated", codec.name)
+        self._layout = replace(storage.layout, codec=STORE_CODECS[codec].alone.name)
+        self._how = ("unrotated",) if codec == NONE.name else ("unrotated", codec)
         storage.keeps("variants", self._how, self._layout)
 
     def load_most_used(self, seconds: float = START_S) -> int:

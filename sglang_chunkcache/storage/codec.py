@@ -239,7 +239,8 @@ class Difference(Format):
         return [*coarse, ((layers, refined), torch.int32), *fine]
 
     def max_error(self, dtype: torch.dtype) -> float:
-        """Over the largest absolute difference from the leader's token and head."""
+        """Over the largest absolute difference from the leader's token and head, from layer 1 on. The sums round on top, by the
+        size of what they sum. Layer 0 is as far off as the leader's, and as the two differ, which is by rounding."""
         return self._coarse.max_error(dtype)
 
     def check(self, parts: Sequence[Tensor]) -> None:
@@ -260,6 +261,13 @@ class StoreCodec(NamedTuple):
     """Each by itself; in a storage all of them."""
     difference: Difference | None = None
     """All but the first. None: as the first."""
+
+    def check_heads(self, keys: Tensor, values: Tensor) -> None:
+        """Raise ValueError where heads do not fit a part; of a pool's buffers, [num_slots, num_kv_heads, head_dim]."""
+        none = keys[:0].unsqueeze(0), values[:0].unsqueeze(0)
+        self.alone.encode(*none)
+        if self.difference is not None:
+            self.difference.encode(*none, none)
 
 
 STORE_CODECS: Mapping[str, StoreCodec] = {

@@ -484,6 +484,34 @@ def test_a_leader_that_has_left_counts_until_the_last_that_needs_it_has() -> Non
     store.check_integrity()
 
 
+def test_variant_that_others_are_read_with_leaves_after_them() -> None:
+    """Although it was never used: alone it frees nothing, and all such would leave for one newcomer."""
+    store = make_store(tokens=12)
+    for name in "ab":
+        leader = make_variant("x", num_tokens=4)
+        store.put(chunk(name), leader)
+        follower = make_variant("y", num_tokens=4, leader=leader.blob)
+        store.put(chunk(name), follower)
+        store.use(follower, 0.5)
+    ask(store, "c")
+    store.put(chunk("c"), make_variant(num_tokens=4))
+    assert (prefixes(store, "a"), prefixes(store, "b"), store.leader_bytes) == ([], ["x", "y"], 0)
+    assert store.stats().num_evicted == 2
+    store.check_integrity()
+
+
+def test_leader_that_is_here_is_not_counted_again() -> None:
+    """Its follower fits in what is left."""
+    for preprocessed in (False, True):
+        store = make_store(tokens=10)
+        leader = make_variant("x", num_tokens=6, preprocessed=preprocessed)
+        store.put(chunk("a"), leader)
+        for _ in range(9):
+            ask(store, "a")
+        assert store.put(chunk("a"), make_variant("y", num_tokens=6, leader=leader.blob))
+        assert store.stats().num_bytes == 9 * TOKEN_BYTES
+
+
 def test_what_fits_without_its_leader_alone_is_refused() -> None:
     """Everything else would leave for nothing."""
     store = make_store(tokens=10)

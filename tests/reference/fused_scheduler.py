@@ -252,9 +252,7 @@ class FusedScheduler(Scheduler):
             limits,
             extend_reserve=prefill_budget,
             fingerprint=lambda: self.weights,
-            tier=StorageTier(self.store, storage, STORE_CODECS[config.store_codec].alone)
-            if storage is not None
-            else None,
+            tier=StorageTier(self.store, storage, config.store_codec) if storage is not None else None,
         )
         self.cache.promiser = self.fuser
         self.pool = ContentPool(capacity)

@@ -71,7 +71,7 @@ class NaiveStore:
             if old.scored > new.scored:
                 joined.scored, joined.score_bytes = old.scored, old.score_bytes
             joined.outward_bytes = new.outward_bytes or old.outward_bytes
-        if joined.nbytes > self.max_bytes or not self.wants(new, joined.nbytes):
+        if joined.nbytes > self.max_bytes or not self.wants(new, joined):
             return False
         new.scored, new.score_bytes, new.outward_bytes = joined.scored, joined.score_bytes, joined.outward_bytes
         for old in [v for v in self.variants if v.place == new.place]:
@@ -88,13 +88,13 @@ class NaiveStore:
         self.variants.append(new)
         return True
 
-    def wants(self, new: NaiveVariant, nbytes: int) -> bool:
+    def wants(self, new: NaiveVariant, joined: NaiveVariant) -> bool:
         for old in [v for v in self.variants if v.place == new.place]:
             adds = new.scored > old.scored or bool(new.outward_bytes and not old.outward_bytes)
             if (new.preprocessed, adds) <= (old.preprocessed, False):
                 return False
         reserved = [v for v in self.variants if v.is_reserved]
-        if not new.preprocessed and num_bytes(reserved) + nbytes > self.max_bytes:
+        if not new.preprocessed and num_bytes([*reserved, joined]) > self.max_bytes:
             return False
         if new.preprocessed or any(v.place == new.place for v in self.variants):
             return True
@@ -107,8 +107,7 @@ class NaiveStore:
         if len(siblings) >= self.max_variants:
             lowest = self.leaving(new.identity)
             return bool(lowest) and asked > by_place[lowest[0].place]
-        fits = num_bytes(self.variants) + nbytes <= self.max_bytes and self.has_place()
-        return fits or asked >= ADMITTED_SHARE * by_chunk[self.leaving()[0].identity]
+        return self.fits(joined) or asked >= ADMITTED_SHARE * by_chunk[self.leaving()[0].identity]
 
     def use(self, variant: NaiveVariant, cfo: float) -> None:
         self.clock += 1
@@ -117,10 +116,8 @@ class NaiveStore:
         variant.last_used = self.clock
 
     def fits(self, new: NaiveVariant) -> bool:
-        return num_bytes([*self.variants, new]) <= self.max_bytes and self.has_place()
-
-    def has_place(self) -> bool:
-        return len(self.variants) < self.max_chunks * self.max_variants
+        is_full = len(self.variants) == self.max_chunks * self.max_variants
+        return not is_full and num_bytes([*self.variants, new]) <= self.max_bytes
 
     def leader(self, new: NaiveVariant) -> NaiveVariant | None:
         others = [v for v in self.variants if v.identity == new.identity and v.place != new.place]
@@ -129,7 +126,11 @@ class NaiveStore:
     def leaving(self, identity: Hashable = None) -> list[NaiveVariant]:
         """What leaves first; of one chunk those that are not reserved."""
         among = [v for v in self.variants if identity is None or (v.identity == identity and not v.is_reserved)]
-        return sorted(among, key=lambda v: (v.is_reserved, v.identity not in self.on_device, v.reuse, v.last_used))
+        leaders = [id(v.leader) for v in self.variants]
+        return sorted(
+            among,
+            key=lambda v: (v.is_reserved, id(v) in leaders, v.identity not in self.on_device, v.reuse, v.last_used),
+        )
 
     def evict(self, variant: NaiveVariant) -> None:
         self.variants.remove(variant)

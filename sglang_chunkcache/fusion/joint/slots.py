@@ -132,6 +132,8 @@ class SlotEncoder:
         spans = state(req).spans
         if self._known is None or spans is None or spans.joint is None or spans.joint.over == "batch":
             return None
+        if exact.is_cuda:
+            torch.cuda.synchronize()  # a forward may be computing what the tree has already
         started = self._begin()
         try:
             found = sorted(self._known.units(spans.joint, req, exact, cached), key=lambda unit: (not unit[1], unit[0]))

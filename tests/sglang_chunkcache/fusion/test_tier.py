@@ -182,6 +182,9 @@ def test_a_storage_keeps_each_variant_by_itself(disk: Disk) -> None:
     kept = first.store.find(identity(B))
     assert [type(each.blob).__name__ for each in kept] == ["HostBlob", "FollowerBlob"]
     disk.stop()
+    disk.server(store_codec="int4")
+    assert disk.tier.load_most_used() == 0, "a difference in int4 errs more than int4"
+    disk.stop()
     second = disk.server(store_codec="joint")
     disk.tier.load_most_used()
     found = second.store.find(identity(B))

@@ -165,6 +165,16 @@ def test_differences_that_are_not_finite_are_refused() -> None:
         Difference().check(Difference().encode(keys, values, (leader[0], leader[1])))
 
 
+def test_heads_of_no_whole_bytes_are_refused_before_there_is_kv() -> None:
+    """66 elements are whole bytes in int4, and not in 2 bits."""
+    buffer = torch.zeros(5, 2, 66)
+    STORE_CODECS["int4"].check_heads(buffer, buffer)
+    for codec in STORE_CODECS.values():
+        codec.check_heads(buffer[..., :64], buffer[..., :64])
+    with pytest.raises(ValueError, match="heads of whole bytes in int2, got heads of 66"):
+        STORE_CODECS["joint"].check_heads(buffer, buffer)
+
+
 def test_few_bits_take_few_bytes() -> None:
     """With scales: heads of 128 in int8 take .508 of bfloat16's bytes."""
     sizes = NONE.sizes([torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16)] * 2)

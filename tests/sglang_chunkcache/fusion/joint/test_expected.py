@@ -79,15 +79,12 @@ def outcome(report: JointReport | None) -> tuple[Any, ...]:
     lens=st.lists(st.integers(2, 9), min_size=2, max_size=5, unique=True),
     matched=st.integers(0, 2),
     tiers=st.lists(st.sampled_from(("host", "device")), min_size=5, max_size=5),
-    wish=st.sampled_from((JointRequest(threshold=0.5, block=2), JointRequest(ratio=1.5, block=1))),
 )
-def test_it_is_what_encoding_gives(
-    seed: int, lens: list[int], matched: int, tiers: list[str], wish: JointRequest
-) -> None:
+def test_it_is_what_encoding_gives(seed: int, lens: list[int], matched: int, tiers: list[str]) -> None:
     """Where the sources' KV is what is computed. Nothing is written, and nothing counted."""
     rank = Known(seed, noise=0.05)  # similarities are over .9, or of other tokens and under .4
     cached = 1 + sum(lens[:matched]) if matched else 0
-    req = rank.add(lens, wish, cached=cached, extra_key="tenant")
+    req = rank.add(lens, JointRequest(threshold=0.5, block=2), cached=cached, extra_key="tenant")
     for index in range(matched, len(lens)):
         rank.keep(req, index, tiers[index], at=3 + 7 * index)
     before, counts = rank.numbers(), rank.encoder.stats()
@@ -95,9 +92,7 @@ def test_it_is_what_encoding_gives(
     assert rank.encoder.stats() == counts
     assert all(map(torch.equal, rank.numbers(), before))
     rank.encode(req)
-    assert outcome(found)[:5] == outcome(state(req).joint)[:5]
-    for mine, real in zip(outcome(found)[5], outcome(state(req).joint)[5], strict=True):
-        assert mine == pytest.approx(real, abs=1e-3)
+    assert outcome(found) == outcome(state(req).joint)
 
 
 def test_source_that_has_seen_most_of_the_chunks_before_is_compared() -> None:
