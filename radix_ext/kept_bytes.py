@@ -20,7 +20,7 @@ class KeptBytes:
         self._readers: dict[int, int] = {}
         """By blob's id, how many variants are read with it: its own, and those that it leads. Their blobs keep it alive."""
 
-    def with_(self, nbytes: int, leader: Any) -> int:
+    def num_with(self, nbytes: int, leader: Any) -> int:
         """What `num` would be with a variant of so many bytes that is read with this one."""
         is_here = leader is None or id(leader) in self._readers
         return self.num + nbytes + (0 if is_here else leader.nbytes)

@@ -234,7 +234,7 @@ class VariantIndex:
             knows_more = scored > old.scored or (has_outward and old.outward is None)
             if preprocessed < old.preprocessed or not knows_more:
                 return False
-        if not preprocessed and self._reserved_bytes.with_(nbytes, leader) > self._max_bytes:
+        if not preprocessed and self._reserved_bytes.num_with(nbytes, leader) > self._max_bytes:
             return False
         if preprocessed or old is not None:
             return True
@@ -445,7 +445,7 @@ class VariantIndex:
             self._evict(self._lowest())
 
     def _fits(self, nbytes: int, leader: Any = None) -> bool:
-        return self._bytes.with_(nbytes, leader) <= self._max_bytes and len(self._held) < self._max_in_all
+        return self._bytes.num_with(nbytes, leader) <= self._max_bytes and len(self._held) < self._max_in_all
 
     def _lowest_of(self, siblings: Iterable[Variant]) -> Variant | None:
         return min((v for v in siblings if not v.is_reserved), key=self._entry, default=None)

@@ -4,8 +4,8 @@
     pool's dtype               host memory, disk, network      pool's dtype, each element within a known bound
 
 A further variant of a chunk is kept in fewer as what it does not have in common with another one, its leader. The first two parts
-are the keys' and the values', tokens are every part's second dimension, and sizes follow from the parts' shapes. It
-knows tensors alone: no chunk, no store, no storage.
+are the keys' and the values', tokens are every part's second dimension, and sizes follow from the parts' shapes. It knows tensors
+alone: no chunk, no store, no storage.
 """
 
 from __future__ import annotations
