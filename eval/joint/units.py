@@ -2,6 +2,7 @@
 
 variants    one chunk behind different passages, un-rotated: M KVs of the same tokens in the store
 chunks      the passages of one prompt, un-rotated as in the store, or as cached (CFF)
+neighbors   chunks that have most words in common, each alone behind the head, un-rotated: what a store might keep together
 requests    whole prompts of one world, likewise (BFF)
 """
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from eval.joint.kv import Cached, ModelKv
+from eval.quality.ratio_cases import ranker
+from eval.task import TextChunk
 from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
@@ -86,6 +89,20 @@ def stored_requests(model: ModelKv, rng: random.Random, sizes: Sizes) -> Units:
     return _joined([model.stored(each, (0, each.num_tokens)) for each in found])
 
 
+def neighbors(model: ModelKv, rng: random.Random, sizes: Sizes) -> Units:
+    """A chunk and those of its world that are nearest to it by words, as many as a prompt has."""
+    passages = [passage.text for passage in _world(rng).passages]
+    rng.shuffle(passages)
+    chunks = [passages[i : i + sizes.passages] for i in range(0, len(passages) - sizes.passages + 1, sizes.passages)]
+    corpus = [TextChunk(str(number), " ".join(chunk)) for number, chunk in enumerate(chunks)]
+    found = []
+    for near in ranker(corpus)(corpus[0].text, sizes.chunks):
+        head, pieces, _ = turn_pieces(chunks[int(near.id)], "", opens=True)
+        cached = model.cached([head, *pieces])
+        found.append(model.stored(cached, (cached.spans[1][0], cached.num_tokens)))
+    return _joined(found)
+
+
 def cached_requests(model: ModelKv, rng: random.Random, sizes: Sizes) -> Units:
     """The same, at their places in the prompt, with their queries."""
     found = _batch(model, rng, sizes)
@@ -96,6 +113,7 @@ DRAWN: Mapping[tuple[str, str], Callable[[ModelKv, random.Random, Sizes], Units]
     ("variants", "un-rotated"): variants,
     ("chunks", "un-rotated"): stored_chunks,
     ("chunks", "as cached"): cached_chunks,
+    ("neighbors", "un-rotated"): neighbors,
     ("requests", "un-rotated"): stored_requests,
     ("requests", "as cached"): cached_requests,
 }

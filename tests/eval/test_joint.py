@@ -46,6 +46,17 @@ def test_variants_are_equal_in_layer_0_alone() -> None:
     assert torch.equal(values[0], values[1])
 
 
+def test_neighbors_are_other_chunks_of_many_equal_words() -> None:
+    """Equal tokens have un-rotated values in layer 0 that are equal bit by bit, and behind other tokens other ones after that."""
+    units = drawn("neighbors", "un-rotated")
+    for layer, is_alike in ((0, True), (3, False)):
+        first, second = (
+            {tuple(row.flatten().tolist()) for row in unit} for unit in torch.split(units.values[layer], units.lens)
+        )
+        assert first != second
+        assert (len(first & second) > min(len(first), len(second)) / 4) == is_alike
+
+
 def test_cached_and_stored_chunks_are_one_but_for_positions() -> None:
     """The same draw: values agree bit by bit, keys have the same length and are turned."""
     stored, cached = drawn("chunks", "un-rotated"), drawn("chunks", "as cached")

@@ -48,7 +48,7 @@ def num_pairs(lens: Sequence[int]) -> int:
 
 def normal_bandwidth(similarities: Tensor) -> float:
     """The kernel's standard deviation that is best if the sample is Gaussian: (4 / 3n)^(1/5) of the sample's own (the paper names
-    none)."""
+    none). Of one similarity it is 0, which is no bandwidth."""
     num = len(similarities)
     return float((4 / (3 * num)) ** 0.2 * similarities.double().std(correction=0))
 
@@ -70,7 +70,7 @@ def kernel_rate(threshold: float, similarities: Tensor, bandwidth: float) -> flo
 
 
 def extreme_rate(threshold: float, similarities: Tensor, bandwidth: float) -> float:
-    """Eq. 2: `kernel_rate` with the Gaussian's tail in its extreme-value form.
+    """Eq. 2: `kernel_rate` with the Gaussian's tail in its extreme-value form, of two similarities at least.
 
     NOTE: a term is right where a kernel has about one of n samples over the threshold. For similarities within three bandwidths
     below the threshold, or above it, a term is far too large, without limit; see README.md. Infinite where it overflows.

@@ -154,6 +154,8 @@ class SlotEncoder:
 
     def stats(self) -> dict[str, Any]:
         """Requests and blocks since the start, blocks of all layers; by layer the thresholds of what was encoded last."""
+        if self._metrics is not None:
+            self._metrics.show(self._counts)
         return {**self._counts, "thresholds": self._last_thresholds, "seconds": round(self._seconds, 6)}
 
     # Private, in order of use

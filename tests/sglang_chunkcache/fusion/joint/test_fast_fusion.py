@@ -122,7 +122,7 @@ def test_every_fused_pair_was_over_the_threshold(case: Case) -> None:
 @given(cases(1.0, 1.5))
 @example(Case(torch.ones(6, 3), torch.ones(6, 3), [2, 2, 2], 1.0))
 def test_nothing_fuses_from_one_on(case: Case) -> None:
-    """No similarity is over 1, not even by rounding."""
+    """Nothing is compared then: no similarity is over 1."""
     fused = case.fused()
     assert fused.table.tolist() == list(range(sum(case.lens)))
     assert bool(fused.fused_at.isnan().all())

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -181,15 +181,21 @@ def test_chunks_of_a_prompt(
     seed=st.integers(0, 999),
     lens=st.lists(st.integers(2, 8), min_size=2, max_size=5),
     noise=st.sampled_from((0.05, 0.3)),
+    cached=st.lists(st.integers(0, 3), min_size=5, max_size=5),
 )
-def test_requests_of_a_batch(seed: int, lens: list[int], noise: float) -> None:
-    """Units are whole prompts, the shorter ones first."""
+@example(seed=0, lens=[5, 5], noise=0.05, cached=[3, 0, 0, 0, 0])
+def test_requests_of_a_batch(seed: int, lens: list[int], noise: float, cached: list[int]) -> None:
+    """Units are whole prompts, those with matched blocks first, then the shorter ones. A block whose first token was matched
+    keeps every bit, the tokens after that too."""
     rank = Rank(seed, noise=noise)
-    reqs = [rank.add([length], BATCH) for length in lens]
-    units = [blocks_of(rank.slots(req), 0, len(req.origin_input_ids), 2, 0) for req in reqs]
-    expected, left = slow(rank, sorted(units, key=len), 0.9)
+    reqs = [rank.add([length], BATCH, cached=num) for length, num in zip(lens, cached, strict=False)]
+    units = [blocks_of(rank.slots(req), 0, len(req.origin_input_ids), 2, req.kv.cache_protected_len) for req in reqs]
+    ordered = sorted(units, key=lambda unit: (not unit[0][1], len(unit)))
+    expected, left = slow(rank, ordered, 0.9)
+    before, kept = rank.numbers(), [slot for unit in units for slots, is_fixed in unit if is_fixed for slot in slots]
     rank.encode(*reqs)
     assert_equal(rank, expected)
+    assert all(torch.equal(now[kept], was[kept]) for now, was in zip(rank.numbers(), before, strict=True))
     assert {state(req).joint for req in reqs} == {state(reqs[0]).joint}
     report = state(reqs[0]).joint
     assert report is not None
