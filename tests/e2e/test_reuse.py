@@ -813,8 +813,8 @@ def test_soak(fused_server: Server) -> None:
     mixed_load.check_exact(found, fused_server.url, cache_salt="soak")
     assert found.problems == []
     assert len(found.exact) > 4
-    assert found.fates["relocated"] > 300
-    assert found.fates["recomputed"] > 100
+    assert found.fates["relocated"] > 60
+    assert found.fates["recomputed"] > 20  # how much is moved depends on which requests meet
     assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] > evicted + 30
 
 
