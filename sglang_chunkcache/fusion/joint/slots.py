@@ -132,10 +132,10 @@ class SlotEncoder:
         spans = state(req).spans
         if self._known is None or spans is None or spans.joint is None or spans.joint.over == "batch":
             return None
-        if exact.is_cuda:
-            torch.cuda.synchronize()  # a forward may be computing what the tree has already
         started = self._begin()
         try:
+            if exact.is_cuda:
+                torch.cuda.synchronize()  # a forward may be computing what the tree has already
             found = sorted(self._known.units(spans.joint, req, exact, cached), key=lambda unit: (not unit[1], unit[0]))
             lens = tuple(num for num, _, _ in found)
             fixed = torch.tensor([is_fixed for num, is_fixed, _ in found for _ in range(num)], dtype=torch.bool)

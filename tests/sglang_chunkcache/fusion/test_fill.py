@@ -42,7 +42,7 @@ from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.recompute import run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
 from sglang_chunkcache.fusion.selectors import focus
-from sglang_chunkcache.fusion.store import FollowerBlob, HostBlob
+from sglang_chunkcache.fusion.store import Blob, FollowerBlob, HostBlob
 from sglang_chunkcache.scheduler.node import facts
 from tests import models
 from tests.models import FAMILIES, kv_of, logits_of, make_row, prefill
@@ -537,6 +537,17 @@ def test_captures_are_scored_as_asked(scene: Scene) -> None:
         assert scores.scored is asked_for.scored
 
 
+def assert_moved(scene: Scene, coding: FusionPass, blob: Blob) -> None:
+    """With this as E's source the pool gets what it stands for, values bit by bit."""
+    kept = scene.sources["E"]
+    scene.sources["E"] = HostCopy(Variant(kept.prefix, blob))
+    try:
+        coding.run([scene.move(asked("none", 0.0))])
+        assert torch.equal(scene.kv(TARGET[slice(*HERE["E"])])[1], blob.read()[1])
+    finally:
+        scene.sources["E"] = kept
+
+
 def test_what_is_kept_by_another_variant_is_what_is_moved(scene: Scene) -> None:
     """The chunk's first one in int4, further ones in fewer bytes; in the pool what both stand for, values bit by bit."""
     coding = replace_config(scene, store_codec="joint")
@@ -548,13 +559,7 @@ def test_what_is_kept_by_another_variant_is_what_is_moved(scene: Scene) -> None:
     assert blob.leader is leader
     told = coding.stats()["codec"]
     assert (told["name"], told["max_error"] < 0.1 < told["max_error_further"]) == ("joint", True)
-    kept = scene.sources["E"]
-    scene.sources["E"] = HostCopy(Variant(kept.prefix, blob))
-    try:
-        coding.run([scene.move(asked("none", 0.0))])
-        assert torch.equal(scene.kv(TARGET[slice(*HERE["E"])])[1], blob.read()[1])
-    finally:
-        scene.sources["E"] = kept
+    assert_moved(scene, coding, blob)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -570,13 +575,7 @@ def test_what_a_codec_keeps_is_what_is_moved(scene: Scene, name: str) -> None:
     for mine, exact in zip(blob.read(), plain.read(), strict=True):
         off = (mine.double() - exact.double()).abs() / exact.double().abs().amax(-1, keepdim=True)
         assert 0 < float(off.max()) <= told["max_error"] * (1 + 1e-5)
-    kept = scene.sources["E"]
-    scene.sources["E"] = HostCopy(Variant(kept.prefix, blob))
-    try:
-        coding.run([scene.move(asked("none", 0.0))])
-        assert torch.equal(scene.kv(TARGET[slice(*HERE["E"])])[1], blob.read()[1])
-    finally:
-        scene.sources["E"] = kept
+    assert_moved(scene, coding, blob)
 
 
 def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:
