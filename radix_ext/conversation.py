@@ -2,7 +2,7 @@
 
 The client sends all messages every time. A stored turn is used only where the running hash of the client's own
 messages says that both mean the same history: an edit, a retry or a branch simply agrees on fewer turns, and a
-guessed id on none.
+guessed id on none. Where only the questions agree, the turn still tells which chunks its user was shown.
 
 ```
 tokens of turn t+1:  [lead 1][body 1][lead 2][body 2] … [lead t][body t] | new
@@ -24,9 +24,10 @@ from radix_ext.errors import MessageError, check_at_least, check_choice
 ShownPolicy = Literal["kept", "paper"]
 SHOWN_POLICIES: tuple[ShownPolicy, ...] = get_args(ShownPolicy)
 
-_IDS_PER_TURN = 230  # a turn and its place in the map are about 920 bytes besides its tokens
+_IDS_PER_TURN = 230  # a turn and its places in the map are about 920 bytes besides its tokens
 _IDS_PER_SPAN = 40  # a span is about 160 bytes, an id 4
 _IDS_PER_SEEN = 20  # an entry of a set of shared strings, about 80 bytes
+_MAX_HEADS = 4  # of one conversation: a head that changes with every turn must not fill the map with copies of its history
 
 
 class ConversationKey(NamedTuple):
@@ -40,12 +41,12 @@ class ConversationKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One finished turn.
+    """One turn, finished or not.
 
-    `num_messages` and `messages_hash` describe all messages up to and including this turn's answer; `lead_ids` are the
-    template's tokens that join it to the turn before; `body_ids` (array 'i') are chunks, question, template and answer;
-    `spans` are relative to the body; `seen` is every chunk shown so far, turns that have left included; `tag` is the
-    caller's own.
+    `num_messages` and `messages_hash` describe all messages up to and including this turn's answer, `asked_hash` its
+    user's messages and those before; `lead_ids` are the template's tokens that join it to the turn before; `body_ids`
+    (array 'i') are chunks, question, template and answer; `spans` are relative to the body; `seen` is every chunk shown
+    so far, turns that have left included; `tag` is the caller's own.
     """
 
     num_messages: int
@@ -55,6 +56,12 @@ class Turn:
     spans: tuple[Span, ...]
     seen: frozenset[ChunkId]
     tag: str = ""
+    asked_hash: str = ""
+
+    @property
+    def chunks(self) -> frozenset[ChunkId]:
+        """What its user was shown with it."""
+        return frozenset(span.chunk for span in self.spans)
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +80,9 @@ class _Stored:
     turn: Turn
     before: "_Stored | None"
     """The turn that its prompt shows before it. None: the prompt begins with it."""
-    last_access: float
+    last_access: float = 0.0
+    num_ways: int = 0
+    """Turns that follow it, and places in the map by which it is found. Without any it is forgotten."""
 
     def path(self) -> "list[_Stored]":
         """This turn and those before it, newest first."""
@@ -85,12 +94,20 @@ class _Stored:
         return path
 
 
-class ConversationMap:
-    """The finished turns of at most `max_conversations`, `max_tokens` in all, forgotten after `idle_s` without use.
+@dataclass(slots=True)
+class _Conversation:
+    by_head: OrderedDict[str, dict[str, _Stored]]
+    """By the hash of what came before the first question, then by that of the turn; the head used last is last."""
+    by_question: dict[str, _Stored]
 
-    A turn is found by its conversation and its hash, and leads to the turns before it, which never change. So histories
-    that part share what they have in common, and other messages under an owner's id take room, as under any id, but
-    nothing of his. Beyond a bound the least recently used turns go, a history's last one first.
+
+class ConversationMap:
+    """The turns of at most `max_conversations`, `max_tokens` in all, forgotten after `idle_s` without use.
+
+    A finished turn is found by its conversation and its hash, and leads to the turns before it, which never change. So
+    histories that part share what they have in common, and other messages under an owner's id take room, as under any
+    id, but nothing of his. Any turn is found by its questions, the last to come of several. What can no longer be found
+    is forgotten; beyond a bound the least recently used turns go, a history's last one first.
 
     Raises:
         LimitError: a bound below 1, or a negative idle_s.
@@ -103,7 +120,7 @@ class ConversationMap:
         self.max_conversations = max_conversations
         self.max_tokens = max_tokens
         self.idle_s = idle_s
-        self._latest: dict[ConversationKey, dict[str, _Stored]] = {}  # by the hash of the turn
+        self._found: dict[ConversationKey, _Conversation] = {}
         # Least recently used first. A turn is used with all before it and goes in front of them: none leaves before its own.
         self._by_use: OrderedDict[_Stored, None] = OrderedDict()
         self._num_tokens = 0
@@ -111,63 +128,125 @@ class ConversationMap:
     def agree(self, key: ConversationKey, hashes: Sequence[str], now: float) -> tuple[Turn, ...]:
         """The history of the last turn whose hash is among the client's.
 
-        `hashes` are the `running_hashes` of the client's messages. The history may begin in mid-conversation, its oldest
-        turns having left for overflow: each hash covers everything before it. Empty if nothing is stored or nothing
-        agrees.
+        `hashes` are the `running_hashes` of the client's head and its messages. The history may begin in mid-conversation,
+        its oldest turns having left for overflow: each hash covers everything before it. Empty if nothing is stored or
+        nothing agrees.
         """
         self._forget_idle(now)
-        stored = self._latest.get(key, {})
+        conversation = self._found.get(key)
+        stored = conversation.by_head.get(hashes[0], {}) if conversation else {}
         last = next((stored[hash] for hash in reversed(hashes) if hash in stored), None)
-        if last is None:
+        if conversation is None or last is None:
             return ()
+        conversation.by_head.move_to_end(hashes[0])
         self._use(last, now)
         return _history(last)
 
-    def finish(self, key: ConversationKey, base_turns: Sequence[Turn], turn: Turn, now: float) -> None:
+    def asked(self, key: ConversationKey, hashes: Sequence[str], now: float) -> tuple[Turn | None, ...]:
+        """For each hash the last turn whose user has asked just that, whatever was answered, and whatever the head was."""
+        self._forget_idle(now)
+        conversation = self._found.get(key)
+        found = [conversation.by_question.get(hash) if conversation else None for hash in hashes]
+        used = set[_Stored]()
+        for stored in reversed(found):  # the last one's path has most of the others
+            if stored is not None and stored not in used:
+                used.update(stored.path())
+                self._use(stored, now)
+        return tuple(stored.turn if stored is not None else None for stored in found)
+
+    def finish(self, key: ConversationKey, head: str, base_turns: Sequence[Turn], turn: Turn, now: float) -> None:
         """Store the turns a request started from, and its own. A history larger than `max_tokens` is not kept.
 
-        Of turns with equal messages and different chunks the last to finish is found.
+        Of turns with equal messages and different chunks the last to finish is found. Of a conversation's heads the last
+        four to be used keep their turns.
         """
         if sum(each.cost for each in (*base_turns, turn)) <= self.max_tokens:
-            base = self._latest.get(key, {}).get(base_turns[-1].messages_hash) if base_turns else None
+            conversation = self._found.get(key)
+            turns = conversation.by_head.get(head, {}) if conversation else {}
+            base = turns.get(base_turns[-1].messages_hash) if base_turns else None
             if base is None or _history(base) != tuple(base_turns):  # shortened, or forgotten meanwhile
                 base = None
                 for each in base_turns:
-                    base = self._add(key, each, base)
-            self._use(self._add(key, turn, base), now)
-        while len(self._latest) > self.max_conversations or self._num_tokens > self.max_tokens:
-            self._forget(next(iter(self._by_use)))
-        self._forget_idle(now)
+                    base = self._add(key, each, base, head)
+            self._use(self._add(key, turn, base, head), now)
+        self._keep_bounds(now)
+
+    def keep(self, key: ConversationKey, turn: Turn, now: float) -> None:
+        """Store a turn that has no answer that could be history: it is found by its questions alone."""
+        if turn.cost <= self.max_tokens:
+            self._use(self._add(key, turn, None, None), now)
+        self._keep_bounds(now)
 
     @property
     def num_tokens(self) -> int:
         """Token ids in store, with what turns, spans and seen chunks weigh (`Turn.cost`)."""
         return self._num_tokens
 
+    @property
+    def num_turns(self) -> int:
+        """Turns in store."""
+        return len(self._by_use)
+
     def __len__(self) -> int:
         """Conversations in store."""
-        return len(self._latest)
+        return len(self._found)
 
     def _use(self, last: _Stored, now: float) -> None:
         for stored in last.path():
             stored.last_access = now
             self._by_use.move_to_end(stored)
 
-    def _add(self, key: ConversationKey, turn: Turn, before: _Stored | None) -> _Stored:
-        stored = _Stored(key, turn, before, 0)
-        self._latest.setdefault(key, {})[turn.messages_hash] = stored
+    def _add(self, key: ConversationKey, turn: Turn, before: _Stored | None, head: str | None) -> _Stored:
+        stored = _Stored(key, turn, before)
+        if before is not None:
+            before.num_ways += 1
         self._by_use[stored] = None
         self._num_tokens += turn.cost
+        conversation = self._found.setdefault(key, _Conversation(OrderedDict(), {}))
+        if turn.asked_hash:
+            self._place(conversation.by_question, turn.asked_hash, stored)
+        if head is not None:
+            self._place(conversation.by_head.setdefault(head, {}), turn.messages_hash, stored)
+            conversation.by_head.move_to_end(head)
+            while len(conversation.by_head) > _MAX_HEADS:
+                for gone in conversation.by_head.popitem(last=False)[1].values():
+                    self._release(gone)
         return stored
 
+    def _place(self, turns: dict[str, _Stored], name: str, stored: _Stored) -> None:
+        stored.num_ways += 1
+        other = turns.get(name)
+        turns[name] = stored
+        if other is not None:
+            self._release(other)
+
+    def _release(self, stored: _Stored | None) -> None:
+        """One way less to it, and to those before it if none is left."""
+        while stored is not None:
+            stored.num_ways -= 1
+            if stored.num_ways:
+                return
+            del self._by_use[stored]
+            self._num_tokens -= stored.turn.cost
+            stored = stored.before
+
+    def _keep_bounds(self, now: float) -> None:
+        while len(self._found) > self.max_conversations or self._num_tokens > self.max_tokens:
+            self._forget(next(iter(self._by_use)))
+        self._forget_idle(now)
+
     def _forget(self, stored: _Stored) -> None:
-        del self._by_use[stored]
-        self._num_tokens -= stored.turn.cost
-        latest = self._latest.get(stored.key, {})
-        if latest.get(stored.turn.messages_hash) is stored:
-            del latest[stored.turn.messages_hash]
-            if not latest:
-                del self._latest[stored.key]
+        """Take it out of the map, as nothing follows it."""
+        conversation = self._found[stored.key]
+        for head, turns in [*conversation.by_head.items(), (None, conversation.by_question)]:
+            name = stored.turn.asked_hash if head is None else stored.turn.messages_hash
+            if turns.get(name) is stored:
+                del turns[name]
+                self._release(stored)
+                if head is not None and not turns:
+                    del conversation.by_head[head]
+        if not conversation.by_head and not conversation.by_question:
+            del self._found[stored.key]
 
     def _forget_idle(self, now: float) -> None:
         while self._by_use:
@@ -224,4 +303,4 @@ def shown(turns: Sequence[Turn], policy: ShownPolicy) -> frozenset[ChunkId]:
     check_choice("policy", policy, SHOWN_POLICIES)
     if policy == "paper":
         return turns[-1].seen if turns else frozenset()
-    return frozenset(span.chunk for turn in turns for span in turn.spans)
+    return frozenset[ChunkId]().union(*(turn.chunks for turn in turns))

@@ -112,6 +112,11 @@ class ChunkCacheConfig:
     """4 bytes each; the chunk records of a turn are counted as tokens, too (radix_ext.Turn.cost)."""
     conversation_idle_s: float = knob(3600.0, "seconds after which an idle conversation is forgotten", low=1.0)
     """A forgotten conversation costs a prefix, never an answer."""
+    past_reasoning: str = knob(
+        "template", "what a conversation keeps of the reasoning in its answers", choices=("template", "kept")
+    )
+    """`template`: what the model's chat template shows of past turns; the answer that follows reasoning is computed once more.
+    `kept`: all tokens, thousands a turn with a reasoning model, so that each turn is a prefix of the next."""
     max_body_bytes: int = knob(4 * 2**20, "bytes in the body of one request", low=1024)
     """Checked before and while the body is read; about a million tokens of text."""
     max_messages: int = knob(2000, "messages in one request, or parts of their contents", low=1, high=100_000)

@@ -4,6 +4,7 @@ ChunkCacheError
   RequestError        a client's mistake: HTTP 400; the message begins with the field's name and a colon
     EngineRefusedError  SGLang's own refusal of a request that had begun
     TooLongError      a text that cannot fit the context
+    HistoryError      it requires a history that is not known: HTTP 422, which clients do not retry
     BodyTooLargeError a body over the limit: HTTP 413
   BusyError           too many long requests wait, or the server is about to end: HTTP 503
   SearchFailedError   the index gave no answer: HTTP 500 or 503
@@ -32,6 +33,12 @@ class EngineRefusedError(RequestError):
 
 class TooLongError(RequestError):
     """A text that cannot fit the context; it is not tokenised."""
+
+
+class HistoryError(RequestError):
+    """Nobody can tell which chunks an earlier turn has shown, and the request would rather have no answer."""
+
+    status = 422
 
 
 class BodyTooLargeError(RequestError):

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.front.request import Draft, Planned, RagRequest
 from sglang_chunkcache.wire.report import Explanation, JointReport, Report, Source
 
 
@@ -25,8 +25,7 @@ def answer(rag: RagRequest) -> dict[str, Any]:
         "chunks_planned": planned.planned_len,
         "head_tokens": planned.area[0].start if planned.area else 0,
         "predicted_exact": planned.predicted_exact,
-        "turns_reused": planned.draft.num_turns,
-        "turns_departed": planned.draft.num_departed,
+        **_turns(planned.draft),
         "dp_rank": rag.served_by,
         "reuse": _fused(rag) if planned.fusion else None,
         "joint": _encoded(rag),
@@ -47,8 +46,7 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
         "prompt_tokens": len(planned.input_ids),
         "chunks_planned": planned.planned_len,
         "predicted_exact": planned.predicted_exact,
-        "turns_reused": planned.draft.num_turns,
-        "turns_departed": planned.draft.num_departed,
+        **_turns(planned.draft),
         "spans": [
             {"chunk": label, "id": span.chunk, "start": span.start, "end": span.end}
             for label, span in zip(labels, planned.spans, strict=True)
@@ -69,6 +67,15 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
 
 
 # Private, in order of use
+
+
+def _turns(draft: Draft) -> dict[str, int]:
+    return {
+        "turns_reused": draft.num_turns,
+        "turns_rendered": draft.num_rendered,
+        "turns_unknown": draft.num_unknown,
+        "turns_departed": draft.num_departed,
+    }
 
 
 def _fused(rag: RagRequest) -> dict[str, Any]:

@@ -161,11 +161,6 @@ class RetrieveBody(RetrieveIn):
     text: bool = True
 
 
-def _none_or_list(value: Any) -> Any:
-    """null is as good as nothing."""
-    return [] if value is None else value
-
-
 def _true_or_object(value: Any) -> Any:
     """`true` is short for `{}`, `false` for null."""
     return ({} if value else None) if isinstance(value, bool) else value
@@ -174,9 +169,23 @@ def _true_or_object(value: Any) -> Any:
 class RagFields(ReuseFields):
     """What a RAG chat request has besides OpenAI's fields."""
 
-    chunks: Annotated[list[ChunkIn], BeforeValidator(_none_or_list)] = []
+    chunks: list[ChunkIn] | None = None
+    """Of the last user message. None: not said, so a question that the conversation knows has the chunks that it had."""
     retrieve: Annotated[RetrieveIn | None, BeforeValidator(_true_or_object)] = None
     conversation_id: Name | None = None
+    history: Literal["required"] | None = None
+
+
+class MessageFields(BaseModel):
+    """What a user message may have besides OpenAI's fields."""
+
+    chunks: list[ChunkIn]
+
+
+class Messages(BaseModel):
+    """The user messages that bring chunks, by index."""
+
+    messages: dict[int, MessageFields]
 
 
 class ChunkArea(BaseModel):

@@ -24,10 +24,11 @@ from radix_ext import (
     RoundRobin,
     Router,
     TenantTables,
+    Turn,
 )
 from radix_ext.audit import Audit, AuditState, Change, Terms
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.front.conversation import Conversation
+from sglang_chunkcache.front.conversation import Conversation, Told
 from sglang_chunkcache.front.fusion_options import spans_to_keep
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
@@ -96,9 +97,14 @@ class Bookkeeper:
             idle_s=self._config.conversation_idle_s,
         )
 
-    def conversation(self, key: ConversationKey, hashes: tuple[str, ...], *, start: int) -> Conversation:
-        """What is in store of a conversation up to message `start`, as far as `told_hashes` agree."""
-        return Conversation(key, hashes, self.conversations.agree(key, hashes[: 1 + start], self._clock()))
+    def conversation(self, key: ConversationKey, told: Told, *, start: int) -> Conversation:
+        """What is in store of a conversation: up to message `start` as far as `told_hashes` agree, and what its questions up to
+        that message have shown."""
+        now = self._clock()
+        questions = [i for i in range(start + 1) if told.asked[i] != (told.asked[i - 1] if i else "")]
+        shown = self.conversations.asked(key, [told.asked[i] for i in questions], now)
+        asked = {i: turn for i, turn in zip(questions, shown, strict=True) if turn is not None}
+        return Conversation(key, told, self.conversations.agree(key, told.up_to(start), now), asked)
 
     @contextmanager
     def begin(self, rag: RagRequest) -> Iterator[RagRequest]:
@@ -115,6 +121,7 @@ class Bookkeeper:
             self.router.begin(planned.rank, len(planned.input_ids))
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
             taken.callback(self._count_outcome, rag)
+            self._keep_turn(planned)
             self._begin_terms(rag)
             yield rag
 
@@ -134,7 +141,7 @@ class Bookkeeper:
             is_preprocessing=is_preprocessing,
             fusion=fusion,
             joint=planned.draft.options.joint,
-            is_later_turn=planned.draft.num_turns > 0,
+            is_later_turn=planned.draft.num_turns + planned.draft.num_rendered > 0,
             exact_gaps=planned.exact_gaps,
         )
 
@@ -162,14 +169,21 @@ class Bookkeeper:
                 rag.finish_reason = meta["finish_reason"]["type"]
                 rag.is_cut = isinstance(meta["finish_reason"].get("matched"), str)
 
-    def finish(self, rag: RagRequest, content: str | None) -> None:
-        """The answer is complete; `content` is the message the client got, None where it is not plain text."""
+    def closed(self, rag: RagRequest, content: str | None) -> Turn | None:
+        """The turn of a complete answer, None where it is none of a conversation's. `content` is the message the client got, None
+        where it is not plain text. Reads the request alone; a thread does it, since a long answer may be tokenised again."""
         planned, turn = rag.planned, rag.planned.draft.turn
         if turn is None or content is None or rag.is_cut or not rag.is_complete:
-            return
+            return None
         tag = planned.fusion.recipe if planned.fusion and planned.spans else ""
-        closed = turn.closed(planned.input_ids, planned.spans, rag.output_ids, content=content, tag=tag)
-        self.conversations.finish(turn.key, turn.history, closed, self._clock())
+        return turn.closed(planned.input_ids, planned.spans, rag.output_ids, content=content, tag=tag)
+
+    def finish(self, rag: RagRequest, closed: Turn | None) -> None:
+        """The answer is complete: what `closed` has made of it is the conversation's."""
+        if closed is not None:
+            turn = rag.planned.draft.turn
+            assert turn is not None
+            self.conversations.finish(turn.key, turn.told.hashes[0], turn.history, closed, self._clock())
 
     def audited(self, terms: Terms, agreement: float) -> None:
         """An answer was compared with an exact prefill."""
@@ -227,10 +241,16 @@ class Bookkeeper:
         ):
             self.metrics.count("chunks", kind, amount)
 
+    def _keep_turn(self, planned: Planned) -> None:
+        """Its chunks, however it ends: the next turn may come before the end of this one. A whole answer stores more."""
+        turn = planned.draft.turn
+        if turn is not None:
+            self.conversations.keep(turn.key, turn.kept(planned.input_ids, planned.spans), self._clock())
+
     def _begin_terms(self, rag: RagRequest) -> None:
+        for reason in rag.planned.fallbacks:
+            self._fall_back(rag, reason)
         if self.audit is not None and rag.planned.terms is not None:
-            for reason in rag.planned.fallbacks:
-                self._fall_back(rag, reason)
             self._tell(self.audit.begin(rag.planned.terms))
 
     def _tell(self, change: Change | None) -> None:

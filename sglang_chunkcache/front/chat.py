@@ -6,6 +6,7 @@ overridden methods do where SGLang writes the answer.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -103,7 +104,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
             return response
         rag = _of(raw_request)
         message = response.choices[0].message
-        self._books.finish(rag, message.content if not message.tool_calls else None)
+        await self._finish(rag, message.content if not message.tool_calls else None)
         body = response.model_dump()
         _report_cached(body, rag)
         return ORJSONResponse({**body, "chunkcache": answer(rag)})
@@ -125,13 +126,16 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
                 if _report_cached(chunk, rag):
                     event = _sse(chunk)
                 if event == DONE:
-                    self._books.finish(rag, content if plain else None)
+                    await self._finish(rag, content if plain else None)
                     for ending in _ended(held, answer(rag)):
                         yield ending
                 elif held or any(choice.get("finish_reason") for choice in chunk.get("choices", ())):
                     held.append((event, chunk))
                     continue
                 yield event
+
+    async def _finish(self, rag: RagRequest, content: str | None) -> None:
+        self._books.finish(rag, await asyncio.to_thread(self._books.closed, rag, content))
 
 
 def _of(raw_request: Request) -> RagRequest:

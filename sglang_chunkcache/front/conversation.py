@@ -1,6 +1,7 @@
-"""What of a conversation goes into a turn's prompt when not everything fits, and which chunks it has shown already.
+"""What of a conversation goes into a turn's prompt, and which chunks it has shown already.
 
-    all that fits  ->  the newest stored turns after the head  ->  messages alone, the oldest exchanges left out
+    turns in store, their own ids | turns rendered from the request, each with its chunks | the question's turn
+    the oldest leave where not everything fits, and their chunks with them
 
 Counts tokens, tokenises what is new, and decides; `radix_ext.ConversationMap` keeps the turns.
 """
@@ -8,21 +9,35 @@ Counts tokens, tokenises what is new, and decides; `radix_ext.ConversationMap` k
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from typing import Any, NamedTuple
 
-from radix_ext import ChunkId, ConversationKey, MessageError, Span, Turn, keep_recent, running_hashes, shown
+from radix_ext import Chunk, ChunkId, ConversationKey, MessageError, Span, Turn, keep_recent, running_hashes, shown
 from sglang_chunkcache.errors import RequestError, TooLongError
-from sglang_chunkcache.front.prompt import PromptAssembler, TokenizedChunk, TurnPieces, text_of, turn_start
+from sglang_chunkcache.front.prompt import (
+    Area,
+    Exchange,
+    Piece,
+    PromptAssembler,
+    TokenizedChunk,
+    exchange_ends,
+    joined,
+    num_opening,
+    text_of,
+    turn_start,
+)
 from sglang_chunkcache.front.tokenizer import RequestEncoder
+
+Later = Callable[[Sequence[int], str], Sequence[int]]
+"""From an answer's ids and its text to the ids of all behind the turn's last chunk, as later turns show it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptContext:
     """What shapes a chat prompt besides its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
-    old exchanges may be left out, which only a conversation has asked for; `encode` is the request's.
+    old turns may be left out, which only a conversation has asked for; `encode` is the request's.
     `prefill` begins the answer."""
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -33,16 +48,81 @@ class PromptContext:
     prefill: str
 
 
+class Told(NamedTuple):
+    """What a request's messages say of its conversation, as running hashes."""
+
+    num_opening: int
+    """System messages in front."""
+    hashes: tuple[str, ...]
+    """Of all in front of the first question, and then after each message: equal hashes, equal histories."""
+    asked: tuple[str, ...]
+    """After each message the hash of the user's messages so far, which alone say what was asked; "" before the first."""
+
+    def after(self, num_messages: int) -> str:
+        """The hash of that many messages; at least the opening."""
+        return self.hashes[num_messages - self.num_opening]
+
+    def up_to(self, num_messages: int) -> tuple[str, ...]:
+        """The hashes of up to that many messages."""
+        return self.hashes[: 1 + max(0, num_messages - self.num_opening)]
+
+
+class Conversation(NamedTuple):
+    """What a request continues."""
+
+    key: ConversationKey
+    told: Told
+    turns: tuple[Turn, ...]
+    """Those in store that the messages agree with."""
+    asked: Mapping[int, Turn]
+    """By user message, a turn in store whose user asked the same: what it has shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What stands before the question: turns in store, then the chunks of later user messages, shown ones included."""
+
+    turns: tuple[Turn, ...] = ()
+    chunks: Mapping[int, tuple[TokenizedChunk, ...]] | None = None
+    """By message, none for those without. None: later messages are text alone, and part of the question's turn."""
+    told: Told | None = None
+    """None: no conversation, so nothing will be stored."""
+    unknown: tuple[int, ...] = ()
+    """User messages with an answer of which nobody can tell what they have shown."""
+    is_changed: bool = False
+    """Chunks were sent that are not those that a turn in store has shown."""
+
+    @property
+    def num_messages(self) -> int:
+        """That the turns in store cover."""
+        return self.turns[-1].num_messages if self.turns else 0
+
+
 class Fitted(NamedTuple):
     """A turn that fits the context."""
 
     turns: tuple[Turn, ...]
     """Earlier turns that stay."""
-    pieces: TurnPieces
+    lead: tuple[int, ...]
+    """What joins it to these."""
+    intro: tuple[Piece, ...]
+    """Its text before its chunks, with the chunks of user messages that nobody has answered."""
+    outro: tuple[int, ...]
     kept: tuple[TokenizedChunk, ...]
     """Its chunks that the conversation has not shown yet."""
     num_departed: int
-    """Turns or exchanges left out."""
+    """Turns left out."""
+    num_reused: int
+    """Of `turns`: those in store."""
+    seen: frozenset[ChunkId] | None
+    """Chunks of all earlier turns. None where departed turns do not matter: only `--chunkcache-dedup paper` reads them."""
+    later: Later
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        texts = sum(len(ids) for ids in (self.lead, *(ids for ids, _ in self.intro), self.outro))
+        return texts + sum(turn.num_tokens for turn in self.turns) + _num_tokens(self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +130,19 @@ class OpenTurn:
     """A conversation's turn before its answer is complete."""
 
     key: ConversationKey
+    told: Told
     history: tuple[Turn, ...]
     """The earlier turns in its prompt."""
     lead: tuple[int, ...]
-    hashes: tuple[str, ...]
-    """Of settings and messages."""
+    outro: tuple[int, ...]
+    """The end of its prompt, after its chunks."""
+    num_messages: int
+    """The answer comes after that many."""
     seen: frozenset[ChunkId] | None
-    """Chunks of all earlier turns. None where departed turns do not matter: only `--chunkcache-dedup paper` reads them."""
+    """As fitted."""
     prefill: str
     """The client's beginning of the answer; the client sends the whole back."""
+    later: Later
 
     def closed(
         self, input_ids: Sequence[int], spans: Sequence[Span], output_ids: Sequence[int], *, content: str, tag: str
@@ -67,128 +151,304 @@ class OpenTurn:
         start = sum(turn.num_tokens for turn in self.history) + len(self.lead)
         own = tuple(Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start)
         seen = frozenset[ChunkId]() if self.seen is None else self.seen | {span.chunk for span in own}
-        answer = {"role": "assistant", "content": self.prefill + content}
-        (whole_hash,) = running_hashes([answer], after=self.hashes[-1])
-        body = array("i", [*input_ids[start:], *output_ids])
-        return Turn(len(self.hashes) + 1, whole_hash, array("i", self.lead), body, own, seen, tag)
+        content = self.prefill + content
+        answer = _counted({"role": "assistant", "content": content})
+        (whole_hash,) = running_hashes([answer], after=self.told.hashes[-1])
+        end = len(input_ids) - len(self.outro)
+        body = array("i", [*input_ids[start:end], *self.later(output_ids, content)])
+        lead = array("i", self.lead)
+        return Turn(self.num_messages + 1, whole_hash, lead, body, own, seen, tag, self.told.asked[-1])
 
-
-class Conversation(NamedTuple):
-    """What a request continues."""
-
-    key: ConversationKey
-    hashes: tuple[str, ...]
-    """As `told_hashes` gives."""
-    turns: tuple[Turn, ...]
-    """Those in store that the messages agree with."""
+    def kept(self, input_ids: Sequence[int], spans: Sequence[Span]) -> Turn:
+        """What the turn has shown, whatever becomes of its answer."""
+        start = sum(turn.num_tokens for turn in self.history)
+        pieces: list[Piece] = [(input_ids[s:e], chunk) for s, e, chunk in spans if s >= start]
+        body, own = joined((), pieces)
+        return Turn(self.num_messages, "", array("i"), body, own, frozenset(), asked_hash=self.told.asked[-1])
 
 
 def told_hashes(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[str, ...]:
-    """Running hashes of all that shapes a history: its settings, then each message. Raises RequestError."""
+) -> Told:
+    """Running hashes of all that shapes a history: its settings, then each message. Answers count without their reasoning and
+    without white space around them: clients send back more or less than the server wrote. Raises RequestError."""
+    start = min(num_opening(messages), max(0, len(messages) - 1))
+    asked, last = list[str](), ""
     try:
-        shown = [{**message, "content": text_of(message, i)} for i, message in enumerate(messages)]
-        return running_hashes([{"role": "\0settings", "tools": tools, "kwargs": template_kwargs}, *shown])
+        counted = [_counted({**message, "content": text_of(message, i)}) for i, message in enumerate(messages)]
+        head = {"role": "\0head", "tools": tools, "kwargs": template_kwargs, "messages": counted[:start]}
+        hashes = running_hashes([head, *counted[start:]])
+        for message in counted:
+            if message.get("role") == "user":
+                (last,) = running_hashes([{"content": _stripped(message["content"])}], after=last)
+            asked.append(last)
     except MessageError as error:
         raise RequestError(f"messages: {error}") from None
+    return Told(start, hashes, tuple(asked))
 
 
 class TurnFitter:
-    """Fits turns into a context of `context_len` tokens; `dedup` as in the configuration."""
+    """Fits turns into a context of `context_len` tokens; `dedup` and `past_reasoning` as in the configuration."""
 
-    def __init__(self, assembler: PromptAssembler, *, context_len: int, dedup: str) -> None:
+    def __init__(self, assembler: PromptAssembler, *, context_len: int, dedup: str, past_reasoning: str) -> None:
         self._assembler, self._context_len, self._dedup = assembler, context_len, dedup
+        self._drops_reasoning = past_reasoning == "template"
 
     def fit(
         self,
         messages: Sequence[Mapping[str, Any]],
-        agreed: tuple[Turn, ...],
+        past: Past,
         chunks: Sequence[TokenizedChunk],
         context: PromptContext,
     ) -> Fitted:
         """Choose what stays. All that fits does.
 
         Otherwise the oldest turns leave until half of the context is free, so that the prefix breaks once and not every
-        turn; CRAFT 4.3 says why that is safe.
+        turn; CRAFT 4.3 says why that is safe. What leaves takes its chunks with it, which count as not shown then.
         """
-        kept = self._unseen(chunks, agreed, agreed)
-        try:
-            pieces = self._pieces(messages, agreed, kept, context)
-        except TooLongError:
-            if not context.may_shorten:
-                raise
-            return self._shortened(messages, self._unseen(chunks, (), agreed), context)
-        new_len = _num_tokens(pieces, kept)
-        if sum(turn.num_tokens for turn in agreed) + new_len + context.reserve <= self._context_len:
-            return Fitted(agreed, pieces, kept, 0)
-        if agreed:
-            head_text = self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
-            head = array("i", context.encode(head_text))
-            needed = _num_tokens(pieces, chunks) + context.reserve  # what departs may have to be sent again
-            budget = min(self._context_len // 2, self._context_len - needed) - len(head)
-            turns = keep_recent(agreed, max(0, budget))
-            if turns:
-                kept = self._unseen(chunks, turns, agreed)
-                turns = (replace(turns[0], lead_ids=head), *turns[1:])
-                return Fitted(turns, self._pieces(messages, agreed, kept, context), kept, len(agreed) - len(turns))
-        if not context.may_shorten:
-            return Fitted((), pieces, kept, 0)
-        return self._shortened(messages, self._unseen(chunks, (), agreed), context)
-
-    def _shortened(
-        self, messages: Sequence[Mapping[str, Any]], kept: tuple[TokenizedChunk, ...], context: PromptContext
-    ) -> Fitted:
-        """A prompt from messages alone: the opening, the newest exchanges that leave half of the context free, the question."""
-        opening = next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), 0)
-        question = turn_start(messages)
-        pieces = self._pieces([*messages[:opening], *messages[question:]], (), kept, context)
-        texts = self._assembler.exchanges(
-            messages[: question + 1], tools=context.tools, template_kwargs=context.template_kwargs
+        room = self._context_len - context.reserve
+        laid = self._laid(messages, past, chunks, context, num_departed=0)
+        if not context.may_shorten or laid.num_fitting(room, with_lead=True) == laid.num_turns:
+            return self._fitted(laid)
+        head = context.encode(
+            self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
         )
-        room = self._context_len // 2 - context.reserve - _num_tokens(pieces, kept)
-        earlier: list[tuple[int, ...]] = []
-        for text in reversed(texts):
-            if room <= 0 or context.encode.is_longer(text, room) or len(ids := context.encode(text)) > room:
-                break
-            room -= len(ids)
-            earlier.insert(0, ids)
-        pieces = replace(pieces, lead=(*pieces.lead, *chain.from_iterable(earlier)))
-        return Fitted((), pieces, kept, len(texts) - len(earlier))
+        # What departs may have to be sent again.
+        budget = min(self._context_len // 2 + laid.own_len, room - _num_tokens(chunks) + _num_tokens(laid.own))
+        num_kept = max(0, laid.num_fitting(budget - len(head)))
+        while True:
+            shorter = self._laid(messages, past, chunks, context, num_departed=laid.num_turns - num_kept, head=head)
+            fitted = self._fitted(shorter)
+            if not num_kept or fitted.num_tokens <= room:
+                return fitted
+            num_kept -= 1
 
-    def _pieces(
+    # Private, in order of use
+
+    def _laid(
         self,
         messages: Sequence[Mapping[str, Any]],
-        agreed: Sequence[Turn],
-        kept: Sequence[TokenizedChunk],
+        past: Past,
+        chunks: Sequence[TokenizedChunk],
         context: PromptContext,
-    ) -> TurnPieces:
-        pieces = self._assembler.turn(
+        *,
+        num_departed: int,
+        head: tuple[int, ...] | None = None,
+    ) -> _Laid:
+        num_agreed, place = past.num_messages, turn_start(messages)
+        bounds = [num_agreed, *(exchange_ends(messages, num_agreed) if past.chunks is not None else ())]
+        turns, skipped = past.turns[num_departed:], max(0, num_departed - len(past.turns))
+        is_paper = self._dedup == "paper"
+        shown_chunks = set(shown(past.turns, "paper") if is_paper else shown(turns, "kept"))
+        seen, unshown = frozenset(shown_chunks), dict[int, tuple[TokenizedChunk, ...]]()
+        for i, each in sorted({**(past.chunks or {}), place: tuple(chunks)}.items()):
+            ids = {item.chunk.id for item in each}
+            if i >= bounds[skipped]:
+                unshown[i] = tuple(item for item in each if self._dedup == "off" or item.chunk.id not in shown_chunks)
+                shown_chunks |= ids
+            elif is_paper:
+                shown_chunks |= ids
+                seen |= ids
+        exchanges = self._assembler.exchanges(
             messages,
-            num_agreed=agreed[-1].num_messages - 1 if agreed else 0,  # the settings come first in the hashes
-            has_chunks=bool(kept),
+            num_agreed=num_agreed,
+            with_chunks={i for i, each in unshown.items() if each},
+            is_split=past.chunks is not None,
             tools=context.tools,
             template_kwargs=context.template_kwargs,
-            encode=context.encode,
-            prefill=context.prefill,
         )
-        if agreed and pieces.lead and agreed[-1].body_ids[-1] == pieces.lead[0]:
-            # The answer ended with the token that the template puts after it: once is enough.
-            pieces = replace(pieces, lead=pieces.lead[1:])
-        return pieces
+        own = [*messages[: num_opening(messages)], *messages[max(bounds[-1], num_opening(messages)) :]]
+        return _Laid(
+            turns, exchanges[skipped:], unshown, past.told, seen if is_paper else None, own, num_departed, head, context
+        )
 
-    def _unseen(
-        self, chunks: Sequence[TokenizedChunk], turns: Sequence[Turn], agreed: Sequence[Turn]
-    ) -> tuple[TokenizedChunk, ...]:
-        """The chunks that the conversation has not shown yet, given the turns that stay."""
-        if self._dedup == "off":
-            return tuple(chunks)
-        seen = shown(agreed, "paper") if self._dedup == "paper" else shown(turns, "kept")
-        return tuple(chunk for chunk in chunks if chunk.chunk.id not in seen)
+    def _fitted(self, laid: _Laid) -> Fitted:
+        turns, lead = laid.joined()
+        seen = None if laid.seen is None else turns[-1].seen if turns else laid.seen
+        later = partial(self._later, laid) if self._drops_reasoning else partial(_as_given, laid.outro)
+        return Fitted(turns, lead, laid.intro, laid.outro, laid.own, laid.num_departed, len(laid.turns), seen, later)
+
+    def _later(self, laid: _Laid, output_ids: Sequence[int], content: str) -> Sequence[int]:
+        """Question and answer as the chat template shows them in later turns, where that is less than what was generated: it
+        leaves out reasoning. Elsewhere what was generated."""
+        given = _as_given(laid.outro, output_ids, content)
+        context, messages = laid.context, laid.messages
+        if messages[-1].get("role") == "assistant":  # it was shown as a user's
+            return given
+        try:
+            one, after = self._assembler.exchanges(
+                [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": "?"}],
+                with_chunks={turn_start(messages)} if laid.own else (),
+                is_split=True,
+                tools=context.tools,
+                template_kwargs=context.template_kwargs,
+            )
+            ending, end = context.encode(one.areas[-1].ending), context.encode(after.lead)[:1]
+            ids = output_ids[:-1] if tuple(output_ids[-1:]) == end else output_ids
+            if ending == laid.outro and one.answer.strip() == self._assembler.tokenizer.decode(ids).strip():
+                return given
+            shown_later = (*ending, *context.encode(one.answer))
+        except ValueError:  # an empty answer, or a template that refuses the two
+            return given
+        return shown_later if self._num_visible(shown_later) < self._num_visible((*laid.outro, *ids)) else given
+
+    def _num_visible(self, ids: Sequence[int]) -> int:
+        return len("".join(self._assembler.tokenizer.decode(ids, with_special=False).split()))
 
 
-def _num_tokens(pieces: TurnPieces, chunks: Sequence[TokenizedChunk]) -> int:
-    chunk_len = sum(chunk.chunk.num_tokens for chunk in chunks)
-    return len(pieces.lead) + len(pieces.intro) + len(pieces.outro) + chunk_len
+class _Laid:
+    """A prompt laid out: texts, of which each is encoded when its length is asked for."""
+
+    def __init__(
+        self,
+        turns: tuple[Turn, ...],
+        exchanges: Sequence[Exchange],
+        unshown: Mapping[int, tuple[TokenizedChunk, ...]],
+        told: Told | None,
+        seen: frozenset[ChunkId] | None,
+        messages: Sequence[Mapping[str, Any]],
+        num_departed: int,
+        head: tuple[int, ...] | None,
+        context: PromptContext,
+    ) -> None:
+        self.turns, self.messages, self.num_departed, self.context = turns, messages, num_departed, context
+        *self._exchanges, self._open = exchanges
+        self._unshown, self._told, self.seen, self._head = unshown, told, seen, head
+        encode = context.encode
+        *before, area = self._open.areas
+        self.own = unshown[area.message]
+        self.intro: tuple[Piece, ...] = (*self._body(before), (encode(area.intro), None))
+        self.outro = (*encode(area.ending), *(encode(context.prefill) if context.prefill else ()))
+
+    @property
+    def num_turns(self) -> int:
+        """Before the question's."""
+        return len(self.turns) + len(self._exchanges)
+
+    @property
+    def own_len(self) -> int:
+        """Tokens of the question's turn after its lead."""
+        return sum(len(ids) for ids, _ in self.intro) + _num_tokens(self.own) + len(self.outro)
+
+    def num_fitting(self, room: int, *, with_lead: bool = False) -> int:
+        """How many of the newest turns fit into that many tokens beside the question's. -1: not even that. `with_lead`: and
+        beside what joins it to the turn before."""
+        fits = -1
+        try:
+            room -= self.own_len + (len(self.context.encode(self._open.lead)) if with_lead else 0)
+            if room < 0:
+                return fits
+            fits = 0
+            for exchange in reversed(self._exchanges):
+                room -= len(self.context.encode(exchange.lead)) + sum(len(ids) for ids, _ in self._pieces(exchange))
+                if room < 0:
+                    return fits
+                fits += 1
+        except TooLongError:
+            return fits
+        return fits + len(keep_recent(self.turns, max(0, room)))
+
+    def joined(self) -> tuple[tuple[Turn, ...], tuple[int, ...]]:
+        """The turns before the question's, and what joins it to them."""
+        turns, seen = list(self.turns), self.seen
+        for exchange in self._exchanges:
+            lead = () if self._head and not turns else self._after(turns, exchange.lead)
+            body, spans = joined((), self._pieces(exchange))
+            seen = None if seen is None else seen | {span.chunk for span in spans}
+            n, hash, asked = exchange.num_messages, "", ""
+            if self._told:
+                hash, asked = self._told.after(n), self._told.asked[n - 1]
+            turns.append(Turn(n, hash, array("i", lead), body, spans, seen or frozenset(), asked_hash=asked))
+        if self._head and turns:
+            turns[0] = replace(turns[0], lead_ids=array("i", self._head))
+        return tuple(turns), self._head if self._head and not turns else self._after(turns, self._open.lead)
+
+    # Private, in order of use
+
+    def _body(self, areas: Sequence[Area]) -> Iterator[Piece]:
+        for area in areas:
+            yield self.context.encode(area.intro), None
+            yield from ((item.token_ids, item.chunk.id) for item in self._unshown.get(area.message, ()))
+            yield self.context.encode(area.ending), None
+
+    def _pieces(self, exchange: Exchange) -> list[Piece]:
+        return [*self._body(exchange.areas), (self.context.encode(exchange.answer), None)]
+
+    def _after(self, turns: Sequence[Turn], text: str) -> tuple[int, ...]:
+        """A lead's ids behind these turns. An answer that ended with the token that the template puts after it has it once."""
+        lead = self.context.encode(text)
+        return lead[1:] if lead and turns and turns[-1].body_ids[-1:] == array("i", lead[:1]) else lead
+
+
+def history_of(
+    messages: Sequence[Mapping[str, Any]],
+    conversation: Conversation | None,
+    sent: Mapping[int, tuple[TokenizedChunk, ...]],
+) -> Past:
+    """What the messages before the question have shown: by turns in store, by the chunks that came with them (`sent`), by what
+    turns in store say that was shown with the same questions."""
+    turns, asked, told = (conversation.turns, conversation.asked, conversation.told) if conversation else ((), {}, None)
+    place, is_changed = turn_start(messages), False
+    sent_ids = {i: {item.chunk.id for item in items} for i, items in sent.items()}
+
+    def is_shown(turn: Turn, question: int, before: Sequence[Turn]) -> bool:
+        """Whether what was sent is what the turn has shown, apart from what was shown before it."""
+        earlier = (shown(before, "kept") | turn.seen).union(*(ids for i, ids in sent_ids.items() if i < question))
+        return turn.chunks <= sent_ids[question] and sent_ids[question] - turn.chunks <= earlier
+
+    for n, turn in enumerate(turns):
+        question = turn_start(messages[: turn.num_messages])
+        if question in sent and not is_shown(turn, question, turns[:n]):
+            turns, is_changed = turns[:n], True
+            break
+    first = turns[-1].num_messages if turns else 0
+    chunks = dict[int, tuple[TokenizedChunk, ...]]()
+    unknown = list[int]()
+    questions = list[int]()
+    for i in range(first, place):
+        role = messages[i].get("role")
+        if role == "user":
+            questions = [i]
+            if i in sent:
+                chunks[i] = sent[i]
+                is_changed = is_changed or (i in asked and not is_shown(asked[i], i, turns))
+            elif i in asked:
+                chunks[i] = chunks_of(asked[i])
+        elif role == "assistant":
+            unknown += [question for question in questions if question not in chunks]
+            questions = []
+    is_known = conversation is not None or any(i < place for i in sent)
+    return Past(turns, chunks if is_known else None, told, tuple(unknown), is_changed)
+
+
+def chunks_of(turn: Turn) -> tuple[TokenizedChunk, ...]:
+    """What a turn has shown."""
+    return tuple(
+        TokenizedChunk(Chunk(span.chunk, span.end - span.start), turn.body_ids[span.start : span.end])
+        for span in turn.spans
+    )
+
+
+# Private, in order of use
+
+
+def _counted(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What of a message says which history it belongs to."""
+    if message.get("role") != "assistant":
+        return message
+    others = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return {**others, "content": _stripped(message.get("content"))}
+
+
+def _stripped(content: Any) -> Any:
+    return content.strip() if isinstance(content, str) else content
+
+
+def _as_given(outro: Sequence[int], output_ids: Sequence[int], content: str) -> Sequence[int]:
+    return (*outro, *output_ids)
+
+
+def _num_tokens(chunks: Sequence[TokenizedChunk]) -> int:
+    return sum(item.chunk.num_tokens for item in chunks)

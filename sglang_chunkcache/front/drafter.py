@@ -11,12 +11,20 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from radix_ext import ChunkId, ConversationKey, FusionRequest, Span, Turn
+from radix_ext import ChunkId, ConversationKey, FusionRequest, Span
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.errors import RequestError, TooLongError
-from sglang_chunkcache.front.conversation import Conversation, Fitted, OpenTurn, PromptContext, TurnFitter
+from sglang_chunkcache.errors import HistoryError, RequestError, TooLongError
+from sglang_chunkcache.front.conversation import (
+    Conversation,
+    Fitted,
+    OpenTurn,
+    PromptContext,
+    TurnFitter,
+    chunks_of,
+    history_of,
+)
 from sglang_chunkcache.front.fusion_options import check_fused
-from sglang_chunkcache.front.prompt import Piece, PromptAssembler, TokenizedChunk, text_of, turn_start
+from sglang_chunkcache.front.prompt import Piece, PromptAssembler, TokenizedChunk, joined, text_of, turn_start
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage
 from sglang_chunkcache.front.tokenizer import RequestEncoder
 
@@ -48,15 +56,18 @@ class Drafter:
 
     def __init__(self, config: ChunkCacheConfig, assembler: PromptAssembler, *, context_len: int) -> None:
         self._config, self._assembler, self._context_len = config, assembler, context_len
-        self._fitter = TurnFitter(assembler, context_len=context_len, dedup=config.dedup)
+        self._fitter = TurnFitter(
+            assembler, context_len=context_len, dedup=config.dedup, past_reasoning=config.past_reasoning
+        )
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        passages: Sequence[Passage],
+        passages: Sequence[Passage] | None,
         *,
         identity: Identity,
         options: Options,
+        earlier: Mapping[int, Sequence[Passage]] | None = None,
         conversation: Conversation | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -65,41 +76,63 @@ class Drafter:
     ) -> Draft:
         """A chat turn. `prefill` begins its answer. Given up where `is_over` is set meanwhile.
 
+        Args:
+            passages: the chunks. None: those that the conversation has shown with the same question, if it was asked before.
+            earlier: chunks of earlier user messages, by message.
         Raises:
             RequestError: messages or chunks that make no prompt; names the field.
+            HistoryError: nobody can tell what an earlier turn has shown, and the request requires that.
         """
         encode = self._encoder("messages", is_over)
         start = turn_start(messages)
         question = text_of(messages[start], start)
         if isinstance(question, str) and encode.tokenizer.least_len(len(question)) > self._context_len:
             raise TooLongError(f"messages: more than {self._context_len} tokens, which is the context")
-        chunks = self._tokenize(passages, encode, identity.tenant, may_be_shown=conversation is not None)
-        agreed = conversation.turns if conversation else ()
-        may_shorten = conversation is not None
-        context = PromptContext(tools, template_kwargs, self._reserve(options), may_shorten, encode, prefill)
-        fitted = self._fitter.fit(messages, agreed, chunks.items, context)
-        sent = {item.chunk.id for item in fitted.kept}
+        is_conversation = conversation is not None
+        chunks = self._tokenize(passages or (), encode, identity.tenant, may_be_shown=is_conversation)
+        if passages is None and conversation and start in conversation.asked:
+            items = chunks_of(conversation.asked[start])
+            chunks = chunks._replace(items=items, labels={item.chunk.id: item.chunk.id[:8] for item in items})
+        sent = {
+            i: self._tokenize(each, encode, identity.tenant, f"messages.{i}.chunks", may_be_shown=is_conversation).items
+            for i, each in (earlier or {}).items()
+        }
+        past = history_of(messages, conversation, sent)
+        if past.unknown and options.requires_history:
+            raise HistoryError(
+                f"messages.{past.unknown[0]}.chunks: what this message has shown is not known here; send its chunks, "
+                "[] for none"
+            )
+        context = PromptContext(tools, template_kwargs, self._reserve(options), is_conversation, encode, prefill)
+        fitted = self._fitter.fit(messages, past, chunks.items, context)
+        kept = {item.chunk.id for item in fitted.kept}
         return Draft(
             *_laid_out(fitted),
             fitted.kept,
-            ((fitted.pieces.outro, None),),
+            ((fitted.outro, None),),
             chunks.labels,
             identity,
             options,
             retrieved=chunks.ids,
             repeated=tuple(chunks.repeated),
             empty=tuple(chunks.empty),
-            dropped=tuple(label for chunk, label in chunks.labels.items() if chunk not in sent),
-            num_turns=len(fitted.turns),
+            dropped=tuple(label for chunk, label in chunks.labels.items() if chunk not in kept),
+            num_turns=fitted.num_reused,
+            num_rendered=len(fitted.turns) - fitted.num_reused,
+            num_unknown=len(past.unknown),
+            is_changed=past.is_changed,
             num_departed=fitted.num_departed,
             earlier_recipe=next((turn.tag for turn in reversed(fitted.turns) if turn.tag), ""),
             turn=OpenTurn(
                 conversation.key,
+                conversation.told,
                 fitted.turns,
-                fitted.pieces.lead,
-                conversation.hashes,
-                self._seen(agreed),
+                fitted.lead,
+                fitted.outro,
+                len(messages),
+                fitted.seen,
                 prefill,
+                fitted.later,
             )
             if conversation
             else None,
@@ -247,11 +280,6 @@ class Drafter:
             found.labels[item.chunk.id] = passage.label
         return found._replace(items=tuple(chunks.values()))
 
-    def _seen(self, agreed: Sequence[Turn]) -> frozenset[ChunkId] | None:
-        if self._config.dedup != "paper":
-            return None
-        return agreed[-1].seen if agreed else frozenset()
-
     def _reserve(self, options: Options) -> int:
         """Tokens to keep free for the answer when old turns are weighed against it."""
         if options.max_new_tokens is not None:
@@ -272,5 +300,6 @@ def _laid_out(fitted: Fitted) -> tuple[array[int], tuple[Span, ...]]:
         ids.extend(turn.lead_ids)
         ids.extend(turn.body_ids)
         spans += [Span(s + offset, e + offset, chunk) for s, e, chunk in turn.spans]
-    ids.extend((*fitted.pieces.lead, *fitted.pieces.intro))
-    return ids, tuple(spans)
+    ids.extend(fitted.lead)
+    ids, own = joined(ids, fitted.intro)
+    return ids, (*spans, *own)

@@ -18,6 +18,8 @@ from sglang_chunkcache.errors import ChunkCacheError, RequestError
 from sglang_chunkcache.front.bodies import (
     ChunkIn,
     GenerateIn,
+    MessageFields,
+    Messages,
     PreprocessIn,
     RagFields,
     RetrieveBody,
@@ -35,6 +37,9 @@ MAX_TOOLS = 1000
 
 UNKNOWN = {"role": "user", "content": "?"}
 """The question of a request that may come, where it is not known."""
+
+MESSAGE_NAMES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal", "function_call")
+"""Of OpenAI's and SGLang's messages, those that could be taken for ours misspelt among them."""
 
 CHAT_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -92,31 +97,42 @@ class Intake:
     ) -> tuple[ChatCompletionRequest, Planned]:
         refuse_misspelt(body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields)
         self._check_counts(body)
+        brought = _taken_chunks(body)
         fields = parse(RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body})
         request = self._openai_request(body)
         messages = searched = _messages(request)
         identity = _identity(raw_request, request.cache_salt, request.extra_key, _adapter(request))
         fusion, joint = fields.fusion_request(self._config), fields.joint_request(self._config)
-        passages = self._passages(fields.chunks)
+        start = turn_start(messages)
+        if start in brought and fields.chunks is not None:
+            raise RequestError(f"messages.{start}.chunks: chunks are at the top level, too")
+        if fields.chunks is not None:
+            brought[start] = fields.chunks
+        _check_ids(brought)
+        earlier = {i: self._passages(chunks, f"messages.{i}.chunks") for i, chunks in brought.items()}
+        passages = earlier.pop(start, None)
         prefill = ""
         if request.continue_final_message:
             messages, prefill = begun_answer(messages)
         tools, template_kwargs = _tools(request), self._parts.chat.template_kwargs(request)
         conversation = None
         if fields.conversation_id:
-            key, hashes = (
+            key, told = (
                 conversation_key(identity, fields.conversation_id),
                 told_hashes(messages, tools, template_kwargs),
             )
-            conversation = self._parts.books.conversation(key, hashes, start=turn_start(messages))
+            conversation = self._parts.books.conversation(key, told, start=start)
+        num_earlier = sum(map(len, earlier.values()))
 
-        async def plan(passages: list[Passage], found: Retrieval | None = None) -> Planned:
+        async def plan(passages: list[Passage] | None, found: Retrieval | None = None) -> Planned:
+            self._check_num_chunks(num_earlier + len(passages or ()), "chunks")
             options = Options(
                 max_new_tokens=request.max_completion_tokens or request.max_tokens,
                 length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
                 order=fields.order,
                 fusion=fusion,
                 joint=joint,
+                requires_history=fields.history is not None,
                 num_answers=request.n,
                 retrieval=found.answer() if found else None,
             )
@@ -126,16 +142,20 @@ class Intake:
                 passages,
                 identity=identity,
                 options=options,
+                earlier=earlier,
                 conversation=conversation,
                 tools=tools,
                 template_kwargs=template_kwargs,
                 prefill=prefill,
             )
             num_chars = sum(_num_chars(message.get("content")) for message in messages)
-            return await self._plan(draft, num_chars + _num_passage_chars(passages), raw_request.is_disconnected)
+            num_chars += sum(map(_num_passage_chars, (passages or (), *earlier.values())))
+            return await self._plan(draft, num_chars, raw_request.is_disconnected)
 
         if fields.retrieve is None:
             return request, await plan(passages)
+        if passages:
+            raise RequestError("retrieve: not together with chunks")
         found = await self._search_for(fields, searched, raw_request, self._expecting(plan) if expects else None)
         try:
             return request, await plan(found.chunks, found)
@@ -170,7 +190,10 @@ class Intake:
 
     async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
         """A prompt of `parts`."""
-        body = parse(GenerateIn, await json_object(raw_request, self._config))
+        raw = await json_object(raw_request, self._config)
+        for i in _taken_chunks(raw):
+            raise RequestError(f"messages.{i}.chunks: this endpoint has parts, not messages")
+        body = parse(GenerateIn, raw)
         parts = [part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts]
         self._check_num_chunks(sum(len(part) for part in parts if not isinstance(part, str)), "parts.chunks")
         if body.sampling_params.get("n", 1) != 1:
@@ -209,19 +232,23 @@ class Intake:
     def _check_counts(self, body: dict[str, Any]) -> None:
         """Before SGLang's model of the request is built, which takes long for many parts."""
         messages, tools, chunks = (body.get(name) for name in ("messages", "tools", "chunks"))
+        num_chunks = len(chunks) if isinstance(chunks, list) else 0
         if isinstance(messages, list):
             contents = (message.get("content") for message in messages if isinstance(message, dict))
             count = max(len(messages), sum(len(content) for content in contents if isinstance(content, list)))
             if count > self._config.max_messages:
                 raise RequestError(f"messages: {count} given, parts counted, at most {self._config.max_messages}")
+            brought = (message.get("chunks") for message in messages if isinstance(message, dict))
+            num_chunks += sum(len(own) for own in brought if isinstance(own, list))
         if isinstance(tools, list) and len(tools) > MAX_TOOLS:
             raise RequestError(f"tools: {len(tools)} given, at most {MAX_TOOLS}")
-        if isinstance(chunks, list):
-            self._check_num_chunks(len(chunks), "chunks")
+        self._check_num_chunks(num_chunks, "chunks")
 
     def _check_num_chunks(self, num_chunks: int, field: str) -> None:
         if num_chunks > self._config.max_chunks:
-            raise RequestError(f"{field}: {num_chunks} given, at most {self._config.max_chunks}")
+            raise RequestError(
+                f"{field}: {num_chunks} given, those of all messages counted, at most {self._config.max_chunks}"
+            )
 
     async def _plan(
         self, draft: Callable[..., Draft], num_chars: int, is_gone: Callable[[], Awaitable[bool]]
@@ -281,8 +308,6 @@ class Intake:
         told_first: Callable[[list[Passage]], object] | None,
     ) -> Retrieval:
         assert fields.retrieve is not None
-        if fields.chunks:
-            raise RequestError("retrieve: not together with chunks")
         is_gone = raw_request.is_disconnected
         search = self._search()
         return await search.find(fields.retrieve, messages, field="retrieve.", is_gone=is_gone, told_first=told_first)
@@ -291,6 +316,39 @@ class Intake:
         if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")
         return self._parts.search
+
+
+def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:
+    """The chunks of user messages, by message; taken out of these, since SGLang's messages have none."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return {}
+    brought = dict[int, Any]()
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        try:
+            refuse_misspelt(message, ours=MessageFields.model_fields, theirs=MESSAGE_NAMES)
+        except RequestError as error:
+            raise RequestError(f"messages.{i}.{error}") from None
+        chunks = message.pop("chunks", None)
+        if chunks is None:
+            continue
+        if message.get("role") != "user":
+            raise RequestError(f"messages.{i}.chunks: only a user's message has chunks")
+        brought[i] = {"chunks": chunks}
+    return {i: fields.chunks for i, fields in parse(Messages, {"messages": brought}).messages.items()}
+
+
+def _check_ids(brought: Mapping[int, Sequence[ChunkIn]]) -> None:
+    """Raise RequestError for an id that means one text in one message and another in another one."""
+    texts = dict[str, tuple[int, str]]()
+    for i, chunks in sorted(brought.items()):
+        for chunk in chunks:
+            if chunk.id is not None:
+                first, text = texts.setdefault(str(chunk.id), (i, chunk.text))
+                if first != i and text != chunk.text:
+                    raise RequestError(f"messages.{i}.chunks: the text of {chunk.id!r} is another one in messages.{first}")
 
 
 def _lacks_question(body: Mapping[str, Any], messages: Sequence[Any]) -> bool:

@@ -9,13 +9,16 @@ tokenising the text again would move the borders. Nothing here knows the cache, 
 
 from __future__ import annotations
 
+import re
 import secrets
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from radix_ext import Chunk, ChunkId, Span, chunk_id
 from sglang_chunkcache.errors import RequestError
@@ -29,6 +32,9 @@ CHUNK_CACHE_CHARS = 16_384
 
 DEFAULT_TEMPLATE = "{chunks}{question}"
 
+
+Mark = tuple[str, int]
+"""Where a rendered prompt is cut: before intro ("s") or chunks ("c") of a user message, or at an answer ("a"); its index."""
 
 Piece = tuple[Sequence[int], ChunkId | None]
 """Token ids, and the chunk that they are, if any."""
@@ -49,6 +55,29 @@ class TurnPieces:
     lead: tuple[int, ...]
     intro: tuple[int, ...]
     outro: tuple[int, ...]
+
+
+class Area(NamedTuple):
+    """The texts around the chunks of one user message."""
+
+    message: int
+    """Its index."""
+    intro: str
+    ending: str
+    """The question and what follows, up to the next area or the answer."""
+
+
+class Exchange(NamedTuple):
+    """The texts of messages up to an answer that a user's message follows. The last one is open: its answer is to be given."""
+
+    lead: str
+    """Up to its first area."""
+    areas: tuple[Area, ...]
+    """Of its last user message, and of those before it that have chunks."""
+    answer: str
+    """As the chat template shows it later on, which leaves out the reasoning of past turns."""
+    num_messages: int
+    """Of the request, up to and including the answer."""
 
 
 def joined(before: Sequence[int], pieces: Iterable[Piece]) -> tuple[array[int], tuple[Span, ...]]:
@@ -88,8 +117,8 @@ class PromptAssembler:
         self.tokenizer = ServedTokenizer(tokenizer, chunk_tokens=chunk_tokens)
         self._is_separator_control = chunk_tokens == "text" and self.tokenizer.holds_control(separator)
         # Marks at the places where the rendered text is cut; random, so that no message can hold them.
-        nonce = secrets.token_hex(8)
-        self._start, self._chunks, self._answer = (f"\ue000{name}{nonce}\ue001" for name in ("s", "c", "a"))
+        self._nonce = secrets.token_hex(8)
+        self._marks = re.compile(f"\ue000([sca]\\d+)-{self._nonce}\ue001")
         self._remembered_chunk = lru_cache(CHUNK_CACHE_SIZE)(self._tokenize_chunk)
 
     def chunk(self, text: str, tenant: str) -> TokenizedChunk:
@@ -120,26 +149,67 @@ class PromptAssembler:
         Raises:
             RequestError: no message, or the chat template refuses them.
         """
+        (exchange,) = self.exchanges(
+            messages,
+            num_agreed=num_agreed,
+            with_chunks={turn_start(messages)} if has_chunks else (),
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+        encode = encode or self.tokenizer.encode
+        (area,) = exchange.areas
+        outro = (*encode(area.ending), *(encode(prefill) if prefill else ()))
+        return TurnPieces(encode(exchange.lead), encode(area.intro), outro)
+
+    def exchanges(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        num_agreed: int = 0,
+        with_chunks: Collection[int] = (),
+        is_split: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Exchange]:
+        """What the chat template makes of the messages after the first `num_agreed`, the last of which is an answer. The open
+        exchange has the last user message; unless `is_split` it begins with the text of all others.
+
+        `with_chunks` are the user messages that have chunks. An answer that comes last is shown as a user's, as by SGLang.
+
+        Raises:
+            RequestError: no message, or the chat template refuses them, or does not show each of them once.
+        """
         place = turn_start(messages)
-        question = text_of(messages[place], place)
-        if not isinstance(question, str):
-            raise RequestError(f"messages.{place}.content: must be text")
         shaped = [{**message, "content": text_of(message, i) or ""} for i, message in enumerate(messages)]
+        if not isinstance(text_of(messages[place], place), str):
+            raise RequestError(f"messages.{place}.content: must be text")
         if shaped[-1]["role"] == "assistant":
             shaped[-1] = {"role": "user", "content": shaped[-1]["content"]}
-        intro, before, after = (
-            (self._intro, self._before_question, self._after_question) if has_chunks else ("", "", "")
-        )
-        shaped[place]["content"] = self._start + intro + self._chunks + before + question + after
+        ends = exchange_ends(messages, num_agreed) if is_split else []
+        marks = _marks(shaped, num_agreed, ends, place, with_chunks)
+        for kind, i in marks:
+            if kind == "s":
+                self._mark_area(shaped[i], i, has_chunks=i in with_chunks)
         if num_agreed:
-            shaped[num_agreed - 1]["content"] = self._answer
-        text = self._render(shaped, tools, template_kwargs)
-        if num_agreed:
-            text = self._split(text, self._answer)[1]
-        lead, rest = self._split(text, self._start)
-        intro, outro = self._split(rest, self._chunks)
-        encode = encode or self.tokenizer.encode
-        return TurnPieces(encode(lead), encode(intro), (*encode(outro), *(encode(prefill) if prefill else ())))
+            shaped[num_agreed - 1]["content"] = self._mark("a", num_agreed - 1)
+        hidden = {end - 1: {**shaped[end - 1], "content": self._mark("a", end - 1)} for end in ends}
+        blank = [hidden.get(i, message) for i, message in enumerate(shaped)]
+        texts = self._cut(self._render(blank, tools, template_kwargs), marks)
+        found = _read(texts, marks, num_agreed=num_agreed, num_messages=len(messages))
+        if not ends:
+            return found
+        told = [(kind, i) for kind, i in marks if kind != "a" or i < num_agreed]
+        shown = dict(zip(told, self._cut(self._render(shaped, tools, template_kwargs), told)[1:], strict=True))
+        answers = [
+            _between(shown["c", one.areas[-1].message], one.areas[-1].ending, after.lead)
+            for one, after in pairwise(found)
+        ]
+        texts_sent = (str(shaped[one.num_messages - 1]["content"]) for one in found)
+        filled = [
+            one._replace(answer=text if answer is None else answer)
+            for one, answer, text in zip(found, answers, texts_sent, strict=False)
+        ]
+        return [*filled, found[-1]]
 
     def head(
         self,
@@ -149,30 +219,28 @@ class PromptAssembler:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text in front of a conversation's first user message: what stays when the oldest turns leave."""
-        opening = []
-        for i, message in enumerate(messages):
-            if message.get("role") not in ("system", "developer"):
-                break
-            opening.append({**message, "content": text_of(message, i)})
-        text = self._render([*opening, {"role": "user", "content": self._start}], tools, template_kwargs)
-        return self._split(text, self._start)[0]
+        opening = list(messages[: num_opening(messages)])
+        asked = [*opening, {"role": "user", "content": ""}]
+        return self.exchanges(asked, tools=tools, template_kwargs=template_kwargs)[0].lead
 
-    def exchanges(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[str]:
-        """The text from each user message to the next one, in order. `messages` end with the question, which is left out."""
-        shaped = [{**message, "content": text_of(message, i) or ""} for i, message in enumerate(messages)]
-        for message in shaped:
-            if message["role"] == "user":
-                message["content"] = self._start + message["content"]
-        texts = self._render(shaped, tools, template_kwargs).split(self._start)[1:-1]
-        if len(texts) != sum(message["role"] == "user" for message in shaped) - 1:
-            raise RequestError("messages: too long, and the chat template does not show each of them once")
-        return texts
+    def _mark(self, kind: str, index: int) -> str:
+        return f"\ue000{kind}{index}-{self._nonce}\ue001"
+
+    def _mark_area(self, message: dict[str, Any], index: int, *, has_chunks: bool) -> None:
+        intro, before, after = (
+            (self._intro, self._before_question, self._after_question) if has_chunks else ("", "", "")
+        )
+        start, chunks = self._mark("s", index), self._mark("c", index)
+        message["content"] = start + intro + chunks + before + message["content"] + after
+
+    def _cut(self, text: str, marks: Sequence[Mark]) -> list[str]:
+        """The texts before, between and after these marks, which the text must have in this order, each once."""
+        pieces = self._marks.split(text)
+        if pieces[1::2] != [f"{kind}{i}" for kind, i in marks]:
+            counts = Counter(pieces[1::2])
+            count = next((n for kind, i in marks if (n := counts[f"{kind}{i}"]) != 1), 0)
+            raise RequestError(f"messages: the chat template shows a message {count} times instead of once")
+        return pieces[::2]
 
     def _tokenize_chunk(self, text: str, _tenant: str) -> TokenizedChunk:
         if self._is_separator_control:  # the operator's, so it may
@@ -194,11 +262,10 @@ class PromptAssembler:
         except Exception as error:  # jinja's and the template's own, which share no base
             raise RequestError(f"messages: the chat template refuses them: {error}") from error
 
-    def _split(self, text: str, mark: str) -> tuple[str, str]:
-        parts = text.split(mark)
-        if len(parts) != 2:
-            raise RequestError(f"messages: the chat template shows a message {len(parts) - 1} times instead of once")
-        return parts[0], parts[1]
+
+def num_opening(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Messages in front of the first that is no system message."""
+    return next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), len(messages))
 
 
 def turn_start(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -210,6 +277,20 @@ def turn_start(messages: Sequence[Mapping[str, Any]]) -> int:
     if not messages:
         raise RequestError("messages: there is none to put the chunks in front of")
     return next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), len(messages) - 1)
+
+
+def exchange_ends(messages: Sequence[Mapping[str, Any]], start: int) -> list[int]:
+    """Where exchanges end, from message `start` to the last user message: behind each answer in words to a user's message that
+    is followed by another one."""
+    ends, has_question = [], False
+    for i in range(start, turn_start(messages)):
+        message = messages[i]
+        has_question = has_question or message.get("role") == "user"
+        is_answer = message.get("role") == "assistant" and message.get("content") and not message.get("tool_calls")
+        if is_answer and has_question and messages[i + 1].get("role") == "user":
+            ends.append(i + 1)
+            has_question = False
+    return ends
 
 
 def begun_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
@@ -244,3 +325,42 @@ def read_template(path: str | None) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chunkcache-rag-template: {error}") from error
+
+
+# Private, in order of use
+
+
+def _marks(
+    messages: Sequence[Mapping[str, Any]], num_agreed: int, ends: Sequence[int], place: int, with_chunks: Collection[int]
+) -> list[Mark]:
+    """The marks of a prompt, in the order of its text."""
+    marks: list[Mark] = [("a", num_agreed - 1)] if num_agreed else []
+    for start, end in zip((num_agreed, *ends), (*ends, None), strict=True):
+        last = place if end is None else max(i for i in range(start, end) if messages[i].get("role") == "user")
+        areas = sorted({last, *(i for i in with_chunks if start <= i < last)})
+        marks += [(kind, i) for i in areas for kind in ("s", "c")]
+        if end is not None:
+            marks.append(("a", end - 1))
+    return marks
+
+
+def _read(texts: Sequence[str], marks: Sequence[Mark], *, num_agreed: int, num_messages: int) -> list[Exchange]:
+    """Exchanges of the texts around the marks, their answers still empty."""
+    found, lead, intro = list[Exchange](), texts[0], ""
+    areas: list[Area] = []
+    for (kind, i), text in zip(marks, texts[1:], strict=True):
+        if kind == "s":
+            intro = text
+        elif kind == "c":
+            areas.append(Area(i, intro, text))
+        else:
+            if i >= num_agreed:
+                found.append(Exchange(lead, tuple(areas), "", i + 1))
+            lead, areas = text, []
+    return [*found, Exchange(lead, tuple(areas), "", num_messages)]
+
+
+def _between(text: str, start: str, end: str) -> str | None:
+    """What of the text stands between these two. None: it does not begin and end so."""
+    is_so = text.startswith(start) and text.endswith(end) and len(text) >= len(start) + len(end)
+    return text[len(start) : len(text) - len(end)] if is_so else None

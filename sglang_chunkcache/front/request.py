@@ -59,6 +59,8 @@ class Options:
     """None: KV stays as it is computed."""
     rank: int | None = None
     """None: the router's choice."""
+    requires_history: bool = False
+    """Refused rather than answered where nobody can tell what an earlier turn has shown."""
     num_answers: int = 1
     """With more than one SGLang fills its cache with a request of its own first, and does not report what was cached."""
     retrieval: Mapping[str, Any] | None = None
@@ -89,7 +91,13 @@ class Draft:
     empty: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     num_turns: int = 0
-    """Earlier turns in `before`."""
+    """Earlier turns in `before` that were in store."""
+    num_rendered: int = 0
+    """Further ones, rendered from the messages."""
+    num_unknown: int = 0
+    """Earlier turns of which nobody can tell what they have shown."""
+    is_changed: bool = False
+    """An earlier message's chunks are not those that the conversation has shown with it."""
     num_departed: int = 0
     """Turns or exchanges left out because the context is full."""
     earlier_recipe: str = ""
@@ -137,8 +145,13 @@ class Planned:
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """Why it is not served as it asks."""
-        return (Fallback.AUDIT_PAUSED,) if self.terms is not None and not self.terms.is_moved else ()
+        """Why it is not served as it asks, or as its conversation was."""
+        reasons = {
+            Fallback.AUDIT_PAUSED: self.terms is not None and not self.terms.is_moved,
+            Fallback.UNKNOWN_HISTORY: self.draft.num_unknown > 0,
+            Fallback.CHANGED_HISTORY: self.draft.is_changed,
+        }
+        return tuple(reason for reason, holds in reasons.items() if holds)
 
     @property
     def labels(self) -> list[str]:

@@ -201,6 +201,7 @@ def error_response(error: ChunkCacheError) -> ORJSONResponse:
     kinds = {
         400: "BadRequestError",
         413: "RequestTooLargeError",
+        422: "UnprocessableEntityError",
         500: "InternalServerError",
         503: "ServiceUnavailableError",
     }

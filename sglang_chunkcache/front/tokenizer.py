@@ -78,10 +78,12 @@ class ServedTokenizer:
         """Ids of one piece that is not trusted."""
         return self._piece(self._raw_plain, text)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
+    def decode(self, token_ids: Sequence[int], *, with_special: bool = True) -> str:
+        """The text of ids, special tokens included or not."""
         return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=not with_special, clean_up_tokenization_spaces=False
+            )
         )
 
     def holds_control(self, text: str) -> bool:

@@ -52,6 +52,19 @@ class Fallback(StrEnum):
         "fate.",
         "Check in the rank's log that it was started with `--reuse fused`, and report it as a bug.",
     )
+    UNKNOWN_HISTORY = (
+        "unknown_history",
+        "Nobody can tell which chunks an earlier turn of the messages has shown, so the prompt has its texts alone "
+        "(`turns_unknown` has the number).",
+        "Send the chunks of earlier user messages with them (`messages[i].chunks`, `[]` for none), or a `conversation_id` in "
+        'every turn; with `"history": "required"` such a request is refused with 422.',
+    )
+    CHANGED_HISTORY = (
+        "changed_history",
+        "The chunks sent with an earlier message are not those that the conversation has shown with it, so the prompt was "
+        "rendered from the request from that message on.",
+        "Expected after a user has changed them; else send with a message, in every turn, what its answer's `order` had.",
+    )
     AUDIT_PAUSED = (
         "audit_paused",
         "Answers with this selector differed too much from exact ones, so for a while, or for all but a tenth of the requests, "

@@ -37,6 +37,11 @@ def make_map(*, max_conversations: int = 10, max_tokens: int = 100_000, idle_s: 
     return ConversationMap(max_conversations=max_conversations, max_tokens=max_tokens, idle_s=idle_s)
 
 
+def asked_hash(messages: Messages) -> str:
+    """Of the questions among them."""
+    return running_hashes([message for message in messages if message["role"] == "user"])[-1]
+
+
 def make_turn(messages: Messages, *, chunks: str = "", seen: str = "", num_tokens: int = 10) -> Turn:
     """A turn whose answer is the last of `messages`; one token of its tokens is the lead."""
     return Turn(
@@ -46,7 +51,15 @@ def make_turn(messages: Messages, *, chunks: str = "", seen: str = "", num_token
         body_ids=array("i", range(num_tokens - 1)),
         spans=tuple(Span(i, i + 1, ChunkId(name)) for i, name in enumerate(chunks)),
         seen=frozenset(map(ChunkId, seen or chunks)),
+        asked_hash=asked_hash(messages),
     )
+
+
+HEAD = "00"  # the hash of a system prompt
+
+
+def hashes_of(messages: Messages, head: str = HEAD) -> tuple[str, ...]:
+    return (head, *running_hashes(messages))
 
 
 DIALOGUE: Messages = [user("q1"), answer("a1"), user("q2"), answer("a2"), user("q3")]
@@ -57,15 +70,15 @@ TURN_1, TURN_2 = make_turn(DIALOGUE[:2], chunks="abc"), make_turn(DIALOGUE[:4], 
 def conversations() -> ConversationMap:
     """Two turns finished, at times 0 and 1."""
     stored = make_map()
-    stored.finish(KEY, (), TURN_1, 0)
-    stored.finish(KEY, (TURN_1,), TURN_2, 1)
+    stored.finish(KEY, HEAD, (), TURN_1, 0)
+    stored.finish(KEY, HEAD, (TURN_1,), TURN_2, 1)
     return stored
 
 
 def agree(
     stored: ConversationMap, messages: Messages, *, key: ConversationKey = KEY, now: float = 2
 ) -> tuple[Turn, ...]:
-    return stored.agree(key, running_hashes(messages), now)
+    return stored.agree(key, hashes_of(messages), now)
 
 
 def test_next_turn_agrees_with_the_whole_history(conversations: ConversationMap) -> None:
@@ -99,7 +112,7 @@ def test_branch_continues_from_the_common_turns(conversations: ConversationMap) 
     messages = [*DIALOGUE[:2], user("another q2"), answer("another a2")]
     base = agree(conversations, messages[:3])
     branch = make_turn(messages)
-    conversations.finish(KEY, base, branch, 3)
+    conversations.finish(KEY, HEAD, base, branch, 3)
     assert agree(conversations, [*messages, user("q3")], now=4) == (TURN_1, branch)
     assert agree(conversations, DIALOGUE, now=4) == (TURN_1, TURN_2)
 
@@ -108,8 +121,8 @@ def test_two_turns_at_once_are_both_kept(conversations: ConversationMap) -> None
     """Both start from the last finished turn; neither sees the other's tokens."""
     base = agree(conversations, DIALOGUE)
     first, second = (make_turn([*DIALOGUE, answer(text)]) for text in ("first", "second"))
-    conversations.finish(KEY, base, first, 3)
-    conversations.finish(KEY, base, second, 4)
+    conversations.finish(KEY, HEAD, base, first, 3)
+    conversations.finish(KEY, HEAD, base, second, 4)
     assert agree(conversations, [*DIALOGUE, answer("first"), user("q4")], now=5) == (TURN_1, TURN_2, first)
     assert agree(conversations, [*DIALOGUE, answer("second"), user("q4")], now=5) == (TURN_1, TURN_2, second)
 
@@ -123,7 +136,7 @@ def test_aborted_turn_is_simply_not_finished(conversations: ConversationMap) -> 
 def test_history_without_its_oldest_turns_still_agrees() -> None:
     """After overflow turn 1 has left: turn 2 is judged by its own hash, which covers turn 1's messages."""
     stored = make_map()
-    stored.finish(KEY, (), TURN_2, 0)
+    stored.finish(KEY, HEAD, (), TURN_2, 0)
     assert agree(stored, DIALOGUE) == (TURN_2,)
     assert agree(stored, [user("else"), *DIALOGUE[1:]]) == ()
 
@@ -143,10 +156,10 @@ def test_other_messages_under_the_same_id_take_nothing(conversations: Conversati
     """A hundred strangers, and one who says what the owner said first, with another chunk."""
     for number in range(100):
         theirs = [user(f"x{number}"), answer("y")]
-        conversations.finish(KEY, (), make_turn(theirs), 2)
+        conversations.finish(KEY, HEAD, (), make_turn(theirs), 2)
     theirs = [*DIALOGUE[:2], user("else"), answer("z")]
-    conversations.finish(KEY, (), make_turn(DIALOGUE[:2], chunks="x"), 2)
-    conversations.finish(KEY, agree(conversations, theirs), make_turn(theirs), 2)
+    conversations.finish(KEY, HEAD, (), make_turn(DIALOGUE[:2], chunks="x"), 2)
+    conversations.finish(KEY, HEAD, agree(conversations, theirs), make_turn(theirs), 2)
     assert agree(conversations, DIALOGUE) == (TURN_1, TURN_2)
     assert [shown(agree(conversations, told), "kept") for told in (DIALOGUE, theirs)] == [set("abcd"), {"x"}]
     assert len(conversations) == 1
@@ -156,7 +169,7 @@ def test_overflow_goes_on_from_the_turns_that_stayed(conversations: Conversation
     """The first turn that stays has a new lead. A retry from before goes on from what stayed, too."""
     stayed = replace(TURN_2, lead_ids=array("i", [7, 7, 7]))
     third = make_turn([*DIALOGUE, answer("a3")])
-    conversations.finish(KEY, (stayed,), third, 2)
+    conversations.finish(KEY, HEAD, (stayed,), third, 2)
     assert agree(conversations, [*DIALOGUE, answer("a3"), user("q4")]) == (stayed, third)
     assert agree(conversations, DIALOGUE) == (stayed,)
 
@@ -165,10 +178,10 @@ def test_least_recently_used_conversation_goes_first() -> None:
     """Bounded in conversations."""
     stored = make_map(max_conversations=2)
     keys = [KEY._replace(conversation_id=name) for name in "abc"]
-    stored.finish(keys[0], (), TURN_1, 0)
-    stored.finish(keys[1], (), TURN_1, 1)
+    stored.finish(keys[0], HEAD, (), TURN_1, 0)
+    stored.finish(keys[1], HEAD, (), TURN_1, 1)
     agree(stored, DIALOGUE, key=keys[0])
-    stored.finish(keys[2], (), TURN_1, 3)
+    stored.finish(keys[2], HEAD, (), TURN_1, 3)
     assert [bool(agree(stored, DIALOGUE, key=key, now=4)) for key in keys] == [True, False, True]
     assert len(stored) == 2
 
@@ -179,10 +192,10 @@ def test_tokens_in_store_are_bounded() -> None:
     stored = make_map(max_tokens=plain.cost * 5 // 2)
     keys = [KEY._replace(conversation_id=name) for name in "abc"]
     for now, key in enumerate(keys):
-        stored.finish(key, (), plain, now)
+        stored.finish(key, HEAD, (), plain, now)
         assert stored.num_tokens <= stored.max_tokens
     assert [bool(agree(stored, DIALOGUE, key=key, now=3)) for key in keys] == [False, True, True]
-    stored.finish(keys[2], (plain, later), make_turn([*DIALOGUE, answer("a3")]), 4)
+    stored.finish(keys[2], HEAD, (plain, later), make_turn([*DIALOGUE, answer("a3")]), 4)
     assert (len(stored), stored.num_tokens) == (2, 2 * plain.cost)
 
 
@@ -190,14 +203,14 @@ def test_spans_and_seen_chunks_weigh_in() -> None:
     """Many tiny chunks cost more in objects than in tokens: the bound counts them."""
     assert TURN_1.cost > make_turn(DIALOGUE[:2]).cost + 10 * TURN_1.num_tokens
     stored = make_map(max_tokens=TURN_1.num_tokens)
-    stored.finish(KEY, (), TURN_1, 0)
+    stored.finish(KEY, HEAD, (), TURN_1, 0)
     assert len(stored) == 0
 
 
 def test_idle_conversations_are_forgotten() -> None:
     """Kept up to idle_s since the last use, not longer."""
     stored = make_map(idle_s=60)
-    stored.finish(KEY, (), TURN_1, 0)
+    stored.finish(KEY, HEAD, (), TURN_1, 0)
     assert agree(stored, DIALOGUE, now=60) == (TURN_1,)
     assert agree(stored, DIALOGUE, now=120) == (TURN_1,)
     assert agree(stored, DIALOGUE, now=180.5) == ()
@@ -229,7 +242,7 @@ def test_histories_equal_a_map_that_forgets_nothing(
             assert found == (
                 expected if stored is roomy else tuple(hash for hash in running_hashes(messages) if hash in found)
             )
-            stored.finish(key, base, turn, now)
+            stored.finish(key, HEAD, base, turn, now)
             assert stored.num_tokens <= stored.max_tokens
             assert len(stored) <= stored.max_conversations
         histories[name, tuple(words)] = (*expected, turn.messages_hash)
@@ -298,3 +311,112 @@ def test_impossible_settings_are_refused() -> None:
         make_map(max_tokens=0)
     with pytest.raises(LimitError, match="idle_s must be at least 0 but got nan"):
         make_map(idle_s=float("nan"))
+
+
+# Questions, heads, and what can no longer be found
+
+
+def test_turn_is_found_by_its_questions(conversations: ConversationMap) -> None:
+    """Whatever was answered, and behind any head: that says what its user was shown, and gives no tokens to continue from."""
+    other = [DIALOGUE[0], answer("another answer"), DIALOGUE[2]]
+    hashes = [asked_hash(other[:n]) for n in (1, 3)]
+    assert conversations.asked(KEY, hashes, 2) == (TURN_1, TURN_2)
+    assert conversations.asked(KEY, [asked_hash([user("q2")])], 2) == (None,)
+    assert conversations.asked(KEY._replace(tenant="x"), hashes, 2) == (None, None)
+    assert conversations.agree(KEY, hashes_of(other, head="11"), 2) == ()
+
+
+def test_turn_without_an_answer_is_found_by_its_questions_alone(conversations: ConversationMap) -> None:
+    """It was stopped: it shows nothing else, and takes no other turn's place but that of the same questions."""
+    stopped = replace(make_turn(DIALOGUE, chunks="e"), messages_hash="")
+    conversations.keep(KEY, stopped, 3)
+    assert conversations.asked(KEY, [asked_hash(DIALOGUE)], 3) == (stopped,)
+    assert agree(conversations, DIALOGUE) == (TURN_1, TURN_2)
+    finished = make_turn([*DIALOGUE, answer("a3")], chunks="f")
+    conversations.finish(KEY, HEAD, (TURN_1, TURN_2), finished, 4)
+    assert conversations.asked(KEY, [asked_hash(DIALOGUE)], 4) == (finished,)
+    assert conversations.num_turns == 3
+
+
+def test_turn_that_is_too_large_is_not_kept() -> None:
+    """It would push out everything."""
+    stored = make_map(max_tokens=TURN_1.cost - 1)
+    stored.keep(KEY, TURN_1, 0)
+    assert (len(stored), stored.num_turns, stored.num_tokens) == (0, 0, 0)
+
+
+def test_overwritten_turns_are_forgotten() -> None:
+    """Overflow stores the turns that stay anew, with another lead: of those before, none is left that nobody finds."""
+    stored, messages, history = make_map(), list[dict[str, object]](), tuple[Turn, ...]()
+    for i in range(40):
+        messages += [user(f"q{i}"), answer(f"a{i}")]
+        if i % 10 == 9:
+            history = (replace(history[-5], lead_ids=array("i", [7, i])), *history[-4:])
+        turn = make_turn(messages)
+        stored.finish(KEY, HEAD, history, turn, i)
+        history = (*history, turn)
+        assert agree(stored, [*messages, user("next")], now=i) == history
+    assert stored.num_turns == 40
+
+
+def test_turn_that_another_branch_follows_stays() -> None:
+    """It was overwritten, and the turn that follows it still leads to it."""
+    stored = make_map()
+    stored.finish(KEY, HEAD, (), TURN_1, 0)
+    stored.finish(KEY, HEAD, (TURN_1,), TURN_2, 1)
+    stored.finish(KEY, HEAD, (), make_turn(DIALOGUE[:2], chunks="x"), 2)
+    assert agree(stored, DIALOGUE) == (TURN_1, TURN_2)
+    assert stored.num_turns == 3
+    stored.finish(KEY, HEAD, (), replace(TURN_2, tag="new"), 3)
+    assert agree(stored, DIALOGUE) == (replace(TURN_2, tag="new"),)
+    assert stored.num_turns == 2
+
+
+def test_heads_of_a_conversation_are_bounded() -> None:
+    """The time in a system prompt: each turn stores all turns before it behind a new head. The four used last stay."""
+    stored = make_map()
+    heads = [f"{i:02x}" for i in range(1, 9)]
+    for now, head in enumerate(heads):
+        stored.finish(KEY, head, (), TURN_1, now)
+        stored.agree(KEY, hashes_of(DIALOGUE, head=heads[0]), now)
+    known = [head for head in heads if stored.agree(KEY, hashes_of(DIALOGUE, head=head), 9)]
+    assert known == [heads[0], *heads[-3:]]
+    assert stored.num_turns == 4
+
+
+lives = st.lists(
+    st.tuples(
+        st.sampled_from("ab"),
+        st.sampled_from(["00", "11", "22", "33", "44", "55"]),
+        st.lists(st.sampled_from("xyz"), min_size=1, max_size=4),
+        st.sampled_from(["finish", "keep", "shorten"]),
+    ),
+    max_size=40,
+)
+
+
+@given(steps=lives, max_turns=st.integers(2, 30))
+def test_what_is_stored_is_counted_and_found(steps: list[tuple[str, str, list[str], str]], max_turns: int) -> None:
+    """After any life: the tokens in store are those of its turns, each can be found, and all that is found agrees."""
+    stored = make_map(max_conversations=2, max_tokens=max_turns * make_turn(DIALOGUE[:2]).cost, idle_s=20)
+    for now, (name, head, words, step) in enumerate(steps):
+        key = KEY._replace(conversation_id=name)
+        messages = [message for word in words for message in (user(word), answer(word))]
+        base = stored.agree(key, hashes_of(messages[:-1], head), now)
+        assert {turn.messages_hash for turn in base} <= set(running_hashes(messages))
+        if step == "keep":
+            stored.keep(key, replace(make_turn(messages), messages_hash=""), now)
+        else:
+            if step == "shorten" and base:
+                base = (replace(base[-1], lead_ids=array("i", [7, now])),)
+            stored.finish(key, head, base, make_turn(messages), now)
+        turns = [each.turn for each in stored._by_use]
+        assert stored.num_tokens == sum(turn.cost for turn in turns) <= stored.max_tokens
+        found = {
+            id(each)
+            for conversation in stored._found.values()
+            for turns_of in [*conversation.by_head.values(), conversation.by_question]
+            for last in turns_of.values()
+            for each in last.path()
+        }
+        assert found == {id(each) for each in stored._by_use}

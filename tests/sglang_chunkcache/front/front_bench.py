@@ -105,12 +105,19 @@ class Bench:
     """A front without engine and HTTP, its ranks and a clock."""
 
     def __init__(
-        self, *, context_len: int = 2000, num_ranks: int = 1, template: str | None = None, **knobs: Any
+        self,
+        *,
+        context_len: int = 2000,
+        num_ranks: int = 1,
+        template: str | None = None,
+        tokenizer: Any = None,
+        end: str = END,
+        **knobs: Any,
     ) -> None:
-        self.now = 0.0
+        self.now, self.tokenizer, self.end_text = 0.0, tokenizer or CharTokenizer(), end
         options = {} if template is None else {"template": template}
         self.config = ChunkCacheConfig(secret=SECRET, **knobs)
-        self.assembler = PromptAssembler(CharTokenizer(), separator=";", **options)
+        self.assembler = PromptAssembler(self.tokenizer, separator=";", **options)
         self.books = Bookkeeper(self.config, num_ranks=num_ranks, prometheus=False, clock=lambda: self.now)
         self.drafter = Drafter(self.config, self.assembler, context_len=context_len)
         self.planner = Planner(self.config, self.books, context_len=context_len)
@@ -124,25 +131,31 @@ class Bench:
         to: str | None = None,
         who: Identity = ME,
         tools: Any = None,
+        template_kwargs: Any = None,
         continues: bool = False,
         **options: Any,
     ) -> Planned:
-        """Plan a chat turn of conversation `to`."""
+        """Plan a chat turn of conversation `to`. A user message may bring `chunks`; without any the passages are not said."""
         if isinstance(messages, str):
             messages = [user(messages)]
         messages, prefill = begun_answer(messages) if continues else (messages, "")
+        earlier = {i: message["chunks"] for i, message in enumerate(messages) if "chunks" in message}
+        messages = [{name: each for name, each in message.items() if name != "chunks"} for message in messages]
+        own = earlier.pop(turn_start(messages), passages or None)
         conversation = None
         if to:
-            key, hashes = conversation_key(who, to), told_hashes(messages, tools)
-            conversation = self.books.conversation(key, hashes, start=turn_start(messages))
+            key, told = conversation_key(who, to), told_hashes(messages, tools, template_kwargs)
+            conversation = self.books.conversation(key, told, start=turn_start(messages))
         return self.planner.plan(
             self.drafter.chat(
                 messages,
-                passages,
+                own,
                 identity=who,
                 options=Options(**options),
+                earlier=earlier,
                 conversation=conversation,
                 tools=tools,
+                template_kwargs=template_kwargs,
                 prefill=prefill,
             )
         )
@@ -176,17 +189,19 @@ class Bench:
         *,
         cached: int = 0,
         reason: str = "stop",
+        matched: str | None = None,
         by: int | None = None,
         content: str | None = "",
         report: Report | None = None,
     ) -> Asked:
-        """The engine's whole answer; `content` "" means the text itself, `report` is the rank's of a fused request."""
+        """The engine's whole answer; `content` "" means the text itself, `report` is the rank's of a fused request, `matched`
+        the stop string that has ended it."""
         rank = request.rank if by is None else by
-        ids = [ord(char) for char in text] + ([ord(END)] if reason == "stop" else [])
+        ids = self.tokenizer.encode(text + self.end_text * (reason == "stop"), add_special_tokens=False)
         entry = self.ranks[rank].serve(request.custom_params, request.input_ids, report)
-        self.observe(request, make_output(ids, cached, reason, rank, entry))
+        self.observe(request, make_output(ids, cached, reason, rank, entry, matched=matched))
         self.end(request)
-        self.books.finish(request, text if content == "" else content)
+        self.books.finish(request, self.books.closed(request, text if content == "" else content))
         return request
 
     def turn(
@@ -206,12 +221,18 @@ def user(text: str) -> dict[str, str]:
 
 
 def make_output(
-    ids: list[int], cached: int, reason: str | None, rank: int, entry: Any, index: int = 0
+    ids: list[int],
+    cached: int,
+    reason: str | None,
+    rank: int,
+    entry: Any,
+    index: int = 0,
+    matched: str | None = None,
 ) -> dict[str, Any]:
     """One output in SGLang's shape."""
     meta = {
         "id": "r",
-        "finish_reason": {"type": reason} if reason else None,
+        "finish_reason": {"type": reason, "matched": matched} if reason else None,
         "completion_tokens": len(ids),
         "cached_tokens": cached,
         "dp_rank": rank,

@@ -191,5 +191,5 @@ def test_long_forgotten_conversation_is_cut_in_time() -> None:
     text = "".join(map(chr, request.input_ids))
     assert text.startswith("\x02\x01ssys\x03\x01u")
     assert "answer 999\x03\x01unow" in text
-    assert 100 < len(request.input_ids) <= 150
+    assert 100 < len(request.input_ids) <= 150 + len("\x03\x01unow\x03\x01a")
     assert request.num_departed == 1000 - text.count("answer")

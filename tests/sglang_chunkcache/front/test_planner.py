@@ -268,7 +268,7 @@ def test_edited_history_starts_fresh() -> None:
 
 
 def test_edited_answer_starts_at_the_turn_before() -> None:
-    """The longest agreeing run is kept."""
+    """The longest agreeing run is kept; of the turn after it, what its user was shown."""
     bench, messages = Bench(), [user("one")]
     first = bench.turn(messages, A)
     messages.append(user("two"))
@@ -277,7 +277,8 @@ def test_edited_answer_starts_at_the_turn_before() -> None:
     request = bench.ask([*messages, user("three")], B, to="c")
     assert request.num_turns == 1
     assert request.input_ids[: len(sent(first))] == sent(first)
-    assert request.order == ["b"]
+    assert (request.num_rendered, request.dropped) == (1, ("b",))
+    assert text_of(request).endswith(f"\x01u{B.text};two{END}\x01aedited{END}\x01uthree{END}\x01a")
 
 
 def test_retry_of_a_turn_gives_the_same_prompt() -> None:

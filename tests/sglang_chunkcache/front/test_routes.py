@@ -821,3 +821,77 @@ def test_generate_refuses_parameters_by_name(call: Any, params: dict[str, Any], 
     assert (status, answer["param"]) == (400, field)
     assert bench.books.metrics.totals()["requests"] == {"refused": 1}
     assert manager.sent == []
+
+
+# Chunks of earlier messages
+
+DOC = {"id": "a", "text": A.text}
+OTHER = {"id": "a", "text": B.text}
+REPLY = {"role": "assistant", "content": "so"}
+
+
+def question(*chunks: Any, text: str = "why?", **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, "chunks": list(chunks), **fields}
+
+
+BAD_HISTORIES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [{"role": "system", "content": "x", "chunks": [DOC]}, question()]}, "messages.0.chunks: only a user's"),
+    ({"messages": [question(), {**REPLY, "chunks": []}, question()]}, "messages.1.chunks: only a user's"),
+    ({"messages": [question(DOC)], "chunks": [DOC]}, "messages.0.chunks: chunks are at the top level, too"),
+    ({"messages": [question(DOC)], "chunks": []}, "messages.0.chunks: chunks are at the top level, too"),
+    ({"messages": [{**question(), "chunks": "x"}, REPLY, question()]}, "messages.0.chunks: must be a valid list"),
+    ({"messages": [{**question(), "chunks": DOC}]}, "messages.0.chunks: must be a valid list"),
+    ({"messages": [question({"id": "a"}), REPLY, question()]}, "messages.0.chunks.0.text: is missing"),
+    ({"messages": [question(DOC), REPLY, question(OTHER)]}, "messages.2.chunks: the text of 'a' is another one in messages.0"),
+    ({"messages": [question(DOC), REPLY, {"role": "user", "content": "x"}], "chunks": [OTHER]}, "messages.2.chunks: the text"),
+    ({"messages": [question(*[{"text": str(i)} for i in range(150)]), REPLY, question()], "max_tokens": 1}, ""),
+    (
+        {"messages": [question(*[{"text": str(i)} for i in range(150)]), REPLY, question(*[{"text": "x"}] * 150)]},
+        "chunks: 300 given, those of all messages counted, at most 256",
+    ),
+    ({"messages": [{"role": "user", "content": "x", "chunk": [DOC]}]}, "messages.0.chunk: is no field here; did you mean"),
+    ({"messages": [question({"text": "x" * 300_000}), REPLY, question()]}, "messages.0.chunks.0.text: 300000 characters"),
+    ({"messages": [question({"text": "x" * 3000}), REPLY, question()]}, "messages.0.chunks: '0' has"),
+    ({"messages": MESSAGES, "history": "always"}, "history: "),
+    ({"messages": MESSAGES, "history": True}, "history: "),
+]
+
+
+@pytest.mark.parametrize(("body", "expected"), BAD_HISTORIES, ids=range(len(BAD_HISTORIES)))
+def test_bad_history_is_refused_by_the_messages_index(call: MakeServer, body: Any, expected: str) -> None:
+    """Never an answer from other documents than the client means."""
+    _, _, send = call()
+    for endpoint in (rag_chat_completions, chunkcache_explain):
+        status, answer = send(endpoint, body)
+        if not expected:
+            assert status in (200, 500), "within the limit"
+            continue
+        assert (status, answer["message"][: len(expected)]) == (400, expected)
+        assert answer["param"] == answer["message"].split(":")[0]
+
+
+def test_messages_with_chunks_are_not_for_parts(call: MakeServer) -> None:
+    """Frontend programs have parts."""
+    _, _, send = call()
+    status, answer = send(rag_generate, {"parts": ["x"], "messages": [REPLY, question(DOC)]})
+    assert (status, answer["message"]) == (400, "messages.1.chunks: this endpoint has parts, not messages")
+
+
+def test_null_chunks_of_a_message_are_not_said(call: MakeServer) -> None:
+    """As at the top level: what no key says is unknown, and required history is refused before anything is answered."""
+    bench, manager, send = call()
+    body = {"messages": [{**question(), "chunks": None}, REPLY, question(DOC)], "history": "required", "stream": True}
+    status, answer = send(rag_chat_completions, body)
+    assert (status, answer["code"], answer["param"]) == (422, 422, "messages.0.chunks")
+    assert (manager.sent, bench.books.metrics.totals()["requests"]) == ([], {"refused": 1})
+
+
+def test_search_goes_with_earlier_chunks_alone(call: MakeServer) -> None:
+    """The question's chunks are those that are found; all count against the limit."""
+    _, _, send = call(FakeRetriever(), max_chunks=4)
+    found = {"retrieve": {"k": 2}}
+    status, answer = send(rag_chat_completions, {"messages": [question(DOC)], **found})
+    assert (status, answer["message"]) == (400, "retrieve: not together with chunks")
+    many = [question(*[{"text": str(i)} for i in range(4)]), REPLY, {"role": "user", "content": "alpha"}]
+    status, answer = send(rag_chat_completions, {"messages": many, **found})
+    assert (status, answer["param"]) == (400, "retrieve.k")

@@ -45,7 +45,7 @@ class Server(Bench):
         assert req.customized_info is not None
         self.observe(request, make_output(ids, cached, "stop", 0, req.customized_info[ANSWER_KEY]))
         self.end(request)
-        self.books.finish(request, "k")
+        self.books.finish(request, self.books.closed(request, "k"))
         spans = told(request)
         return {**request.answer(), "promoted_len": spans.promoted_len, "keep": spans.keep}
 
