@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,8 @@ from retrieval.settings import (
 )
 
 if TYPE_CHECKING:
+    from retrieval.build import Pruning
+    from retrieval.corpus import Corpus
     from retrieval.encoder import Encoder
 
 EPILOG = """from a folder of documents to an answered question in three commands:
@@ -96,17 +97,31 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_argument_group(kept).add_argument, IndexSettings, EncoderFlags)
     add = parser.add_argument_group("options of this run").add_argument
     add("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
+    add("--skip-unreadable", action="store_true", help="leave out what cannot be read, and name it at the end")
+    add(
+        "--prune",
+        action="store_true",
+        help="remove documents that the sources, all of the index's, do not hold any more",
+    )
+    add("--prune-all", action="store_true", help="the same, though it be more than half, or a source empty or missing")
+    add("--dry-run", action="store_true", help="print what --prune would remove, and change nothing")
     add("--json", action="store_true", help="print the report as one JSON object")
 
 
 def _build(args: argparse.Namespace) -> None:
     """Make an index of documents. Run it again to continue after an interruption, or to add more or changed documents; a server
     that has the index open switches to the new generation by itself."""
-    from retrieval.build import build_index
-    from retrieval.corpus import read_documents
+    from retrieval.build import Pruning, build_index
+    from retrieval.corpus import Corpus
     from retrieval.model_path import BUNDLED
     from retrieval.tokens import WORDS, load_tokens
 
+    corpus = Corpus(args.sources, skip_unreadable=args.skip_unreadable, may_be_missing=args.prune_all)
+    prunes = args.prune or args.prune_all
+    pruning = Pruning(corpus.reading.unread, even_most=args.prune_all) if prunes else None
+    if args.dry_run:
+        _show_gone(args, corpus, pruning)
+        return
     there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
     settings = replace(there or IndexSettings(), **given(args, IndexSettings))
     if settings.tokens not in (WORDS, BUNDLED) and Path(settings.tokens).exists():
@@ -114,18 +129,54 @@ def _build(args: argparse.Namespace) -> None:
     tokens = load_tokens(settings.tokens)
     spec, encoder = _encoder(args, there)
     settings = replace(settings, tokens_name=tokens.name, encoder=spec)
-    parts = [read_documents(source) for source in args.sources]
     with progress_bars() as progress:
-        documents, options = chain.from_iterable(parts), BuildOptions()
         report = build_index(
-            documents, args.out, settings, tokens=tokens, encoder=encoder, options=options, progress=progress
+            corpus.documents(),
+            args.out,
+            settings,
+            tokens=tokens,
+            encoder=encoder,
+            options=BuildOptions(),
+            progress=progress,
+            pruning=pruning,
         )
+    reading = corpus.reading
+    left_out = {"unreadable": reading.unreadable, "without_text": reading.num_empty, "other_files": reading.num_other}
     if args.json:
-        print(json.dumps(asdict(report)))
+        print(json.dumps({**asdict(report), "files": reading.files, **left_out}))
         return
     print(f"documents: {report.documents} read, {report.unchanged} unchanged, {report.changed} changed")
+    print(
+        f"files: {reading.files} read, {reading.num_empty} of them without text; {reading.num_other} of other kinds skipped"
+    )
+    for fault in reading.unreadable:
+        print(f"skipped: {fault}")
+    if report.unspaced:
+        words = "BM25 finds pairs of characters" if settings.bm25_language else "there is no BM25 index"
+        print(f"scripts without spaces: {report.unspaced} documents ({words})")
+    if pruning:
+        print(f"pruned: {report.pruned} documents that are not there any more")
     print(f"passages: {report.added} added, {report.removed} removed, {report.duplicates} left out as duplicates")
     print(f"{args.out}: {report.passages} passages, generation {report.generation}")
+
+
+def _show_gone(args: argparse.Namespace, corpus: Corpus, pruning: Pruning | None) -> None:
+    from retrieval.build import find_gone
+
+    if pruning is None:
+        raise RetrievalError("--dry-run shows what --prune would remove: give both")
+    gone = find_gone(corpus.documents(), args.out, pruning)
+    if args.json:
+        rows = [{"document": name, "passages": number} for name, number in gone.documents]
+        print(json.dumps({"gone": rows, "unreadable": corpus.reading.unreadable}, ensure_ascii=False))
+    else:
+        for name, number in gone.documents:
+            print(f"would go: {name} ({number} passages)")
+        for fault in corpus.reading.unreadable:
+            print(f"skipped, and its documents stay: {fault}")
+        print(f"{args.out}: {len(gone.documents)} documents would go")
+    if gone.refusal:
+        raise RetrievalError(gone.refusal)
 
 
 def _encoder(args: argparse.Namespace, there: IndexSettings | None) -> tuple[dict[str, Any], Encoder | None]:
@@ -164,8 +215,8 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("query", nargs="+", help="the question")
     add("--k", type=int, metavar="N", default=K, help=f"number of passages (default: {K})")
-    text = "default: bm25, or fusion if the index was built with --encoder"
-    add("--mode", choices=("fusion", "dense", "bm25"), help=text)
+    text = "default: filled (bm25's, then dense's), or fusion if the index was built with --encoder"
+    add("--mode", choices=("filled", "fusion", "dense", "bm25"), help=text)
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -177,12 +228,14 @@ def _search(args: argparse.Namespace) -> None:
     query = _text(" ".join(args.query))
     result = retriever.search([query], k=args.k, mode=args.mode or retriever.modes[0], nprobe=args.nprobe)
     hits = result.hits[0]
+    if retriever.notice:
+        print(retriever.notice, file=sys.stderr)
     if args.json:
-        rows = [{**_row(hit.passage), "score": hit.score} for hit in hits]
+        rows = [{**_row(hit.passage), "score": hit.score, "mode": hit.mode} for hit in hits]
         print(json.dumps({"query": query, "passages": rows, "ms": result.ms}, ensure_ascii=False))
         return
     for rank, hit in enumerate(hits, 1):
-        print(f"{rank}. {hit.passage.id}  {hit.score:.4f}  {hit.passage.title}")
+        print(f"{rank}. {hit.passage.id}  {hit.mode} {hit.score:.4f}  {hit.passage.title}")
         print("   " + " ".join(hit.passage.text.split())[:300])
     if not hits:
         print("nothing found")
@@ -235,6 +288,7 @@ def _inspect(args: argparse.Namespace) -> None:
         "removed": len(index.removed),
         "segments": [f"{part.factory}: {part.num_rows}" for part in index.manifest.segments],
         "dim": index.dim,
+        "analyzer": index.manifest.analyzer,
         **asdict(index.settings),
         "bytes": sum(path.stat().st_size for path in args.index.rglob("*") if path.is_file()),
         "verified": args.verify,

@@ -1,5 +1,8 @@
 """BM25 over the words of passages, on tantivy. An index is one folder; passages are identified by rows.
 
+Words are runs of letters and digits, in scripts without spaces pairs of characters (scripts.py). How text is cut has a version:
+an index is searched and updated with the analyzer that it was made with.
+
 Stores no texts, passage ids or generations; the caller keeps those. The constants are tantivy's:
 k1 = 1.2, b = 0.75, idf = ln(1 + (N - n + 0.5) / (n + 0.5)), with a passage's length rounded down to one of 256 steps (exact
 up to 40 words, within an eighth above). tests/reference/naive_bm25.py is the slow twin.
@@ -23,6 +26,7 @@ import tantivy
 from numpy.typing import NDArray
 
 from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.scripts import paired
 
 MAX_WORD_BYTES = 100
 """Longer "words" are dropped: they are encoded data, and each would be a term of its own."""
@@ -30,44 +34,56 @@ MAX_WORD_BYTES = 100
 MAX_QUERY_TERMS = 1024
 """Lucene's limit for the clauses of one query. A question has about a dozen words, so the limit affects pasted documents only."""
 
+PAIRS = 2
+"""The first version of the analyzer that cuts scripts without spaces into pairs of characters; 1 took a sentence for a word."""
+
 LOCK_SUFFIX = ".lock"
 
 
 class Bm25Index:
     """A snapshot of a folder. Many threads may call `search` at once, one at a time `update`."""
 
-    def __init__(self, index: tantivy.Index, analyzer: tantivy.TextAnalyzer, schema: tantivy.Schema) -> None:
+    def __init__(
+        self, index: tantivy.Index, analyzer: tantivy.TextAnalyzer, schema: tantivy.Schema, version: int
+    ) -> None:
         self._index = index
         self._analyzer = analyzer
         self._schema = schema
+        self._version = version
         self._searcher = index.searcher()
 
     @staticmethod
-    def create(folder: Path, *, language: str) -> Bm25Index:
-        """Create an empty index in a folder that is new or empty. Raises RetrievalError: there is no stemmer for `language`."""
+    def create(folder: Path, *, language: str, version: int) -> Bm25Index:
+        """Create an empty index in a folder that is new or empty.
+
+        Args:
+            version: of the analyzer, from 1 to `manifest.ANALYZER`.
+        Raises:
+            RetrievalError: there is no stemmer for `language`.
+        """
         analyzer = create_analyzer(language)
         folder.mkdir(parents=True, exist_ok=True)
-        return _load(folder, language, analyzer)
+        return _load(folder, language, analyzer, version)
 
     @staticmethod
-    def open(folder: Path, *, language: str) -> Bm25Index:
-        """Open the folder's last commit; `language` must be the one that it was created with.
+    def open(folder: Path, *, language: str, version: int) -> Bm25Index:
+        """Open the folder's last commit; `language` and `version` must be those that it was created with.
 
         Raises:
-            CorruptIndexError: the folder is missing, incomplete, truncated, or was created with another language. Flipped
-                bits are not detected here but by the manifest's checksums.
+            CorruptIndexError: the folder is missing, incomplete, truncated, or was created with another language or version.
+                Flipped bits are not detected here but by the manifest's checksums.
             RetrievalError: there is no stemmer for `language`.
         """
         analyzer = create_analyzer(language)
         _check_exists(folder)
-        with _damage_named(f"{folder} is damaged or no BM25 index in {language!r}"):
+        with _damage_named(f"{folder} is damaged or no BM25 index in {language!r} by analyzer {version}"):
             if os.access(folder, os.W_OK):
-                return _load(folder, language, analyzer)
+                return _load(folder, language, analyzer, version)
             # tantivy needs a folder in which it can create a lock file; open files outlive these links.
             with TemporaryDirectory() as links:
                 for file in _files(folder):
                     Path(links, file.name).symlink_to(file.resolve())
-                return _load(Path(links), language, analyzer)
+                return _load(Path(links), language, analyzer, version)
 
     @property
     def num_docs(self) -> int:
@@ -96,7 +112,7 @@ class Bm25Index:
             for row in remove:
                 writer.delete_documents_by_term("row", row)
             for row, content in add:
-                writer.add_document(tantivy.Document(row=row, content=_utf8(content)))
+                writer.add_document(tantivy.Document(row=row, content=self._cut(content)))
             writer.commit()
         except BaseException:
             writer.rollback()
@@ -119,7 +135,7 @@ class Bm25Index:
         """
         searcher = self._searcher
         with _damage_named("the BM25 index is damaged"):
-            words = list(dict.fromkeys(self._analyzer.analyze(_utf8(query))))
+            words = list(dict.fromkeys(self._analyzer.analyze(self._cut(query))))
             if len(words) > MAX_QUERY_TERMS:
                 frequency = {word: searcher.doc_freq("content", word) for word in words}
                 words = sorted((word for word in words if frequency[word]), key=frequency.__getitem__)[:MAX_QUERY_TERMS]
@@ -135,6 +151,10 @@ class Bm25Index:
         scores, rows = np.array([score for score, _ in hits], np.float32), np.array(found, np.int64)
         order = np.lexsort((rows, -scores))
         return scores[order], rows[order]
+
+    def _cut(self, text: str) -> str:
+        """What the analyzer is given of a text, a passage's or a query's."""
+        return paired(_utf8(text)) if self._version >= PAIRS else _utf8(text)
 
 
 def link_copy(source: Path, target: Path) -> None:
@@ -176,15 +196,15 @@ def _damage_named(what: str) -> Iterator[None]:
         raise CorruptIndexError(f"{what}: {str(error).partition(chr(10))[0]}") from error
 
 
-def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer) -> Bm25Index:
+def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer, version: int) -> Bm25Index:
     # The schema contains the analyzer's name, and tantivy refuses an index whose schema differs.
-    name = f"words-{language}"
+    name = f"words-{language}" if version == 1 else f"words{version}-{language}"
     builder = tantivy.SchemaBuilder().add_integer_field("row", indexed=True, fast=True)
     schema = builder.add_text_field("content", tokenizer_name=name, index_option="freq").build()
     index = tantivy.Index(schema, str(folder))
     index.register_tokenizer(name, analyzer)
     index.config_reader("manual")
-    return Bm25Index(index, analyzer, schema)
+    return Bm25Index(index, analyzer, schema, version)
 
 
 def create_analyzer(language: str) -> tantivy.TextAnalyzer:

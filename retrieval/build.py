@@ -1,6 +1,7 @@
 """Builds an index directory from documents: creates, continues or extends it, and removes passages.
 
     read     documents -> passages -> PassageStore      a transaction every few thousand documents
+    prune    what was not read is marked as removed      if wished; one transaction, after all has been read
     fit      the embedded encoder, on a sample           once per directory
     encode   passages -> VectorFile                      in batches, after the last row in the file
     index    VectorFile -> FAISS, PassageStore -> BM25   generation.py: new files, then the manifest that names them
@@ -11,11 +12,11 @@ The served generation changes in the last step only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import numpy as np
@@ -39,6 +40,7 @@ from retrieval.manifest import (
 )
 from retrieval.passage import Document, Passage
 from retrieval.progress import Progress
+from retrieval.scripts import is_unspaced
 from retrieval.settings import SETTINGS, BuildOptions, IndexSettings, read_settings
 from retrieval.splitter import Splitter
 from retrieval.store import PassageStore
@@ -55,17 +57,42 @@ T = TypeVar("T")
 
 @dataclass
 class BuildReport:
-    """Counts of one run. `added` and `removed` count passages; removed ones are of documents that changed."""
+    """Counts of one run. `documents`, `unspaced` (of them, in scripts without spaces), `unchanged`, `changed` and `pruned` count
+    documents, the others passages; removed ones are of documents that changed or went."""
 
     documents: int = 0
+    unspaced: int = 0
     unchanged: int = 0
     changed: int = 0
+    pruned: int = 0
     added: int = 0
     duplicates: int = 0
     removed: int = 0
     encoded: int = 0
     passages: int = 0
     generation: int = 0
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """The wish that documents go which are not among those that are read.
+
+    Attributes:
+        unread: files and folders whose documents stay, since they are there and could not be read (`corpus.Reading.unread`).
+            Looked at after the documents have been read.
+        even_most: go also if they are more than half of what is served.
+    """
+
+    unread: Collection[str]
+    even_most: bool
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Documents that are not there any more, and how many passages of each are served; why they are too many to be removed."""
+
+    documents: list[tuple[str, int]]
+    refusal: str | None
 
 
 def build_index(
@@ -77,13 +104,16 @@ def build_index(
     encoder: Encoder | None,
     options: BuildOptions,
     progress: Progress,
+    pruning: Pruning | None = None,
 ) -> BuildReport:
     """Add documents to the index in `folder`, which is created if needed. A changed document replaces its earlier version.
 
     Args:
         encoder: of `settings.encoder`; None: the embedded one, fitted here if the directory has none.
+        pruning: remove other documents than these; None: they stay.
     Raises:
-        RetrievalError: the directory has other settings, another process writes it, or the documents have no text.
+        RetrievalError: the directory has other settings, another process writes it, the documents have no text, or too many would
+            be removed. What is served has not changed then.
         CorruptIndexError: the directory is damaged.
     """
     cut = _cutter(settings, tokens)  # refuse invalid settings before they are written to the directory
@@ -103,7 +133,8 @@ def build_index(
             _check_served(folder, store, vectors)
             if vectors.num_rows > store.num_rows:
                 raise CorruptIndexError(f"{store.path}: holds {store.num_rows} of {vectors.num_rows} passages")
-            report = _read(documents, store, cut, progress)
+            num_served = read_manifest(folder).num_rows if (folder / MANIFEST).exists() else 0
+            report = _read(documents, store, cut, progress, pruning, num_served)
             if not store.num_rows:
                 raise RetrievalError("these documents contain no text")
             encoder = encoder or _embedded(folder, settings, store, options, progress)
@@ -112,6 +143,24 @@ def build_index(
             report.encoded = _encode(store, vectors, encoder, options, progress)
             manifest = publish(folder, settings, store, vectors, options=options, progress=progress)
     return replace(report, passages=num_live(folder, manifest), generation=manifest.generation)
+
+
+def find_gone(documents: Iterable[Document], folder: Path, pruning: Pruning) -> Gone:
+    """What a build of these documents would remove. Changes nothing.
+
+    Raises:
+        RetrievalError: another process writes the directory.
+        CorruptIndexError: there is no finished index, or it is damaged.
+    """
+    num_served = read_manifest(folder).num_rows
+    with writer_lock(folder), _opened(folder, read_settings(folder)) as (store, vectors):
+        _check_served(folder, store, vectors)
+        before = store.num_in(num_served)
+        store.begin()  # and never committed
+        run = store.begin_run()
+        for document in documents:
+            store.mark(document, run)
+        return _gone(store, run, pruning, num_served, before)
 
 
 def remove_passages(
@@ -209,12 +258,16 @@ def _read(
     store: PassageStore,
     cut: Callable[[Document], Iterable[Passage]],
     progress: Progress,
+    pruning: Pruning | None,
+    num_served: int,
 ) -> BuildReport:
     report, run, removed_before = BuildReport(), store.begin_run(), len(store.removed_rows())
+    before = store.num_in(num_served) if pruning else (0, 0)
     num_chars = 0
     store.begin()
     for document in documents:
         report.documents += 1
+        report.unspaced += is_unspaced(document.text)
         if (is_known := store.is_known(document, run)) is not None:
             report.unchanged += is_known
             report.changed += not is_known
@@ -230,8 +283,37 @@ def _read(
             progress("read", report.documents, None)
     store.commit()
     progress("read", report.documents, None)
+    if pruning:
+        gone = _gone(store, run, pruning, num_served, before)
+        if gone.refusal:
+            raise RetrievalError(gone.refusal)
+        store.begin()
+        store.drop([name for name, _ in gone.documents])
+        store.commit()
+        report.pruned = len(gone.documents)
     report.removed = len(store.removed_rows()) - removed_before
     return report
+
+
+def _gone(store: PassageStore, run: int, pruning: Pruning, num_served: int, before: tuple[int, int]) -> Gone:
+    """Of what was served before the run, (documents, passages), since documents that a refused run has added save none."""
+    unseen = store.unseen(run, num_served)
+    documents = [(name, number) for name, file, number in unseen if not _is_unread(file, pruning.unread)]
+    going = sum(number > 0 for _, number in documents), sum(number for _, number in documents)
+    if pruning.even_most or all(2 * some <= every for some, every in zip(going, before, strict=True)):
+        return Gone(documents, None)
+    return Gone(
+        documents,
+        f"{going[0]} of {before[0]} documents with {going[1]} of {before[1]} passages are not there any more, more than half: "
+        "nothing is removed; --prune-all removes them",
+    )
+
+
+def _is_unread(file: str | None, unread: Collection[str]) -> bool:
+    """Whether the file, or a folder that it is in, is there and was not read. One that is not known may be any of them."""
+    if file is None:
+        return bool(unread)
+    return file in unread or any(str(folder) in unread for folder in PurePosixPath(file).parents)
 
 
 def _embedded(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from retrieval.dense import ADD_ROWS, MAX_FLAT_ROWS, auto_factory, create_faiss, write_faiss
 from retrieval.hashed_encoder import STATE_FILE
 from retrieval.manifest import (
+    ANALYZER,
     MANIFEST,
     FileEntry,
     Manifest,
@@ -84,7 +85,8 @@ def publish(
     num_rows = min(store.num_rows, vectors.num_rows)
     removed = store.removed_rows()
     removed = removed[removed < num_rows]
-    if old and old.num_rows == num_rows and num_live(folder, old) == num_rows - len(removed):
+    is_same = old is not None and old.num_rows == num_rows and num_live(folder, old) == num_rows - len(removed)
+    if old and is_same and not old.is_outdated:
         _delete_unnamed(folder, old)  # left by a build that died after its manifest was written
         return old
     draft = _Draft(folder, settings, store, vectors, options, progress, old, num_rows, removed)
@@ -103,6 +105,7 @@ def publish(
         bm25=bm25,
         probe=old.probe if old else store.get([0])[0].content[:PROBE_CHARS],
         vectors=(*(old.vectors if old else ()), *added),
+        analyzer=ANALYZER,
         files=_entries(draft, [segment.file for segment in segments], removed_name, bm25),
     )
     write_atomically(folder / MANIFEST, manifest.to_json())
@@ -163,12 +166,12 @@ def _index_texts(draft: _Draft) -> str | None:
 
     name = f"bm25-{draft.number}"
     shutil.rmtree(folder / name, ignore_errors=True)  # left by a build that died here
-    if old and old.bm25:
+    if old and old.bm25 and not old.is_outdated:
         link_copy(folder / old.bm25, folder / name)
-        index = Bm25Index.open(folder / name, language=language)
+        index = Bm25Index.open(folder / name, language=language, version=ANALYZER)
         first, gone = old.num_rows, np.setdiff1d(removed, removed_rows(folder, old))
     else:
-        index = Bm25Index.create(folder / name, language=language)
+        index = Bm25Index.create(folder / name, language=language, version=ANALYZER)
         first, gone = 0, np.zeros(0, np.int64)
     hidden = set(removed[removed >= first].tolist())
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.scripts import UNSPACED
 
 STATE_FILE = "encoder.npz"
 """File name of this encoder's saved state in an index."""
@@ -36,12 +37,7 @@ NUM_BUCKETS = 2**16
 STEM_CHARS = 6
 """Letters of a word that count: `retrieve`, `retrieval` and `retrieves` are one stem."""
 
-_UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-)
-"""Thai, Lao, Burmese, Khmer, kana and Chinese characters: their words are not separated by spaces."""
-
-STEM_PATTERN = rf"(?=([{_UNSPACED}]{{1,2}}|[^\W{_UNSPACED}]{{1,{STEM_CHARS}}}))(?:[{_UNSPACED}]|[^\W{_UNSPACED}]+)"
+STEM_PATTERN = rf"(?=([{UNSPACED}]{{1,2}}|[^\W{UNSPACED}]{{1,{STEM_CHARS}}}))(?:[{UNSPACED}]|[^\W{UNSPACED}]+)"
 """Consumes one unspaced character or a whole word; captures a pair of characters or the word's first letters."""
 
 BM25_K1 = 1.2

@@ -162,7 +162,8 @@ class Index:
         if manifest.bm25 and settings.bm25_language:
             from retrieval.bm25 import Bm25Index  # only here: an index without BM25 does not need tantivy
 
-            bm25 = Bm25Index.open(folder / manifest.bm25, language=settings.bm25_language)
+            place, version = folder / manifest.bm25, manifest.analyzer
+            bm25 = Bm25Index.open(place, language=settings.bm25_language, version=version)
             if bm25.num_docs != manifest.num_rows - len(removed):  # a folder that is being deleted opens as empty
                 raise CorruptIndexError(f"{folder / manifest.bm25}: holds {bm25.num_docs} passages")
         vectors.map()

@@ -33,8 +33,11 @@ from numpy.typing import NDArray
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.settings import SETTINGS
 
-FORMAT = 1
-"""Incremented when older versions cannot read the directory."""
+FORMAT = 2
+"""Incremented when older versions cannot read the directory. Format 1 has no `analyzer`, and is read."""
+ANALYZER = 2
+"""Version of how BM25 cuts text into words; incremented when it changes. An index that an older one has made is searched with
+that one, until the next build indexes its texts anew."""
 MANIFEST, PASSAGES, VECTORS = "manifest.json", "passages.sqlite", "vectors.f16"
 
 
@@ -63,6 +66,7 @@ class Manifest:
     Attributes:
         probe: the beginning of the first row's text, to detect the store of another index.
         vectors: (last row + 1, XXH3) of the range of the vector file that each generation added.
+        analyzer: version of BM25's analyzer.
     """
 
     generation: int
@@ -72,7 +76,13 @@ class Manifest:
     bm25: str | None
     probe: str
     vectors: tuple[tuple[int, str], ...]
+    analyzer: int
     files: Mapping[str, FileEntry]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether an older analyzer than today's has cut the texts of BM25."""
+        return self.bm25 is not None and self.analyzer < ANALYZER
 
     def to_json(self) -> str:
         """The content of the manifest file."""
@@ -83,10 +93,14 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """Read the result of `to_json`. Raises ValueError, KeyError or TypeError for anything else."""
         fields = json.loads(text)
-        if fields.pop("format") != FORMAT:
+        if (written := fields.pop("format")) not in (1, FORMAT):
             raise ValueError(f"not of format {FORMAT}")
         if fields.pop("xxh3") != _digest(fields):
             raise ValueError("damaged, its checksum differs")
+        if written == 1:
+            fields["analyzer"] = 1
+        if not 1 <= fields["analyzer"] <= ANALYZER:
+            raise ValueError(f"its analyzer is of version {fields['analyzer']}, this release has {ANALYZER}")
         fields["segments"] = tuple(SegmentEntry(**entry) for entry in fields["segments"])
         fields["vectors"] = tuple((row, checksum) for row, checksum in fields["vectors"])
         fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}

@@ -7,18 +7,23 @@ Knows no tokenizer, no index and no model. The encoder, BM25 and the served mode
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 HASH_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text as it was read. `id` is stable: the path relative to the source folder, or the row's own id."""
+    """A text as it was read. `id` is stable: the path relative to the source folder, or the row's own id.
+
+    Attributes:
+        file: the path, relative to the source folder, of the file that it was read from; None: not from a file.
+    """
 
     id: str
     title: str
     text: str
+    file: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

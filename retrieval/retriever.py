@@ -2,6 +2,7 @@
 
     queries ── encoder ── FAISS ──┐
            └── BM25 ──────────────┴─ reciprocal ranks ── rows ── PassageStore ── passages
+                                     or BM25's, then FAISS'
 
 A retriever serves what an index directory held when it last looked: `refresh` switches in one assignment, to a newer generation
 or to another index that was put in its place. A running search finishes on what it started with. Knows no server, and no model
@@ -30,13 +31,16 @@ from retrieval.manifest import MANIFEST, FileState, state_of
 from retrieval.passage import Passage
 from retrieval.rank_fusion import reciprocal_rank_fusion
 
-Mode = Literal["fusion", "dense", "bm25"]
+Mode = Literal["filled", "fusion", "dense", "bm25"]
+"""`filled`: what BM25 finds; where that is fewer than k, then what `dense` finds besides, with scores above 0."""
 
 RRF_CONSTANT = 60
 """Cormack, Clarke and Büttcher, SIGIR 2009."""
 RANK_FUSION_DEPTH = 100
 """Ranks of each list that take part in rank fusion, or k if that is more. It does not depend on k up to this value, so the
 result for a smaller k is the beginning of the result for a larger one."""
+ZERO = 2.0**-11
+"""What float16 vectors of length 1 may give as the inner product where nothing is shared."""
 QUERY_BATCH = 32
 """Queries that a model encodes at once."""
 
@@ -45,10 +49,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks. Do not compare scores of two modes."""
+    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks, which of them `mode` says. Do not compare
+    scores of two modes."""
 
     passage: Passage
     score: float
+    mode: Literal["fusion", "dense", "bm25"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,10 @@ class SearchResult:
 
     hits: list[list[Hit]]
     ms: dict[str, float]
+
+
+_Found = tuple[int, float, Literal["fusion", "dense", "bm25"]]
+"""Row, score, whose score it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +134,23 @@ class Retriever:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """The modes of this index, the default one first. On real questions BM25 alone finds more than the embedded encoder
-        and more than rank fusion of the two; with a model as encoder rank fusion finds most (retrieval/README.md)."""
+        """The modes of this index, the default one first. On real questions BM25 finds more than the embedded encoder and more
+        than rank fusion of the two, but not where no word is shared; with a model as encoder rank fusion finds most
+        (retrieval/README.md)."""
         if not self.index.bm25:
             return ("dense",)
         is_embedded = self.index.settings.encoder["kind"] == "hashed"
-        return ("bm25", "fusion", "dense") if is_embedded else ("fusion", "dense", "bm25")
+        return ("filled", "bm25", "fusion", "dense") if is_embedded else ("fusion", "dense", "bm25", "filled")
+
+    @property
+    def notice(self) -> str | None:
+        """What the index's owner should know about the served generation."""
+        if not self.index.manifest.is_outdated:
+            return None
+        return (
+            f"{self.index.folder}: its words were cut by an earlier version, which finds no word of a script without spaces; "
+            "run `python -m retrieval build` again"
+        )
 
     def search(
         self,
@@ -141,7 +162,7 @@ class Retriever:
         first_nprobe: int = 0,
         told_first: Callable[[list[list[Hit]]], None] | None = None,
     ) -> SearchResult:
-        """The k best passages of each query. Fewer if the index holds fewer, or if BM25 matches fewer.
+        """The k best passages of each query. Fewer if the index holds fewer, or if fewer share a word or are near.
 
         Args:
             nprobe: lists visited in an IVF index, or candidates kept (at least k) in HNSW.
@@ -163,13 +184,20 @@ class Retriever:
         if not queries:
             return SearchResult([], ms)
         depth = k if mode != "fusion" else max(k, RANK_FUSION_DEPTH)
-        lists: list[list[list[tuple[int, float]]]] = []
+        lists: list[list[list[_Found]]] = []
         if mode != "dense":
             lists.append(_timed(ms, "bm25", lambda: [_search_words(index, query, k=depth) for query in queries]))
-        if mode != "bm25":
+        if mode == "filled":
+            short = [place for place, found in enumerate(lists[0]) if len(found) < k]
+            if short:
+                vectors = _timed(ms, "encode", lambda: encoder.encode_queries([queries[place] for place in short]))
+                near_them = _timed(ms, "dense", lambda: self._search_dense(index, vectors, k=k, nprobe=nprobe))
+                for place, found in zip(short, near_them, strict=True):
+                    lists[0][place] = _filled(lists[0][place], found, k)
+        elif mode != "bm25":
             vectors = _timed(ms, "encode", lambda: encoder.encode_queries(queries))
 
-            def near(num_lists: int) -> list[list[tuple[int, float]]]:
+            def near(num_lists: int) -> list[list[_Found]]:
                 return self._search_dense(index, vectors, k=depth, nprobe=num_lists)
 
             if told_first is not None and 0 < first_nprobe < nprobe and index.has_lists:
@@ -192,7 +220,7 @@ class Retriever:
         vectors = index.vector_file.read_rows(np.array(rows))
         best: dict[int, float] = {}
         for found in self._search_dense(index, vectors, k=n + len(rows), nprobe=nprobe):
-            best.update((row, max(score, best.get(row, score))) for row, score in found if row not in rows)
+            best.update((row, max(score, best.get(row, score))) for row, score, _ in found if row not in rows)
         return index.store.get(sorted(best, key=lambda row: -best[row])[:n])
 
     def refresh(self) -> bool:
@@ -250,14 +278,14 @@ class Retriever:
             index.check_encoder(encoder)
         return _Serving(index, encoder)
 
-    def _search_dense(self, index: Index, vectors: Any, *, k: int, nprobe: int) -> list[list[tuple[int, float]]]:
+    def _search_dense(self, index: Index, vectors: Any, *, k: int, nprobe: int) -> list[list[_Found]]:
         if self._threads is not None:
             faiss.omp_set_num_threads(self._threads)  # applies to the calling thread only, so set each time
         scores, rows = index.search_dense(vectors, k=min(k, max(1, index.num_rows)), nprobe=nprobe)
         # The embedded encoder maps a query without words to the zero vector, to which all rows are equally similar.
         rows[~vectors.any(axis=1)] = -1
         return [
-            [(row, score) for row, score in zip(*pair, strict=True) if row >= 0]
+            [(row, score, "dense") for row, score in zip(*pair, strict=True) if row >= 0]
             for pair in zip(rows.tolist(), scores.tolist(), strict=True)
         ]
 
@@ -275,23 +303,30 @@ def _timed(ms: dict[str, float], phase: str, work: Callable[[], T]) -> T:
     return result
 
 
-def _search_words(index: Index, query: str, *, k: int) -> list[tuple[int, float]]:
+def _search_words(index: Index, query: str, *, k: int) -> list[_Found]:
     assert index.bm25 is not None
     scores, rows = index.bm25.search(query, k=k)
-    return [(int(row), float(score)) for row, score in zip(rows, scores, strict=True)]
+    return [(int(row), float(score), "bm25") for row, score in zip(rows, scores, strict=True)]
 
 
-def _merged(lists: Sequence[list[list[tuple[int, float]]]], k: int) -> list[list[tuple[int, float]]]:
+def _filled(words: list[_Found], near: list[_Found], k: int) -> list[_Found]:
+    """What BM25 has found, then what the vectors have found besides, with scores above 0."""
+    known = {row for row, _, _ in words}
+    return [*words, *(found for found in near if found[1] > ZERO and found[0] not in known)][:k]
+
+
+def _merged(lists: Sequence[list[list[_Found]]], k: int) -> list[list[_Found]]:
     """One list, or both by their ranks."""
     if len(lists) == 1:
         return lists[0]
-    return [
-        reciprocal_rank_fusion([[row for row, _ in found] for found in both], k=k, constant=RRF_CONSTANT)
-        for both in zip(*lists, strict=True)
-    ]
+    merged: list[list[_Found]] = []
+    for both in zip(*lists, strict=True):
+        ranked = reciprocal_rank_fusion([[row for row, *_ in found] for found in both], k=k, constant=RRF_CONSTANT)
+        merged.append([(row, score, "fusion") for row, score in ranked])
+    return merged
 
 
-def _read(index: Index, ranked: Sequence[Sequence[tuple[int, float]]]) -> list[list[Hit]]:
-    rows = sorted({row for found in ranked for row, _ in found})
+def _read(index: Index, ranked: Sequence[Sequence[_Found]]) -> list[list[Hit]]:
+    rows = sorted({row for found in ranked for row, *_ in found})
     passages = dict(zip(rows, index.store.get(rows), strict=True))
-    return [[Hit(passages[row], score) for row, score in found] for found in ranked]
+    return [[Hit(passages[row], score, mode) for row, score, mode in found] for found in ranked]

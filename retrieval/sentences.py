@@ -1,8 +1,9 @@
 """Finds where a text may be split: between sentences, and preferably between paragraphs.
 
 By rules, without a model: closing punctuation followed by a space and no small letter, CJK full stops, blank lines, Markdown
-headings and list items. The rules sometimes err ("Vitamin C. It helps" is not split, since C looks like an initial). A missed
-border only makes a sentence longer; the splitter enforces its limit in any case.
+headings and list items. Rows of a table are sentences, and nothing in them ends one. The rules sometimes err ("Vitamin C. It
+helps" is not split, since C looks like an initial). A missed border only makes a sentence longer; the splitter enforces its
+limit in any case.
 
     One. Two! Dr. Who?⏎⏎# Head⏎⏎Three.⏎- four
         |    |         ║                |          | sentence   ║ paragraph   a heading stays with what follows
@@ -11,14 +12,17 @@ border only makes a sentence longer; the splitter enforces its limit in any case
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from retrieval.tables import HEADING, Table
 
 # ruff: noqa: RUF001 (the marks of several scripts look alike)
 _CLOSERS = r"[\"'”’»›)\]}*_]"  # Markdown's emphasis may close after the full stop
 # Possessive quantifiers, and each match begins after the previous one: a megabyte of dots takes linear time.
 _STOP = re.compile(rf"([.!?…؟।۔]++{_CLOSERS}*+)\s*+|([。！？｡]++[」』”’）】]*+)\s*+")
 _LINE_BREAKS = re.compile(r"\n\s*+")
-_HEADING = re.compile(r"#{1,6}[ \t]+\S")
 _LIST_ITEM = re.compile(r"(?:[-*+•]|\d{1,3}[.)])[ \t]+\S")
 _OPENERS = "\"'“‘«‹([{*_-–—¿¡"
 _LONGEST_OPENING = 4  # characters
@@ -41,31 +45,46 @@ class Border(NamedTuple):
     paragraph: bool
 
 
-def find_borders(text: str) -> list[Border]:
-    """All places where `text` may be split, ascending. The last one is its end, where `start` is the text's length."""
+def find_borders(text: str, tables: Sequence[Table]) -> list[Border]:
+    """All places where `text` may be split, ascending. The last one is its end, where `start` is the text's length.
+
+    Args:
+        tables: `find_tables` of the text.
+    """
     length = len(text.rstrip())
-    stops = _sentence_stops(text, length)
+    stops = [stop for stop in _sentence_stops(text, length) if not _is_in_table(stop, tables)]
     borders: list[Border] = []
     taken = 0
     line = len(text) - len(text.lstrip())
     for breaks in _LINE_BREAKS.finditer(text, line, length):
         following = breaks.end()
-        is_heading = _HEADING.match(text, line) is not None
+        is_heading = HEADING.match(text, line) is not None
+        after = bisect_right(tables, line, key=lambda table: table.end)
+        table = tables[after] if after < len(tables) else None
+        is_row = table is not None and table.start <= line
+        is_header = table is not None and is_row and following <= table.body
+        begins_table = table is not None and table.start == following
         while taken < len(stops) and stops[taken].start <= following:
             if not is_heading:
                 borders.append(stops[taken])
             taken += 1
-        if not is_heading:
-            paragraph = breaks[0].count("\n") > 1 or _HEADING.match(text, following) is not None
-            if paragraph or _LIST_ITEM.match(text, following):
+        if not (is_heading or is_header):
+            paragraph = breaks[0].count("\n") > 1 or HEADING.match(text, following) is not None
+            if paragraph or is_row or begins_table or _LIST_ITEM.match(text, following):
                 if borders and borders[-1].start == following:
                     borders.pop()
                 borders.append(Border(end_before(text, breaks.start()), following, paragraph))
         line = following
-    if not _HEADING.match(text, line):
+    if not HEADING.match(text, line):
         borders.extend(stops[taken:])
     borders.append(Border(length, len(text), True))
     return borders
+
+
+def _is_in_table(stop: Border, tables: Sequence[Table]) -> bool:
+    """Whether it lies within a row, or between two."""
+    index = bisect_right(tables, stop.start, key=lambda table: table.end)
+    return index < len(tables) and tables[index].start < stop.start
 
 
 def _sentence_stops(text: str, length: int) -> list[Border]:

@@ -1,6 +1,6 @@
 """Stores passages in one SQLite file, rows numbered in order of arrival.
 
-    documents   id, hash of its content when it was read        to continue an interrupted build and to detect changed files
+    documents   id, hash of its content when it was read, file  to continue an interrupted build, to detect changed and lost files
     passages    row, id, text …, hash, is_removed               rows 0, 1, 2 … without a gap; never reused
     duplicates  passages whose text another document's row already holds; one of them replaces that row when it is removed
 
@@ -27,7 +27,8 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.passage import Document, Passage, hash_of
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS documents (id TEXT PRIMARY KEY, hash BLOB NOT NULL, run INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS documents (
+    id TEXT PRIMARY KEY, hash BLOB NOT NULL, run INTEGER NOT NULL, file TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS passages (
     row INTEGER PRIMARY KEY, id TEXT NOT NULL, document TEXT NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL,
     start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL, hash BLOB NOT NULL, checksum BLOB NOT NULL,
@@ -75,6 +76,9 @@ class PassageStore:
                 self._db.execute("PRAGMA synchronous = FULL")
                 self._db.execute(f"PRAGMA cache_size = -{_WRITER_CACHE_KIB}")  # hashes are inserted in random order
                 self._db.executescript(_SCHEMA)
+                columns = self._db.execute("SELECT name FROM pragma_table_info('documents')").fetchall()
+                if ("file",) not in columns:  # made by an earlier version
+                    self._db.execute("ALTER TABLE documents ADD COLUMN file TEXT")
         except sqlite3.Error as error:
             raise _named(error, path) from None
         self._next_row = self.num_rows
@@ -163,8 +167,12 @@ class PassageStore:
         if known != hash_now:
             return False
         if seen != run:
-            self._all("UPDATE documents SET run = ? WHERE id = ?", (run, document.id))
+            self.mark(document, run)
         return True
+
+    def mark(self, document: Document, run: int) -> None:
+        """Record that this run has seen a document of this id, if there is one."""
+        self._all("UPDATE documents SET run = ?, file = ? WHERE id = ?", (run, document.file, document.id))
 
     def put(self, document: Document, passages: Iterable[Passage], run: int) -> tuple[int, int]:
         """Make `passages` the document's passages; those that it has already keep their rows.
@@ -189,7 +197,8 @@ class PassageStore:
             num_duplicates += 1
             values = (*_FIELDS(passage), content_hash)
             self._all("INSERT OR REPLACE INTO duplicates VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
-        self._all("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (document.id, _document_hash(document), run))
+        values = (document.id, _document_hash(document), run, document.file)
+        self._all("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?)", values)
         return self._next_row - first_row, num_duplicates
 
     def remove(self, rows: Iterable[int]) -> None:
@@ -207,6 +216,31 @@ class PassageStore:
         for document in documents:
             self._all("DELETE FROM documents WHERE id = ?", document)
         return bool(documents)
+
+    def num_in(self, last: int) -> tuple[int, int]:
+        """Numbers of documents with live rows in `[0, last)`, and of these rows."""
+        query = "SELECT count(DISTINCT document), count(*) FROM passages WHERE is_removed = 0 AND row < ?"
+        ((num_documents, num_rows),) = self._all(query, (last,))
+        return num_documents, num_rows
+
+    def unseen(self, run: int, last: int) -> list[tuple[str, str | None, int]]:
+        """(id, file, number of live rows in `[0, last)`) of each document that this run has not seen, by id."""
+        live = "SELECT count(*) FROM passages WHERE document = there.id AND is_removed = 0 AND row < ?"
+        query = (
+            "WITH there AS (SELECT id FROM documents UNION SELECT document FROM passages WHERE is_removed = 0)"
+            f" SELECT there.id, file, ({live}) FROM there LEFT JOIN documents ON documents.id = there.id"
+            " WHERE run IS NOT ? ORDER BY there.id"
+        )
+        return self._all(query, (last, run))
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Forget documents, and mark their rows as removed."""
+        for name in names:  # first: none of them inherits another's row
+            self._all("DELETE FROM documents WHERE id = ?", (name,))
+            self._all("DELETE FROM duplicates WHERE document = ?", (name,))
+        for name in names:
+            rows = self._all("SELECT row FROM passages WHERE document = ? AND is_removed = 0", (name,))
+            self._remove([row for (row,) in rows])
 
     def begin(self) -> None:
         """Start a transaction."""

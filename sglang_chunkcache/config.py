@@ -269,9 +269,9 @@ class ChunkCacheConfig:
     retrieve_k: int = knob(5, "passages retrieved by default", low=1, high=100_000)
     """CRAFT section 5: top-5."""
     retrieve_mode: str = knob(
-        "auto", "how the index is searched by default", choices=("auto", "dense", "bm25", "fusion")
+        "auto", "how the index is searched by default", choices=("auto", "filled", "dense", "bm25", "fusion")
     )
-    """`auto`: the first mode that the index names."""
+    """`auto`: the first mode that the index names, `filled` with the embedded encoder."""
     retrieve_nprobe: int = knob(128, "clusters of an IVF index searched by default", low=1, high=1_000_000)
     """CRAFT section 5."""
     retrieve_first: int = knob(

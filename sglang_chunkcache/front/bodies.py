@@ -36,7 +36,7 @@ MAX_NPROBE = 1_000_000
 MAX_MESSAGES = 10_000
 """Of `/rag/v1/retrieve`, where no context bounds them."""
 
-SearchMode = Literal["dense", "bm25", "fusion"]
+SearchMode = Literal["filled", "dense", "bm25", "fusion"]
 Order = Literal["retriever", "frequency", "tree"]
 
 

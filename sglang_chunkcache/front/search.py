@@ -202,7 +202,7 @@ def _passages(hits: Sequence[Hit]) -> list[Passage]:
 
 
 def _brief(hit: Hit) -> dict[str, Any]:
-    return {"id": hit.passage.id, "score": round(float(hit.score), 6), "title": hit.passage.title}
+    return {"id": hit.passage.id, "score": round(float(hit.score), 6), "mode": hit.mode, "title": hit.passage.title}
 
 
 async def unless_gone(result: Awaitable[T], is_gone: Callable[[], Awaitable[bool]]) -> T:

@@ -246,6 +246,8 @@ class SearchQueue:
             try:
                 if self._retriever.refresh():
                     logger.info("retrieval: now serving generation %s", self._retriever.info()["generation"])
+                    if self._retriever.notice:
+                        logger.warning("retrieval: %s", self._retriever.notice)
                     self._failure = None
                 self._refusal = None
             except Exception as error:

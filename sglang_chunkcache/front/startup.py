@@ -48,9 +48,12 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
         if mode not in retriever.modes:
             flag = flag_name("retrieve_mode")
             raise RetrievalError(f"{flag} {mode}: the index {config.index} offers {', '.join(retriever.modes)}")
-        retriever.search(["Does it work?"], k=1, mode=mode, nprobe=config.retrieve_nprobe)
+        tried = "fusion" if mode == "filled" else mode  # words alone might fill the list
+        retriever.search(["Does it work?"], k=1, mode=tried, nprobe=config.retrieve_nprobe)
     except ModuleNotFoundError as error:  # FAISS at once, others only where the index needs them
         raise RetrievalError(f"needs the extra 'retrieval': {error.name} is not installed") from None
+    if retriever.notice:
+        logger.warning("retrieval: %s", retriever.notice)
     return retriever
 
 

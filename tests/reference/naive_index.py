@@ -6,7 +6,7 @@ between them is told here by leaving the second one out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +56,7 @@ class NaiveIndex:
             counts["documents"] += 1
             if self.documents.get(document.id) == document:
                 counts["unchanged"] += 1
+                self.documents[document.id] = document  # it may be in another file now
             else:
                 for name, number in self._put(document).items():
                     counts[name] += number
@@ -79,6 +80,30 @@ class NaiveIndex:
         for document in documents:
             self.documents.pop(document, None)
         return bool(documents)
+
+    def num_served(self) -> tuple[int, int]:
+        """Documents and passages of them that are served and still there."""
+        rows = [row for row in self.live if row < len(self.served.passages)]
+        return len({self.passages[row].document_id for row in rows}), len(rows)
+
+    def gone(self, corpus: Iterable[Document], unread: Collection[str]) -> dict[str, int]:
+        """Documents that are not in the corpus, nor perhaps in a file that was not read, with numbers of passages served."""
+        there = {*self.documents, *(self.passages[row].document_id for row in self.live)}
+        gone: dict[str, int] = {}
+        for name in there - {document.id for document in corpus}:
+            file = self.documents[name].file if name in self.documents else None
+            if not (unread if file is None else any(file == each or file.startswith(f"{each}/") for each in unread)):
+                gone[name] = sum(row < len(self.served.passages) for row in self._rows_of_document(name))
+        return gone
+
+    def drop(self, names: Collection[str]) -> None:
+        """Documents are there no more, nor do their passages wait."""
+        for name in names:
+            self.documents.pop(name, None)
+            self._drop_waiting(name)
+        for name in sorted(names):
+            for row in self._rows_of_document(name):
+                self._hide(row)
 
     def texts(self) -> set[str]:
         """What the documents that were read say, in any row."""

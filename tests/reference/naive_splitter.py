@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from retrieval.passage import Document, Passage
 from retrieval.sentences import find_borders
+from retrieval.tables import find_tables
 from retrieval.tokens import Tokens
 
 
@@ -17,11 +18,16 @@ class NaiveSplitter:
         """All passages of the document."""
         text = self.text = document.text
         self.spans = self.tokens.offsets(text)
-        self.borders = find_borders(text)
+        self.tables = find_tables(text)
+        self.borders = find_borders(text, self.tables)
         passages: list[Passage] = []
         start = fresh = self.skip_space(0)
         while fresh < len(text):
-            end = self.end_of_passage(start, fresh)
+            header = self.header_above(start)
+            end = self.end_of_passage(start, fresh, header)
+            if end is None and header and start == fresh:
+                header = ""
+                end = self.end_of_passage(start, fresh, header)
             if end is None:
                 assert start < fresh, "a character with more than max_tokens tokens"
                 start = fresh
@@ -31,10 +37,10 @@ class NaiveSplitter:
                     id=f"{document.id}#{start}",
                     document_id=document.id,
                     title=document.title,
-                    text=text[start:end],
+                    text=header + text[start:end],
                     start=sum(span_end <= start for _, span_end in self.spans),
                     end=sum(span_start < end for span_start, _ in self.spans),
-                    num_tokens=len(self.tokens.offsets(text[start:end])),
+                    num_tokens=len(self.tokens.offsets(header + text[start:end])),
                 )
             )
             fresh = self.skip_space(end)
@@ -45,11 +51,16 @@ class NaiveSplitter:
         """Tokens of the whole text that touch `[start, end)`."""
         return sum(span_end > start and span_start < end for span_start, span_end in self.spans)
 
-    def end_of_passage(self, start: int, fresh: int) -> int | None:
+    def header_above(self, start: int) -> str:
+        """The header of the table in whose rows a passage begins, unless it takes more than half of one."""
+        headers = [table.header for table in self.tables if table.body <= start < table.end]
+        return "".join(header for header in headers if 2 * len(self.tokens.offsets(header)) <= self.max_tokens)
+
+    def end_of_passage(self, start: int, fresh: int, header: str) -> int | None:
         """The best end; with fewer tokens while the text alone proves too long."""
-        limit = self.max_tokens
+        self.room = limit = self.max_tokens - len(self.tokens.offsets(header))
         while (end := self.best_end(start, fresh, limit)) is not None:
-            excess = len(self.tokens.offsets(self.text[start:end])) - self.max_tokens
+            excess = len(self.tokens.offsets(header + self.text[start:end])) - self.max_tokens
             if excess <= 0:
                 return end
             if end == fresh + 1:
@@ -86,13 +97,13 @@ class NaiveSplitter:
         within = [place for place in range(start + 1, fresh) if self.num_tokens(place, end) <= self.overlap_tokens]
         sentences = [place for place in within if self.begins_sentence(place)]
         words = [place for place in within if self.text[place - 1].isspace() and not self.text[place].isspace()]
-        if sentences or self.begins_sentence(fresh):
+        if sentences or self.begins_sentence(fresh) or any(table.start <= fresh < table.end for table in self.tables):
             return [*sentences, fresh][0]
         return [*words, fresh][0]
 
     def half_full(self, start: int, end: int) -> bool:
-        """Whether `[start, end)` has half the tokens allowed."""
-        return 2 * self.num_tokens(start, end) >= self.max_tokens
+        """Whether `[start, end)` has half the tokens for which there is room."""
+        return 2 * self.num_tokens(start, end) >= self.room
 
     def begins_sentence(self, place: int) -> bool:
         """Whether a border lies right before."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.build import BuildReport, build_index, remove_passages
+from retrieval.build import BuildReport, Pruning, build_index, remove_passages
 from retrieval.passage import Document
 from retrieval.settings import BuildOptions, IndexSettings
 from retrieval.tokens import load_tokens
@@ -71,7 +71,9 @@ def quiet(stage: str, done: int, total: int | None) -> None:
     """No progress is shown."""
 
 
-def build(folder: Path, documents: Iterable[Document], *, encoder: Any = None, **changes: Any) -> BuildReport:
+def build(
+    folder: Path, documents: Iterable[Document], *, encoder: Any = None, pruning: Pruning | None = None, **changes: Any
+) -> BuildReport:
     """`build_index` with what tests do not care about filled in."""
     return build_index(
         documents,
@@ -81,6 +83,7 @@ def build(folder: Path, documents: Iterable[Document], *, encoder: Any = None, *
         encoder=encoder or WordEncoder(),
         options=OPTIONS,
         progress=quiet,
+        pruning=pruning,
     )
 
 

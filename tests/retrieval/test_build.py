@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,14 +20,26 @@ from unittest.mock import patch
 import pytest
 
 from retrieval import build as build_module
-from retrieval.build import BuildReport, build_index
+from retrieval.bm25 import Bm25Index
+from retrieval.build import BuildReport, Pruning, build_index
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
 from retrieval.index import Index
-from retrieval.manifest import MANIFEST, PASSAGES, VECTORS, writer_lock
+from retrieval.manifest import (
+    ANALYZER,
+    MANIFEST,
+    PASSAGES,
+    VECTORS,
+    _digest,
+    entry_of,
+    read_manifest,
+    removed_rows,
+    writer_lock,
+)
 from retrieval.passage import Document
 from retrieval.retriever import Retriever
 from retrieval.settings import SETTINGS
+from retrieval.store import PassageStore
 from tests.retrieval.small_index import DIM, OPTIONS, TOKENS, WordEncoder, build, make_documents, make_settings, remove
 
 NUM_DOCUMENTS = 3000
@@ -166,6 +180,83 @@ def test_words_that_were_damaged_get_no_new_checksum(tmp_path: Path) -> None:
     build(tmp_path, make_documents(["more"], prefix="e"))
     with pytest.raises(CorruptIndexError, match="bm25-2"):
         Index.open(tmp_path, verify=True)
+
+
+def make_older(folder: Path) -> None:
+    """As the version before made it: format 1 and the first analyzer."""
+    manifest = read_manifest(folder)
+    assert manifest.bm25 is not None
+    place, store = folder / manifest.bm25, PassageStore(folder / PASSAGES, writable=False)
+    shutil.rmtree(place)
+    hidden = set(removed_rows(folder, manifest).tolist())
+    rows = ((row, passage.content) for row, passage in store.iterate(0, manifest.num_rows) if row not in hidden)
+    Bm25Index.create(place, language="none", version=1).update(rows, [], memory_bytes=OPTIONS.bm25_memory_bytes)
+    store.close()
+    others = {name: entry for name, entry in manifest.files.items() if not name.startswith(manifest.bm25)}
+    words = {f"{place.name}/{path.name}": entry_of(path) for path in place.iterdir() if path.suffix != ".lock"}
+    fields = asdict(replace(manifest, files={**others, **words}))
+    del fields["analyzer"]
+    (folder / MANIFEST).write_text(json.dumps({"format": 1, "xxh3": _digest(fields), **fields}))
+
+
+def test_index_of_an_older_analyzer_is_searched_with_it_until_the_next_build(tmp_path: Path) -> None:
+    """Never words cut in one way among those cut in another: the next build indexes the texts anew, and encodes none again."""
+    documents = [*make_documents(["退货政策很简单", "plain words", "gone"]), Document("zh", "", "退货")]
+    build(tmp_path, documents)
+    remove(tmp_path, "d2")
+    make_older(tmp_path)
+    retriever = Retriever(Index.open(tmp_path, verify=True), WordEncoder(), verify=True, threads=1)
+
+    def found(query: str) -> list[str]:
+        return [hit.passage.id for hit in retriever.search([query], k=5, mode="bm25", nprobe=1).hits[0]]
+
+    assert (found("退货"), found("words gone")) == (["zh"], ["d1"])
+    assert "run `python -m retrieval build` again" in (retriever.notice or "")
+    encoder = CountingEncoder()
+    report = build(tmp_path, [documents[0]], encoder=encoder)
+    assert (report.unchanged, report.encoded, report.generation, encoder.num_texts) == (1, 0, 3, 1)
+    assert retriever.refresh()
+    assert (found("退货"), found("words gone"), retriever.notice) == (["zh", "d0"], ["d1"], None)
+    assert build(tmp_path, [documents[0]]).generation == 3
+
+
+def test_documents_of_an_older_store_are_pruned_with_care(tmp_path: Path) -> None:
+    """Their files are not known: they stay while anything is unreadable."""
+    documents = [Document(name, "", f"text {name}", file=f"{name}.jsonl") for name in "abc"]
+    build(tmp_path, documents)
+    with sqlite3.connect(tmp_path / PASSAGES) as db:
+        db.execute("ALTER TABLE documents DROP COLUMN file")
+    db.close()
+    assert build(tmp_path, documents[:2], pruning=Pruning({"other.txt"}, even_most=False)).pruned == 0
+    assert build(tmp_path, documents[:1], pruning=Pruning({"b.jsonl"}, even_most=False)).pruned == 0
+    assert build(tmp_path, documents[:2], pruning=Pruning((), even_most=False)).pruned == 1
+    assert ids_of(tmp_path) == ["a", "b"]
+
+
+def test_a_server_follows_a_pruning(tmp_path: Path) -> None:
+    """One generation has all, the next has the rest; what was opened answers as it did."""
+    documents = make_documents(["word a", "word b", "word c"])
+    build(tmp_path, documents)
+    retriever = Retriever(Index.open(tmp_path, verify=True), WordEncoder(), verify=True, threads=1)
+
+    def found() -> list[str]:
+        hits = retriever.search(["word"], k=9, mode="filled", nprobe=1).hits[0]
+        return sorted(hit.passage.id for hit in hits)
+
+    report = build(tmp_path, documents[1:], pruning=Pruning((), even_most=False))
+    assert (report.pruned, report.removed, report.passages, report.generation) == (1, 1, 2, 2)
+    assert found() == ["d0", "d1", "d2"]
+    assert retriever.refresh()
+    assert found() == ["d1", "d2"]
+
+
+def test_index_of_a_newer_analyzer_is_refused(tmp_path: Path) -> None:
+    """Its words cannot be looked up."""
+    build(tmp_path, make_documents(["a"]))
+    newer = replace(read_manifest(tmp_path), analyzer=ANALYZER + 1)
+    (tmp_path / MANIFEST).write_text(newer.to_json())
+    with pytest.raises(CorruptIndexError, match=f"analyzer is of version {ANALYZER + 1}, this release has {ANALYZER}"):
+        Index.open(tmp_path, verify=False)
 
 
 def test_many_later_rows_become_the_base(tmp_path: Path) -> None:

@@ -186,6 +186,133 @@ def test_first_build_on_a_full_disk_is_named_and_resumed(tmp_path: Path, limit_k
     assert main(["inspect", str(tmp_path / "index"), "--verify"]) == 0
 
 
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """Five files with an index `index` beside them: two texts, two rows with ids of their own, one in a folder."""
+    folder = tmp_path / "notes"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "sub/c.txt"):
+        (folder / name).write_text(f"The note {name} of the keeper.")
+    (folder / "rows.jsonl").write_text('{"id": "r1", "text": "Row one."}\n{"id": "r2", "text": "Row two."}\n')
+    assert run("build", folder, "--out", tmp_path / "index", *BUILD) == 0
+    return folder
+
+
+def ids_in(index: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Documents that a search finds."""
+    capsys.readouterr()
+    assert run("search", index, "note row", "--mode", "bm25", "--k", 20, "--json") == 0
+    return sorted(passage["document"] for passage in json.loads(capsys.readouterr().out)["passages"])
+
+
+def test_build_says_what_it_has_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files read and left out, unreadable ones by name, and scripts that need more than words; the same as JSON."""
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name, data in [
+        ("a.txt", b"plain"),
+        ("zh.txt", "茶是一种饮料。".encode()),
+        ("bad.txt", b"\xff"),
+        ("rows.jsonl", b"[]"),
+    ]:
+        (docs / name).write_bytes(data)
+    (docs / "empty.md").touch()
+    (docs / "table.pdf").touch()
+    command = ["build", docs, "--out", tmp_path / "index", *BUILD]
+    capsys.readouterr()
+    assert run(*command) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert "2 files cannot be read (--skip-unreadable goes on without)" in first
+    assert [line.split("/")[-1].split(" ")[0] for line in rest] == ["bad.txt:1:", "rows.jsonl:1:"]
+    assert run(*command, "--skip-unreadable") == 0
+    out = capsys.readouterr().out
+    assert "documents: 2 read" in out
+    assert "files: 5 read, 1 of them without text; 1 of other kinds skipped" in out
+    assert out.count("skipped: ") == 2
+    assert "bad.txt:1: not UTF-8: byte 0xff" in out
+    assert "rows.jsonl:1: a row must be an object" in out
+    assert "scripts without spaces: 1 documents" in out
+    assert run(*command, "--skip-unreadable", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {name: told[name] for name in ("documents", "unspaced", "files", "without_text", "other_files")} == {
+        "documents": 2,
+        "unspaced": 1,
+        "files": 5,
+        "without_text": 1,
+        "other_files": 1,
+    }
+    assert len(told["unreadable"]) == 2
+
+
+def test_prune_removes_what_is_gone(notes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A deleted file and a deleted row; a renamed file keeps its text, under its new name. A dry run tells before."""
+    index = notes.with_name("index")
+    (notes / "a.txt").unlink()
+    (notes / "b.txt").rename(notes / "new.txt")
+    assert run("build", notes, "--out", index) == 0
+    assert ids_in(index, capsys) == ["a.txt", "b.txt", "r1", "r2", "sub/c.txt"], "without --prune all of them stay"
+    manifest = (index / "manifest.json").read_bytes()
+    assert run("build", notes, "--out", index, "--prune", "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[:2] == ["would go: a.txt (1 passages)", "would go: b.txt (1 passages)"]
+    assert (index / "manifest.json").read_bytes() == manifest
+    assert run("build", notes, "--out", index, "--prune-all", "--dry-run", "--json") == 0
+    assert [row["document"] for row in json.loads(capsys.readouterr().out)["gone"]] == ["a.txt", "b.txt"]
+    assert run("build", notes, "--out", index, "--prune") == 0
+    assert "pruned: 2 documents" in capsys.readouterr().out
+    assert ids_in(index, capsys) == ["new.txt", "r1", "r2", "sub/c.txt"]
+    (notes / "rows.jsonl").write_text('{"id": "r2", "text": "Row two."}\n')
+    assert run("build", notes, "--out", index, "--prune") == 0
+    assert ids_in(index, capsys) == ["new.txt", "r2", "sub/c.txt"]
+
+
+def test_prune_keeps_what_was_not_read(notes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unreadable files, texts or rows, empty ones, and what lies behind a link that leads nowhere are not gone."""
+    index = notes.with_name("index")
+    (notes / "a.txt").write_bytes(b"\xff")
+    (notes / "b.txt").write_text(" ")
+    (notes / "rows.jsonl").write_text('{"id": "r1"}\n{"id": "r9", "text": "Row nine."}\n')
+    (notes / "sub/c.txt").unlink()
+    (notes / "sub").rmdir()
+    (notes / "sub").symlink_to(notes / "unmounted")
+    for flags in (["--dry-run"], []):
+        assert run("build", notes, "--out", index, "--prune", "--skip-unreadable", *flags) == 0
+    assert "pruned: 0 documents" in capsys.readouterr().out
+    assert ids_in(index, capsys) == ["a.txt", "b.txt", "r1", "r2", "r9", "sub/c.txt"]
+    (notes / "sub").unlink()
+    assert run("build", notes, "--out", index, "--prune", "--skip-unreadable") == 0
+    assert ids_in(index, capsys) == ["a.txt", "b.txt", "r1", "r2", "r9"]
+
+
+def test_prune_refuses_what_looks_like_a_mistake(notes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is missing, empty, or has lost more than half of what is served, however often it is tried: exit code 2,
+    and the index is as it was."""
+    index, away = notes.with_name("index"), notes.with_name("away")
+    before = ids_in(index, capsys)
+    (notes / "only.txt").write_text("The only note.")
+    for name in ("a.txt", "b.txt", "rows.jsonl"):
+        (notes / name).rename(notes / f".{name}")
+    for flags in (["--prune"], ["--prune"], ["--prune", "--dry-run"]):
+        capsys.readouterr()
+        assert run("build", notes, "--out", index, *flags) == 2
+        out, err = capsys.readouterr()
+        assert "4 of 5 documents with 4 of 5 passages are not there any more, more than half" in err
+        assert ("would go: r1 (1 passages)" in out) == ("--dry-run" in flags)
+    assert ids_in(index, capsys) == before
+    check_refused(capsys, ["build", notes, "--out", index, "--dry-run"], "give both")
+    notes.rename(away)
+    for flags in (["--prune"], ["--prune", "--dry-run"]):
+        check_refused(capsys, ["build", notes, "--out", index, *flags], "no such file or folder")
+    notes.mkdir()
+    for flags in (["--prune"], ["--prune", "--dry-run"]):
+        check_refused(capsys, ["build", notes, "--out", index, *flags], "no documents in")
+    assert ids_in(index, capsys) == before
+    assert run("build", away, "--out", index, "--prune-all") == 0
+    assert ids_in(index, capsys) == ["only.txt", "sub/c.txt"]
+    assert run("build", notes.with_name("nowhere"), "--out", index, "--prune-all") == 0
+    assert ids_in(index, capsys) == []
+
+
 def test_a_folder_called_words_is_no_tokenizer(docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`words` and `bundled` are names, whatever lies in the current folder."""
     (tmp_path / "words").mkdir()

@@ -6,12 +6,13 @@ import gzip
 import json
 import os
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from retrieval import corpus
-from retrieval.corpus import clean, read_documents
+from retrieval.corpus import Corpus, clean
 from retrieval.errors import RetrievalError
 from retrieval.passage import Document
 
@@ -27,6 +28,11 @@ def write_rows(path: Path, *rows: object) -> Path:
     """JSON Lines, gzipped if the name says so."""
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
     return write(path, gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def read_documents(*sources: str | Path) -> Iterator[Document]:
+    """All documents, nothing skipped."""
+    return Corpus(sources, skip_unreadable=False).documents()
 
 
 def ids(source: Path) -> list[str]:
@@ -128,8 +134,110 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
             ids(write(tmp_path / "a.jsonl.gz", data))
 
 
+UNICODE = "# Grüße\r\n\r\n北京 😀\n"
+MARKED = [
+    (codec, bom) for codec, bom in (("utf-8", b"\xef\xbb\xbf"), ("utf-16-le", b"\xff\xfe"), ("utf-16-be", b"\xfe\xff"))
+]
+MARKED += [("utf-32-le", b"\xff\xfe\0\0"), ("utf-32-be", b"\0\0\xfe\xff")]
+
+
+@pytest.mark.parametrize(("codec", "bom"), MARKED)
+def test_byte_order_marks_are_read(tmp_path: Path, codec: str, bom: bytes) -> None:
+    """Of PowerShell, Notepad and Excel: text, rows, and rows in gzip; the mark is no part of the text."""
+    text = write(tmp_path / "a.md", bom + UNICODE.encode(codec))
+    assert list(read_documents(text)) == [Document("a.md", "Grüße", "# Grüße\n\n北京 😀\n")]
+    lines = "".join(
+        json.dumps({"id": name, "text": f"北京 {name}\u010a"}, ensure_ascii=False) + "\r\n" for name in "xy"
+    )
+    data = bom + (lines + "\r\n").encode(codec)
+    for rows in (write(tmp_path / "a.jsonl", data), write(tmp_path / "b.jsonl.gz", gzip.compress(data))):
+        assert list(read_documents(rows)) == [Document(name, "", f"北京 {name}\u010a") for name in "xy"]
+
+
+def test_text_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    """Half a character of UTF-16 at the end."""
+    path = write(tmp_path / "a.txt", "one\ntwo\nthree".encode("utf-16")[:-1])
+    with pytest.raises(RetrievalError, match=r"a\.txt:3: not UTF-16-LE: truncated data"):
+        ids(path)
+    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n{"text": "b"}'.encode("utf-16")[:-1])
+    with pytest.raises(RetrievalError, match=r"a\.jsonl:2: not UTF-16-LE: truncated data"):
+        ids(path)
+
+
+def write_unreadable(folder: Path) -> list[str]:
+    """Six kinds of files that cannot be read among good ones; what is wrong with them, in order."""
+    write(folder / "a.txt", "one\ncaf\xe9".encode("latin-1"))
+    write(folder / "b.txt", "good")
+    write(folder / "c.jsonl", b'{"text": "r1"}\n{"txt": "x"}\n{"text": "r3"}\nnot json\n{"text": "r5"}\n')
+    write(folder / "d.jsonl.gz", gzip.compress(b'{"text": "%s"}' % os.urandom(200).hex().encode())[:99])
+    write(folder / "e.md", b"x" * 2000)
+    write(folder / "sub/f.txt", b"\xff\xfeg")
+    write(folder / "sub/g.txt", "also good")
+    return [
+        "a.txt:2: not UTF-8: byte 0xe9",
+        'c.jsonl:2: a row must have a "text"; got the fields txt (and in 1 more rows)',
+        "d.jsonl.gz:1: not gzip, or damaged",
+        "e.md: larger than 0 MiB",
+        "sub/f.txt:1: not UTF-16-LE: truncated data",
+    ]
+
+
+def test_all_that_cannot_be_read_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one after each attempt; of both sources, in one error."""
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 1000)
+    expected = write_unreadable(tmp_path / "docs")
+    write(tmp_path / "other/h.txt", b"\xff")
+    documents = read_documents(tmp_path / "docs", tmp_path / "other")
+    with pytest.raises(RetrievalError) as caught:
+        list(documents)
+    first, *lines = str(caught.value).splitlines()
+    assert first == "6 files cannot be read (--skip-unreadable goes on without):"
+    for line, part in zip(lines, [*expected, "h.txt:1: not UTF-8: byte 0xff"], strict=True):
+        assert part in line
+
+
+def test_what_cannot_be_read_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the rest is read, rows beside bad ones too."""
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 1000)
+    expected = write_unreadable(tmp_path)
+    for name in ("empty.txt", "picture.png", ".hidden.txt"):
+        write(tmp_path / name, " ")
+    (tmp_path / "away").symlink_to("/not/mounted")
+    found = Corpus([tmp_path], skip_unreadable=True)
+    assert [document.id for document in found.documents()] == [
+        "b.txt",
+        "c.jsonl:1",
+        "c.jsonl:3",
+        "c.jsonl:5",
+        "sub/g.txt",
+    ]
+    assert len(found.reading.unreadable) == len(expected)
+    assert all(part in line for line, part in zip(found.reading.unreadable, expected, strict=True))
+    assert (found.reading.files, found.reading.num_empty, found.reading.num_other) == (8, 1, 1)
+    assert found.reading.unread == {"a.txt", "c.jsonl", "d.jsonl.gz", "e.md", "sub/f.txt", "empty.txt", "away"}
+
+
+def test_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are not gone."""
+    write(tmp_path / "a.txt", "a")
+    write(tmp_path / "locked/b.txt", "b")
+    listed = os.scandir
+
+    def scandir(folder: str) -> object:
+        if Path(folder).name == "locked":
+            raise PermissionError(13, "Permission denied", folder)
+        return listed(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(RetrievalError, match="locked: Permission denied"):
+        ids(tmp_path)
+    found = Corpus([tmp_path], skip_unreadable=True)
+    assert [document.id for document in found.documents()] == ["a.txt"]
+    assert found.reading.unread == {"locked"}
+
+
 def test_text_that_is_not_utf8_is_refused_by_line(tmp_path: Path) -> None:
-    """Latin-1 and UTF-16 would otherwise become rubbish in the index."""
+    """Latin-1 would otherwise become rubbish in the index."""
     with pytest.raises(RetrievalError, match=r"a\.txt:3: not UTF-8: byte 0xe9"):
         ids(write(tmp_path / "a.txt", b"one\ntwo\ncaf\xe9"))
 

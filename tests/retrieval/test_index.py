@@ -157,8 +157,8 @@ def test_json_that_is_none(folder: Path, name: str, content: str) -> None:
 def test_another_format(folder: Path) -> None:
     """Of a later version of this package."""
     manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(CorruptIndexError, match=r"manifest\.json: .*format 1"):
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "format": 3}))
+    with pytest.raises(CorruptIndexError, match=r"manifest\.json: .*format 2"):
         Index.open(folder, verify=False)
 
 

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from retrieval import build as build_module
 from retrieval import generation as generation_module
+from retrieval.build import Pruning, find_gone
+from retrieval.errors import RetrievalError
 from retrieval.index import Index
 from retrieval.manifest import MANIFEST, VECTORS, read_manifest
 from retrieval.passage import Document
@@ -39,11 +41,13 @@ SENTENCES = [
     " ".join(WORDS[(start + step * at) % 4] for at in range(6)) + " oak." for start in range(4) for step in (1, 3)
 ]
 """As long as a passage may be: each becomes one."""
+FILES = ["a.jsonl", "sub/a.jsonl", "sub/b.txt", None]
 documents = st.builds(
     Document,
     st.sampled_from([f"doc{number}" for number in range(5)]),
     st.sampled_from(["", "", "elm title"]),
     st.lists(st.sampled_from(SENTENCES), min_size=1, max_size=4).map(" ".join),
+    st.sampled_from(FILES),
 )
 corpora = st.lists(documents, min_size=1, max_size=5, unique_by=lambda document: document.id)
 STAGES = ["write_faiss", "_index_texts", "_entries", "write_atomically", "_delete_unnamed"]
@@ -98,8 +102,8 @@ class IndexMachine(RuleBasedStateMachine):
             opened.index.store.close()
         shutil.rmtree(self.folder)
 
-    def _build(self, corpus: Sequence[Document] | Iterator[Document], encoder: Any = ENCODER) -> Any:
-        return build(self.folder, corpus, encoder=encoder, **self.changes)
+    def _build(self, corpus: Sequence[Document] | Iterator[Document], encoder: Any = ENCODER, **options: Any) -> Any:
+        return build(self.folder, corpus, encoder=encoder, **options, **self.changes)
 
     @initialize(corpus=corpora)
     def first_build(self, corpus: list[Document]) -> None:
@@ -117,6 +121,30 @@ class IndexMachine(RuleBasedStateMachine):
             assert getattr(report, name) == number, name
         assert report.passages == len(self.naive.live)
         assert report.generation == generation + (before != self.naive.served)
+        self.is_clean = True
+
+    @rule(corpus=corpora, unread=st.sets(st.sampled_from(["a.jsonl", "sub", "sub/b.txt"])), even_most=st.booleans())
+    def prune(self, corpus: list[Document], unread: set[str], even_most: bool) -> None:
+        """What a dry run tells is what goes, unless it is more than half of what was served."""
+        before, generation = self.naive.num_served(), self._generation()
+        told = find_gone(corpus, self.folder, Pruning(unread, even_most=even_most))
+        assert [name for name, _ in told.documents] == sorted(self.naive.gone(corpus, unread))
+        served = self.naive.served
+        counts = self.naive.read(corpus)
+        gone = self.naive.gone(corpus, unread)
+        going = sum(number > 0 for number in gone.values()), sum(gone.values())
+        pruning = Pruning(unread, even_most=even_most)
+        if not even_most and (2 * going[0] > before[0] or 2 * going[1] > before[1]):
+            with pytest.raises(RetrievalError, match="more than half: nothing is removed"):
+                self._build(corpus, pruning=pruning)
+            assert self._generation() == generation
+            return
+        self.naive.drop(gone)
+        report = self._build(corpus, pruning=pruning)
+        self.naive.publish()
+        assert (report.pruned, report.passages) == (len(gone), len(self.naive.live))
+        assert report.generation == generation + (served != self.naive.served)
+        assert report.documents == counts["documents"]
         self.is_clean = True
 
     @rule(
@@ -167,12 +195,14 @@ class IndexMachine(RuleBasedStateMachine):
             self.naive.publish()
             self.is_clean = True
 
-    @rule(corpus=corpora, stage=st.sampled_from(STAGES), after=st.booleans())
-    def die_publishing(self, corpus: list[Document], stage: str, after: bool) -> None:
-        """Before or after any of the last steps; only the manifest's replacement serves what is new."""
+    @rule(corpus=corpora, stage=st.sampled_from(STAGES), after=st.booleans(), prunes=st.booleans())
+    def die_publishing(self, corpus: list[Document], stage: str, after: bool, prunes: bool) -> None:
+        """Before or after any of the last steps; only the manifest's replacement serves what is new, and hides what has gone."""
         self.naive.read(corpus)
+        if prunes:
+            self.naive.drop(self.naive.gone(corpus, ()))
         with dying(stage, after=after) as death:
-            self._build(corpus)
+            self._build(corpus, pruning=Pruning((), even_most=True) if prunes else None)
         if death.is_published:
             self.naive.publish()
         self.is_clean = not death.has_died

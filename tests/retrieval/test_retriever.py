@@ -19,7 +19,7 @@ from retrieval.build import build_index
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.index import Index
 from retrieval.rank_fusion import reciprocal_rank_fusion
-from retrieval.retriever import RRF_CONSTANT, Mode, Retriever
+from retrieval.retriever import RRF_CONSTANT, ZERO, Mode, Retriever
 from tests.retrieval.small_index import (
     OPTIONS,
     TOKENS,
@@ -43,7 +43,7 @@ def ids(retriever: Retriever, query: str, *, k: int = 3, mode: Mode) -> list[str
 def test_each_mode_finds_a_word(whole_index: Path) -> None:
     """In the base, in the later segment; not what was removed."""
     retriever = make_retriever(whole_index)
-    assert retriever.modes == ("fusion", "dense", "bm25")
+    assert retriever.modes == ("fusion", "dense", "bm25", "filled")
     for mode in retriever.modes:
         for number in (0, 7, 39):
             assert ids(retriever, f"word{number} shared tail{number % 5}", k=1, mode=mode) == [f"d{number}"]
@@ -64,6 +64,46 @@ def test_rank_fusion_is_of_the_two_lists(whole_index: Path) -> None:
     assert [(numbers[hit.passage.id], hit.score) for hit in hits] == expected
     for k in (1, 4, 30):
         assert ids(retriever, "word5 tail1", k=k, mode="fusion") == [hit.passage.id for hit in hits[:k]]
+
+
+def test_filled_is_bm25_then_what_else_is_near(whole_index: Path) -> None:
+    """Fewer than k share a word: vectors fill up, none twice, none without likeness, and each score says whose it is."""
+    retriever = make_retriever(whole_index)
+    words = retriever.search(["word5"], k=30, mode="bm25", nprobe=1).hits[0]
+    near = retriever.search(["word5"], k=30, mode="dense", nprobe=1).hits[0]
+    assert len(words) == 1
+    assert min(hit.score for hit in near) < 0, "some must not be taken"
+    expected = [*words, *(hit for hit in near if hit.score > ZERO and hit.passage != words[0].passage)]
+    found = retriever.search(["word5"], k=30, mode="filled", nprobe=1)
+    assert found.hits[0] == expected
+    assert {hit.mode for hit in found.hits[0]} == {"bm25", "dense"}
+    assert retriever.search(["word5"], k=3, mode="filled", nprobe=1).hits[0] == expected[:3]
+
+
+def test_filled_asks_the_vectors_only_for_queries_that_are_short(whole_index: Path) -> None:
+    """The others take no time of the encoder, and find what BM25 alone does; a query without words finds nothing."""
+    retriever = make_retriever(whole_index)
+    full = retriever.search(["shared"], k=3, mode="filled", nprobe=1)
+    assert (full.hits, set(full.ms)) == (
+        retriever.search(["shared"], k=3, mode="bm25", nprobe=1).hits,
+        {"bm25", "read"},
+    )
+    batch = retriever.search(["shared", "word5", ""], k=3, mode="filled", nprobe=1)
+    assert batch.hits[0] == full.hits[0]
+    assert [hit.mode for hit in batch.hits[1]] == ["bm25", "dense", "dense"]
+    assert batch.hits[2] == []
+
+
+def test_modes_of_the_embedded_encoder(tmp_path: Path) -> None:
+    """Filled by default; an index without words has vectors alone."""
+    for folder, language, modes in [
+        (tmp_path / "words", "none", ("filled", "bm25", "fusion", "dense")),
+        (tmp_path / "vectors", None, ("dense",)),
+    ]:
+        settings = make_settings(encoder={"kind": "hashed", "dim": 8}, bm25_language=language)
+        documents = make_documents(["one text", "another text"])
+        build_index(documents, folder, settings, tokens=TOKENS, encoder=None, options=OPTIONS, progress=quiet)
+        assert Retriever.open(folder, encoder=None, device=None, verify=True, threads=1).modes == modes
 
 
 @pytest.mark.parametrize("mode", ["dense", "fusion"])
@@ -110,6 +150,7 @@ def test_a_batch_is_its_queries(whole_index: Path) -> None:
         "fusion": {"encode", "dense", "bm25", "read"},
         "dense": {"encode", "dense", "read"},
         "bm25": {"bm25", "read"},
+        "filled": {"encode", "dense", "bm25", "read"},
     }
     for mode, timed in phases.items():
         result = retriever.search(queries, k=4, mode=mode, nprobe=1)

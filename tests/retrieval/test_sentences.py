@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieval.sentences import find_borders
+from retrieval.tables import find_tables
 
 
 def cut(text: str) -> list[str]:
     """The text at its borders, `¶` before what begins a paragraph."""
     parts, start, paragraph = [], len(text) - len(text.lstrip()), False
-    for border in find_borders(text):
+    for border in find_borders(text, find_tables(text)):
         parts.append("¶" * paragraph + text[start : border.end])
         start, paragraph = border.start, border.paragraph
     return parts
@@ -38,6 +39,11 @@ def cut(text: str) -> list[str]:
         ("今日は。「はい。」元気！Yes.", ["今日は。", "「はい。」", "元気！", "Yes."]),
         ("यह है। वह है।", ["यह है।", "वह है।"]),
         ("Wait... What?! No.", ["Wait...", "What?!", "No."]),
+        (
+            "See below. Here:\n| a. B | c |\n|---|---|\n| d. E | f! G |\n|# h | i. |\nText. More",
+            ["See below.", "Here:", "| a. B | c |\n|---|---|\n| d. E | f! G |", "|# h | i. |", "Text.", "More"],
+        ),
+        ("# Head\na | b\n-|-\nc | d\n\ne | f", ["# Head\na | b\n-|-\nc | d", "¶e | f"]),
         ("  padded. \n Text. \n", ["padded.", "Text."]),
     ],
 )
@@ -68,7 +74,7 @@ def test_paragraphs_headings_and_lists(text: str, expected: list[str]) -> None:
 def test_borders_ascend_and_enclose_whitespace_only(pieces: list[str]) -> None:
     """Nothing between two sentences is lost, and none is empty."""
     text = "".join(pieces)
-    borders = find_borders(text)
+    borders = find_borders(text, find_tables(text))
     assert (borders[-1].end, borders[-1].start) == (len(text.rstrip()), len(text))
     begin = len(text) - len(text.lstrip())
     for border in borders:

@@ -16,6 +16,7 @@ from retrieval import splitter as splitter_module
 from retrieval.errors import RetrievalError
 from retrieval.passage import Document, Passage
 from retrieval.splitter import MIN_TOKENS, Splitter
+from retrieval.tables import find_tables
 from retrieval.tokens import Tokens, WordTokens, load_tokens
 from tests.examples import examples
 from tests.reference.naive_splitter import NaiveSplitter
@@ -27,6 +28,17 @@ PIECES = [
     *["é", "e\u0301", "👩\u200d👩\u200d👧", "🇩🇪", "ﬁ", "\u200b", "Ω", "הטקסט"],
 ]
 CHARACTERS = st.characters(exclude_categories=["Cs"])
+ROWS = ["| a | b |\n", "| c. D | e |\n", "x | y\n", "| long " + "row " * 9 + "| z |\n", "| 中文。字 | ok! No |\n"]
+TABLE_PIECES = [
+    *[
+        f"\n{head}|---|---|\n{row}"
+        for head in ("| H | I |\n", "  H | I\n", "| many " + "words " * 9 + "| I |\n")
+        for row in ROWS
+    ],
+    *ROWS,
+    *["One two. Three", "\n\n", "\n", "# Head\n", "- item\n", "|---|---|\n", "|", " four five six."],
+]
+TABLE_TEXTS = st.lists(st.sampled_from(TABLE_PIECES), max_size=25).map("".join)
 TEXTS = st.one_of(
     st.lists(st.sampled_from(PIECES), min_size=30, max_size=90).map("".join),
     st.lists(st.sampled_from(PIECES), max_size=10).map("".join),
@@ -85,23 +97,33 @@ def offset(passage: Passage) -> int:
     return int(passage.id.removeprefix("d#"))
 
 
+def without_header(passage: Passage, text: str) -> str:
+    """The passage's own text, below the header that it repeats from further up, if it does."""
+    first = offset(passage)
+    for table in find_tables(text):
+        if table.body <= first < table.end and passage.text.startswith(table.header):
+            return passage.text.removeprefix(table.header)
+    return passage.text
+
+
 def check(tokens: Tokens, text: str, passages: Sequence[Passage], max_tokens: int, overlap_tokens: int) -> None:
     """What must hold of every split."""
     covered = [0] * len(text)
     for passage in passages:
-        first = offset(passage)
-        assert text[first : first + len(passage.text)] == passage.text == passage.text.strip() != ""
+        first, own = offset(passage), without_header(passage, text)
+        assert text[first : first + len(own)] == own == own.strip() != ""
         assert len(tokens.offsets(passage.text)) == passage.num_tokens <= max_tokens
         assert 0 <= passage.start <= passage.end
-        for place in range(first, first + len(passage.text)):
+        for place in range(first, first + len(own)):
             covered[place] += 1
     assert all(count > 0 or char.isspace() for count, char in zip(covered, text, strict=True))
     if overlap_tokens == 0:
         assert all(count <= 1 for count in covered)
     for one, other in pairwise(passages):
         assert offset(one) < offset(other), "a start is used twice, or out of order"
-        assert offset(one) + len(one.text) < offset(other) + len(other.text), "a passage within another"
-        if offset(other) < offset(one) + len(one.text):
+        ends = [offset(each) + len(without_header(each, text)) for each in (one, other)]
+        assert ends[0] < ends[1], "a passage within another"
+        if offset(other) < ends[0]:
             assert one.end - other.start <= overlap_tokens
 
 
@@ -116,6 +138,30 @@ def test_split_keeps_every_promise_and_equals_the_naive_splitter(
     check(tokens, text, passages, max_tokens, overlap_tokens)
     naive = NaiveSplitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
     assert passages == naive.split(Document("d", "", text))
+
+
+@given(text=TABLE_TEXTS, max_tokens=st.integers(MIN_TOKENS, 60), overlap=st.floats(0, 0.49))
+@settings(max_examples=examples(60))
+def test_split_of_tables_keeps_every_promise_and_repeats_headers(
+    tokens: Tokens, text: str, max_tokens: int, overlap: float
+) -> None:
+    """As above; and what begins in a row begins with its line, below the header."""
+    overlap_tokens = int(overlap * max_tokens)
+    passages = split(tokens, text, max_tokens, overlap_tokens)
+    check(tokens, text, passages, max_tokens, overlap_tokens)
+    naive = NaiveSplitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
+    assert passages == naive.split(Document("d", "", text))
+    end = 0
+    for passage in passages:
+        own, first = without_header(passage, text), offset(passage)
+        for table in find_tables(text):
+            if table.body <= first < table.end:
+                fits = 2 * len(tokens.offsets(table.header)) <= max_tokens
+                # A table may take a passage for its header and not even one character below.
+                assert (own != passage.text) == fits or len(own) == 1
+                if first < end:
+                    assert text[text.rfind("\n", 0, first) + 1 : first].strip() == "", "the overlap begins within a row"
+        end = first + len(own)
 
 
 @given(text=TEXTS)
@@ -171,6 +217,35 @@ def test_split_cuts_a_long_sentence_between_lines_then_words() -> None:
     assert words("-" * 20, 8) == ["-" * 8, "-" * 8, "-" * 4]
 
 
+def test_split_repeats_the_header_of_a_table() -> None:
+    """A row without it says nothing, also where it is repeated in front of other text."""
+    head, rows = "| a | b |\n|---|---|", [f"| {row}. X | {row} |" for row in "pqrst"]
+    text = "\n".join(["Intro:", head, *rows]) + "\n\nThe end is here and it is a long one."
+    assert words(text, 36, 9) == [
+        "\n".join(["Intro:", head, *rows[:2]]),
+        "\n".join([head, *rows[1:4]]),
+        "\n".join([head, *rows[3:]]),
+        "\n".join([head, rows[4], "", "The end is here and it is a long one."]),
+    ]
+    assert words(text, 36)[-1] == "The end is here and it is a long one."
+
+
+def test_split_of_a_table_with_a_large_header_does_not_repeat_it() -> None:
+    """It would leave less than half of a passage for the rows."""
+    text = "| " + "long " * 9 + "|\n|---|\n" + "| row |\n" * 6
+    assert [passage.count("long") for passage in words(text, 20)] == [9, 0]
+
+
+def test_split_carries_a_header_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of megabytes is split in several parts."""
+    monkeypatch.setattr(splitter_module, "BLOCK_CHARS", 100)
+    text = "| h |\n|---|\n" + "".join(f"| r{row} |\n" for row in range(60)) + "\n| end |\n"
+    passages = words(text, 40)
+    assert all(passage.startswith("| h |\n|---|\n") for passage in passages[:-1])
+    assert passages[-1] == "| end |"
+    assert "".join(passages).count("| r") == 60
+
+
 def test_split_counts_positions_in_characters_and_tokens() -> None:
     """Ids and spans point into the document."""
     first, second = split(WordTokens(), "  One two three. 👩‍👧 four five!  Six.", 8, 0)
@@ -202,7 +277,24 @@ def test_split_refuses_a_character_that_no_passage_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["word ", "Short one. ", ".", "\n", "x", "a\n\n", "# h\n", "- i\n", "é", '."', ". ", "中。"]
+    "unit",
+    [
+        "word ",
+        "Short one. ",
+        ".",
+        "\n",
+        "x",
+        "a\n\n",
+        "# h\n",
+        "- i\n",
+        "é",
+        '."',
+        ". ",
+        "中。",
+        "| a |\n|-|\n| b |\n",
+        "|-|\n",
+        "| ",
+    ],
 )
 def test_split_takes_linear_time(unit: str) -> None:
     """A block of anything: eight times the text takes eight times as long, with a quadratic rule it would be 64."""

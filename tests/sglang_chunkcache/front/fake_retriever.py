@@ -28,6 +28,7 @@ class FakeRetriever:
         self.num_refreshes = 0
         self.tokenizer = "words"
         self.damage: str | None = None
+        self.notice: str | None = None
 
     def search(
         self,
@@ -73,7 +74,9 @@ class FakeRetriever:
         found = [name for name, text in TEXTS.items() if words & set(text.split())]
         return [
             SimpleNamespace(
-                passage=Passage(name, f"doc {name}", name.upper(), TEXTS[name], 0, 2, 2), score=1 / (rank + 1)
+                passage=Passage(name, f"doc {name}", name.upper(), TEXTS[name], 0, 2, 2),
+                score=1 / (rank + 1),
+                mode="fusion",
             )
             for rank, name in enumerate(found)
         ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from sglang_chunkcache.front.bodies import RetrieveIn
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.front.search import RagSearch, Retrieval, query_of
+from tests.retrieval.languages import QUESTIONS, write_texts
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 
 Find = Callable[..., Retrieval]
@@ -160,7 +162,7 @@ def test_what_the_client_sees(make_search: Any) -> None:
     """In a chat the passages' ids, with `/rag/v1/retrieve` all of them, texts if wished."""
     _, _, find = make_search()
     found = find(query="two")
-    brief = {"id": "d", "score": 1.0, "title": "D"}
+    brief = {"id": "d", "score": 1.0, "mode": "fusion", "title": "D"}
     answer = found.answer()
     assert answer.pop("ms").keys() == {"queued", "encode", "read"}
     assert answer == {"query": "two", "mode": "fusion", "k": 5, "passages": [brief], "batch": 1}
@@ -185,6 +187,32 @@ def test_wish_that_cannot_be_had_is_refused_by_name(make_search: Any, wish: dict
     with pytest.raises(RequestError) as caught:
         find(**wish)
     assert str(caught.value) == message
+
+
+def test_scripts_without_spaces_are_found_by_default(tmp_path: Path) -> None:
+    """Each question without options: the right text first in at least seven of eight, and whose scores they are is said."""
+    pytest.importorskip("faiss")
+    pytest.importorskip("tantivy")
+    from retrieval.__main__ import main
+    from retrieval.retriever import Retriever
+
+    assert main(["build", str(write_texts(tmp_path / "docs")), "--out", str(tmp_path / "index")]) == 0
+    retriever = Retriever.open(tmp_path / "index", encoder=None, device="cpu", verify=True, threads=1)
+    search = RagSearch(retriever, ChunkCacheConfig(retrieve_refresh_s=0.0), Metrics(prometheus=False))
+    try:
+        right, scored = 0, set[str]()
+        for question, name in QUESTIONS.items():
+            found = asyncio.run(search.find(RetrieveIn(), [user(question)], field="retrieve.", is_gone=is_here))
+            passages = found.answer()["passages"]
+            assert found.mode == "filled"
+            right += bool(passages) and passages[0]["id"] == f"{name}#0"
+            scored |= {passage["mode"] for passage in passages}
+        unknown = asyncio.run(search.find(RetrieveIn(), [user("zeta 獺")], field="retrieve.", is_gone=is_here))
+    finally:
+        search.close()
+    assert right >= 7
+    assert scored == {"bm25", "dense"}
+    assert all(passage["mode"] == "dense" and passage["score"] > 0 for passage in unknown.answer()["passages"])
 
 
 @pytest.mark.parametrize("error", [ValueError("/secret/path"), CorruptIndexError("/secret/path: row 5 is missing")])
