@@ -16,6 +16,7 @@ from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.guard import Guard, Limits
 from sglang_chunkcache.front.planner import Planner
 from sglang_chunkcache.front.prompt import PromptAssembler, read_template
+from sglang_chunkcache.front.readiness import Readiness
 from sglang_chunkcache.front.sampling import SamplingCheck
 from sglang_chunkcache.front.search import RagSearch
 
@@ -78,6 +79,11 @@ class Parts:
     def guard(self) -> Guard:
         """Refuses requests that would end the server."""
         return Guard(lambda: self.limits, lambda: self.books.metrics)
+
+    @cached_property
+    def readiness(self) -> Readiness:
+        """What `/ready` says."""
+        return Readiness(lambda: self.manager)
 
     @cached_property
     def limits(self) -> Limits:
