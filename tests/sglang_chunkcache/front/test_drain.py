@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 
 from sglang_chunkcache.front import drain, readiness
@@ -269,7 +270,7 @@ def test_scheduler_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch, foun
     """Noticed without anybody waiting, and over when it answers: what SGLang's `/health` has left behind lasts no longer."""
     manager = FakeManager()
     monkeypatch.setattr(readiness, "ASK_S", 0)
-    monkeypatch.setattr(readiness.http_server, "HEALTH_CHECK_TIMEOUT", FOREVER)
+    monkeypatch.setattr(http_server, "HEALTH_CHECK_TIMEOUT", FOREVER)
 
     async def is_ready(app: Drain) -> bool:
         await asyncio.sleep(0.001)  # for the answer
@@ -282,7 +283,7 @@ def test_scheduler_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch, foun
         assert await is_ready(app), "it still has time"
         num_asked = manager.num_asked
         if found_by == "us":
-            monkeypatch.setattr(readiness.http_server, "HEALTH_CHECK_TIMEOUT", 0)  # its time is over
+            monkeypatch.setattr(http_server, "HEALTH_CHECK_TIMEOUT", 0)  # its time is over
         else:
             manager.server_status = ServerStatus.UnHealthy
         assert not await is_ready(app)

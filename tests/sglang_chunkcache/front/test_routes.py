@@ -34,6 +34,7 @@ from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation, Fallback, JointReport, Report, Source
 from sglang_chunkcache.wire.spans import MARK_KEY, JointRequest, checked, unpack
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
+from tests.polling import DEADLINE_S
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 from tests.sglang_chunkcache.front.front_bench import SECRET, A, B, Bench, C, CharTokenizer, D, make_output
 
@@ -688,7 +689,7 @@ def test_all_ranks_compute_at_once(call: Any) -> None:
     generate, barrier = manager.generate_request, asyncio.Barrier(3)
 
     async def together(obj: Any, raw_request: Any) -> AsyncIterator[Any]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await barrier.wait()
         async for output in generate(obj, raw_request):
             yield output
