@@ -50,7 +50,8 @@ class Parts:
     @cached_property
     def assembler(self) -> PromptAssembler:
         """Raises ValueError for a chat template, a RAG template or a tokenizer that cannot be served."""
-        if name := http_server.get_global_state().template_manager.chat_template_name:
+        templates = http_server.get_global_state().template_manager
+        if name := templates.chat_template_name:
             raise ValueError(f"--chat-template {name}: SGLang's built-in templates are not supported; give a file")
         template = read_template(self.config.rag_template)
         return PromptAssembler(
@@ -58,6 +59,7 @@ class Parts:
             template=template,
             separator=self.config.chunk_separator,
             chunk_tokens=self.config.chunk_tokens,
+            content_format=templates.jinja_template_content_format,
         )
 
     @cached_property

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,20 @@ class PromptAssembler:
         template: the user message around the chunks; holds `{chunks}`, then `{question}`, each once.
         separator: text after every chunk.
         chunk_tokens: as in the configuration.
+        content_format: SGLang's word for what the chat template reads where a content has parts: `openai`, a list of them;
+            `string`, their texts with spaces between.
     Raises:
         ValueError: the template's placeholders, or a tokenizer that cannot be served.
     """
 
     def __init__(
-        self, tokenizer: Any, *, template: str = DEFAULT_TEMPLATE, separator: str, chunk_tokens: str = "text"
+        self,
+        tokenizer: Any,
+        *,
+        template: str = DEFAULT_TEMPLATE,
+        separator: str,
+        chunk_tokens: str = "text",
+        content_format: str = "string",
     ) -> None:
         if template.count("{chunks}") != 1 or template.count("{question}") != 1:
             raise ValueError("the rag template must hold {chunks} and {question}, each once")
@@ -84,7 +93,7 @@ class PromptAssembler:
                 "the rag template must name {chunks} before {question}: nothing after the question is shared"
             )
         self._before_question, self._after_question = rest.split("{question}")
-        self._tokenizer, self._separator = tokenizer, separator
+        self._tokenizer, self._separator, self._reads_parts = tokenizer, separator, content_format == "openai"
         self.tokenizer = ServedTokenizer(tokenizer, chunk_tokens=chunk_tokens)
         self._is_separator_control = chunk_tokens == "text" and self.tokenizer.holds_control(separator)
         # Marks at the places where the rendered text is cut; random, so that no message can hold them.
@@ -121,16 +130,16 @@ class PromptAssembler:
             RequestError: no message, or the chat template refuses them.
         """
         place = turn_start(messages)
-        question = text_of(messages[place], place)
-        if not isinstance(question, str):
+        if not isinstance(text_of(messages[place], place), str):
             raise RequestError(f"messages.{place}.content: must be text")
-        shaped = [{**message, "content": text_of(message, i) or ""} for i, message in enumerate(messages)]
-        if shaped[-1]["role"] == "assistant":
+        shaped = self._shaped(messages)
+        if shaped[-1]["role"] == "assistant" and isinstance(shaped[-1]["content"], str):
             shaped[-1] = {"role": "user", "content": shaped[-1]["content"]}
         intro, before, after = (
             (self._intro, self._before_question, self._after_question) if has_chunks else ("", "", "")
         )
-        shaped[place]["content"] = self._start + intro + self._chunks + before + question + after
+        ahead = self._start + intro + self._chunks + before
+        shaped[place]["content"] = _around(shaped[place]["content"], ahead, after)
         if num_agreed:
             shaped[num_agreed - 1]["content"] = self._answer
         text = self._render(shaped, tools, template_kwargs)
@@ -149,12 +158,8 @@ class PromptAssembler:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text in front of a conversation's first user message: what stays when the oldest turns leave."""
-        opening = []
-        for i, message in enumerate(messages):
-            if message.get("role") not in ("system", "developer"):
-                break
-            opening.append({**message, "content": text_of(message, i)})
-        text = self._render([*opening, {"role": "user", "content": self._start}], tools, template_kwargs)
+        opening = takewhile(lambda message: message.get("role") in ("system", "developer"), messages)
+        text = self._render([*self._shaped(opening), {"role": "user", "content": self._start}], tools, template_kwargs)
         return self._split(text, self._start)[0]
 
     def exchanges(
@@ -165,14 +170,25 @@ class PromptAssembler:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """The text from each user message to the next one, in order. `messages` end with the question, which is left out."""
-        shaped = [{**message, "content": text_of(message, i) or ""} for i, message in enumerate(messages)]
+        shaped = self._shaped(messages)
         for message in shaped:
             if message["role"] == "user":
-                message["content"] = self._start + message["content"]
+                message["content"] = _around(message["content"], self._start, "")
         texts = self._render(shaped, tools, template_kwargs).split(self._start)[1:-1]
         if len(texts) != sum(message["role"] == "user" for message in shaped) - 1:
             raise RequestError("messages: too long, and the chat template does not show each of them once")
         return texts
+
+    def _shaped(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """With contents as SGLang gives them to the template: a tool's is always text."""
+        shaped = list[dict[str, Any]]()
+        for i, message in enumerate(messages):
+            content = message.get("content")
+            if self._reads_parts and isinstance(content, list) and message.get("role") != "tool":
+                shaped.append({**message, "content": [_part(text) for text in _texts(content, i)]})
+            else:
+                shaped.append({**message, "content": text_of(message, i) or ""})
+        return shaped
 
     def _tokenize_chunk(self, text: str, _tenant: str) -> TokenizedChunk:
         if self._is_separator_control:  # the operator's, so it may
@@ -220,20 +236,37 @@ def begun_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 
 def text_of(message: Mapping[str, Any], index: int) -> Any:
-    """A message's content as text; parts are joined as SGLang does. Content that is no text (null in tool calls) is passed on.
+    """A message's content as one text, parts with spaces between: what is searched for, counted and hashed, whatever the template
+    reads. Content that is no text (null in tool calls) is passed on.
 
     Raises:
         RequestError: a part that is not text.
     """
     content = message.get("content")
-    if not isinstance(content, list):
-        return content
+    return " ".join(_texts(content, index)) if isinstance(content, list) else content
+
+
+def _texts(content: list[Any], index: int) -> list[str]:
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError(f"messages.{index}.content: only text parts are supported")
         texts.append(part["text"])
-    return " ".join(texts)
+    return texts
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _around(content: Any, before: str, after: str) -> Any:
+    """Of parts the first begins with what comes before, the last ends with what comes after."""
+    if isinstance(content, str):
+        return before + content + after
+    texts = [part["text"] for part in content] or [""]
+    texts[0] = before + texts[0]
+    texts[-1] += after
+    return [_part(text) for text in texts]
 
 
 def read_template(path: str | None) -> str:
