@@ -61,13 +61,30 @@ def test_lame_duck_until_a_second_signal(tmp_path: Path) -> None:
         assert "a second SIGTERM" in server.log.read_text()
 
 
-def scheduler_of(server: Server) -> int:
-    """Its process."""
+def group_of(pid: int) -> dict[int, bytes]:
+    """The processes of its group, with their command lines; none of those that have ended."""
+    found = dict[int, bytes]()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # another process, which has ended meanwhile
-            if b"sglang::scheduler" in path.read_bytes() and os.getpgid(int(path.parent.name)) == server.pid:
-                return int(path.parent.name)
-    raise AssertionError("there is no scheduler")
+            if os.getpgid(int(path.parent.name)) == pid and (command := path.read_bytes()):
+                found[int(path.parent.name)] = command
+    return found
+
+
+@pytest.mark.nightly
+def test_signal_while_the_model_is_loaded_ends_all(tmp_path: Path) -> None:
+    """Nothing is left of a start that was given up, though the other processes ignore the signal by then."""
+    server = Server(BUNDLED, log=tmp_path / "log")
+    with server.log.open("wb") as out:
+        process = subprocess.Popen(server._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        until(lambda: any(b"multiprocessing.spawn" in command for command in group_of(process.pid).values()))
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(120) == 128 + signal.SIGTERM
+        until(lambda: not group_of(process.pid))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 class UnaskedServer(Server):
@@ -94,7 +111,8 @@ def test_server_whose_scheduler_hangs_is_not_ready_and_ends(tmp_path: Path) -> N
     flags = [*BUNDLED, "--chunkcache-lame-duck-s", "3000", "--chunkcache-drain-s", "1"]
     with Server(flags, log=tmp_path / "log", env={"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}) as server:
         assert probed(server.url) == 200
-        os.kill(scheduler_of(server), signal.SIGSTOP)
+        (scheduler,) = (pid for pid, command in group_of(server.pid).items() if b"sglang::scheduler" in command)
+        os.kill(scheduler, signal.SIGSTOP)
 
         def ask() -> None:
             with contextlib.suppress(OSError):

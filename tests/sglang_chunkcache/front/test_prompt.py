@@ -355,6 +355,18 @@ def test_parts_are_shown_as_sglang_shows_them(messages: list[dict[str, Any]], te
     assert text(assembler, ids_of(assembler, pieces, chunks)) == as_sglang_renders(assembler, shown)
 
 
+def test_rag_template_is_around_all_parts() -> None:
+    """Of the question; of one part, too."""
+    tokenizer = tokenizer_of("byte_level", "parts")
+    assembler = PromptAssembler(
+        tokenizer, template="Use {chunks}to say {question} now", separator="\n\n", content_format="openai"
+    )
+    for texts in (["d"], ["d", "e"]):
+        pieces = assembler.turn([in_parts("user", *texts)], num_agreed=0, has_chunks=True)
+        shown = text(assembler, ids_of(assembler, pieces, CHUNK_TEXTS[:1]))
+        assert f"Use {CHUNK_TEXTS[0]}\n\nto say {'|'.join(texts)} now<|im_end|>" in shown
+
+
 def test_head_and_exchanges_of_parts_are_the_templates() -> None:
     """What stays at overflow, and what leaves."""
     assembler = make_assembler(template="parts", content_format="openai")
