@@ -25,7 +25,7 @@ from eval.http import get, post
 from eval.server import Server
 from eval.world.world import World, linked_questions
 from tests.e2e.failing_selector import LOG_VAR, SWITCH_VAR
-from tests.polling import until
+from tests.polling import DEADLINE_S, until
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
 
@@ -178,7 +178,7 @@ def test_check_leaves_nothing(audited_server: Server) -> None:
 def stream_of(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     data = json.dumps({**body, "stream": True}).encode()
     request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
         lines = [line[len(b"data: ") :] for line in response if line.startswith(b"data: {")]
     return [json.loads(line) for line in lines]
 
@@ -279,7 +279,7 @@ def test_sound_selector_serves_and_broken_one_is_paused(
         assert set(ratios) == {0.3, 0.5}
         text = Path(str(audited_server.log)).read_text(encoding="utf-8")
         assert "selector deviation is paused (was raised)" in text
-        with urllib.request.urlopen(audited_server.url + "/metrics", timeout=60) as response:
+        with urllib.request.urlopen(audited_server.url + "/metrics", timeout=DEADLINE_S) as response:
             metrics = response.read().decode()
         assert 'chunkcache:audit_state{selector="deviation",state="paused"} 1.0' in metrics
         assert 'chunkcache:audits_total{ratio="0.3",selector="deviation",target="below"' in metrics

@@ -23,7 +23,7 @@ import pytest
 from eval.http import get
 from eval.server import Server
 from tests.e2e.test_bad_input import send
-from tests.polling import until
+from tests.polling import DEADLINE_S, until
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +57,7 @@ def test_lame_duck_until_a_second_signal(tmp_path: Path) -> None:
         for path in PATHS:
             assert send(server.url + path, ASKED)[0] == 200
         os.killpg(server.pid, signal.SIGTERM)
-        assert process_of(server).wait(120) == 128 + signal.SIGTERM
+        assert process_of(server).wait(DEADLINE_S) == 128 + signal.SIGTERM
         assert "a second SIGTERM" in server.log.read_text()
 
 
@@ -80,7 +80,7 @@ def test_signal_while_the_model_is_loaded_ends_all(tmp_path: Path) -> None:
     try:
         until(lambda: any(b"multiprocessing.spawn" in command for command in group_of(process.pid).values()))
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(120) == 128 + signal.SIGTERM
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
         until(lambda: not group_of(process.pid))
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -101,7 +101,7 @@ def test_idle_server_ends_after_its_lame_duck(tmp_path: Path) -> None:
     with UnaskedServer(flags, log=tmp_path / "log") as server:
         signalled = time.monotonic()
         process_of(server).send_signal(signal.SIGTERM)
-        assert process_of(server).wait(120) == 0
+        assert process_of(server).wait(DEADLINE_S) == 0
         assert time.monotonic() - signalled > 8
 
 
@@ -122,7 +122,7 @@ def test_server_whose_scheduler_hangs_is_not_ready_and_ends(tmp_path: Path) -> N
         client.start()
         until(lambda: probed(server.url) == 503)
         process_of(server).send_signal(signal.SIGTERM)
-        process_of(server).wait(120)
+        process_of(server).wait(DEADLINE_S)
         client.join()
 
 
@@ -193,7 +193,7 @@ def test_rolling_update_fails_no_request(tmp_path: Path) -> None:
             stack.enter_context(new)
             until(lambda: balancer.ready == [old.url, new.url])
             process_of(old).send_signal(signal.SIGTERM)
-            assert process_of(old).wait(120) == 0
+            assert process_of(old).wait(DEADLINE_S) == 0
             served = dict(balancer.served)
             until(lambda: balancer.served[new.url] > served[new.url] + 10)
         assert {*statuses} == {200}, sorted(statuses)

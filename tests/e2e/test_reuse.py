@@ -631,7 +631,7 @@ def test_stream_of_a_fused_answer(fused_server: Server, world: World, salt: str)
     request = urllib.request.Request(
         fused_server.url + CHAT, json.dumps({**body, "stream": True}).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
         events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
     objects = [event["chunkcache"] for event in events if "chunkcache" in event]
     assert len(objects) == 1
@@ -678,7 +678,7 @@ def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt
         request = urllib.request.Request(
             fused_server.url + CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
             if number % 2:
                 assert response.readline().startswith(b"data: {")
     assert mixed_load.leftovers(fused_server.url, mixed_load.POOL_TOKENS) == []

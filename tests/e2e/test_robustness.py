@@ -35,7 +35,7 @@ def body_of(request: Request, **extra: Any) -> dict[str, Any]:
 CLIENT = """
 import sys, urllib.request
 request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
-stream = urllib.request.urlopen(request, timeout=60)
+stream = urllib.request.urlopen(request, timeout=300)
 print(stream.readline(), flush=True)
 stream.read()
 """
