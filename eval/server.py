@@ -1,4 +1,4 @@
-"""A server for tests, demos and benchmarks: starts it, waits until it is healthy, stops it and its child processes."""
+"""A server for tests, demos and benchmarks: starts it, waits until it is ready, stops it and its child processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Server:
         log: file for its output.
         launcher: Python's arguments, to run another script instead of our launcher.
         env: environment variables in addition to this process's.
-        timeout_s: seconds until it must be healthy.
+        timeout_s: seconds until it must be ready.
     Raises (on entering):
-        CommandError: the server ended or did not become healthy; the message has the log's last lines.
+        CommandError: the server ended or did not become ready; the message has the log's last lines.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         if self._process is None:
             return
-        for sign, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
+        for sign, patience_s in ((signal.SIGTERM, 1.0), (signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
             try:
                 os.killpg(self._process.pid, sign)
                 self._process.wait(patience_s)

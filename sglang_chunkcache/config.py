@@ -301,7 +301,13 @@ class ChunkCacheConfig:
         "brief", "what the server prints: brief leaves out known lines that no user needs", choices=("brief", "all")
     )
     """The lines, each with its reason, are in quiet.py. With a `--log-level` of SGLang's nothing is left out."""
-    drain_s: float = knob(60.0, "seconds that running requests may take to finish after SIGTERM", low=0.0)
+    lame_duck_s: float = knob(
+        0.0, "seconds after SIGTERM in which new requests are served while /ready says 503", low=0.0
+    )
+    """What the balancer needs to notice. Default: there may be none, and who stops a server by hand waits for it."""
+    drain_s: float = knob(
+        60.0, "seconds that running requests may take to finish after SIGTERM and the lame duck", low=0.0
+    )
     """New ones get HTTP 503 meanwhile. What is left then is aborted, and the server ends at most 40 s later."""
     guard: str = knob("on", "refuse requests that are known to end the server", choices=("on", "off"))
     """Each rule is proven on a stock server (front/README.md); `off` gives SGLang every request as it comes."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -25,6 +26,9 @@ from sglang_chunkcache.plugin import BACKEND
 define_torchvision_ops()
 if __name__ == "__mp_main__":
     quiet.hide(config.from_env())
+    if config.from_env() is not None:
+        # Sent to the whole group, it would end what the main process needs to answer the last requests (front/drain.py).
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 CPU_FLAGS = {
     "--device": "cpu",
@@ -208,20 +212,26 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
         if stock:
             launch_server(server_args)
         else:
-            from sglang_chunkcache.front.app import search_with
+            from sglang_chunkcache.front.app import search_with, started
             from sglang_chunkcache.front.startup import check_ranks, warm_up
 
             if retriever is not None:
                 search_with(retriever)
             model, device = server_args.model_path, server_args.device
             print(f"chunk cache {__version__}: loading {model} on {device}", file=sys.stderr, flush=True)
+            signal.signal(signal.SIGTERM, _end)  # until front/drain.py listens
             launch_server(
                 server_args,
                 execute_warmup_func=warm_up,
-                launch_callback=lambda: check_ranks(server_args, retriever),
+                launch_callback=lambda: check_ranks(server_args, retriever, started=started),
             )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _end(*_: object) -> NoReturn:
+    """By way of `finally`: what has started already ignores the signal."""
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _check_hooks(fail: Callable[[str], NoReturn]) -> None:

@@ -24,12 +24,20 @@ def install(config: ChunkCacheConfig) -> Guard | None:
     a flag has switched it off."""
     global _parts
     _parts = parts = Parts(config)
-    http_server.app.add_middleware(Drain, manager=lambda: parts.manager, limit_s=config.drain_s)
+    http_server.app.add_middleware(
+        Drain, parts.readiness, manager=lambda: parts.manager, lame_duck_s=config.lame_duck_s, limit_s=config.drain_s
+    )
     for method, path, handler in Routes(_parts).table():
         # Not include_router: it hides the endpoints from SGLang's auth levels.
         http_server.app.add_api_route(path, handler, methods=[method])
     http_server.app.add_exception_handler(RequestError, refused)  # the guard's, where an endpoint does not catch it
     return _parts.guard if config.guard == "on" else None
+
+
+def started() -> None:
+    """The start-up check is done: from now on `/ready` says so."""
+    assert _parts is not None
+    _parts.readiness.is_started = True
 
 
 def search_with(retriever: Retriever) -> None:

@@ -25,8 +25,14 @@ from sglang_chunkcache.front.request import Planned, RagRequest
 
 DONE = "data: [DONE]\n\n"
 
-PROBLEMS = {"tool": "tools", "schema_": "response_format", "template": "chat_template_kwargs"}
-"""Words of SGLang's complaints about a request, which name no field, and the field that each is about."""
+PROBLEMS = {
+    "tool": "tools",
+    "schema_": "response_format",
+    "template": "chat_template_kwargs",
+    "return_sampling_mask": "return_sampling_mask",
+    "max_completion_tokens": "max_completion_tokens",
+}
+"""Words of SGLang's complaints about a request, and the field that each is about."""
 
 UNSUPPORTED_TEMPLATE_KWARGS = (
     "chat_template",
@@ -58,6 +64,8 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         if problem := self._validate_request(request):
             words = problem.lower()
             field = next((field for word, field in PROBLEMS.items() if word in words), "messages")
+            if field == "max_completion_tokens" and request.max_completion_tokens is None:
+                field = "max_tokens"
             raise RequestError(f"{field}: {problem}")
         for name in UNSUPPORTED_TEMPLATE_KWARGS:
             if name in (request.chat_template_kwargs or {}):

@@ -1,10 +1,12 @@
-"""The end of the server: after SIGTERM running requests finish, new ones are refused, and a limit holds.
+"""The end of the server: after SIGTERM requests are served on for a while, then new ones are refused, and a limit holds.
 
-    SIGTERM ── new requests: 503 ──────────────────────────────────────────────┐
-            ── running ones finish ── drain_s ── the rest is aborted ── LAST_S ── all processes are killed
+    SIGTERM ── served, not ready ── lame_duck_s ── new requests: 503 ──────────────────────────────────────────────┐
+                                                ── running ones finish ── drain_s ── the rest is aborted ── LAST_S ── killed
+    a second SIGTERM at any time ── killed
 
-SGLang's tokenizer manager notices the signal, waits until no request is left, then ends the schedulers and the HTTP server. It
-goes on accepting requests meanwhile, so under steady traffic it never ends. This stands in front of all endpoints, also SGLang's.
+At the end of the lame duck SGLang's tokenizer manager is told what its own handler would have told it with the signal. It waits
+until no request is left, then ends the schedulers and the HTTP server. It goes on accepting requests meanwhile, so under steady
+traffic it never ends. This stands in front of all endpoints, also SGLang's.
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import PlainTextResponse
+
 from sglang_chunkcache.errors import BusyError
+from sglang_chunkcache.front.readiness import Readiness
 from sglang_chunkcache.front.routes import error_response
 
 if TYPE_CHECKING:
@@ -23,15 +30,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+READY = "/ready"
+HEALTH = ("/health", "/health_generate")
+"""SGLang's. Balancers that watch these must see the lame duck, too."""
+
 READING = ("GET", "HEAD", "OPTIONS")
-"""Methods that start no work: `/health` (503 by SGLang), `/metrics` and `/chunkcache/stats` are answered to the end."""
+"""Methods that start no work: `/metrics` and `/chunkcache/stats` are answered to the end."""
 
 ABORT = "/abort_request"
 """Ends a running request, so it is served, too."""
 
-POLL_S = 0.2
 RETRY_AFTER_S = 1
 """Behind a load balancer the next try reaches another server."""
+
+SAME_S = 0.2
+"""Signals this close are one: `timeout` sends it to the process, and then to its group."""
 
 LAST_S = 40.0
 """For aborted requests to be answered and SGLang to end: it looks every 5 s, and waits 15 s for the schedulers to end."""
@@ -41,31 +54,68 @@ class Drain:
     """ASGI middleware.
 
     Args:
+        readiness: is told of the signal.
         manager: SGLang's tokenizer manager, once the app runs.
-        limit_s: seconds that running requests have after the signal.
+        lame_duck_s: seconds after the signal in which new requests are served.
+        limit_s: seconds that running requests have after those.
     """
 
-    def __init__(self, app: ASGIApp, *, manager: Callable[[], Any], limit_s: float) -> None:
-        self._app, self._manager, self._limit_s = app, manager, limit_s
+    def __init__(
+        self, app: ASGIApp, readiness: Readiness, *, manager: Callable[[], Any], lame_duck_s: float, limit_s: float
+    ) -> None:
+        self._app, self._readiness, self._manager = app, readiness, manager
+        self._lame_duck_s, self._limit_s = lame_duck_s, limit_s
+        self._signalled = 0.0
+        self._leaving: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            watch = asyncio.create_task(self._watch())
+            self._listen()
             try:
                 await self._app(scope, receive, send)
             finally:
-                watch.cancel()
-        elif scope["type"] == "http" and _asks_for_work(scope) and self._manager().gracefully_exit:
-            refusal = error_response(BusyError("the server is shutting down"))
-            refusal.headers.update({"Retry-After": str(RETRY_AFTER_S), "Connection": "close"})
+                if self._leaving is not None:
+                    self._leaving.cancel()
+        elif scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
             await refusal(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    async def _watch(self) -> None:
-        manager = self._manager()
-        while not manager.gracefully_exit:
-            await asyncio.sleep(POLL_S)
+    def _listen(self) -> None:
+        """Take SIGTERM over from uvicorn, which would end at once, and from SGLang, which would set its handler with the first
+        request: it does so once, so it does it now."""
+        self._manager().auto_create_handle_loop()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        """The answer to what is not passed on."""
+        path = scope["path"]
+        if path == READY:
+            objection = self._readiness.objection()
+            return PlainTextResponse(objection or "ready", 503 if objection else 200)
+        if path in HEALTH and self._readiness.is_leaving:
+            return PlainTextResponse("shutting down", 503)
+        if scope["method"] in READING or path == ABORT or not self._manager().gracefully_exit:
+            return None
+        refusal = error_response(BusyError("the server is shutting down"))
+        refusal.headers.update({"Retry-After": str(RETRY_AFTER_S), "Connection": "close"})
+        return refusal
+
+    def _terminate(self) -> None:
+        if self._leaving is None:
+            self._signalled = time.monotonic()
+            self._leaving = asyncio.ensure_future(self._leave())
+        elif time.monotonic() - self._signalled > SAME_S:
+            logger.warning("chunk cache: a second SIGTERM: ending at once")
+            _kill()
+
+    async def _leave(self) -> None:
+        manager, is_ready = self._manager(), self._readiness.objection() is None
+        self._readiness.is_leaving = True
+        if is_ready and self._lame_duck_s:
+            logger.info("chunk cache: SIGTERM: not ready any more, requests are served for %g s", self._lame_duck_s)
+            await asyncio.sleep(self._lame_duck_s)
+        manager.gracefully_exit = True
         logger.info("chunk cache: SIGTERM: new requests are refused, running ones have %g s", self._limit_s)
         await asyncio.sleep(self._limit_s)
         logger.warning("chunk cache: after %g s %d requests are aborted", self._limit_s, len(manager.rid_to_state))
@@ -75,11 +125,8 @@ class Drain:
         _kill()
 
 
-def _asks_for_work(scope: Scope) -> bool:
-    return scope["method"] not in READING and scope["path"] != ABORT
-
-
 def _kill() -> None:
     from sglang.srt.utils import kill_process_tree
 
-    kill_process_tree(os.getpid())
+    kill_process_tree(os.getpid(), include_parent=False)
+    os._exit(128 + signal.SIGTERM)

@@ -14,15 +14,27 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_chunkcache.errors import EngineRefusedError
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bodies import GenerateIn
+from sglang_chunkcache.front.parse import named_in
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.front.sampling import GRAMMARS, TYPES
+
+ENGINE_FIELDS = {
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_text_in_logprobs",
+    "extra_key",
+    "cache_salt",
+}
+"""Of the body, that SGLang gets as they are."""
 
 
 async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request: Request) -> Any:
     """SGLang's answer to a prompt of parts, whole or as events, with the `chunkcache` object.
 
     Raises:
-        EngineRefusedError: SGLang refuses the sampling parameters.
+        EngineRefusedError: SGLang refuses it; names the field.
     """
     rag = RagRequest(planned)
     obj = GenerateReqInput(
@@ -40,7 +52,7 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
     try:
         first = await anext(outputs)
     except (ValueError, TypeError) as error:  # SGLang's parameters raise both
-        raise EngineRefusedError(f"sampling_params: {error}") from None
+        raise EngineRefusedError(f"{_field(str(error), body)}: {error}") from None
     if not body.stream:
         return ORJSONResponse({**first, "chunkcache": answer(rag)})
     return StreamingResponse(
@@ -48,6 +60,18 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
         media_type="text/event-stream",
         background=parts.engine.create_abort_task(obj),
     )
+
+
+def _field(complaint: str, body: GenerateIn) -> str:
+    """What SGLang complains of: a grammar, which it calls by another name, or what it names. Else the prompt, which it has
+    measured."""
+    params = {name for name, value in body.sampling_params.items() if value is not None}
+    if "grammar" in complaint.lower() and (grammar := next((name for name in GRAMMARS if name in params), None)):
+        return f"sampling_params.{grammar}"
+    if name := named_in(complaint, {*body.model_fields_set & ENGINE_FIELDS, *params}):
+        return name if name in ENGINE_FIELDS else f"sampling_params.{name}"
+    first = complaint.split(maxsplit=1)[0] if complaint else ""
+    return f"sampling_params.{first}" if first in TYPES else "parts"  # a default of the server's
 
 
 async def _events(first: dict[str, Any], outputs: Any, rag: RagRequest) -> AsyncIterator[bytes]:

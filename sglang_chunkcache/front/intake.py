@@ -210,7 +210,12 @@ class Intake:
         identity = _identity(raw_request, body.cache_salt, body.extra_key)
         draft = partial(self._parts.drafter.parts, parts, identity=identity, options=options)
         num_chars = sum(len(part) if isinstance(part, str) else _num_passage_chars(part) for part in parts)
-        return body, await self._plan(draft, num_chars, raw_request.is_disconnected)
+        planned = await self._plan(draft, num_chars, raw_request.is_disconnected)
+        if body.return_logprob and body.logprob_start_len > len(planned.input_ids):
+            raise RequestError(
+                f"logprob_start_len: must be at most {len(planned.input_ids)}, the prompt's tokens, got {body.logprob_start_len}"
+            )
+        return body, planned
 
     async def preprocessing(self, body: PreprocessIn, raw_request: Request, *, rank: int) -> Planned:
         """A chunk after its neighbours, on one rank."""

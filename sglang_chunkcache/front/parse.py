@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from itertools import islice
 from typing import Any, TypeVar
@@ -85,6 +85,11 @@ def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[s
     for name in islice(others, MAX_NAMES):
         if meant := get_close_matches(_letters(name), by_letters, n=1, cutoff=SIMILARITY):
             raise RequestError(f"{name}: is no field here; did you mean {by_letters[meant[0]]}?")
+
+
+def named_in(complaint: str, fields: Collection[str]) -> str | None:
+    """The first of these fields that SGLang's complaint names: in its messages the one that is meant."""
+    return next((word for word in re.findall(r"\w+", complaint) if word in fields), None)
 
 
 # Private, in order of use

@@ -16,6 +16,7 @@ from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.guard import Guard, Limits
 from sglang_chunkcache.front.planner import Planner
 from sglang_chunkcache.front.prompt import PromptAssembler, read_template
+from sglang_chunkcache.front.readiness import Readiness
 from sglang_chunkcache.front.sampling import SamplingCheck
 from sglang_chunkcache.front.search import RagSearch
 
@@ -49,7 +50,8 @@ class Parts:
     @cached_property
     def assembler(self) -> PromptAssembler:
         """Raises ValueError for a chat template, a RAG template or a tokenizer that cannot be served."""
-        if name := http_server.get_global_state().template_manager.chat_template_name:
+        templates = http_server.get_global_state().template_manager
+        if name := templates.chat_template_name:
             raise ValueError(f"--chat-template {name}: SGLang's built-in templates are not supported; give a file")
         template = read_template(self.config.rag_template)
         return PromptAssembler(
@@ -57,6 +59,7 @@ class Parts:
             template=template,
             separator=self.config.chunk_separator,
             chunk_tokens=self.config.chunk_tokens,
+            content_format=templates.jinja_template_content_format,
         )
 
     @cached_property
@@ -78,6 +81,11 @@ class Parts:
     def guard(self) -> Guard:
         """Refuses requests that would end the server."""
         return Guard(lambda: self.limits, lambda: self.books.metrics)
+
+    @cached_property
+    def readiness(self) -> Readiness:
+        """What `/ready` says."""
+        return Readiness(lambda: self.manager)
 
     @cached_property
     def limits(self) -> Limits:

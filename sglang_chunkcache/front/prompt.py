@@ -98,12 +98,20 @@ class PromptAssembler:
         template: the user message around the chunks; holds `{chunks}`, then `{question}`, each once.
         separator: text after every chunk.
         chunk_tokens: as in the configuration.
+        content_format: SGLang's word for what the chat template reads where a content has parts: `openai`, a list of them;
+            `string`, their texts with spaces between.
     Raises:
         ValueError: the template's placeholders, or a tokenizer that cannot be served.
     """
 
     def __init__(
-        self, tokenizer: Any, *, template: str = DEFAULT_TEMPLATE, separator: str, chunk_tokens: str = "text"
+        self,
+        tokenizer: Any,
+        *,
+        template: str = DEFAULT_TEMPLATE,
+        separator: str,
+        chunk_tokens: str = "text",
+        content_format: str = "string",
     ) -> None:
         if template.count("{chunks}") != 1 or template.count("{question}") != 1:
             raise ValueError("the rag template must hold {chunks} and {question}, each once")
@@ -113,7 +121,7 @@ class PromptAssembler:
                 "the rag template must name {chunks} before {question}: nothing after the question is shared"
             )
         self._before_question, self._after_question = rest.split("{question}")
-        self._tokenizer, self._separator = tokenizer, separator
+        self._tokenizer, self._separator, self._reads_parts = tokenizer, separator, content_format == "openai"
         self.tokenizer = ServedTokenizer(tokenizer, chunk_tokens=chunk_tokens)
         self._is_separator_control = chunk_tokens == "text" and self.tokenizer.holds_control(separator)
         # Marks at the places where the rendered text is cut; random, so that no message can hold them.
@@ -180,10 +188,10 @@ class PromptAssembler:
             RequestError: no message, or the chat template refuses them, or does not show each of them once.
         """
         place = turn_start(messages)
-        shaped = [{**message, "content": text_of(message, i) or ""} for i, message in enumerate(messages)]
         if not isinstance(text_of(messages[place], place), str):
             raise RequestError(f"messages.{place}.content: must be text")
-        if shaped[-1]["role"] == "assistant":
+        shaped = self._shaped(messages)
+        if shaped[-1]["role"] == "assistant" and isinstance(shaped[-1]["content"], str):
             shaped[-1] = {"role": "user", "content": shaped[-1]["content"]}
         ends = exchange_ends(messages, num_agreed) if is_split else []
         marks = _marks(shaped, num_agreed, ends, place, with_chunks)
@@ -204,12 +212,10 @@ class PromptAssembler:
             _between(shown["c", one.areas[-1].message], one.areas[-1].ending, after.lead)
             for one, after in pairwise(found)
         ]
-        texts_sent = (str(shaped[one.num_messages - 1]["content"]) for one in found)
-        filled = [
-            one._replace(answer=text if answer is None else answer)
-            for one, answer, text in zip(found, answers, texts_sent, strict=False)
-        ]
-        return [*filled, found[-1]]
+        for k, answer in enumerate(answers):
+            end = found[k].num_messages - 1
+            found[k] = found[k]._replace(answer=str(text_of(messages[end], end)) if answer is None else answer)
+        return found
 
     def head(
         self,
@@ -230,8 +236,8 @@ class PromptAssembler:
         intro, before, after = (
             (self._intro, self._before_question, self._after_question) if has_chunks else ("", "", "")
         )
-        start, chunks = self._mark("s", index), self._mark("c", index)
-        message["content"] = start + intro + chunks + before + message["content"] + after
+        ahead = self._mark("s", index) + intro + self._mark("c", index) + before
+        message["content"] = _around(message["content"], ahead, after)
 
     def _cut(self, text: str, marks: Sequence[Mark]) -> list[str]:
         """The texts before, between and after these marks, which the text must have in this order, each once."""
@@ -241,6 +247,17 @@ class PromptAssembler:
             count = next((n for kind, i in marks if (n := counts[f"{kind}{i}"]) != 1), 0)
             raise RequestError(f"messages: the chat template shows a message {count} times instead of once")
         return pieces[::2]
+
+    def _shaped(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """With contents as SGLang gives them to the template: a tool's is always text."""
+        shaped = list[dict[str, Any]]()
+        for i, message in enumerate(messages):
+            content = message.get("content")
+            if self._reads_parts and isinstance(content, list) and message.get("role") != "tool":
+                shaped.append({**message, "content": [_part(text) for text in _texts(content, i)]})
+            else:
+                shaped.append({**message, "content": text_of(message, i) or ""})
+        return shaped
 
     def _tokenize_chunk(self, text: str, _tenant: str) -> TokenizedChunk:
         if self._is_separator_control:  # the operator's, so it may
@@ -301,20 +318,37 @@ def begun_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 
 def text_of(message: Mapping[str, Any], index: int) -> Any:
-    """A message's content as text; parts are joined as SGLang does. Content that is no text (null in tool calls) is passed on.
+    """A message's content as one text, parts with spaces between: what is searched for, counted and hashed, whatever the template
+    reads. Content that is no text (null in tool calls) is passed on.
 
     Raises:
         RequestError: a part that is not text.
     """
     content = message.get("content")
-    if not isinstance(content, list):
-        return content
+    return " ".join(_texts(content, index)) if isinstance(content, list) else content
+
+
+def _texts(content: list[Any], index: int) -> list[str]:
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError(f"messages.{index}.content: only text parts are supported")
         texts.append(part["text"])
-    return " ".join(texts)
+    return texts
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _around(content: Any, before: str, after: str) -> Any:
+    """Of parts the first begins with what comes before, the last ends with what comes after."""
+    if isinstance(content, str):
+        return before + content + after
+    texts = [part["text"] for part in content] or [""]
+    texts[0] = before + texts[0]
+    texts[-1] += after
+    return [_part(text) for text in texts]
 
 
 def read_template(path: str | None) -> str:

@@ -16,6 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.guard import Limits, sampling_problem
+from sglang_chunkcache.front.parse import named_in
 
 MAX_ANSWERS = 128
 """Answers of one request (`n`), OpenAI's limit. SGLang makes a request of each, all at once."""
@@ -87,8 +88,8 @@ def _check_bounds(params: Mapping[str, Any]) -> None:
 
 
 def _named(error: ValueError, params: Mapping[str, Any], called: Callable[[str], str]) -> RequestError:
-    """The error behind the first parameter that it speaks of, of those given: in SGLang's messages the one that is meant."""
+    """The error behind the first parameter that it speaks of, of those given."""
     reason, _, place = str(error).partition(" - at `$.")
-    words = re.findall(r"\w+", place or reason)
-    name = next((word for word in words if params.get(word) is not None), "custom_params")
+    given = {name for name, value in params.items() if value is not None}
+    name = named_in(place or reason, given) or "custom_params"
     return RequestError(f"{called(name)}: {reason.removeprefix(name).replace('Expected', 'must be').strip()}")

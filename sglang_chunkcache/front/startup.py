@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +88,9 @@ def warm_up(server_args: Any) -> bool:
     return is_warm
 
 
-def check_ranks(server_args: Any, retriever: Retriever | None) -> None:
-    """Start-up check: every rank reports our cache, and the tokenizer suits us. Otherwise the server stops, with the reason."""
+def check_ranks(server_args: Any, retriever: Retriever | None, *, started: Callable[[], None]) -> None:
+    """Start-up check: every rank reports our cache, and the tokenizer suits us; then `started` is called. Otherwise the server
+    stops, with the reason."""
     from sglang.srt.utils import kill_process_tree
 
     try:
@@ -112,6 +113,7 @@ def check_ranks(server_args: Any, retriever: Retriever | None) -> None:
             logger.log(logging.INFO if told.ok else logging.WARNING, "chunk cache: selection calibrated: %s", told.text)
         _set_status("Up")
         quiet.started()
+        started()
         logger.info("chunk cache: ready, reuse %s: %s/rag/v1", settings and settings.reuse, server_args.url())
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)

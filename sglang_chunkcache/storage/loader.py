@@ -176,7 +176,7 @@ class Loader:
         return not (self._loads or self._others or self._is_at_work)
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, and what waits now."""
+        """Counts since the start, and what waits now: to be done, or to be polled."""
         return {
             "loaded": self.num_loaded,
             "written": self.num_written,
@@ -184,7 +184,9 @@ class Loader:
             "full": self.num_full,
             "unwritten": self.num_unwritten,
             **({"unshared": self.num_unshared} if self.is_shared else {}),
-            "queue": len(self._loads) + len(self._others),
+            # Nothing waits only when the scheduler knows what has become of it: a load that was refused is written anew, a lookup
+            # is followed by loads.
+            "queue": max(len(self._loads) + len(self._others), sum(num for num, _ in self._waiting.values())),
             "pauses": self.num_pauses,
             "paused": self.is_paused,
         }

@@ -24,6 +24,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.managers import data_parallel_controller, detokenizer_manager, scheduler, tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReqOutput
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
@@ -42,9 +43,10 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import kill_process_tree
-from sglang.srt.utils.auth import AuthLevel, auth_level
+from sglang.srt.utils.auth import AuthLevel, auth_level, decide_request_auth
 
 import sglang_chunkcache
+from sglang_chunkcache.front.drain import HEALTH, READY
 
 VERSION = "0.5.21"
 PACKAGE = Path(sglang_chunkcache.__file__).parent
@@ -418,7 +420,8 @@ def test_http_server_names() -> None:
     """App, state and start."""
     assert {"execute_warmup_func", "launch_callback"} <= {*parameters(http_server.launch_server)}
     assert parameters(http_server._execute_server_warmup) == ["server_args"]
-    assert {"Starting", "Up"} <= {*ServerStatus.__members__}
+    assert {"Starting", "Up", "UnHealthy"} <= {*ServerStatus.__members__}
+    assert isinstance(http_server.HEALTH_CHECK_TIMEOUT, int)
     assert parameters(http_server.get_global_state) == []
     assert callable(http_server.app.include_router)
     assert parameters(http_server.available_models) == []
@@ -431,10 +434,41 @@ def test_tokenizer_manager_methods() -> None:
     assert parameters(TokenizerManager.create_abort_task) == ["obj"]
     assert parameters(TokenizerManager.abort_request) == ["rid", "abort_all"]
     assert isinstance(TokenizerManager.gracefully_exit, property)
+    assert parameters(TokenizerManager.auto_create_handle_loop) == []
     assert "self.rid_to_state:" in inspect.getsource(TokenizerManager)
     assert inspect.isasyncgenfunction(TokenizerManager.generate_request)
     assert inspect.iscoroutinefunction(TokenizerManager.get_internal_state)
     assert "self.incremental_streaming_output =" in inspect.getsource(TokenizerManager)
+
+
+def test_sigterm_is_ours_from_the_start_on() -> None:
+    """SGLang sets its handler once, when its loop is created, and that handler does nothing but tell the manager: front/drain.py
+    creates the loop and then does so itself. The other processes have no handler, so ignoring the signal takes none away."""
+    source = " ".join(inspect.getsource(TokenizerManager.auto_create_handle_loop).split())
+    assert source.index("if self.event_loop is not None: return") < source.index(
+        "loop.add_signal_handler(signal.SIGTERM"
+    )
+    assert inspect.getsource(tokenizer_manager).count("SIGTERM,") == 1
+    handler = inspect.getsource(tokenizer_manager.SignalHandler.sigterm_handler)
+    assert handler.strip().splitlines()[-1].strip() == "self.tokenizer_manager.gracefully_exit = True"
+    for module in (scheduler, detokenizer_manager, data_parallel_controller):
+        assert "SIGTERM" not in inspect.getsource(module), module
+
+
+def test_ready_is_open_and_asks_nobody() -> None:
+    """Probes have no key. `--stock` answers it, too, by what ours looks at."""
+    decided = decide_request_auth(
+        method="GET",
+        path="/ready",
+        authorization_header=None,
+        api_key="k",
+        admin_api_key="a",
+        auth_level=AuthLevel.NORMAL,
+    )
+    assert decided.allowed
+    assert {route.path for route in http_server.app.routes if hasattr(route, "path")} >= {READY, *HEALTH}
+    source = inspect.getsource(TokenizerManager.is_ready)
+    assert all(name in source for name in ("is_pause", "gracefully_exit", "server_status == ServerStatus.Up"))
 
 
 def test_meta_info_keys() -> None:

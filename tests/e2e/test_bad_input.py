@@ -14,6 +14,7 @@ import pytest
 
 from eval.http import get, post
 from eval.server import Server
+from tests.polling import DEADLINE_S
 
 pytestmark = pytest.mark.engine
 
@@ -159,7 +160,7 @@ def test_odd_text_is_answered(rag_server: Server, text: str) -> None:
     assert sum(reply["chunkcache"]["fates"].values()) == reply["usage"]["prompt_tokens"]
 
 
-def send(url: str, body: Any, *, timeout_s: float = 60.0) -> tuple[int, str]:
+def send(url: str, body: Any, *, timeout_s: float = DEADLINE_S) -> tuple[int, str]:
     """Status and text of a request with any body; "GET" for none."""
     data = None if body == "GET" else body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from eval.http import get, post
 from eval.server import Server
 from eval.tasks.world import world_requests
+from tests.polling import until
 from tests.soak.answers import STRICT
 
 PATH = "/rag/v1/chat/completions"
@@ -76,9 +76,7 @@ def test_answers_are_audited_at_their_rank(tmp_path: Path) -> None:
             reply = post(server.url + PATH, moved)["chunkcache"]
             assert (reply["dp_rank"], reply["reuse"]["sampled"]) == (first["dp_rank"], True)
             served[reply["dp_rank"]] += 1
-        deadline = time.monotonic() + 60
-        while (stats := get(server.url + "/chunkcache/stats"))["audit"]["waiting"] and time.monotonic() < deadline:
-            time.sleep(0.1)
+        stats = until(lambda: told if not (told := get(server.url + "/chunkcache/stats"))["audit"]["waiting"] else None)
     assert set(served) == {0, 1}
     figures = stats["audit"]["figures"]
     assert [(one["samples"], one["below_target"]) for one in figures] == [(6, 0)], "everything was recomputed"

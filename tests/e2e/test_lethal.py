@@ -136,7 +136,7 @@ def has_ended(server: Server) -> bool:
 def answers(server: Server) -> bool:
     """Whether it answers a good request and is still there a moment later."""
     try:
-        status, _ = send(server.url + "/generate", GOOD)
+        status, _ = send(server.url + "/generate", GOOD, timeout_s=PATIENCE_S)
     except (OSError, http.client.HTTPException):
         return False
     time.sleep(1)

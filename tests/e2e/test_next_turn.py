@@ -4,7 +4,6 @@ moves them. A server of its own: index, storage and moved KV together. Pools are
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from retrieval.retriever import Retriever
 from tests.e2e.conftest import WORLD, K
 from tests.e2e.test_reuse import CHAT, flush, fused
 from tests.e2e.test_storage import chunk_of, settled, storage_of
+from tests.polling import until
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
 
@@ -86,10 +86,7 @@ def test_what_resembles_an_answers_passages_is_loaded_and_used(server: Server, i
     assert next_turns(server) == {"loads": 0, "used": 0}, "no conversation"
     first = turn(server, asked, retrieve=True, conversation_id="reads")
     ahead = near(index, first["chunkcache"]["order"], NUM_AHEAD)
-    deadline = time.monotonic() + 30
-    while next_turns(server)["loads"] < NUM_AHEAD:
-        assert time.monotonic() < deadline, storage_of(server)
-        time.sleep(0.05)
+    until(lambda: next_turns(server)["loads"] >= NUM_AHEAD)
     loaded = settled(server)["loaded"]
     answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
     following = [*asked, answer, {"role": "user", "content": WORLD.questions[1].question}]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ from tokenizers import Tokenizer
 from eval.http import get
 from eval.server import Server
 from sglang_chunkcache.bundled_model import model_dir
+from tests.polling import until
 
 pytestmark = pytest.mark.engine
 
@@ -409,9 +409,6 @@ def test_nothing_is_left_of_requests_that_broke_off(rag_server: Server) -> None:
     """After time-outs and cancels, and an answer still comes."""
     for name in ("time-out", "cancel"):
         outcome(CASES[name][1], rag_server, RAG)
-    deadline = time.monotonic() + 120
-    while get(rag_server.url + "/chunkcache/stats")["prompt_tokens_in_flight"] != [0]:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    until(lambda: get(rag_server.url + "/chunkcache/stats")["prompt_tokens_in_flight"] == [0])
     assert Clients(rag_server, RAG).ask().chunkcache["order"]
     assert get(rag_server.url + "/chunkcache/stats")["tree"]["open_plans"] == 0

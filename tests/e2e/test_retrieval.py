@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from eval.world.world import Question
 from sglang_chunkcache import config, launch_server
 from tests.e2e.conftest import WORLD, K, build_index
 from tests.e2e.test_bad_input import IMAGE, send
+from tests.polling import until
 
 pytestmark = pytest.mark.engine
 
@@ -233,16 +234,18 @@ def test_odd_query_is_answered(rag_server: Server, query: str, mode: str) -> Non
     assert len(json.loads(text)["passages"]) <= K
 
 
+def retrieval_when(server: Server, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The stats of the index, once that holds of them."""
+    return until(lambda: told if holds(told := get(server.url + "/chunkcache/stats")["retrieval"]) else None)
+
+
 def test_newer_generation_is_served(rag_server: Server, index: Path) -> None:
     """The server follows the directory by itself, while it answers."""
     text = "The company Wolfram makes submarines. Wolfram serves Atlantis."
     query = {"query": "Which company makes submarines?", "k": 1, "mode": "bm25"}
     assert "Wolfram" not in post(rag_server.url + RETRIEVE, query)["passages"][0]["text"]
     build_index(index, [{"id": "new", "text": text}])
-    deadline = time.monotonic() + 300
-    while post(rag_server.url + RETRIEVE, query)["passages"][0]["id"] != "new":
-        assert time.monotonic() < deadline, rag_server.log_tail()
-        time.sleep(0.1)
+    until(lambda: post(rag_server.url + RETRIEVE, query)["passages"][0]["id"] == "new")
     stats = get(rag_server.url + "/chunkcache/stats")["retrieval"]
     assert (stats["generation"], stats["passages"]) == (2, 61)
     assert found(chat(rag_server, "What?", query)) == ["new"]
@@ -254,10 +257,7 @@ def test_damaged_generation_is_not_served(rag_server: Server, index: Path) -> No
     whole = manifest.read_text(encoding="utf-8")
     try:
         manifest.write_text(whole.replace('"generation": 2', '"generation": 3').replace('"xxh3": "', '"xxh3": "0'))
-        deadline = time.monotonic() + 300
-        while (stats := get(rag_server.url + "/chunkcache/stats")["retrieval"])["state"] != "stale":
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        stats = retrieval_when(rag_server, lambda found: found["state"] == "stale")
         assert "its checksum differs" in stats["reason"]
         assert "now is not served: " + stats["reason"] in rag_server.log.read_text(errors="replace")
         assert 'chunkcache:retrieval_state{state="stale"} 1.0' in send(rag_server.url + "/metrics", "GET")[1]
@@ -271,13 +271,7 @@ def test_replaced_index_is_served_whatever_its_generation(rag_server: Server, in
     """Written over in place: down, and searches are refused. Removed and put back: served, without a restart."""
 
     def wait(state: str, generation: int) -> dict[str, Any]:
-        deadline = time.monotonic() + 300
-        while True:
-            stats: dict[str, Any] = get(rag_server.url + "/chunkcache/stats")["retrieval"]
-            if (stats["state"], stats["generation"]) == (state, generation):
-                return stats
-            assert time.monotonic() < deadline, (stats, rag_server.log_tail())
-            time.sleep(0.1)
+        return retrieval_when(rag_server, lambda found: (found["state"], found["generation"]) == (state, generation))
 
     build_index(tmp_path / "earlier", [{"id": "sub", "text": "The company Wolfram makes kayaks."}])
     backup = shutil.copytree(index, tmp_path / "backup")
@@ -299,9 +293,9 @@ def test_replaced_index_is_served_whatever_its_generation(rag_server: Server, in
 
 def test_nothing_is_left_behind(rag_server: Server) -> None:
     """After all of the above: no plan, no load, no waiting request, no missing slot, and the counters show it."""
+    until(lambda: get(rag_server.url + "/chunkcache/stats")["prompt_tokens_in_flight"] == [0])
     stats = get(rag_server.url + "/chunkcache/stats")
     assert stats["tree"]["open_plans"] == 0
-    assert stats["prompt_tokens_in_flight"] == [0]
     assert stats["retrieval"]["waiting"] == 0
     assert stats["searches"]["found"] > 0
     assert stats["searches"]["empty"] > 0

@@ -15,6 +15,7 @@ from eval.tasks.world import world_requests
 from radix_ext import ChunkId, Span
 from sglang_chunkcache.wire.events import Acknowledgement
 from sglang_chunkcache.wire.spans import RequestSpans, pack
+from tests.polling import DEADLINE_S
 
 pytestmark = pytest.mark.engine
 
@@ -46,8 +47,8 @@ def cache_of(reply: Any) -> dict[str, Any]:
 
 def flush(server: Server) -> None:
     """Empty the cache through SGLang's own endpoint."""
-    request = urllib.request.Request(server.url + "/flush_cache?timeout=10", method="POST")
-    urllib.request.urlopen(request, timeout=30).read()
+    request = urllib.request.Request(server.url + "/flush_cache?timeout=100", method="POST")
+    urllib.request.urlopen(request, timeout=DEADLINE_S).read()
 
 
 def test_permuted_chunks_are_reused(rag_server: Server) -> None:

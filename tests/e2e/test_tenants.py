@@ -63,7 +63,7 @@ def test_time_of_an_answer(rag_server: Server, asker: str, num_pairs: int, low: 
     for number in range(num_pairs):
         words = "The company makes clocks and paint. " * 12
         known, new = ({"text": f"{draw.random()} {words}"} for _ in range(2))
-        post(rag_server.url + "/flush_cache?timeout=10", {})  # else the pool is full, and what was hit before stays
+        post(rag_server.url + "/flush_cache?timeout=100", {})  # else the pool is full, and what was hit before stays
         ask(rag_server, "timed" if asker == "same" else "other", [known])
         pair = [(True, known), (False, new)]
         for is_known, chunk in draw.sample(pair, 2):

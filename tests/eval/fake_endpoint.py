@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from eval.server import free_port
+from tests.polling import DEADLINE_S
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MISHAPS = ("refused", "broken", "dropped", "unfinished", "empty", "garbage", "complaint", "mute")
@@ -209,10 +210,10 @@ def serving(endpoint: FakeEndpoint) -> Iterator[FakeEndpoint]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(DEADLINE_S)
     endpoint.url = f"http://127.0.0.1:{port}"
     try:
         yield endpoint
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(DEADLINE_S)

@@ -26,6 +26,7 @@ from eval.errors import CommandError
 from eval.http import get, post
 from eval.world.world import World, order_questions
 from sglang_chunkcache.config import SELECTORS
+from tests.polling import DEADLINE_S
 from tests.soak.answers import LOGPROBS, Answer, answer_of, differences, logprob_difference, prompt_ids, run_stock
 
 POISONED = ("-m", "tests.e2e.poisoned_server")
@@ -176,7 +177,7 @@ def check_exact(found: Found, url: str, **salt: str) -> None:
                 found.problems.append(f"exact answer differs at {difference.step} by {difference.gap:.3f}: {ids}")
 
 
-def leftovers(url: str, pool_tokens: int, timeout_s: float = 60.0) -> list[str]:
+def leftovers(url: str, pool_tokens: int, timeout_s: float = DEADLINE_S) -> list[str]:
     """Resources that are not released when the server is idle. Sends requests meanwhile, since captures run with batches."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -9,6 +9,7 @@ from typing import Any
 
 from retrieval.errors import RetrievalError
 from retrieval.passage import Passage
+from tests.polling import DEADLINE_S
 
 TEXTS = {"a": "alpha one", "b": "beta one", "c": "gamma one", "d": "delta two"}
 
@@ -44,7 +45,7 @@ class FakeRetriever:
         if told_first is not None and 0 < first_nprobe < nprobe:  # the first lists have the last passage
             told_first([self._hits(query)[-1:] for query in queries])
         self.begun.set()
-        assert self.hold.wait(10)
+        assert self.hold.wait(DEADLINE_S)
         for query in queries:
             if query in self.fail:
                 raise self.fail[query]

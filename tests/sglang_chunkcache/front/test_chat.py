@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import re
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,11 @@ import pytest
 pytest.importorskip("sglang")
 
 from fastapi.responses import ORJSONResponse
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
-from sglang_chunkcache.front.chat import DONE, RagServingChat, _chunk, _delta, _report_cached
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.chat import DONE, PROBLEMS, RagServingChat, _chunk, _delta, _report_cached
 from sglang_chunkcache.front.engine import Engine, hand_over
 from tests.sglang_chunkcache.front.front_bench import A, Asked, Bench, make_output
 
@@ -43,6 +47,36 @@ def test_request_that_never_reaches_the_engine_is_counted(status: int, outcome: 
     assert bench.books.metrics.totals()["requests"] == {outcome: 1}
     assert bench.books.tables.num_entries == 0
     assert bench.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("complaint", "sent", "field"),
+    [
+        ("max_completion_tokens is too large: 9.This model supports at most 5.", "max_tokens", "max_tokens"),
+        (
+            "max_completion_tokens is too large: 9.This model supports at most 5.",
+            "max_completion_tokens",
+            "max_completion_tokens",
+        ),
+        ("return_sampling_mask requires return_meta_info=true.", "return_sampling_mask", "return_sampling_mask"),
+        ("Tool 0 function has invalid 'parameters' schema: template", "n", "tools"),
+        ("Messages cannot be empty.", "n", "messages"),
+    ],
+)
+def test_complaint_of_sglangs_is_behind_the_field_that_was_sent(complaint: str, sent: str, field: str) -> None:
+    chat = make_chat(Bench(), None)
+    chat._validate_request = lambda request: complaint
+    body = {"messages": [{"role": "user", "content": "x"}], "model": "m", sent: 1}
+    with pytest.raises(RequestError, match=f"^{field}: {re.escape(complaint)}"):
+        chat.check(ChatCompletionRequest(**body))
+
+
+def test_complaints_are_sglangs() -> None:
+    """The words by which they are told apart."""
+    source = inspect.getsource(OpenAIServingChat._validate_request)
+    assert all(
+        f'"{word}' in source or f'"Request-supplied chat_{word}' in source for word in PROBLEMS if word != "tool"
+    )
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2])

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("sglang")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.entrypoints.openai.serving_chat import normalize_tool_content
+from sglang.srt.parser.jinja_template_utils import (
+    detect_jinja_template_content_format,
+    process_content_for_template_format,
+)
 
 from radix_ext import Span, chunk_id
 from sglang_chunkcache.errors import RequestError
@@ -50,8 +57,14 @@ TOOLS = (
     " {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PARTS = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for content in message.content %}{{ content.text }}{{ '|' if not loop.last }}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TEMPLATES = {
     "chatml": CHAT_TEMPLATE,
+    "parts": PARTS,
     "tools": TOOLS,
     "trimming": TRIMMING,
     "headers": HEADERS,
@@ -283,8 +296,98 @@ def test_no_messages_are_refused() -> None:
         make_assembler().turn([], num_agreed=0, has_chunks=True)
 
 
-def test_text_parts_are_joined() -> None:
-    """OpenAI's list form of a text, joined as SGLang does."""
+def in_parts(role: str, *texts: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": each} for each in texts]}
+
+
+def as_sglang_renders(assembler: PromptAssembler, messages: Sequence[dict[str, Any]]) -> str:
+    """What its chat serving gives to the template, rendered."""
+    content_format = detect_jinja_template_content_format(assembler._tokenizer.chat_template)
+    shaped = [process_content_for_template_format(each, content_format, [], [], [], []) for each in messages]
+    for each in shaped:
+        each["content"] = normalize_tool_content(each["role"], each.get("content"))
+    if shaped[-1]["role"] == "assistant" and isinstance(shaped[-1]["content"], str):
+        shaped[-1] = user(shaped[-1]["content"])
+    return render(assembler, shaped)
+
+
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "question": [in_parts("user", "Who", "is it?")],
+    "one part": [in_parts("user", "Who is it?")],
+    "no part": [in_parts("user")],
+    "empty part": [in_parts("user", "", "Who?")],
+    "all roles": [
+        in_parts("system", "Be", "brief."),
+        user("a"),
+        in_parts("assistant", "b", "c"),
+        in_parts("user", "d", "e"),
+    ],
+    "tool": [user("a"), in_parts("tool", "b", "c")],
+    "answer last": [in_parts("user", "a", "b"), in_parts("assistant", "c", "d")],
+    "strings": [
+        {"role": "system", "content": "Be brief."},
+        user("a"),
+        {"role": "assistant", "content": "b"},
+        user("c"),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_chunks", [0, 2])
+@pytest.mark.parametrize("template", ["chatml", "parts"])
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_parts_are_shown_as_sglang_shows_them(messages: list[dict[str, Any]], template: str, num_chunks: int) -> None:
+    """A template that reads lists gets them, another one a text. The chunks begin the question's first part."""
+    assembler = make_assembler(
+        template=template, content_format=detect_jinja_template_content_format(TEMPLATES[template])
+    )
+    chunks = CHUNK_TEXTS[:num_chunks]
+    pieces = assembler.turn(messages, num_agreed=0, has_chunks=bool(chunks))
+    shown: list[dict[str, Any]] = deepcopy(messages)
+    place = max(i for i, message in enumerate(shown) if message["role"] == "user")
+    if chunks:
+        ahead = "".join(f"{chunk}\n\n" for chunk in chunks)
+        if isinstance(shown[place]["content"], str):
+            shown[place]["content"] = ahead + shown[place]["content"]
+        else:
+            shown[place]["content"] = shown[place]["content"] or [{"type": "text", "text": ""}]
+            shown[place]["content"][0]["text"] = ahead + shown[place]["content"][0]["text"]
+    assert text(assembler, ids_of(assembler, pieces, chunks)) == as_sglang_renders(assembler, shown)
+
+
+def test_rag_template_is_around_all_parts() -> None:
+    """Of the question; of one part, too."""
+    tokenizer = tokenizer_of("byte_level", "parts")
+    assembler = PromptAssembler(
+        tokenizer, template="Use {chunks}to say {question} now", separator="\n\n", content_format="openai"
+    )
+    for texts in (["d"], ["d", "e"]):
+        pieces = assembler.turn([in_parts("user", *texts)], num_agreed=0, has_chunks=True)
+        shown = text(assembler, ids_of(assembler, pieces, CHUNK_TEXTS[:1]))
+        assert f"Use {CHUNK_TEXTS[0]}\n\nto say {'|'.join(texts)} now<|im_end|>" in shown
+
+
+def test_head_and_exchanges_of_parts_are_the_templates() -> None:
+    """What stays at overflow, and what is rendered anew."""
+    assembler = make_assembler(template="parts", content_format="openai")
+    messages = CONVERSATIONS["all roles"]
+    head, exchanges = assembler.head(messages), assembler.exchanges(messages, is_split=True)
+    assert "Be|brief." in head
+    assert (exchanges[0].lead, "b|c" in exchanges[0].areas[0].ending) == (head, True)
+    whole = "".join(
+        one.lead + "".join(area.intro + area.ending for area in one.areas) + one.answer for one in exchanges
+    )
+    assert whole == as_sglang_renders(assembler, messages)
+
+
+def test_both_kinds_of_templates_are_told_apart() -> None:
+    """By SGLang: the tests above would show nothing if it took them for one kind."""
+    assert detect_jinja_template_content_format(PARTS) == "openai"
+    assert detect_jinja_template_content_format(CHAT_TEMPLATE) == "string"
+
+
+def test_text_of_parts_is_joined() -> None:
+    """What is hashed and searched for."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert text_of({"role": "user", "content": parts}, 0) == "a b"
 

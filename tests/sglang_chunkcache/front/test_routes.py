@@ -34,6 +34,7 @@ from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation, Fallback, JointReport, Report, Source
 from sglang_chunkcache.wire.spans import MARK_KEY, JointRequest, checked, unpack
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
+from tests.polling import DEADLINE_S
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 from tests.sglang_chunkcache.front.front_bench import SECRET, A, B, Bench, C, CharTokenizer, D, make_output
 
@@ -688,7 +689,7 @@ def test_all_ranks_compute_at_once(call: Any) -> None:
     generate, barrier = manager.generate_request, asyncio.Barrier(3)
 
     async def together(obj: Any, raw_request: Any) -> AsyncIterator[Any]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await barrier.wait()
         async for output in generate(obj, raw_request):
             yield output
@@ -797,9 +798,49 @@ def test_generate_that_sglang_refuses_is_a_400(call: Any, stream: bool) -> None:
     bench, manager, send = call()
     manager.error = ValueError("top_p must be in (0, 1]")
     status, answer = send(rag_generate, {"parts": ["x"], "stream": stream})
-    assert (status, answer["message"]) == (400, "sampling_params: top_p must be in (0, 1]")
+    assert (status, answer["message"]) == (400, "sampling_params.top_p: top_p must be in (0, 1]")
     assert bench.books.metrics.totals()["requests"] == {"refused": 1}
     assert bench.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("complaint", "field"),
+    [
+        (
+            "req.logprob_start_len=9 is higher than the number of input tokens len(req.origin_input_ids)=3.",
+            "logprob_start_len",
+        ),
+        ("min_new_tokens must be in [0, max_new_tokens]", "sampling_params.min_new_tokens"),
+        ("Failed to compile json grammar: regex of the schema", "sampling_params.json_schema"),
+        ("Request prompt exceeds the KV memory budget: input_len=5.", "parts"),
+        ("Input length (9 tokens) exceeds the maximum allowed length (5 tokens).", "parts"),
+    ],
+)
+def test_complaint_of_sglangs_is_behind_the_field_it_is_about(call: Any, complaint: str, field: str) -> None:
+    """In the client's words: what SGLang calls a grammar is the parameter that holds it, what it has measured is the prompt."""
+    _, manager, send = call()
+    manager.error = ValueError(complaint)
+    params = {"min_new_tokens": 3, "max_new_tokens": 9, "json_schema": "{}"}
+    body = {"parts": ["x"], "return_logprob": True, "logprob_start_len": 1, "sampling_params": params}
+    status, answer = send(rag_generate, body)
+    assert (status, answer["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_logprobs_from_beyond_the_prompt_are_refused(call: Any, stream: bool) -> None:
+    """Before SGLang would, in a stream with a 200. Without logprobs the field means nothing."""
+    bench, manager, send = call()
+    body = {"parts": ["abc"], "stream": stream, "return_logprob": True}
+    assert send(rag_generate, {**body, "logprob_start_len": 99, "return_logprob": False})[0] == 200
+    length = len(manager.sent.pop().input_ids)
+    status, answer = send(rag_generate, {**body, "logprob_start_len": length + 1})
+    assert (status, answer["message"]) == (
+        400,
+        f"logprob_start_len: must be at most {length}, the prompt's tokens, got {length + 1}",
+    )
+    assert manager.sent == []
+    assert bench.is_idle()
+    assert send(rag_generate, {**body, "logprob_start_len": length})[0] == 200
 
 
 @pytest.mark.parametrize(

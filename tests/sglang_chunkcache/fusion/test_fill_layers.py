@@ -20,6 +20,7 @@ from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.store import HostBlob
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
+from tests.polling import DEADLINE_S
 from tests.sglang_chunkcache.fusion.test_fill import (
     END,
     LENS,
@@ -50,7 +51,7 @@ class Late:
             def copy_late(layers: range) -> None:
                 is_beside = current_thread() is not main_thread()
                 if is_beside:
-                    assert self._asked[layers[0]].wait(20)
+                    assert self._asked[layers[0]].wait(DEADLINE_S)
                     self.beside += layers
                 if fails == "always" or (fails == "beside" and is_beside):
                     raise RuntimeError("broken")

@@ -31,6 +31,7 @@ from sglang_chunkcache.storage.pointer import Pointers
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Known, Storage
 from sglang_chunkcache.wire.state import Asked
+from tests.polling import DEADLINE_S
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.memory_storage import MemoryStorage
 from tests.reference.scheduler import FakeReq
@@ -102,7 +103,7 @@ class Disk:
         """The thread has nothing left to do; what it counts. None: the last server's."""
         tier = tier or self.tier
         for _ in range(3):  # what is polled may ask for more
-            assert tier.storage.loader.drain(10)
+            assert tier.storage.loader.drain(DEADLINE_S)
             tier.storage.poll()
         return tier.storage.stats()
 
@@ -568,7 +569,7 @@ def test_end_of_the_scheduler_keeps_what_waits(disk: Disk) -> None:
     scheduler = disk.server()
     store(scheduler, A, B)
     disk.settle()
-    disk.tier.storage.loader.drain(10)
+    disk.tier.storage.loader.drain(DEADLINE_S)
     scheduler.serve(fused(B, A), answer=[50])
     store(scheduler, C)
     scheduler.cache.release_host_resources()

@@ -22,6 +22,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler import host_memory, host_pool
 from sglang_chunkcache.scheduler.host_pool import HostPool, create_host_pool
 from tests import models
+from tests.polling import DEADLINE_S
 from tests.reference.memory_host import FixedCosts
 
 
@@ -50,7 +51,7 @@ class Gate:
         def held(copy: Any, *args: Any, **kwargs: Any) -> int:
             def late(layers: range) -> None:
                 for layer in layers:
-                    assert self._is_open[layer].wait(5)
+                    assert self._is_open[layer].wait(DEADLINE_S)
                 copy(layers)
 
             return start(late, *args, **kwargs)
@@ -128,7 +129,7 @@ def test_reader_waits_for_its_layer(device: Any) -> None:
         reader.join(0.05)
         assert reader.is_alive()
         gate.open(layer)
-        reader.join(5)
+        reader.join(DEADLINE_S)
         assert not reader.is_alive()
     pool.finish()
 

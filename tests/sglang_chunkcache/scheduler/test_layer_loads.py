@@ -16,6 +16,7 @@ from radix_ext import IntegrityError
 from radix_ext.costs import Phase, Work
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from sglang_chunkcache.scheduler.pricing import Pricing
+from tests.polling import DEADLINE_S, until
 from tests.sglang_chunkcache.scheduler.test_pricing import make_pricing
 
 NUM_LAYERS, WORK = 5, Work(1, 7)
@@ -33,7 +34,7 @@ class Copies:
         is_beside = current_thread() is not main_thread()
         for layer in layers:
             if layer == self._held:
-                assert self.gate.wait(5)
+                assert self.gate.wait(DEADLINE_S)
             if layer == self.failing and is_beside:
                 raise RuntimeError("no memory")
             self.done.append((layer, is_beside))
@@ -89,11 +90,12 @@ def test_reader_waits_for_its_layer_and_for_no_later_one() -> None:
 
     reader = Thread(target=read)
     reader.start()
+    until(lambda: len(seen) == 3)
     reader.join(0.1)
     assert reader.is_alive()
     assert len(seen) == 3
     copies.gate.set()
-    reader.join(5)
+    reader.join(DEADLINE_S)
     assert seen == [list(range(layer + 1)) for layer in range(NUM_LAYERS)]
     loads.finish()
 

@@ -27,6 +27,7 @@ from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import Asked, ExplainRequest
 from tests.examples import examples
+from tests.polling import DEADLINE_S
 from tests.reference.scheduler import SECRET, FakeReq
 from tests.sglang_chunkcache.fusion.test_tier import Disk
 from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, HostScheduler, chain, known, rag
@@ -83,7 +84,7 @@ class Server(HostScheduler):
 
     def settle(self) -> dict[str, Any]:
         for _ in range(3):  # what is polled may ask for more
-            assert self.storage.loader.drain(10)
+            assert self.storage.loader.drain(DEADLINE_S)
             self.storage.poll(is_round=True)
         return self.storage.stats()
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_chunkcache.storage.ranks import Ranks
 from tests.examples import examples
+from tests.polling import DEADLINE_S
 from tests.reference.rank_group import RankGroup, on_ranks
 from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, rag
 from tests.sglang_chunkcache.scheduler.test_stored_chains import ChainDisk, Server, expect
@@ -31,7 +32,7 @@ class Life:
     def round(self) -> None:
         """After a forward. This rank's thread has had the time to do what it can."""
         if self.disk.storage.gate.is_set():
-            assert self.server.storage.loader.drain(10)
+            assert self.server.storage.loader.drain(DEADLINE_S)
         self.server.storage.poll(is_round=True)
 
     def ask(self, *chunks: tuple[int, ...], settles: bool = True, **params: Any) -> int:
@@ -98,7 +99,7 @@ def lives(steps: list[tuple[Any, ...]], **knobs: Any) -> list[list[Any]]:
                     elif kind == "hint":
                         expect(life.server, rag(*told[0]))
                         if life.disk.storage.gate.is_set():
-                            assert life.server.storage.loader.drain(10)
+                            assert life.server.storage.loader.drain(DEADLINE_S)
                     elif kind == "evict":
                         life.server.evict(told[0])
                     elif kind == "restart":

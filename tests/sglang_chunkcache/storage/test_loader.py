@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from sglang_chunkcache.storage.key import Names  # noqa: E402
 from sglang_chunkcache.storage.loader import PAUSE_AFTER, PAUSE_S, Loader  # noqa: E402
 from sglang_chunkcache.storage.manifest import Manifest, Row, Use  # noqa: E402
 from sglang_chunkcache.storage.pointer import Pointers  # noqa: E402
+from tests.polling import DEADLINE_S, until  # noqa: E402
 from tests.reference.memory_storage import MemoryStorage  # noqa: E402
 from tests.sglang_chunkcache.storage.test_entry import LAYOUT, NUM_TOKENS, make_entry, same_bits  # noqa: E402
 from tests.sglang_chunkcache.storage.test_manifest import make_row  # noqa: E402
@@ -40,7 +40,7 @@ class Rig:
         self.loader = Loader(Backend(self.storage), self.manifest, secret=b"s", clock=lambda: self.now)
 
     def done(self) -> list[Any]:
-        assert self.loader.drain(10)
+        assert self.loader.drain(DEADLINE_S)
         return list(self.loader.poll())
 
     def write(self, name: str = "n", seed: int = 0) -> Write:
@@ -81,6 +81,20 @@ def test_entry_is_written_and_loaded(rig: Rig) -> None:
     assert same_bits(loaded.entry.kv[0], written.entry().kv[0])
 
 
+@pytest.mark.parametrize("ask", [Rig.write, Rig.load])
+def test_job_waits_until_it_is_polled(rig: Rig, ask: Callable[[Rig], Any]) -> None:
+    """Whoever waits for quiet would miss what the thread is at, and what follows from it: a damaged entry is written anew."""
+    rig.storage.gate.clear()
+    ask(rig)
+    until(lambda: rig.storage.calls)
+    assert rig.loader.stats()["queue"] == 1, "at work"
+    rig.storage.gate.set()
+    assert rig.loader.drain(DEADLINE_S)
+    assert rig.loader.stats()["queue"] == 1, "nobody knows what has become of it"
+    list(rig.loader.poll())
+    assert rig.loader.stats()["queue"] == 0
+
+
 def test_loads_pass_writes(rig: Rig) -> None:
     """A request may wait for a load, nobody waits for a write."""
     rig.storage.gate.clear()
@@ -93,15 +107,13 @@ def test_loads_pass_writes(rig: Rig) -> None:
 
 
 def test_nothing_waits_for_a_storage_that_hangs(rig: Rig) -> None:
-    """What does not fit is not taken, and counted."""
+    """What does not fit is not taken, and counted. Whoever waits here waits for ever."""
     rig.storage.gate.clear()
-    started = time.monotonic()
     names = (f"n{i}" for i in itertools.count())
     taken = sum(rig.loader.write(keeping(make_row(next(names)), make_entry())) for _ in range(2 * MAX_WAITING))
     assert taken == MAX_WAITING
     assert list(rig.loader.poll()) == []
     assert (rig.loader.stats()["full"], rig.loader.stats()["unwritten"]) == (MAX_WAITING, MAX_WAITING)
-    assert time.monotonic() - started < 5
     assert rig.load() is not None, "loads have a queue of their own"
     rig.storage.gate.set()
     assert len(rig.done()) == MAX_WAITING + 1
@@ -230,13 +242,11 @@ def test_end_writes_what_waits(tmp_path: Path) -> None:
 
 
 def test_end_does_not_wait_for_a_storage_that_hangs(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    """What it has not written was never confirmed."""
+    """What it has not written was never confirmed. Whoever waits for it waits for ever."""
     rig.storage.gate.clear()
     rig.write("a")
     rig.write("b")
-    started = time.monotonic()
     rig.loader.close(0.2)
-    assert time.monotonic() - started < 2
     assert "does not answer" in caplog.text
 
 
@@ -264,8 +274,7 @@ def test_load_waits_for_a_few_deletions_only(rig: Rig, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "DELETED_AT_ONCE", 2)
     rig.storage.gate.clear()
     rig.loader.delete([make_row(f"n{i}") for i in range(9)])
-    while not rig.storage.calls:  # the thread is at the first
-        time.sleep(0.001)
+    until(lambda: rig.storage.calls)  # the thread is at the first
     rig.load("n")
     rig.storage.gate.set()
     rig.done()
@@ -287,7 +296,7 @@ def test_entry_without_a_pointer_is_its_writers_all_the_same(tmp_path: Path) -> 
     loader = Loader(backend, manifest, secret=b"", pointers=Pointers(backend, Names(b""), secret=b""))
     job = keeping(make_row("n", num_bytes=0, num_tokens=NUM_TOKENS), make_entry())
     loader.write(job)
-    assert loader.drain(10)
+    assert loader.drain(DEADLINE_S)
     assert (job.is_confirmed, job.is_own, [row.name for row in manifest.rows()]) == (True, True, ["n"])
     assert loader.problems == {"failed": 1}
     loader.close()

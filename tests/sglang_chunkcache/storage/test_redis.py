@@ -6,7 +6,6 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.storage.jobs import Load, Lookup
 from sglang_chunkcache.storage.loader import PAUSE_AFTER
 from sglang_chunkcache.storage.opening import Opened, open_storage
+from tests.polling import DEADLINE_S, until
 from tests.sglang_chunkcache.storage.test_entry import LAYOUT, NUM_TOKENS, make_entry, same_bits
 from tests.sglang_chunkcache.storage.test_loader import keeping
 from tests.sglang_chunkcache.storage.test_manifest import make_row
@@ -39,14 +39,14 @@ class Redis:
     def start(self) -> None:
         flags = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
         self._process = subprocess.Popen(["redis-server", *flags], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        until(self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            return False
+        return True
 
     def stop(self) -> None:
         if self._process is not None:
@@ -82,12 +82,12 @@ def test_entry_comes_back_after_a_restart(redis: Redis, tmp_path: Path) -> None:
     (row,) = second.rows
     load = Load(row.name, row.num_bytes, row.num_tokens, LAYOUT)
     second.loader.load(load)
-    second.loader.drain(10)
+    second.loader.drain(DEADLINE_S)
     assert load.entry is not None
     assert same_bits(load.entry.kv[0], written.entry().kv[0])
     second.loader.delete([row])
     gone = Load(row.name, row.num_bytes, row.num_tokens, LAYOUT)
-    second.loader.drain(10)
+    second.loader.drain(DEADLINE_S)
     second.loader.load(gone)
     second.loader.close()
     assert gone.problem == "gone"
@@ -98,19 +98,19 @@ def check_that_second_loads_what_first_writes(first: Opened, second: Opened) -> 
     entry, row = make_entry(), make_row(num_bytes=0, num_tokens=NUM_TOKENS)
     row = row._replace(name=first.names.entry(row.place, row.scored, row.has_outward, row.heads))
     first.loader.write(keeping(row, entry))
-    assert first.loader.drain(20)
+    assert first.loader.drain(DEADLINE_S)
     assert first.loader.stats()["unshared"] == 0
     chunk = row.place.stored_chunk
     lookup = Lookup([chunk, chunk._replace(tenant="another")])
     assert second.loader.look_up(lookup)
-    assert second.loader.drain(20)
+    assert second.loader.drain(DEADLINE_S)
     (found,) = lookup.found[chunk]
     assert (found.name, found.place, found.num_tokens) == (row.name, row.place, NUM_TOKENS)
     assert lookup.found[lookup.chunks[1]] == []
     load, again = Load(found.name, found.num_bytes, found.num_tokens, LAYOUT), keeping(row, entry)
     second.loader.load(load)
     second.loader.write(again)
-    assert second.loader.drain(20)
+    assert second.loader.drain(DEADLINE_S)
     assert load.entry is not None
     assert same_bits(load.entry.kv[0], entry.kv[0])
     assert (again.is_confirmed, again.is_own, again.row.num_bytes) == (True, False, found.num_bytes)
@@ -128,11 +128,11 @@ def test_redis_that_is_lost_and_back(redis: Redis, tmp_path: Path) -> None:
     """Failures are counted, the storage pauses, and goes on when it is tried again; what was in its memory is gone."""
     storage = opened(redis, tmp_path)
     storage.loader.write(keeping(make_row(num_bytes=0, num_tokens=NUM_TOKENS), make_entry()))
-    storage.loader.drain(10)
+    storage.loader.drain(DEADLINE_S)
     redis.stop()
     for number in range(PAUSE_AFTER):
         storage.loader.write(keeping(make_row(f"n{number}", num_tokens=NUM_TOKENS), make_entry()))
-    storage.loader.drain(10)
+    storage.loader.drain(DEADLINE_S)
     assert storage.loader.is_paused
     assert storage.loader.problems == {"failed": PAUSE_AFTER}
     redis.start()
@@ -141,7 +141,7 @@ def test_redis_that_is_lost_and_back(redis: Redis, tmp_path: Path) -> None:
     storage.loader.write(again)
     lost = Load("n", 463, NUM_TOKENS, LAYOUT)
     storage.loader.load(lost)
-    storage.loader.drain(10)
+    storage.loader.drain(DEADLINE_S)
     assert again.is_confirmed
     assert lost.problem == "gone"
     assert not storage.loader.is_paused

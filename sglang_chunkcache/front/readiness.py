@@ -1,0 +1,56 @@
+"""Whether requests should come here: what `/ready` answers at once, however much the scheduler has to do.
+
+SGLang's `/health` sleeps a second and then waits for the next output, under load for several seconds. Its `/ready` waits for
+nothing, but learns of a scheduler that hangs only where somebody asks `/health`, and knows no lame duck. So ours answers instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+ASK_S = 5.0
+"""At least between two questions to the ranks, however often `/ready` is asked, which needs no key."""
+
+
+class Readiness:
+    """Of one server.
+
+    Args:
+        manager: SGLang's tokenizer manager, once the app runs.
+    """
+
+    def __init__(self, manager: Callable[[], Any]) -> None:
+        self._manager = manager
+        self._asking: asyncio.Task[Any] | None = None
+        self._asked = 0.0
+        self.is_started = False
+        """Whether the start-up check is done."""
+        self.is_leaving = False
+        """Whether the signal that ends the server has come."""
+
+    def objection(self) -> str | None:
+        """Why no requests should come; None: they may. Waits for nothing: the ranks are asked for the next time."""
+        manager = self._manager()
+        if self.is_leaving or manager.gracefully_exit:
+            return "shutting down"
+        if not self.is_started:
+            return "starting"
+        if manager.is_pause:
+            return "paused"
+        return None if self._is_answered(manager) else "the scheduler does not answer"
+
+    def _is_answered(self, manager: Any) -> bool:
+        """Whether all ranks have answered what they were asked last, or still have time to: as long as SGLang's `/health` would
+        wait, unless that has waited in vain. Then asks again, if it is time to."""
+        now, asking = time.monotonic(), self._asking
+        is_answered = asking is not None and asking.done()
+        if asking is None or (is_answered and now - self._asked >= ASK_S):
+            self._asked, self._asking = now, asyncio.ensure_future(manager.get_internal_state())
+        has_failed = manager.server_status is ServerStatus.UnHealthy
+        return is_answered or (now - self._asked < http_server.HEALTH_CHECK_TIMEOUT and not has_failed)
