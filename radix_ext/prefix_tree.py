@@ -144,9 +144,7 @@ class ChunkPrefixTree:
             return None
         path = self._descend(base, chunks)
         self._hold(path, rank, tier, promoted_len, len(path))
-        if (
-            base is self._newest
-        ):  # a chain that is told node by node: its nodes above are the most recently used as it is
+        if base is self._newest:  # as a chain that is told node by node: what is above was used last
             self._touch(path, below=base)
         else:
             self._touch((*base.path(), *path))

@@ -481,7 +481,7 @@ def test_paused_terms_are_tried_again_and_return() -> None:
     assert audit is not None
     paused = [bed.serve() for _ in range(4)]
     assert all(asked.planned.fusion is None for asked in paused)
-    assert audit.state is AuditState.PROBATION
+    assert audit.terms(FUSION, "me").state is AuditState.PROBATION
     bed.ranks.agrees = True
     for _ in range(400):
         bed.serve()
