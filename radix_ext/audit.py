@@ -1,83 +1,91 @@
-"""Which requests with moved KV are audited, and what follows: more is recomputed, or nothing is moved, until audits agree again.
+"""Which requests with moved KV are audited, and what follows: nothing is moved until audits agree again.
 
-    asked ──> raised ──> paused ──> probation          answers below the target
-      ^         │ ^         ^          │ │
-      └─────────┘ └─────────│──────────┘ │             answers that meet it
-                            └────────────┘             again below it
+    asked ──> paused ──> probation        answers below the target
+      ^         ^          │ │
+      └─────────│──────────┘ │            answers that meet it
+                └────────────┘            again below it
 
     asked       requests are served as they ask
-    raised      twice the ratio, at least .15, at most .5, in place of a quality; what recomputes nothing is paused at once
     paused      nothing is moved, for a number of requests
     probation   a tenth of the requests is moved, and each of these is audited
 
-Every state is a sequential test: an answer below the target is log(.5/.05) of evidence that the selector is broken, one that
-meets it log(.5/.95) (Wald 1945; in `asked` the evidence is never below zero, which is Page's CUSUM of 1954). A change of state
-begins a new period, and answers planned in an earlier one say nothing about it.
+A state holds for one *terms*, and only answers on these very terms decide it:
 
-Knows no KV, no clock and no tenant: a selector is broken or sound for all of them, and one tenant's requests alone would take a
-hundred times as long to tell. Draws are seeded, so the same requests get the same decisions.
+    the server's    requests that ask for what the server does where they name nothing, whoever sends them
+    own             another selector, ratio or option: of one tenant, one selector and one ratio
+
+So what some try changes nothing for others: bad answers at ratio 0 do not pause the server's terms, good ones at ratio 1 do not
+hide that these are broken. Draws are by terms, seeded and numbered: the same requests get the same decisions, beside whatever.
+
+Every state is a sequential test: an answer below the target is log(.5/.05) of evidence that the terms are broken, one that meets
+it log(.5/.95) (Wald 1945; in `asked` the evidence is never below zero, which is Page's CUSUM of 1954). A change of state begins a
+new period, and answers planned in an earlier one say nothing about it.
+
+Knows no KV and no clock.
 """
 
 from __future__ import annotations
 
 import math
-import random
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
-from radix_ext.fusion_request import MAX_AUTO, FusionRequest
+from radix_ext.fusion_request import AskedRatio, FusionRequest
 
 SOUND, BROKEN = 0.05, 0.5
 """Shares of answers below the target that the tests tell apart."""
 BELOW, MET = math.log(BROKEN / SOUND), math.log((1 - BROKEN) / (1 - SOUND))
 """Evidence of one answer: 2.30 and -.64."""
-EVIDENCE = 5.5
-"""Enough to decide: three answers below the target with at most two between them that meet it, or nine that meet it. Of tests of
-a sound selector one in e^5.5 = 245 is wrong at most, and a pause takes two in a row."""
+TO_PAUSE, ON_PROBATION = 11.0, 5.5
+"""Enough to decide. A pause takes five answers below the target in a row, or six with at most four between them that meet it: one
+in e^11 = 60,000 tests of sound terms comes to it, at most. On probation it takes three with at most two, or nine that meet it."""
 
-LEAST_RATIO, MOST_RATIO = 0.15, 0.5
-"""Bounds of a raised ratio: FusionRAG's operating point, and where recomputing rarely pays any more."""
 PROBATION_FACTOR, LEAST_PROBATION = 10, 0.1
 """Of the audited share; the least share of requests on probation."""
+OWN_TERMS = 8
+"""Terms of its own that a tenant has a state for. Of more the least recently used ones are forgotten, and are `asked` again."""
+TOLD_TERMS = 100
+"""Own terms in the stats, the last used ones."""
 
 
 class AuditState(StrEnum):
-    """Of one selector."""
+    """Of one terms."""
 
     ASKED = "asked"
-    RAISED = "raised"
     PAUSED = "paused"
     PROBATION = "probation"
 
 
+class Whose(NamedTuple):
+    """Names terms."""
+
+    tenant: str | None
+    """None: the server's own, of all tenants."""
+    selector: str
+    ratio: AskedRatio
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How the next request of a selector is served."""
+    """How the next request on some terms is served."""
 
-    selector: str
+    whose: Whose
     state: AuditState
     period: int
     is_moved: bool
+    """Else it is served exactly."""
     is_sampled: bool
-
-    def served(self, fusion: FusionRequest) -> FusionRequest | None:
-        """The request as it is served. None: exactly."""
-        if not self.is_moved:
-            return None
-        if self.state is AuditState.ASKED or not fusion.recomputes:
-            return fusion
-        asked = fusion.ratio if fusion.quality is None else MAX_AUTO
-        ratio = min(MOST_RATIO, max(LEAST_RATIO, 2 * asked))
-        alpha = None if fusion.alpha is None else 2 * fusion.alpha
-        return replace(fusion, ratio=max(fusion.ratio, ratio), quality=None, alpha=alpha)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A selector's state has changed, with the answers that decided it."""
+    """The state of some terms has changed, with the answers that decided it."""
 
-    selector: str
+    whose: Whose
     before: AuditState
     after: AuditState
     samples: int
@@ -85,10 +93,12 @@ class Change:
 
 
 @dataclass(slots=True)
-class _Selector:
-    draw: float
-    is_raisable: bool
+class _Standing:
+    """What is known of some terms."""
+
     state: AuditState = AuditState.ASKED
+    number: int = 0
+    """Requests so far."""
     period: int = 0
     evidence: float = 0.0
     samples: int = 0
@@ -100,89 +110,150 @@ class _Selector:
 
 @dataclass
 class Audit:
-    """All selectors of a server.
+    """All terms of a server.
 
     Args:
-        share: of the requests with moved KV, from 0 to 1.
+        share: of the requests with moved KV, on each terms, from 0 to 1.
         target: share of an answer's tokens that must agree with an exact prefill.
         pause: requests that a pause lasts.
         seed: of the draws. Who knows it knows which requests are audited.
+        server: what a request gets that names nothing.
+        max_tenants: with terms of their own. Of more the least recently used ones are forgotten.
     """
 
     share: float
     target: float
     pause: int
     seed: str
-    _selectors: dict[str, _Selector] = field(default_factory=dict)
+    server: FusionRequest
+    max_tenants: int
+    _own: OrderedDict[str, OrderedDict[Whose, _Standing]] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+        self.server = _policy(self.server)
+        self._servers, self._standing = Whose(None, self.server.selector, self.server.asked_ratio), _Standing()
+        self._own_states = Counter[AuditState]()
 
-    def terms(self, fusion: FusionRequest) -> Terms:
-        """What holds for the next request of this selector. Takes nothing: until one begins, the terms stay the same."""
-        known = self._of(fusion)
+    def terms(self, fusion: FusionRequest, tenant: str) -> Terms:
+        """What holds for the tenant's next such request. Takes nothing: until one begins, the terms stay the same."""
+        is_servers = _policy(fusion) == self.server
+        whose = self._servers if is_servers else Whose(tenant, fusion.selector, fusion.asked_ratio)
+        known = self._find(whose) or _Standing()
         is_trial = known.state is AuditState.PROBATION
         share = max(LEAST_PROBATION, PROBATION_FACTOR * self.share) if is_trial else self.share
-        is_drawn = known.draw < share
+        is_drawn = self._drawn(whose, known.number) < share
         is_moved = is_drawn if is_trial else known.state is not AuditState.PAUSED
-        return Terms(fusion.selector, known.state, known.period, is_moved, is_drawn and is_moved)
+        return Terms(whose, known.state, known.period, is_moved, is_drawn and is_moved)
 
     def begin(self, terms: Terms) -> Change | None:
-        """A request with these terms was sent."""
-        known = self._selectors[terms.selector]
-        known.draw = self._random.random()
+        """A request on these terms was sent."""
+        known = self._used(terms.whose)
+        known.number += 1
         if terms.period != known.period or known.state is not AuditState.PAUSED:
             return None
         known.left -= 1
-        return self._enter(terms.selector, AuditState.PROBATION) if known.left <= 0 else None
+        return self._enter(terms.whose, known, AuditState.PROBATION) if known.left <= 0 else None
 
     def observe(self, terms: Terms, agreement: float) -> Change | None:
         """The answer to a sampled request was compared; `agreement` is the share of its tokens that agree."""
-        known, is_below = self._selectors[terms.selector], agreement < self.target
-        if terms.period != known.period:
+        known, is_below = self._find(terms.whose), agreement < self.target
+        if known is None or terms.period != known.period:
             return None
         known.samples += 1
         known.below += is_below
         known.evidence += BELOW if is_below else MET
-        if known.state is AuditState.ASKED:
+        is_asked = known.state is AuditState.ASKED
+        if is_asked:
             known.evidence = max(0.0, known.evidence)
-        if known.evidence >= EVIDENCE:
-            is_raised = known.state is AuditState.ASKED and known.is_raisable
-            return self._enter(terms.selector, AuditState.RAISED if is_raised else AuditState.PAUSED)
-        if known.evidence <= -EVIDENCE:
-            is_back = known.state is AuditState.RAISED or not known.is_raisable
-            return self._enter(terms.selector, AuditState.ASKED if is_back else AuditState.RAISED)
+        if known.evidence >= (TO_PAUSE if is_asked else ON_PROBATION):
+            return self._enter(terms.whose, known, AuditState.PAUSED)
+        if known.evidence <= -ON_PROBATION:
+            return self._enter(terms.whose, known, AuditState.ASKED)
         return None
 
-    def state(self, selector: str) -> AuditState:
-        """Of a selector that was asked for."""
-        return self._selectors[selector].state
+    @property
+    def state(self) -> AuditState:
+        """Of the server's terms."""
+        return self._standing.state
 
-    def stats(self) -> dict[str, dict[str, Any]]:
-        """By selector: its state, answers compared and below the target in this state, what is left of a pause."""
+    @property
+    def own_states(self) -> dict[AuditState, int]:
+        """How many terms of tenants' own are in each state."""
+        return {state: self._own_states[state] for state in AuditState}
+
+    def stats(self) -> dict[str, Any]:
+        """Of the server's terms and of the last used ones of tenants' own: state, answers compared and below the target in that
+        state, what is left of a pause."""
         return {
-            name: {
-                "state": known.state.value,
-                "samples": known.samples,
-                "below": known.below,
-                "requests_until_probation": known.left,
-                "pauses": known.pauses,
-            }
-            for name, known in self._selectors.items()
+            "server": _told(self._servers, self._standing),
+            "own_states": {state.value: number for state, number in self.own_states.items()},
+            "own": [{"tenant": whose.tenant, **_told(whose, known)} for whose, known in self._last_used()],
         }
 
     # Private, in order of use
 
-    def _of(self, fusion: FusionRequest) -> _Selector:
-        if fusion.selector not in self._selectors:
-            self._selectors[fusion.selector] = _Selector(self._random.random(), fusion.recomputes)
-        return self._selectors[fusion.selector]
+    def _find(self, whose: Whose) -> _Standing | None:
+        """A look, no use. None: the tenant has no state on these terms."""
+        if whose.tenant is None:
+            return self._standing
+        own = self._own.get(whose.tenant)
+        return None if own is None else own.get(whose)
 
-    def _enter(self, selector: str, state: AuditState) -> Change:
-        known = self._selectors[selector]
-        change = Change(selector, known.state, state, known.samples, known.below)
+    def _drawn(self, whose: Whose, number: int) -> float:
+        """From 0 to 1, below 1."""
+        data = repr((self.seed, *whose, number)).encode("utf-8", "surrogatepass")
+        return int.from_bytes(blake2b(data, digest_size=6).digest(), "little") / (1 << 48)
+
+    def _used(self, whose: Whose) -> _Standing:
+        """Made where missing, and the last used one of its tenant, who is the last one that used any."""
+        if whose.tenant is None:
+            return self._standing
+        own = self._own.setdefault(whose.tenant, OrderedDict())
+        self._own.move_to_end(whose.tenant)
+        if whose not in own:
+            own[whose] = _Standing()
+            self._own_states[AuditState.ASKED] += 1
+        own.move_to_end(whose)
+        if len(own) > OWN_TERMS:
+            self._own_states[own.popitem(last=False)[1].state] -= 1
+        if len(self._own) > self.max_tenants:
+            self._own_states.subtract(known.state for known in self._own.popitem(last=False)[1].values())
+        return own[whose]
+
+    def _enter(self, whose: Whose, known: _Standing, state: AuditState) -> Change:
+        change = Change(whose, known.state, state, known.samples, known.below)
+        if whose.tenant is not None:
+            self._own_states[known.state] -= 1
+            self._own_states[state] += 1
         known.state, known.period = state, known.period + 1
         known.evidence, known.samples, known.below = 0.0, 0, 0
         known.left = self.pause if state is AuditState.PAUSED else 0
         known.pauses += state is AuditState.PAUSED
         return change
+
+    def _last_used(self) -> Iterator[tuple[Whose, _Standing]]:
+        num_left = TOLD_TERMS
+        for own in reversed(self._own.values()):
+            for each in reversed(own.items()):
+                if not num_left:
+                    return
+                num_left -= 1
+                yield each
+
+
+def _policy(fusion: FusionRequest) -> FusionRequest:
+    """What decides how good the answer is: not where moving pays, nor the prompt's own recipe, nor a ratio that nobody reads."""
+    ratio = fusion.ratio if fusion.recomputes else fusion.floor
+    return replace(fusion, ratio=ratio, recipe="", fresh=frozenset(), always=False)
+
+
+def _told(whose: Whose, known: _Standing) -> dict[str, Any]:
+    return {
+        "selector": whose.selector,
+        "ratio": whose.ratio,
+        "state": known.state.value,
+        "samples": known.samples,
+        "below": known.below,
+        "requests_until_probation": known.left,
+        "pauses": known.pauses,
+    }

@@ -78,6 +78,8 @@ class ChunkPrefixTree:
         self._nodes: dict[ChainId, ChainNode] = {}
         # Circular list through all nodes, least recently used first: _ends.newer is the oldest, _ends.older the newest.
         self._ends = ChainNode(ChainId(0), ChunkId(""), 0, None)
+        self._newest: ChainNode | None = None
+        """The last node of the path that was used last."""
         self._clock = 0
         self._held: dict[tuple[int, int], list[int]] = {}
         self._digests: dict[int, int] = {}
@@ -142,7 +144,10 @@ class ChunkPrefixTree:
             return None
         path = self._descend(base, chunks)
         self._hold(path, rank, tier, promoted_len, len(path))
-        self._touch((*base.path(), *path))
+        if base is self._newest:  # as a chain that is told node by node: what is above was used last
+            self._touch(path, below=base)
+        else:
+            self._touch((*base.path(), *path))
         self._trim()
         return self._nodes.get((path[-1] if path else base).chain)
 
@@ -373,15 +378,21 @@ class ChunkPrefixTree:
             return None
         return node
 
-    def _touch(self, path: Sequence[ChainNode], *, is_request: bool = True) -> None:
-        """Make these nodes, given parents first, the most recently used; parents end up newer than their children."""
-        self._clock += is_request
-        ends = self._ends
-        for node in reversed(path):
+    def _touch(self, path: Sequence[ChainNode], *, is_request: bool = True, below: ChainNode | None = None) -> None:
+        """Make these nodes, given parents first, the most recently used; parents end up newer than their children.
+
+        `below`: the last node of the path that was touched last, which the nodes follow. It stays newer, with what is above it.
+        """
+        if below is None:
+            self._clock += is_request
+        newer = self._ends if below is None else below
+        for node in path:
             node.last_access = self._clock
             node.older.newer, node.newer.older = node.newer, node.older
-            node.older, node.newer = ends.older, ends
-            ends.older.newer = ends.older = node
+            node.older, node.newer = newer.older, newer
+            newer.older.newer = newer.older = node
+            newer = node
+        self._newest = path[-1] if path else None
 
     def _trim(self) -> None:
         """Forget least recently used unplanned nodes while there are too many; each is a leaf when its turn comes."""

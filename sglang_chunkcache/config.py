@@ -256,7 +256,7 @@ class ChunkCacheConfig:
         0.9, "share of an audited answer's tokens on which an exact prefill must agree", low=0.0, high=1.0
     )
     """An answer of ten tokens may differ in one. What follows from answers below it is decided by radix_ext/audit.py."""
-    audit_pause: int = knob(1000, "requests that a selector's pause lasts", low=1, high=1_000_000_000)
+    audit_pause: int = knob(1000, "requests that a pause of the audit lasts", low=1, high=1_000_000_000)
     """Counted, not timed, so that an idle server does not try again unasked."""
     gate: str = knob("refuse", "what a failed start-up gate does in fused mode", choices=("refuse", "report"))
     """`report` starts all the same, for `sglang_chunkcache.check`."""

@@ -21,6 +21,7 @@ BENCHES = {
         "eval.bench.ahead",
         "time to first token with loads that begin before their request or run beside its forward",
     ),
+    "chunks": ("eval.bench.chunks", "time to first token of the same text as few chunks and as many"),
     "preprocess": ("eval.bench.preprocess", "chunks a second into the store, by requests in flight"),
     "relocate": ("eval.bench.relocate", "rate of moving KV against the device's copy rate"),
     "attention": ("eval.bench.attention.command", "attention of scattered tokens against dense and masked ones; GPU"),

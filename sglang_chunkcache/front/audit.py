@@ -98,7 +98,7 @@ class Check:
     """Of the answer's tokens."""
     temperature: float
     terms: Terms
-    """Of the selector that was asked for: what its requests get decides its state, whoever chose."""
+    """What was asked for: what such requests get decides their state, whoever chose."""
     selected_by: str
     """As the answer says it: what did choose."""
     ratio: AskedRatio
@@ -230,7 +230,7 @@ class Auditor:
                     rows=listener.rows[:num_rows],
                     temperature=listener.temperature,
                     terms=terms,
-                    selected_by=(rag.report.selector if rag.report else None) or terms.selector,
+                    selected_by=(rag.report.selector if rag.report else None) or terms.whose.selector,
                     ratio=round(ratio, 3) if isinstance(ratio, float) else ratio,
                     tenant=identity.tenant,
                     extra_key=identity.extra_key,
@@ -250,7 +250,7 @@ class Auditor:
             "share": audit.share if audit else 0.0,
             "target": audit.target if audit else None,
             "waiting": len(self._waiting),
-            "selectors": audit.stats() if audit else {},
+            "terms": audit.stats() if audit else {},
             "figures": [
                 {
                     "selector": selector,

@@ -29,7 +29,7 @@ from radix_ext import (
 from radix_ext.audit import Audit, AuditState, Change, Terms
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.conversation import Conversation, Told
-from sglang_chunkcache.front.fusion_options import spans_to_keep
+from sglang_chunkcache.front.fusion_options import fused_request, spans_to_keep
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.front.request import Planned, RagRequest
@@ -41,9 +41,8 @@ logger = logging.getLogger(__name__)
 
 MEANING = {
     AuditState.ASKED: "requests are served as they ask",
-    AuditState.RAISED: "twice as many tokens are recomputed as requests ask for",
-    AuditState.PAUSED: "nothing is moved for its requests",
-    AuditState.PROBATION: "a tenth of its requests is moved, and each of these is audited",
+    AuditState.PAUSED: "nothing is moved for such requests",
+    AuditState.PROBATION: "a tenth of such requests is moved, and each of these is audited",
 }
 
 
@@ -78,6 +77,8 @@ class Bookkeeper:
                 target=config.audit_agreement,
                 pause=config.audit_pause,
                 seed=config.secret,
+                server=fused_request(config),
+                max_tenants=config.max_tenants,
             )
             if config.reuse == "fused" and config.audit_share
             else None
@@ -189,7 +190,7 @@ class Bookkeeper:
         """An answer was compared with an exact prefill."""
         assert self.audit is not None
         self._tell(self.audit.observe(terms, agreement))
-        self.metrics.show_audit(terms.selector, self.audit.state(terms.selector))
+        self.metrics.show_audit(self.audit)
 
     def stats(self) -> dict[str, Any]:
         """The front's part of `/chunkcache/stats`."""
@@ -254,16 +255,20 @@ class Bookkeeper:
             self._tell(self.audit.begin(rag.planned.terms))
 
     def _tell(self, change: Change | None) -> None:
-        """Log a selector's new state, loudly where nothing is moved any more."""
+        """Log a new state, loudly where nothing is moved any more on the server's own terms."""
         if change is None:
             return
-        self.metrics.show_audit(change.selector, change.after)  # a pause ends without an answer
-        level = logging.ERROR if change.after is AuditState.PAUSED else logging.WARNING
+        assert self.audit is not None
+        self.metrics.show_audit(self.audit)  # a pause ends without an answer
+        tenant, selector, ratio = change.whose
+        level = logging.ERROR if change.after is AuditState.PAUSED and tenant is None else logging.WARNING
         logger.log(
             level,
-            "chunk cache: selector %s is %s (was %s): of %d audited answers %d agree with an exact prefill at less than %g of "
-            "their tokens; %s",
-            change.selector,
+            "chunk cache: selector %s at ratio %s (%s) is %s (was %s): of %d audited answers %d agree with an exact prefill at "
+            "less than %g of their tokens; %s",
+            selector,
+            ratio,
+            "the server's terms" if tenant is None else f"terms of tenant {tenant}",
             change.after.value,
             change.before.value,
             change.samples,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-from radix_ext.audit import AuditState
+from radix_ext.audit import Audit
 
 COUNTERS = {
     "requests": ("outcome", "RAG requests by outcome: finished, aborted, refused, unsearched (its search failed)"),
@@ -96,11 +96,12 @@ class Metrics:
             self._export("audit_agreement").labels(*labels).observe(agreement)
             self._export("audit_kl").labels(*labels).observe(kl)
 
-    def show_audit(self, selector: str, state: AuditState) -> None:
-        """Which state of the audit holds for a selector."""
+    def show_audit(self, audit: Audit) -> None:
+        """Which state holds for the server's terms, and for how many of tenants' own each does."""
         if self._prometheus:
-            for name in AuditState:
-                self._export("audit_state").labels(selector, name.value).set(name is state)
+            for state, number in audit.own_states.items():
+                self._export("audit_state").labels(audit.server.selector, state.value).set(state is audit.state)
+                self._export("audit_own_terms").labels(state.value).set(number)
 
     def totals(self) -> dict[str, dict[str, int]]:
         """All counts since the start."""
@@ -130,9 +131,12 @@ class Metrics:
                 text = "KL(exact || moved) of an audited answer in nats, mean of its positions"
                 self._exported[name] = Summary(f"chunkcache:{name}", text, AUDIT_LABELS)
             elif name == "audit_state":
-                text = "1 for the state of a selector: asked, raised, paused, probation; 0 for the others"
+                text = "1 for the state of the server's terms: asked, paused, probation; 0 for the others"
                 labels = ["selector", "state"]
                 self._exported[name] = Gauge(f"chunkcache:{name}", text, labels, multiprocess_mode="mostrecent")
+            elif name == "audit_own_terms":
+                text = "terms of tenants' own (another selector, ratio or option) by state: asked, paused, probation"
+                self._exported[name] = Gauge(f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent")
             elif name == "retrieval_state":
                 text = "1 for the state of retrieval: up, stale (an index that was replaced answers), down; 0 for the others"
                 self._exported[name] = Gauge(f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent")

@@ -80,8 +80,8 @@ class Planner:
         fusion, audit = draft.options.fusion, self._books.audit
         if fusion is None or audit is None or draft.is_preprocessing:
             return draft, None
-        terms = audit.terms(fusion)
-        return replace(draft, options=replace(draft.options, fusion=terms.served(fusion))), terms
+        terms = audit.terms(fusion, draft.identity.tenant)
+        return draft if terms.is_moved else replace(draft, options=replace(draft.options, fusion=None)), terms
 
     def _growth(self, fusion: FusionRequest | None, policy: OrderPolicy) -> Growth | None:
         """Only chains that the tree's order aims for grow: other orders stay as their papers have them."""

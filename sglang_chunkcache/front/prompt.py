@@ -214,7 +214,7 @@ class PromptAssembler:
         ]
         for k, answer in enumerate(answers):
             end = found[k].num_messages - 1
-            found[k] = found[k]._replace(answer=str(text_of(messages[end], end)) if answer is None else answer)
+            found[k] = found[k]._replace(answer=text_of(messages[end], end) if answer is None else answer)
         return found
 
     def head(

@@ -29,7 +29,6 @@ from sglang_chunkcache.fusion.measure import (
     deviation_evidence,
     question_evidence,
 )
-from sglang_chunkcache.fusion.outward import attended
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
 from sglang_chunkcache.fusion.selectors import critical
@@ -261,7 +260,8 @@ class _Outward(Observer):
         self.masses: list[list[Tensor]] = [[] for _ in chunks]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
-        self.masses[sequence].append(attended(attention, [self._before[sequence]]))
+        seen = slice(*self._before[sequence])
+        self.masses[sequence].append(torch.cat([part[:, :, seen].sum(-1) for _, _, part in attention.weights()], dim=1))
 
 
 def _positions(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[int]:

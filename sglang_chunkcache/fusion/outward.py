@@ -22,6 +22,7 @@ from torch import Tensor
 
 from radix_ext import Span
 from sglang_chunkcache.attention.masked import SequenceAttention
+from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.store import Offload
 from sglang_chunkcache.scheduler.node import facts, state
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
+    from radix_ext.moved_plan import Piece
     from sglang_chunkcache.fusion.calibration import Calibration
     from sglang_chunkcache.fusion.move import Move
 
@@ -50,10 +52,8 @@ class Measure(Protocol):
     def __call__(self, layer: Any, q: Tensor, k: Tensor | None = None) -> None: ...
 
 
-def attended(attention: SequenceAttention, parts: Sequence[tuple[int, int]]) -> Tensor:
-    """[num_heads, n] float32: each query's attention to the keys of `parts`, half-open and disjoint."""
-    blocks = (weights for _, _, weights in attention.weights())
-    return torch.cat([torch.stack([block[:, :, a:b].sum(-1) for a, b in parts]).sum(0) for block in blocks], dim=1)
+BLOCK = 512
+"""Tokens that attend at a time, each over the keys up to the last one's."""
 
 
 @dataclass(eq=False)
@@ -75,18 +75,34 @@ class OutwardRows:
         return torch.cat(parts) if at >= end > start else None
 
 
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Chunk tokens that attend at once. `n` of them, `m` keys: those at or before the last one."""
+
+    at: Tensor
+    """[n] int64: places in the piece."""
+    positions: Tensor
+    """[n] int64, ascending."""
+    before: Tensor
+    """[n] int64: where each token's chunk starts."""
+    counted: Tensor
+    """[m] float32: 1 for keys of chunks; of the first chunk's tokens for all keys, as there is only the head before it."""
+    first_before: int
+    """Of `before`: keys up to there are before the chunks of all these tokens."""
+
+
 @dataclass(eq=False)
 class _Job:
     """Adjacent tokens of one request, all of which are computed now."""
 
     rows: OutwardRows
     """Which learn of them."""
-    spans: Sequence[Span]
     start: int
     part: slice
     """Of the queries."""
     cached: Tensor
     """[m] int64: slots of the request's first m positions, whose keys are in the pool when the layer attends."""
+    blocks: Sequence[_Block]
     masses: Tensor
     """[n] float32, on the device."""
 
@@ -185,20 +201,20 @@ class OutwardWatch:
     def _gaps(self, work: Iterable[tuple[Move, Sequence[int]]]) -> Iterator[_Job]:
         row = 0
         for move, positions in work:
-            gaps = [piece for piece in move.plan.pieces if piece.source is None and piece.span is not None]
+            gaps = _merged((piece.start, piece.end) for piece in move.plan.pieces if _is_computed_chunk(piece))
             move.outward = OutwardRows(self._heads) if gaps else None
-            for gap in gaps:
+            for start, end in gaps:
                 assert move.outward is not None
-                first = row + bisect_left(positions, gap.start)
-                cached = move.slots[: gap.end]
-                yield self._job(move.outward, move.spans, gap.start, first, gap.end - gap.start, cached)
+                first = row + bisect_left(positions, start)
+                yield self._job(move.outward, move.spans, start, first, end - start, move.slots[:end])
             row += len(positions)
 
     def _job(
         self, rows: OutwardRows, spans: Sequence[Span], start: int, first: int, length: int, cached: Tensor
     ) -> _Job:
-        masses = torch.zeros(length, device=self._pass.runner.device)
-        return _Job(rows, spans, start, slice(first, first + length), cached, masses)
+        device = self._pass.runner.device
+        blocks = _blocks([(span.start, span.end) for span in spans], start, start + length, device)
+        return _Job(rows, start, slice(first, first + length), cached, blocks, torch.zeros(length, device=device))
 
     def _measure(self, jobs: Iterable[_Job], layer: Any, q: Tensor, k: Tensor | None) -> None:
         heads = [head for at, head in self._heads if at == layer.layer_id]
@@ -216,15 +232,57 @@ class OutwardWatch:
                 job.masses += _masses(job, queries[job.part, head], seen, layer.scaling) / len(self._heads)
 
 
+def _is_computed_chunk(piece: Piece) -> bool:
+    return piece.source is None and piece.span is not None
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those that touch are one."""
+    areas: list[tuple[int, int]] = []
+    for start, end in spans:
+        if areas and areas[-1][1] == start:
+            start = areas.pop()[0]
+        areas.append((start, end))
+    return areas
+
+
+def _blocks(spans: Sequence[tuple[int, int]], start: int, end: int, device: torch.device | str) -> list[_Block]:
+    """Of the chunk tokens from `start` to `end`. What is by chunk is put together on the host: the device has work by tokens."""
+    here = [(max(first, start), min(last, end), first) for first, last in spans if first < end and start < last]
+    if not here:
+        return []
+    counted = torch.zeros(end)
+    for first, last in _merged(spans):
+        counted[first:last] = 1
+    lengths = torch.tensor([last - first for first, last, _ in here])
+    places = (counted[start:end] > 0).nonzero()[:, 0]
+    starts = torch.tensor([first for _, _, first in here]).repeat_interleave(lengths)
+    num_first = int(lengths[0]) if here[0][2] == spans[0][0] else 0
+    at, before, seen = upload(places, device), upload(starts, device), upload(counted, device)
+    blocks = []
+    for rows in (*_pieces(0, num_first), *_pieces(num_first, len(places))):
+        num_keys = start + int(places[rows.stop - 1]) + 1
+        keys = torch.ones_like(seen[:num_keys]) if rows.start < num_first else seen[:num_keys]
+        blocks.append(_Block(at[rows], at[rows] + start, before[rows], keys, int(starts[rows.start])))
+    return blocks
+
+
+def _pieces(start: int, end: int) -> list[slice]:
+    return [slice(at, min(at + BLOCK, end)) for at in range(start, end, BLOCK)]
+
+
 def _masses(job: _Job, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """[n]: attention of the piece's chunk tokens to the chunks before theirs, to the text before the first chunk; else 0."""
+    """[n]: attention of the piece's chunk tokens to the chunks before theirs, to the text before the first chunk; else 0.
+
+    One sum for each block of tokens, however many chunks they are of. Equals tests/reference/outward.py.
+    """
     found = torch.zeros_like(job.masses)
-    spans = [(span.start, span.end) for span in job.spans]
-    for number, span in enumerate(spans):
-        start, end = max(span[0], job.start), min(span[1], job.start + len(found))
-        if start < end:
-            piece = slice(start - job.start, end - job.start)
-            positions = torch.arange(end, device=keys.device)
-            attention = SequenceAttention(queries[piece, None], keys[:end, None], positions[start:], positions, scale)
-            found[piece] = attended(attention, spans[:number] or [(0, span[0])])[0]
+    places = torch.arange(len(keys), device=keys.device)
+    for block in job.blocks:
+        num_keys, common = len(block.counted), block.first_before
+        seen = places[:num_keys]
+        attention = SequenceAttention(queries[block.at, None], keys[:num_keys, None], block.positions, seen, scale)
+        for start, end, weights in attention.weights():
+            weights[0, :, common:].masked_fill_(seen[common:] >= block.before[start:end, None], 0)
+            found[block.at[start:end]] = weights[0] @ block.counted
     return found

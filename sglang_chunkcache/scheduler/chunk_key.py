@@ -16,6 +16,7 @@ a plain node may run on into what is a chunk here and a match would end inside i
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -148,9 +149,9 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
     def _look_at(self, first: int, end: int, offset: int) -> None:
         """Of `_spans[first:end]` those that lie whole in this key, which begins at `offset` among them."""
         spans, stop = self._spans, offset + len(self)
-        while first < end and spans[first].start < offset:
-            first += 1
-        while first < end and spans[end - 1].end > stop:
+        first = bisect_left(spans, (offset,), first, end)
+        end = bisect_left(spans, (stop,), first, end)
+        if first < end and spans[end - 1].end > stop:
             end -= 1
         self._first, self._end, self._offset = first, end, offset
         if end - first <= 1:  # a node's key holds one span, not its whole prompt's

@@ -67,9 +67,9 @@ class Fallback(StrEnum):
     )
     AUDIT_PAUSED = (
         "audit_paused",
-        "Answers with this selector differed too much from exact ones, so for a while, or for all but a tenth of the requests, "
-        "nothing is moved for it.",
-        "Read the log's error line and `audit` in `/chunkcache/stats`; choose another selector or a larger ratio, or allow for "
+        "Answers on these terms (selector, ratio) differed too much from exact ones, so for a while, or for all but a tenth of "
+        "the requests, nothing is moved on them.",
+        "Read the log's line and `audit` in `/chunkcache/stats`; choose another selector or a larger ratio, or allow for "
         "less agreement (`--chunkcache-audit-agreement`).",
     )
     NO_SOURCE = (

@@ -1,36 +1,38 @@
-"""The audit's states: what leads from one to the next, and how often a broken or a sound selector is paused."""
+"""The audit's states: what leads from one to the next, whose answers do, and how often broken or sound terms are paused."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from radix_ext.audit import Audit, AuditState, Change, Terms
+from radix_ext.audit import OWN_TERMS, TOLD_TERMS, Audit, AuditState, Change, Terms, Whose
 from radix_ext.fusion_request import FusionRequest
 
 QUERY = FusionRequest("query", 0.15)
-ASKED, RAISED, PAUSED, PROBATION = AuditState
+SERVERS = Whose(None, "query", 0.15)
+ASKED, PAUSED, PROBATION = AuditState
 
 
-def make_audit(*, share: float = 1.0, pause: int = 5, seed: str = "s") -> Audit:
-    return Audit(share=share, target=0.9, pause=pause, seed=seed)
+def make_audit(*, share: float = 1.0, pause: int = 5, seed: str = "s", max_tenants: int = 100) -> Audit:
+    return Audit(share=share, target=0.9, pause=pause, seed=seed, server=QUERY, max_tenants=max_tenants)
 
 
-def sample(audit: Audit, *, is_below: bool, fusion: FusionRequest = QUERY) -> Change | None:
+def sample(audit: Audit, *, is_below: bool, fusion: FusionRequest = QUERY, tenant: str = "me") -> Change | None:
     """One audited request, from its plan to the comparison of its answer."""
-    terms = audit.terms(fusion)
+    terms = audit.terms(fusion, tenant)
     assert terms.is_sampled
     begun = audit.begin(terms)
     assert begun is None
     return audit.observe(terms, 0.89 if is_below else 0.9)
 
 
-def bring_to(audit: Audit, state: AuditState, fusion: FusionRequest = QUERY) -> None:
+def bring_to(audit: Audit, state: AuditState, fusion: FusionRequest = QUERY, tenant: str = "me") -> None:
     """By answers below the target, and by waiting for the end of a pause."""
     for _ in range(100):
-        terms = audit.terms(fusion)
+        terms = audit.terms(fusion, tenant)
         if terms.state is state:
             return
         audit.begin(terms)
@@ -49,24 +51,28 @@ def samples_until_pause(rate: float, seed: int, most: int) -> int | None:
     return None
 
 
+# From state to state
+
+
 @pytest.mark.parametrize("rate", [0.7, 1.0])
-def test_broken_selector_is_paused_within_20_samples(rate: float) -> None:
-    """In at least 99 of 100 runs, with the samples that raise the ratio first."""
+def test_broken_terms_are_paused_within_20_samples(rate: float) -> None:
+    """In at least 99 of 100 runs."""
     assert sum(samples_until_pause(rate, seed, 20) is not None for seed in range(100)) >= 99
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.05])
-def test_sound_selector_is_hardly_ever_paused(rate: float) -> None:
+def test_sound_terms_are_hardly_ever_paused(rate: float) -> None:
     """At most one false pause in 100 runs of 500 samples."""
     assert sum(samples_until_pause(rate, seed, 500) is not None for seed in range(100)) <= 1
 
 
+@pytest.mark.parametrize("fusion", [QUERY, FusionRequest("first", 0.3)], ids=["the server's", "own"])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
-def test_share_is_sampled(share: float) -> None:
-    """Of 20,000 requests, within four standard deviations; all are moved."""
+def test_share_is_sampled(share: float, fusion: FusionRequest) -> None:
+    """Of 20,000 requests, within four standard deviations, on whatever terms; all are moved."""
     audit, count = make_audit(share=share), 0
     for _ in range(20_000):
-        terms = audit.terms(QUERY)
+        terms = audit.terms(fusion, "me")
         assert terms.is_moved
         audit.begin(terms)
         count += terms.is_sampled
@@ -76,10 +82,13 @@ def test_share_is_sampled(share: float) -> None:
 def test_terms_hold_until_a_request_begins() -> None:
     """A plan that is only explained shows what the next request gets, and changes nothing."""
     audit = make_audit(share=0.5)
-    for _ in range(50):
-        terms = audit.terms(QUERY)
-        assert audit.terms(QUERY) == terms
-        audit.begin(terms)
+    for fusion in (QUERY, FusionRequest("first", 0.3)):
+        for _ in range(50):
+            terms = audit.terms(fusion, "me")
+            assert audit.terms(fusion, "me") == terms
+            audit.begin(terms)
+    audit.terms(FusionRequest("first", 0.4), "me")
+    assert len(audit.stats()["own"]) == 1
 
 
 def test_same_seed_decides_alike() -> None:
@@ -88,7 +97,7 @@ def test_same_seed_decides_alike() -> None:
     def drawn(seed: str) -> list[bool]:
         audit, found = make_audit(share=0.5, seed=seed), []
         for _ in range(50):
-            terms = audit.terms(QUERY)
+            terms = audit.terms(QUERY, "me")
             audit.begin(terms)
             found.append(terms.is_sampled)
         return found
@@ -97,36 +106,27 @@ def test_same_seed_decides_alike() -> None:
 
 
 def test_way_down() -> None:
-    """Three answers below the target raise the ratio, three more pause; a change says what decided it."""
+    """Five answers below the target pause; the change says what decided it. The ratio stays as it is asked for."""
     audit = make_audit()
-    changes = [sample(audit, is_below=True) for _ in range(6)]
-    assert changes == [
-        None,
-        None,
-        Change("query", ASKED, RAISED, 3, 3),
-        None,
-        None,
-        Change("query", RAISED, PAUSED, 3, 3),
-    ]
+    changes = [sample(audit, is_below=True) for _ in range(5)]
+    assert changes == [None, None, None, None, Change(SERVERS, ASKED, PAUSED, 5, 5)]
 
 
 def test_way_back() -> None:
-    """Clean answers bring a raised ratio back, and a selector on probation to a raised ratio."""
+    """From probation by nine clean answers."""
     audit = make_audit()
-    for state in (RAISED, PROBATION):
-        bring_to(audit, state)
-        changes = list(filter(None, (sample(audit, is_below=False) for _ in range(20))))
-        wanted = {RAISED: [ASKED], PROBATION: [RAISED, ASKED]}[state]
-        assert [change.after for change in changes] == wanted
+    bring_to(audit, PROBATION)
+    changes = [sample(audit, is_below=False) for _ in range(9)]
+    assert changes == [None] * 8 + [Change(SERVERS, PROBATION, ASKED, 9, 0)]
 
 
 def test_clean_answers_are_no_credit() -> None:
-    """A selector that breaks after a thousand good answers is caught as soon as one that was broken from the start."""
+    """Terms that break after a thousand good answers are caught as soon as those that were broken from the start."""
     audit = make_audit()
     for _ in range(1000):
         assert sample(audit, is_below=False) is None
-    changes = [sample(audit, is_below=True) for _ in range(6)]
-    assert [change.after for change in changes if change] == [RAISED, PAUSED]
+    changes = [sample(audit, is_below=True) for _ in range(5)]
+    assert [change.after for change in changes if change] == [PAUSED]
 
 
 def test_pause_ends_after_its_requests() -> None:
@@ -134,21 +134,20 @@ def test_pause_ends_after_its_requests() -> None:
     audit = make_audit(pause=5)
     bring_to(audit, PAUSED)
     for _ in range(4):
-        terms = audit.terms(QUERY)
-        assert (terms.served(QUERY), terms.is_sampled) == (None, False)
+        terms = audit.terms(QUERY, "me")
+        assert (terms.is_moved, terms.is_sampled) == (False, False)
         assert audit.begin(terms) is None
-    change = audit.begin(audit.terms(QUERY))
-    assert change == Change("query", PAUSED, PROBATION, 0, 0)
+    change = audit.begin(audit.terms(QUERY, "me"))
+    assert change == Change(SERVERS, PAUSED, PROBATION, 0, 0)
 
 
 def test_probation_moves_a_tenth_and_audits_it() -> None:
-    """The others stay exact: a selector that is still broken harms few."""
+    """The others stay exact: terms that are still broken harm few."""
     audit = make_audit(share=0.01)
-    audit.terms(QUERY)
-    audit._enter("query", PROBATION)
+    audit._enter(SERVERS, audit._standing, PROBATION)
     seen = []
     for _ in range(5000):
-        seen.append(audit.terms(QUERY))
+        seen.append(audit.terms(QUERY, "me"))
         audit.begin(seen[-1])
     assert all(terms.is_moved == terms.is_sampled for terms in seen)
     assert 400 <= sum(terms.is_moved for terms in seen) <= 600
@@ -159,50 +158,173 @@ def test_probation_pauses_again() -> None:
     audit = make_audit()
     bring_to(audit, PROBATION)
     changes = [sample(audit, is_below=True) for _ in range(3)]
-    assert changes == [None, None, Change("query", PROBATION, PAUSED, 3, 3)]
-    assert audit.stats()["query"]["pauses"] == 2
+    assert changes == [None, None, Change(SERVERS, PROBATION, PAUSED, 3, 3)]
+    assert audit.stats()["server"]["pauses"] == 2
 
 
 def test_answer_of_an_earlier_period_is_not_counted() -> None:
-    """It was planned under another ratio, and arrives late."""
+    """It was planned before a pause, and arrives late."""
     audit = make_audit()
-    late = audit.terms(QUERY)
-    bring_to(audit, RAISED)
+    late = audit.terms(QUERY, "me")
+    bring_to(audit, PROBATION)
     for _ in range(20):
         assert audit.observe(late, 0.0) is None
-    assert audit.stats()["query"]["samples"] == 0
+    assert audit.stats()["server"]["samples"] == 0
 
 
-def test_selectors_are_apart() -> None:
-    """One that is broken says nothing of another."""
-    audit, other = make_audit(), FusionRequest("first", 0.15)
-    audit.terms(other)
-    bring_to(audit, PAUSED)
-    assert (audit.terms(QUERY).state, audit.terms(other).state) == (PAUSED, ASKED)
+# Whose answers
 
 
 @pytest.mark.parametrize(
-    ("asked", "served"),
-    [(0.0, 0.15), (0.05, 0.15), (0.15, 0.3), (0.4, 0.5), (0.5, 0.5), (0.7, 0.7), (1.0, 1.0)],
+    "fields",
+    [
+        {},
+        {"recipe": "query/0.15/question=1"},
+        {"fresh": frozenset({1})},
+        {"always": True},
+    ],
+    ids=["by name", "recipe", "fresh", "moved always"],
 )
-def test_raised_ratio(asked: float, served: float) -> None:
-    """Twice as much, within bounds, and never less than was asked for. Before, as asked."""
-    fusion = FusionRequest("query", asked, alpha=1.5)
-    assert Terms("query", ASKED, 0, True, False).served(fusion) == fusion
-    for state in (RAISED, PROBATION):
-        found = Terms("query", state, 1, True, False).served(fusion)
-        assert found is not None
-        assert (found.ratio, found.alpha) == (served, 3.0)
-        auto = Terms("query", state, 1, True, False).served(replace(fusion, quality=0.99))
-        assert auto == replace(found, ratio=max(0.5, asked)), "more than auto may take"
+def test_requests_on_the_servers_terms(fields: dict[str, Any]) -> None:
+    """Whoever sends them, and whether or not they name the selector and the ratio."""
+    audit, fusion = make_audit(), replace(QUERY, **fields)
+    assert audit.terms(fusion, "me").whose == audit.terms(QUERY, "you").whose == SERVERS
 
 
-def test_selector_that_recomputes_nothing_is_paused_at_once() -> None:
-    """There is no ratio to raise; back from probation it is served as asked."""
-    audit, fusion = make_audit(), FusionRequest("none", 0.15)
-    changes = [sample(audit, is_below=True, fusion=fusion) for _ in range(3)]
-    assert [change.after for change in changes if change] == [PAUSED]
+@pytest.mark.parametrize(
+    ("fields", "ratio"),
+    [
+        ({"selector": "critical"}, 0.15),
+        ({"selector": "none"}, None),
+        ({"ratio": 0.0}, 0.0),
+        ({"ratio": 1.0}, 1.0),
+        ({"quality": 0.9}, "auto"),
+        ({"layer": 1}, 0.15),
+        ({"focus": "spare"}, 0.15),
+        ({"floor": 0.1}, 0.15),
+    ],
+    ids=str,
+)
+def test_requests_on_terms_of_their_own(fields: dict[str, Any], ratio: Any) -> None:
+    """Another selector, ratio or option is no sign of what others get: they count by tenant, selector and ratio."""
+    audit, fusion = make_audit(), replace(QUERY, **fields)
+    assert audit.terms(fusion, "me").whose == Whose("me", fusion.selector, ratio)
+
+
+def test_ratio_that_nobody_reads_is_no_term() -> None:
+    """A server that recomputes nothing, and a request that names a ratio all the same."""
+    none = FusionRequest("none", 0.15)
+    audit = Audit(share=1.0, target=0.9, pause=5, seed="s", server=none, max_tenants=1)
+    assert audit.terms(replace(none, ratio=0.4), "me").whose == Whose(None, "none", None)
+
+
+def served(
+    *, others: FusionRequest | None, mine: FusionRequest, my_rate: float, others_rate: float
+) -> tuple[Audit, list[Terms]]:
+    """What 4,000 requests on terms of `mine` get whose moved answers fail by `my_rate`, every second request being another's."""
+    audit, mine_drawn, others_drawn = make_audit(share=0.2, pause=50), random.Random(1), random.Random(2)
+    found = []
+    for _ in range(4000):
+        if others is not None:
+            terms = audit.terms(others, "other")
+            audit.begin(terms)
+            if terms.is_sampled:
+                audit.observe(terms, 0.0 if others_drawn.random() < others_rate else 1.0)
+        found.append(audit.terms(mine, "me"))
+        audit.begin(found[-1])
+        if found[-1].is_sampled:
+            audit.observe(found[-1], 0.0 if mine_drawn.random() < my_rate else 1.0)
+    return audit, found
+
+
+@pytest.mark.parametrize("my_rate", [0.02, 0.7], ids=["sound", "broken"])
+@pytest.mark.parametrize(("ratio", "others_rate"), [(0.0, 0.9), (1.0, 0.0)])
+@pytest.mark.parametrize("others", [QUERY, FusionRequest("first", 0.15)], ids=["query", "first"])
+def test_half_of_the_traffic_at_another_ratio_changes_nothing(
+    others: FusionRequest, ratio: float, others_rate: float, my_rate: float
+) -> None:
+    """Bad answers at ratio 0 pause nobody on the server's terms, good ones at ratio 1 hide nothing: request by request, these are
+    moved, sampled and paused as without the others."""
+    _, alone = served(others=None, mine=QUERY, my_rate=my_rate, others_rate=others_rate)
+    _, beside = served(others=replace(others, ratio=ratio), mine=QUERY, my_rate=my_rate, others_rate=others_rate)
+    assert beside == alone
+    assert any(terms.state is PAUSED for terms in alone) == (my_rate == 0.7)
+
+
+def test_broken_terms_of_the_server_pause_no_others() -> None:
+    """Half of the traffic is on the server's terms, which fail; own terms that agree go on as without them."""
+    mine = FusionRequest("query", 0.5)
+    _, alone = served(others=None, mine=mine, my_rate=0.02, others_rate=0.0)
+    audit, beside = served(others=QUERY, mine=mine, my_rate=0.02, others_rate=0.9)
+    assert beside == alone
+    assert all(terms.is_moved for terms in beside)
+    assert audit.stats()["server"]["pauses"] > 1
+
+
+def test_tenants_own_terms_are_apart() -> None:
+    """What one tries with a selector says nothing of another's texts; a tenant's other ratio goes on, too."""
+    audit, fusion = make_audit(), FusionRequest("first", 0.15)
+    bring_to(audit, PAUSED, fusion, "me")
+    assert audit.terms(fusion, "me").state is PAUSED
+    assert audit.terms(fusion, "you").state is ASKED
+    assert audit.terms(replace(fusion, ratio=0.3), "me").state is ASKED
+    assert audit.state is ASKED
+
+
+def test_own_terms_are_paused_and_return() -> None:
+    """As the server's are."""
+    audit, fusion = make_audit(), FusionRequest("first", 0.15)
+    bring_to(audit, PAUSED, fusion)
+    assert audit.own_states == {ASKED: 0, PAUSED: 1, PROBATION: 0}
     bring_to(audit, PROBATION, fusion)
-    assert audit.terms(fusion).served(fusion) == fusion
-    back = [sample(audit, is_below=False, fusion=fusion) for _ in range(10)]
-    assert [change.after for change in back if change] == [ASKED]
+    for _ in range(9):
+        sample(audit, is_below=False, fusion=fusion)
+    assert audit.terms(fusion, "me").state is ASKED
+    assert audit.own_states == {ASKED: 1, PAUSED: 0, PROBATION: 0}
+
+
+# What is kept
+
+
+def ask(audit: Audit, ratio: float, tenant: str) -> None:
+    audit.begin(audit.terms(FusionRequest("first", ratio), tenant))
+
+
+def test_inventing_ratios_costs_the_inventor() -> None:
+    """A tenant's own least recently used terms are forgotten, nobody else's; a late answer on them changes nothing."""
+    audit, fusion = make_audit(), FusionRequest("first", 0.15)
+    bring_to(audit, PAUSED, fusion, "me")
+    forgotten = audit.terms(FusionRequest("first", 0.0), "you")
+    for number in range(10 * OWN_TERMS):
+        ask(audit, number / (10 * OWN_TERMS), "you")
+    assert audit.terms(fusion, "me").state is PAUSED
+    assert audit.own_states == {ASKED: OWN_TERMS, PAUSED: 1, PROBATION: 0}
+    for _ in range(10):
+        assert audit.observe(forgotten, 0.0) is None
+    assert sum(audit.own_states.values()) == OWN_TERMS + 1
+
+
+def test_tenants_are_bounded() -> None:
+    """Who has not asked on own terms for longest is forgotten, and asked again."""
+    audit, fusion = make_audit(max_tenants=3), FusionRequest("first", 0.15)
+    bring_to(audit, PAUSED, fusion, "me")
+    bring_to(audit, PAUSED, fusion, "you")
+    ask(audit, 0.15, "me")
+    for tenant in ("a", "b"):
+        ask(audit, 0.15, tenant)
+    assert [audit.terms(fusion, tenant).state for tenant in ("me", "you")] == [PAUSED, ASKED]
+    assert audit.own_states == {ASKED: 2, PAUSED: 1, PROBATION: 0}
+
+
+def test_stats() -> None:
+    """The server's terms, and the last used ones of tenants' own, which are bounded."""
+    audit = make_audit(max_tenants=1000)
+    for number in range(TOLD_TERMS + 5):
+        ask(audit, 0.5, f"t{number}")
+    sample(audit, is_below=True)
+    stats = audit.stats()
+    told = {"state": "asked", "samples": 0, "below": 0, "requests_until_probation": 0, "pauses": 0}
+    assert stats["server"] == {"selector": "query", "ratio": 0.15, **told, "samples": 1, "below": 1}
+    assert stats["own_states"] == {"asked": TOLD_TERMS + 5, "paused": 0, "probation": 0}
+    assert len(stats["own"]) == TOLD_TERMS
+    assert stats["own"][0] == {"tenant": f"t{TOLD_TERMS + 4}", "selector": "first", "ratio": 0.5, **told}

@@ -8,6 +8,7 @@ import tracemalloc
 import pytest
 
 from radix_ext import ChainId, Chunk, ChunkId, ChunkPrefixTree, IntegrityError, LimitError, Tier
+from radix_ext.chain_node import ChainNode
 from tests.reference.chains import chain_of
 
 
@@ -269,3 +270,42 @@ def test_bytes_of_a_node(num_chunks: int, limit: int) -> None:
     tracemalloc.stop()
     shared = len(chunks) * (81 + 28 + 48) + sys.getsizeof(chunks)
     assert (size - shared) / len(tree) < limit
+
+
+def test_chain_told_node_by_node_costs_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank tells a prompt of many chunks: what is above a new node was used last, and is not walked again."""
+    tree, walked = ChunkPrefixTree(max_nodes=10_000), list[int]()
+    path = ChainNode.path
+
+    def counted(node: ChainNode) -> tuple[ChainNode, ...]:
+        found = path(node)
+        walked.append(len(found))
+        return found
+
+    monkeypatch.setattr(ChainNode, "path", counted)
+    chunks = [Chunk(ChunkId(str(number)), 4) for number in range(500)]
+    node = tree.insert("", chunks[:1], rank=0, tier=Tier.DEVICE, promoted_len=0)
+    for chunk in chunks[1:]:
+        assert node is not None
+        node = tree.extend(node.chain, [chunk], rank=0, tier=Tier.DEVICE, promoted_len=0)
+    assert sum(walked) == 0
+    tree.check_integrity()
+    assert [each.chunk_id for each in tree._newest_first()] == [chunk.id for chunk in chunks]
+
+
+@pytest.mark.parametrize("used", ["extended", "inserted", "counted"])
+def test_chain_that_goes_on_after_another_was_used_is_the_newest(used: str) -> None:
+    """All of it, what is above the new nodes included, or the bound would forget it first."""
+    tree = make_tree("ab", "xy")
+    tree.extend(chain("ab"), make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0)
+    if used == "extended":
+        tree.extend(chain("xy"), make_chunks("z"), rank=0, tier=Tier.DEVICE, promoted_len=0)
+    elif used == "inserted":
+        hold(tree, "xyz")
+    else:
+        node = tree.find(chain("xy"))
+        assert node is not None
+        tree.count_use(node)
+    tree.extend(chain("abc"), make_chunks("d"), rank=0, tier=Tier.DEVICE, promoted_len=0)
+    tree.check_integrity()
+    assert "".join(node.chunk_id for node in tree._newest_first()).startswith("abcdxy")

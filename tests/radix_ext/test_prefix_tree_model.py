@@ -42,7 +42,11 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(namespace=namespaces, base=chunk_lists, chunks=chunk_lists, rank=ranks, tier=tiers, run=st.integers(0, 3))
     def extend(self, namespace: str, base: list[Chunk], chunks: list[Chunk], rank: int, tier: Tier, run: int) -> None:
         chain = chain_of(namespace, ids_of(base))
+        used = [node.chain for node in self.tree._newest_first()]
         node = self.tree.extend(chain, chunks, rank=rank, tier=tier, promoted_len=run)
+        path = [] if node is None else [each.chain for each in node.path()]
+        wanted = [*path, *(each for each in used if each not in path)]
+        assert [each.chain for each in self.tree._newest_first()] == wanted
         known = self.naive.nodes.get((namespace, tuple(ids_of(base))))
         assert (node is not None) == (known is not None and rank in known.tiers)
         if node is not None:

@@ -19,6 +19,7 @@ from radix_ext import FusionRequest
 from radix_ext.audit import AuditState
 from sglang_chunkcache.front import audit as audit_module
 from sglang_chunkcache.front.audit import MAX_POSITIONS, MAX_WAITING, Auditor, Check, Listener, Skip
+from sglang_chunkcache.front.fusion_options import fused_request
 from sglang_chunkcache.front.request import Identity
 from sglang_chunkcache.wire.report import Fallback, Report
 from tests.polling import DEADLINE_S
@@ -59,10 +60,10 @@ class Ranks:
 
 
 class Bed:
-    """A front whose auditor asks `Ranks`. Every request is drawn."""
+    """A front whose auditor asks `Ranks`. Every request is drawn; `FUSION` is what the server does."""
 
     def __init__(self, *, agrees: bool = True, share: float = 1.0, **knobs: Any) -> None:
-        self.bench = Bench(reuse="fused", audit_share=share, **knobs)
+        self.bench = Bench(reuse="fused", selector="query", audit_share=share, **knobs)
         self.ranks, self.now = Ranks(agrees=agrees), 0.0
         self.auditor = Auditor(self.bench.books, self.ranks, clock=lambda: self.now)
 
@@ -242,7 +243,7 @@ def test_answer_is_compared() -> None:
             "max_kl": pytest.approx(0, abs=1e-5),
         }
     ]
-    assert bed.auditor.stats()["selectors"]["query"]["samples"] == 1
+    assert bed.auditor.stats()["terms"]["server"]["samples"] == 1
 
 
 def test_answer_says_that_it_was_sampled_and_no_more() -> None:
@@ -432,10 +433,11 @@ def test_tallies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_are_of_what_chose_and_the_state_of_what_was_asked_for() -> None:
     """Where the question's selector does not pay: its requests are answered badly, whoever is to blame."""
     bed = Bed(agrees=False)
-    for _ in range(3):
+    for _ in range(5):
         bed.serve(report=Report(**{**as_dict(MOVED), "selector": "first"}))
-    assert [(one["selector"], one["samples"], one["below_target"]) for one in bed.figures] == [("first", 3, 3)]
-    assert {name: one["state"] for name, one in bed.auditor.stats()["selectors"].items()} == {FUSION.selector: "raised"}
+    assert [(one["selector"], one["samples"], one["below_target"]) for one in bed.figures] == [("first", 5, 5)]
+    terms = bed.auditor.stats()["terms"]
+    assert (terms["server"]["selector"], terms["server"]["state"], terms["own"]) == (FUSION.selector, "paused", [])
 
 
 def test_ratios_of_figures() -> None:
@@ -449,52 +451,57 @@ def test_ratios_of_figures() -> None:
 # What follows
 
 
-def test_broken_selector_is_raised_then_paused_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    """Its answers disagree: the third raises the ratio, which answers say, the sixth pauses, which the log says as an error."""
+def test_broken_terms_of_the_server_are_paused_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    """Its answers disagree: the fifth pauses, which the log says as an error, and each later answer as a fallback. No ratio is
+    changed."""
     bed = Bed(agrees=False)
     with caplog.at_level(logging.WARNING):
-        shown = [bed.serve().answer() for _ in range(7)]
-    assert [one["reuse"] and one["reuse"]["ratio"] for one in shown] == [0.15] * 3 + [0.3] * 3 + [None]
-    assert [one["fallbacks"] for one in shown] == [[]] * 6 + [["audit_paused"]]
+        shown = [bed.serve().answer() for _ in range(6)]
+    assert [one["reuse"] and one["reuse"]["ratio"] for one in shown] == [0.15] * 5 + [None]
+    assert [one["fallbacks"] for one in shown] == [[]] * 5 + [["audit_paused"]]
     (pause,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "selector query is paused (was raised): of 3 audited answers 3 agree" in pause.getMessage()
+    wanted = "selector query at ratio 0.15 (the server's terms) is paused (was asked): of 5 audited answers 5 agree"
+    assert wanted in pause.getMessage()
     assert bed.bench.books.metrics.totals()["fallbacks"] == {"audit_paused": 1}
-    assert [(one["ratio"], one["samples"], one["below_target"]) for one in bed.figures] == [(0.15, 3, 3), (0.3, 3, 3)]
+    assert [(one["ratio"], one["samples"], one["below_target"]) for one in bed.figures] == [(0.15, 5, 5)]
 
 
-def test_recipe_follows_the_ratio() -> None:
-    """KV that was made with other ratios is not shared."""
-    bed = Bed(agrees=False)
-    recipes = []
-    for _ in range(4):
-        asked = bed.serve()
-        assert asked.planned.fusion is not None
-        recipes.append(asked.planned.fusion.recipe)
-    assert [recipe.split("/")[1] for recipe in recipes] == ["0.15", "0.15", "0.15", "0.3"]
+def test_broken_terms_of_a_tenants_own_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Who tries ratio 0 is served exactly, and told so; the others are not, and the log only mentions it."""
+    bed, tried = Bed(agrees=False), FusionRequest("query", 0.0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            bed.serve(fusion=tried)
+    (pause,) = caplog.records
+    assert pause.levelno == logging.WARNING
+    assert f"selector query at ratio 0.0 (terms of tenant {Identity('me').tenant}) is paused" in pause.getMessage()
+    assert bed.serve(fusion=tried).answer()["fallbacks"] == ["audit_paused"]
+    assert bed.serve().answer()["fallbacks"] == []
+    assert bed.bench.plan("q", A, B, fusion=tried, who=Identity("me", cache_salt="other")).fallbacks == ()
 
 
-def test_paused_selector_is_tried_again_and_returns() -> None:
+def test_paused_terms_are_tried_again_and_return() -> None:
     """After so many requests a tenth is moved and audited; when these agree, all are moved again."""
     bed = Bed(agrees=False, audit_pause=4)
-    for _ in range(6):
+    for _ in range(5):
         bed.serve()
     audit = bed.bench.books.audit
     assert audit is not None
     paused = [bed.serve() for _ in range(4)]
     assert all(asked.planned.fusion is None for asked in paused)
-    assert audit.terms(FUSION).state is AuditState.PROBATION
+    assert audit.terms(FUSION, "me").state is AuditState.PROBATION
     bed.ranks.agrees = True
     for _ in range(400):
         bed.serve()
-        if audit.terms(FUSION).state is AuditState.ASKED:
+        if audit.state is AuditState.ASKED:
             break
     assert bed.serve().answer()["reuse"]["ratio"] == 0.15
 
 
 def test_other_selectors_and_preprocessing_go_on() -> None:
-    """A pause is of one selector."""
+    """A pause is of one terms."""
     bed = Bed(agrees=False)
-    for _ in range(6):
+    for _ in range(5):
         bed.serve()
     assert bed.serve().planned.fusion is None
     assert bed.serve(fusion=FusionRequest("first", 0.15)).planned.fusion is not None
@@ -503,12 +510,32 @@ def test_other_selectors_and_preprocessing_go_on() -> None:
 def test_explained_plan_takes_nothing() -> None:
     """It says what the next request will get."""
     bed = Bed(agrees=False, audit_pause=3)
-    for _ in range(6):
+    for _ in range(5):
         bed.serve()
     for _ in range(10):
         assert bed.bench.plan("q", A, B, fusion=FUSION).fallbacks == (Fallback.AUDIT_PAUSED,)
     assert bed.bench.books.audit is not None
-    assert bed.bench.books.audit.terms(FUSION).state is AuditState.PAUSED
+    assert bed.bench.books.audit.state is AuditState.PAUSED
+
+
+@pytest.mark.parametrize(
+    ("named", "own"),
+    [
+        ({}, False),
+        ({"selector": "critical", "ratio": 0.15}, False),
+        ({"ratio": 0.15, "move": "always"}, False),
+        ({"ratio": 0.0}, True),
+        ({"ratio": 1.0}, True),
+        ({"selector": "query"}, True),
+        ({"depth": 3}, True),
+    ],
+)
+def test_terms_of_requests_as_clients_write_them(named: dict[str, Any], own: bool) -> None:
+    """Who names the server's selector and ratio asks for what the server does."""
+    bench = Bench(reuse="fused", audit_share=1.0)
+    terms = bench.plan("q", A, B, fusion=fused_request(bench.config, **named)).terms
+    assert terms is not None
+    assert (terms.whose.tenant is not None) == own
 
 
 @pytest.mark.parametrize("knobs", [{"reuse": "fused", "audit_share": 0.0}, {"reuse": "exact"}])
@@ -522,6 +549,6 @@ def test_switched_off(knobs: dict[str, Any]) -> None:
         "share": 0.0,
         "target": None,
         "waiting": 0,
-        "selectors": {},
+        "terms": {},
         "figures": [],
     }

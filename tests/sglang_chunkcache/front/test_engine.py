@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from radix_ext import FusionRequest
-from radix_ext.audit import AuditState, Terms
+from radix_ext.audit import AuditState, Terms, Whose
 from sglang_chunkcache.front.audit import Check
 from sglang_chunkcache.front.engine import Engine, hand_over, handed_over
 from sglang_chunkcache.wire.message import decode, encode
@@ -330,7 +330,7 @@ def test_check_is_an_exact_prefill_of_prompt_and_answer() -> None:
     """As the scheduler is told, with logprobs from the prompt's last token on, in the tenant's namespace."""
     bench, manager = Bench(), AuditedManager(output(65))
     planned = bench.plan("q", A)
-    terms = Terms("query", AuditState.ASKED, 0, True, True)
+    terms = Terms(Whose(None, "query", 0.15), AuditState.ASKED, 0, True, True)
     ids = [*planned.input_ids, 70, 71]
     rows: list[Any] = [[(-0.1, 70)], [(-0.1, 71)]]
     check = Check(ids, planned.spans, planned.namespace, rows, 1.0, terms, "query", 0.15, "t", "x", "salt", 0, 0, 0.0)

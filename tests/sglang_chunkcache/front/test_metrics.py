@@ -108,18 +108,24 @@ def test_prometheus_is_not_imported_unasked() -> None:
 
 
 def test_audits_are_shown_by_selector_ratio_and_tenant() -> None:
-    """Means are sum by count; a selector is in one state."""
+    """Means are sum by count; the server's terms are in one state, and those that clients invent are no labels."""
     code = (
         "from prometheus_client import generate_latest\n"
-        "from radix_ext.audit import AuditState\n"
+        "from radix_ext.audit import Audit\n"
+        "from radix_ext.fusion_request import FusionRequest\n"
         "from sglang_chunkcache.front.metrics import Metrics\n"
         "metrics = Metrics(prometheus=True)\n"
         "metrics.observe_audit('query', 0.15, 't', 0.5, 0.25, is_below=True)\n"
         "metrics.observe_audit('query', 0.15, 't', 1.0, 0.5, is_below=False)\n"
         "metrics.observe_audit('none', None, 't', 1.0, 0.0, is_below=False)\n"
         "metrics.observe_audit('critical', 'auto', 't', 1.0, 0.0, is_below=False)\n"
-        "for state in (AuditState.RAISED, AuditState.PAUSED):\n"
-        "    metrics.show_audit('query', state)\n"
+        "server = FusionRequest('query', 0.15)\n"
+        "audit = Audit(share=1, target=0.9, pause=9, seed='', server=server, max_tenants=9)\n"
+        "metrics.show_audit(audit)\n"
+        "for fusion in [server] * 5 + [FusionRequest('first', n / 10) for n in range(3)]:\n"
+        "    terms = audit.terms(fusion, 't')\n"
+        "    audit.begin(terms), audit.observe(terms, 0.0)\n"
+        "metrics.show_audit(audit)\n"
         "print(generate_latest().decode())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -133,6 +139,8 @@ def test_audits_are_shown_by_selector_ratio_and_tenant() -> None:
         f"chunkcache:audit_agreement_count{{{labels}}}": 2,
         f"chunkcache:audit_kl_sum{{{labels}}}": 0.75,
         'chunkcache:audit_state{selector="query",state="paused"}': 1,
-        'chunkcache:audit_state{selector="query",state="raised"}': 0,
+        'chunkcache:audit_state{selector="query",state="asked"}': 0,
+        'chunkcache:audit_own_terms{state="asked"}': 3,
     }
     assert {name: float(shown[name]) for name in wanted} == wanted
+    assert not [name for name in shown if "first" in name]

@@ -373,7 +373,7 @@ def test_head_and_exchanges_of_parts_are_the_templates() -> None:
     messages = CONVERSATIONS["all roles"]
     head, exchanges = assembler.head(messages), assembler.exchanges(messages, is_split=True)
     assert "Be|brief." in head
-    assert (exchanges[0].lead, "b|c" in exchanges[0].areas[0].ending) == (head, True)
+    assert (exchanges[0].lead, exchanges[0].answer) == (head, "b|c")
     whole = "".join(
         one.lead + "".join(area.intro + area.ending for area in one.areas) + one.answer for one in exchanges
     )

@@ -12,7 +12,10 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radix_ext import ChunkId, Span
 from radix_ext.moved_plan import Piece
@@ -27,6 +30,8 @@ from sglang_chunkcache.fusion.recompute import _forward_batch, run_pass
 from sglang_chunkcache.scheduler.node import facts, state
 from tests import models
 from tests.models import make_row, prefill
+from tests.reference import outward as reference
+from tests.reference.attention import attend
 from tests.sglang_chunkcache.fusion.test_measure import (
     ATOL,
     CHUNKS,
@@ -210,3 +215,81 @@ def test_a_failure_costs_no_request(
         torch.testing.assert_close(got, wanted, rtol=0, atol=ATOL)
     assert "not measured any more" in caplog.text
     assert state(req).outward.of(*CHUNKS[0]) is None
+
+
+# One sum for all chunks
+
+
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operations."""
+
+    num_calls: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def make_job(spans: Sequence[tuple[int, int]], start: int, end: int) -> Any:
+    runner = SimpleNamespace(device="cpu")
+    watch = OutwardWatch(cast("Any", SimpleNamespace(runner=runner, calibration=Calibration())))
+    whole = tuple(Span(a, b, ChunkId(str(a))) for a, b in spans)
+    return watch._job(outward.OutwardRows(()), whole, start, 0, end - start, torch.arange(start))
+
+
+@st.composite
+def prompts(draw: Any) -> tuple[list[tuple[int, int]], int, int]:
+    """Chunks that touch or have text between them, behind a head or none, and a piece of their prompt."""
+    spans, at = [], draw(st.integers(0, 5))
+    for _ in range(draw(st.integers(1, 12))):
+        at += draw(st.sampled_from([0, 0, 0, 3]))
+        length = draw(st.integers(1, 9))
+        spans.append((at, at + length))
+        at += length
+    end = draw(st.integers(1, at + 4))
+    return spans, draw(st.integers(0, end - 1)), end
+
+
+@given(prompts(), st.sampled_from([1, 4, 512]))
+@settings(max_examples=150, deadline=None)
+def test_merged_is_as_chunk_by_chunk(prompt: tuple[list[tuple[int, int]], int, int], block: int) -> None:
+    """Whatever touches, wherever the piece begins and ends, however many tokens attend at once."""
+    spans, start, end = prompt
+    torch.manual_seed(len(spans) + 7 * end)
+    queries, keys = torch.randn(end - start, 8), torch.randn(end, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outward, "BLOCK", block)
+        job = make_job(spans, start, end)
+    found = outward._masses(job, queries, keys, 0.5)
+    _, weights = attend(
+        queries[:, None], keys[:, None], keys[:, None], torch.arange(start, end), torch.arange(end), 0.5
+    )
+    torch.testing.assert_close(found.double(), reference.masses(weights[0], spans, start), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("gap", [0, 1], ids=["touching", "text between"])
+def test_number_of_sums_is_by_tokens(gap: int) -> None:
+    """A forward with 250 chunks does as many operations as one with ten of the same tokens."""
+
+    def num_operations(num_chunks: int) -> int:
+        size = 1000 // num_chunks
+        job = make_job([(5 + n * size, 5 + (n + 1) * size - gap) for n in range(num_chunks)], 0, 1010)
+        counted = Counted()  # type: ignore[no-untyped-call]
+        with counted:
+            outward._masses(job, torch.randn(1010, 8), torch.randn(1010, 8), 0.5)
+        return counted.num_calls
+
+    # The first chunk is apart, and less of it leaves more blocks of the others.
+    assert abs(num_operations(250) - num_operations(10)) <= num_operations(1)
+
+
+def test_gaps_that_touch_are_measured_together(runner: Any) -> None:
+    """Of a pass: one piece of all, and the keys of each layer are gathered once."""
+    tokens, watch = make_tokens(0), make_watch(runner, HEADS)
+    prefill(runner, tokens.tolist(), SLOTS)
+    move = make_move(tokens, SLOTS, gaps=[0, 1, 2])
+    positions = [position for span in CHUNKS for position in range(*span)]
+    with watch.watch_pass([(move, positions)]) as measure:
+        run_pass(runner, [_sequence(move, positions)], watch=measure)
+    assert [first for first, _ in move.outward.pieces] == [CHUNKS[0][0]]
+    assert all(move.outward.of(*span) is not None for span in CHUNKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from radix_ext import Span, chunk_id
+from radix_ext import ChunkId, Span, chunk_id
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused, Segment, cut_at_chunk
 
 
@@ -315,3 +316,23 @@ def test_slice_of_a_slice_is_a_slice(key: ChunkKey, data: st.DataObject) -> None
     assert (one.token_ids, one.spans) == (two.token_ids, two.spans)
     assert one.fused == two.fused or not one.token_ids
     assert ChunkKey.cut(key.token_ids, key.spans, end, fused=key.fused).fused == key[:end].fused
+
+
+class Looked(tuple[Span, ...]):
+    """Counts the spans that are looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        Looked.num_looks += 1
+        return super().__getitem__(index)
+
+
+def test_slice_looks_at_few_of_many_spans() -> None:
+    """An insertion cuts the key once a chunk, wherever that is."""
+    spans = Looked(Span(4 * number, 4 * number + 4, ChunkId(str(number))) for number in range(1000))
+    key = ChunkKey(array("q", range(4000)), spans)
+    for start in range(0, 4000, 4):
+        Looked.num_looks = 0
+        assert key[start : start + 4].spans == (Span(0, 4, ChunkId(str(start // 4))),)
+        assert Looked.num_looks <= 32
