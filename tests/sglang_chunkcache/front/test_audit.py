@@ -447,10 +447,10 @@ def test_broken_selector_is_raised_then_paused_loudly(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         shown = [bed.serve().answer() for _ in range(7)]
     assert [one["reuse"] and one["reuse"]["ratio"] for one in shown] == [0.15] * 3 + [0.3] * 3 + [None]
-    assert [one["fallbacks"] for one in shown] == [[]] * 6 + [["audit_paused"]]
+    assert [one["fallbacks"] for one in shown] == [[]] * 6 + [["audit_paused", "evicted"]]
     (pause,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "selector query is paused (was raised): of 3 audited answers 3 agree" in pause.getMessage()
-    assert bed.bench.books.metrics.totals()["fallbacks"] == {"audit_paused": 1}
+    assert bed.bench.books.metrics.totals()["fallbacks"] == {"audit_paused": 1, "evicted": 1}
     assert [(one["ratio"], one["samples"], one["below_target"]) for one in bed.figures] == [(0.15, 3, 3), (0.3, 3, 3)]
 
 
