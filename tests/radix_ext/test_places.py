@@ -22,8 +22,8 @@ def test_places_equal_a_list_of_notes(sent: list[tuple[Any, Any, Any, int]], max
     assert len(places) == len(behind)
     for text in "xyz":
         for chunk in "abc":
-            chain = dict(behind).get((text, chunk))
-            assert places.behind(text, ChunkId(chunk)) == (None if chain is None else Place(chain, 0))
+            place = dict(behind).get((text, chunk))
+            assert places.behind(text, ChunkId(chunk)) == (None if place is None else Place(place, 0))
     for tenant in "tu":
         for chunk in "abc":
             assert places.last_text(tenant, ChunkId(chunk)) == dict(texts).get((tenant, chunk))
