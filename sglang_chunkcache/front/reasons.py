@@ -143,11 +143,11 @@ class Reasons:
             self._heads.note(tenant, planned.namespace, draft.head, draft.outline)
         if planned.expected is None:
             return
-        num_area, first_own = len(planned.area), len(planned.spans) - len(planned.order)
-        if num_area < len(planned.spans):
-            known = {i for each in rag.missed or () for i in each.spans} | {*range(first_own, len(planned.spans))}
+        if (num_area := len(planned.area)) < len(planned.spans):
+            # What was found has been noted. None: not known.
+            new = range(len(planned.spans)) if rag.missed is None else {i for each in rag.missed for i in each.spans}
             for i, (span, prefix) in enumerate(zip(planned.spans, _prefixes(planned.spans), strict=True)):
-                if i >= num_area and i in known:
+                if i >= num_area and i in new:
                     self._places.note(tenant, planned.expected.texts[i], span.chunk, Place(prefix, rank))
         if not draft.history:
             self._count_heads(tenant, planned.expected)
@@ -231,11 +231,11 @@ def missed(planned: Planned, num_found: int, *, is_plain: bool = False) -> tuple
 
 
 def fallbacks(planned: Planned, missed: Sequence[Missed] | None) -> Iterator[Fallback]:
-    """Each reason once."""
+    """Its reasons; one may come twice."""
     draft = planned.draft
     if planned.expected is not None and not planned.spans and not draft.is_preprocessing:
         yield Fallback.NO_CHUNKS
-    yield from dict.fromkeys(each.reason.fallback for each in missed or ())
+    yield from (each.reason.fallback for each in missed or ())
 
 
 def counts(planned: Planned, missed: Sequence[Missed]) -> tuple[Counter[str], Counter[str]]:

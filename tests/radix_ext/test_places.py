@@ -29,6 +29,15 @@ def test_places_equal_a_list_of_notes(sent: list[tuple[Any, Any, Any, int]], max
             assert places.last_text(tenant, ChunkId(chunk)) == dict(texts).get((tenant, chunk))
 
 
+def test_what_is_noted_again_stays() -> None:
+    """Use counts, not age."""
+    places = Places(max_places=2)
+    for number, chunk in enumerate("abac"):
+        places.note("t", "x", ChunkId(chunk), Place(number, 0))
+    assert [places.behind("x", ChunkId(chunk)) for chunk in "abc"] == [Place(2, 0), None, Place(3, 0)]
+    assert [places.last_text("t", ChunkId(chunk)) for chunk in "abc"] == ["x", None, "x"]
+
+
 def latest(notes: Any) -> list[tuple[Any, Any]]:
     """The last value of each key, in the order of these."""
     found: dict[Any, Any] = {}

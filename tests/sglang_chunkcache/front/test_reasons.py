@@ -228,9 +228,9 @@ def test_what_never_enters_the_cache_stays_new() -> None:
         assert why(request) == {"new_chunk": ["a"]}
     bench = Bench()
     for number in range(2):
-        request = bench.ask(str(number), A, joint=JointRequest(threshold=0.9, block=4))
+        request = bench.parts(["x", [A], str(number), [B], "?"], joint=JointRequest(threshold=0.9, block=4))
         bench.reply(request)
-        assert why(request) == {"new_chunk": ["a"]}
+        assert why(request) == {"new_chunk": ["a", "b"]}
 
 
 def test_plain_text_has_no_other_reason() -> None:
@@ -288,7 +288,27 @@ def test_history_that_left_the_cache_is_told() -> None:
     other = bench.ask([*messages, user("two")], C, B, to="c")
     bench.reply(other, cached=other.area[-1].end)
     assert why(other) == {"other_order": ["c", "b"]}
-    bench.turn(messages[:-1])
+
+
+def test_later_turn_on_another_rank_is_told() -> None:
+    """By turns, a retry of the second turn goes where its chunk is not."""
+    bench = Bench(num_ranks=2, routing="round_robin")
+    messages = [user("one")]
+    first = bench.turn(messages, A)
+    reasons = [why(bench.run([*messages, user("two")], B, to="c")) for _ in range(2)]
+    assert reasons == [{"other_rank": [first.area[0].chunk[:8]], "new_chunk": ["b"]}, {"other_rank": ["b"]}]
+
+
+def test_places_of_several_answers_are_noted_too() -> None:
+    """SGLang does not report what a request with `n` > 1 has found: all its chunks are noted."""
+    bench = Bench()
+    messages = [user("one")]
+    bench.turn(messages, A)
+    request = bench.reply(bench.ask([*messages, user("two")], B, to="c", num_answers=2))
+    assert request.answer()["missed"] is None
+    again = bench.ask([*messages, user("two")], B, to="c")
+    bench.reply(again, cached=again.area[-1].end)
+    assert why(again) == {"evicted": ["b"]}
 
 
 def test_chunk_of_a_later_turn_is_known_in_a_first_one() -> None:
